@@ -136,6 +136,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Names are imported when they are first asked for: `import samestep` alone doesn't wait for PyTorch."""
     if name == "__version__":
         from importlib.metadata import version
 

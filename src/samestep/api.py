@@ -127,6 +127,7 @@ def _of_round(job: Job, round_: Round) -> Job:
 
 
 def _trained(job: Job, layout: Layout) -> TrainResult | InterruptedJobError | NonFiniteError:
+    """Train in this process where it is a rank already, or one is enough; else start ranks, with restarts."""
     if environment.ranks() is not None or not needs_ranks(job, layout):
         return _train_rank(job, layout)
     folder = RunPlace.of(job).chosen()  # the same for every round
@@ -361,6 +362,7 @@ def _usages(job: Job, layouts: Mapping[str, Layout]) -> dict[str, Sequence[Usage
 
 
 def _in_one_start(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, Row]:
+    """Proofs of several layouts of one size in one start of ranks: starting costs more than the steps."""
     size = next(iter(layouts.values()))
     proofs = _on_ranks(rank_tasks.verify_rank_many, job, size, list(layouts.values()), steps, known)
     rows: dict[str, Row] = {}

@@ -59,6 +59,7 @@ class BitsRow:
 
     @property
     def verdict(self) -> str:
+        """One of refused, failed, same bits, OTHER BITS."""
         if self.reason is not None:
             return "refused"
         if self.failure is not None:
@@ -151,12 +152,14 @@ def compare_bits(layout: str, mine: BitsTaken, theirs: BitsTaken) -> BitsRow:
 
 
 def _numbers(of: str, mine: Sequence[float], theirs: Sequence[float]) -> list[str]:
+    """Which of some numbers differ in their bits: `hex` tells 0.0 from -0.0."""
     if len(mine) != len(theirs):
         return [f"{len(mine)} of {len(theirs)} {of}s"]
     return [f"{of} {number}" for number, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a.hex() != b.hex()]
 
 
 def _tensors(ours: Tensors, whole: Tensors, names: Sequence[str]) -> Iterator[str]:
+    """Which tensors differ, and in how many numbers."""
     for name in names:
         if name not in ours.entries or name not in whole.entries:
             yield f"{name} (on one side alone)"

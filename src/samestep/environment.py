@@ -358,6 +358,7 @@ def _deepspeed_local_rank(index: int | None) -> str:
 
 
 def _restore(before: Mapping[str, str | None]) -> None:
+    """Set variables back to what they were; None: not set."""
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)

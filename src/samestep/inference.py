@@ -100,6 +100,7 @@ def _alone(job: Job) -> Job:
 
 
 def _check_held_out(task: Task, instead: str) -> None:
+    """Raise UserError for a task without held-out samples."""
     samples = task.eval_set()
     if samples is None or len(samples) == 0:
         raise UserError(
@@ -123,6 +124,7 @@ def _model(job: Job, task: Task, checkpoint: Path) -> Iterator[Training]:
         assert isinstance(trainer, Checkpointed)  # the native engine's is
 
         def read(pieces: Mapping[str, Piece]) -> None:
+            """Fills the model's parameters with the checkpoint's, in their own memory."""
             memory = {name.removeprefix(MODEL): box.values for name, piece in pieces.items() for box in piece.boxes}
             _fill(memory, trainer.tied(), weights, checkpoint)
 
@@ -150,6 +152,7 @@ def _with_adapter(recipe: Recipe, weights: Weights) -> Recipe:
 
 @contextmanager
 def _weights(checkpoint: Path) -> Iterator[Weights]:
+    """The checkpoint's weights, in whichever format it is."""
     with FORMATS[format_of(checkpoint)].open(checkpoint) as weights:
         yield weights
 

@@ -51,6 +51,7 @@ class Checked:
         return self.kept and all(row.passed for row in self.layouts)
 
     def to_json(self) -> dict[str, Any]:
+        """Findings about the contract, and a row for each layout that was tried."""
         return {
             "job": self.job,
             "contract": [asdict(finding) for finding in self.contract],
@@ -89,5 +90,6 @@ def check_layouts(job: Job, layouts: Sequence[str] | None = None) -> Checked:
 
 
 def _has_experts(job: Job, task: Task) -> bool:
+    """Whether layouts with ep are worth trying."""
     model = build_model(task, job.recipe).model
     return has_experts(model, example_of(task, task.train_set(), turns_of(task)), job.run.expert_plan)

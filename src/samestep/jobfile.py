@@ -39,6 +39,7 @@ def load(file: Path, overrides: Sequence[tuple[str, str, str]] = ()) -> LoadedJo
         _override(values, sources, key, text, source)
 
     def place(path: Keys) -> str:
+        """Where a value came from, for a message: its own line, or that of the section around it."""
         while path and path not in sources:
             path = path[:-1]
         return f"{sources.get(path, str(file))}: "
@@ -98,6 +99,7 @@ def dump(loaded: LoadedJob) -> str:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
+    """A job file's values, and the line of each. Raises UserError with file and line for what is no YAML."""
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -135,6 +137,7 @@ class _Reader(yaml.SafeLoader):
     """YAML's reader, which also says in which line a value stands that it can't make sense of, such as a date."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """What YAML can't make of a value, such as a date that isn't, is told with its line."""
         try:
             return super().construct_object(node, deep)
         except ValueError as error:
@@ -170,6 +173,7 @@ def _find_lines(reader: _Reader, node: yaml.Node | None, path: Keys, file: Path,
 
 
 def _override(values: dict[str, Any], sources: dict[Keys, str], key: str, text: str, source: str) -> None:
+    """Set one dotted key to what a flag or a variable says, over what the file has."""
     path = tuple(key.split("."))
     if len(path) < 2 or path[0] not in ("recipe", "run") or not all(path):
         raise UserError(f'{source}: "{key}" must be a dotted key below recipe or run, such as recipe.optimizer.lr')
@@ -197,6 +201,7 @@ def _override(values: dict[str, Any], sources: dict[Keys, str], key: str, text: 
 
 
 def _set_source(value: Any, path: Keys, source: str, sources: dict[Keys, str]) -> None:
+    """Note for a value and all in it where it came from."""
     sources[path] = source
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -217,6 +222,7 @@ def _resolve_paths(job: Job, file: Path) -> Job:
     base = file.resolve().parent
 
     def beside(text: Any) -> Any:
+        """A path as seen from the job file's folder, where there is such a file; else the text as it is."""
         if not isinstance(text, str) or Path(text).is_absolute():
             return text
         path, colon, rest = text.partition(".py:")
@@ -290,6 +296,7 @@ def _one_line(value: Any) -> str:
 def _dump(
     values: Mapping[Hashable, Any], path: Keys, sources: Mapping[Keys, str], lines: list[tuple[str, str]]
 ) -> None:
+    """Lines of YAML, each with where its value came from."""
     indent = "  " * len(path)
     for key, value in values.items():
         here = (*path, str(key))

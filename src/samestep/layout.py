@@ -97,6 +97,7 @@ class Layout:
     order: str = DEFAULT_ORDER  # of the mesh dimensions over the ranks, outermost first; or a name in PLACEMENTS
 
     def __post_init__(self) -> None:
+        """Raise LayoutError for sizes and options that no layout has; none of this depends on a model."""
         for name in (*MESH_DIMENSIONS, "stages"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"layout: {name} is {getattr(self, name)}; it must be 1 or more")
@@ -178,6 +179,7 @@ class Layout:
         return tuple(name for name in MESH_DIMENSIONS if getattr(self, name) > 1)
 
     def __str__(self) -> str:
+        """The text that `parse` reads back to the same layout; sizes of 1 and defaults are left out."""
         parts = []
         for letters, name in _LETTERS.items():
             size = getattr(self, name)
@@ -329,6 +331,7 @@ def _read_part(text: str, part: str, values: dict[str, int | str]) -> tuple[str 
 
 
 def _read_option(text: str, name: str, value: str) -> int | str:
+    """The value of an option of a layout's text. Raises LayoutError for an unknown one."""
     if name == "stages":
         if re.fullmatch(r"\d{1,9}", value) and int(value) > 0:
             return int(value)
@@ -353,6 +356,7 @@ def _wrong_choice(name: str, value: str) -> str | None:
 
 
 def _left_over(text: str, values: Mapping[str, int | str], processes: int) -> int:
+    """Processes that are left for the part without a size. Raises LayoutError where they don't divide."""
     taken = 1
     for name in MESH_DIMENSIONS:
         taken *= int(values.get(name, 1))

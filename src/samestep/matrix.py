@@ -81,6 +81,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
+        """One word for a table: same, NOT same, refused, failed, or a kind of value that is not finite."""
         if self.proof is None:
             return "refused" if self.failure is None else "failed"
         if self.proof.nonfinite:

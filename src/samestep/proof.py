@@ -1,4 +1,10 @@
-"""The proof: a layout's first steps held against those of one process in float64."""
+"""The proof: a layout's first steps held against those of one process in float64.
+
+What is held against one process, all in float64: losses and gradient norms of each step, parameters and changed
+buffers after the last, metrics. Differences are relative: of a tensor the largest difference over the largest number
+of one process's. Sums in another order differ by some 1e-15; a mistake in a layout (a mean of means, a mask, a
+gradient that wasn't sent) by far more.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -94,6 +100,7 @@ class Proof:
 
     @property
     def same_step(self) -> bool:
+        """Whether every difference is rounding. Never of a recipe whose communication takes another step."""
         if self.communication is not None:
             return False
         if self.nonfinite or not (self.as_built is None or self.as_built.same):
@@ -104,6 +111,7 @@ class Proof:
         return all(self.max_relative_difference[name] < self.tolerance for name in judged)
 
     def to_json(self) -> dict[str, Any]:
+        """All that was found; the words of what is not finite go along."""
         values = asdict(self)
         del values["worst_parameter"]
         values["nonfinite"] = [{**asdict(each), "words": each.words()} for each in self.nonfinite]
@@ -122,6 +130,7 @@ class Proof:
         return [*(each.words() for each in self.nonfinite), *first, *rounding, *model, *self._of_communication()]
 
     def _of_communication(self) -> Sequence[str]:
+        """What to say of methods that send less: how far their steps are from one process's."""
         if self.communication is None:
             return []
         # Not of the gradient norms: ranks that step by themselves have each their own.
@@ -199,6 +208,12 @@ def reference(
 
 
 def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | None) -> Reference:
+    """Take the steps in one process, in float64, and keep what ranks are held against; in files, as they may be
+    large.
+
+    Also noted: the first step as the model's own PyTorch takes it (`as_built`), how far rounding alone may move an
+    update that divides by a small number (`rounding`), and what the recipe's own precision rounds (`allowed`).
+    """
     alone = Run(device=job.run.device, threads=job.run.threads, workers=job.run.workers)
     recipe = replace(job.recipe, precision="fp64", communication=None)
     with join(alone=True, device=alone.device, threads=alone.threads) as world:
@@ -331,6 +346,7 @@ def _beside_rounding(
     moves = load_file(expected.allowed.moves) if known is not None else None
 
     def compared(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:
+        """Each parameter's difference, beside what rounding may have made of it."""
         for name, mine in tensors:
             mine = as_real(mine).to(device)
             theirs = _from_rank_0(values, name, mine, device)
@@ -416,6 +432,7 @@ def _from_rank_0(known: Mapping[str, Tensor] | None, name: str, like: Tensor, de
 
 
 def _on_any_rank(value: float, device: torch.device) -> float:
+    """The largest value over all ranks; every rank asks."""
     largest = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()

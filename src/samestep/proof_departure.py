@@ -53,6 +53,7 @@ class Departure:
     relative: float
 
     def words(self) -> str:
+        """Where the steps part, in one line."""
         where = f" of {self.module}" if self.module else ""
         return f"first difference: step {self.step}, {self.what}{where} (relative {self.relative:.2g})"
 
@@ -93,6 +94,7 @@ class _Watch:
 
 @contextmanager
 def _watched() -> Iterator[_Watch]:
+    """Code in which every forward of a model is noted."""
     watch = _Watch()
     end = listen_to_modules(watch.calls.called)
     try:
@@ -113,6 +115,7 @@ def look(job: Job, task: Task, steps: int, folder: Path) -> Looked:
         with _watched() as watch:
 
             def after(_: StepReport) -> None:
+                """After each step: its gradients and weights to a file, its forwards to the list."""
                 tensors = dict(_tensors(training.session.trainer))
                 save({name: value.cpu().clone() for name, value in tensors.items()}, _file(folder, len(forwards)))
                 forwards.append(watch.forwards)
@@ -149,12 +152,14 @@ class _Comparison:
         self._step = 0
 
     def after(self, report: StepReport) -> None:
+        """After each step, until a difference is found: forwards first, then gradients and weights."""
         forwards, self.watch.forwards = self.watch.forwards, []
         if self.found is None:
             self.found = self._forward(forwards, report.loss.item()) or self._update()
         self._step += 1
 
     def _forward(self, forwards: Sequence[Mapping[str, Any]], loss: float) -> Departure | None:
+        """What rank 0 finds in the forwards of all ranks, told to all."""
         everyone: list[Any] = [None] * self._world.world_size
         dist.all_gather_object(everyone, forwards)
         answer: list[Any] = [None]
@@ -164,6 +169,7 @@ class _Comparison:
         return answer[0]
 
     def _first_module(self, known: Looked, split: Sequence[Mapping[str, Any]], loss: float) -> Departure | None:
+        """The first module that makes something else of the same rows; else a loss that differs."""
         alone = known.forwards[self._step]
         module = _module_apart(alone, split, eps=self._limit / 100)
         if module is not None:
@@ -172,6 +178,7 @@ class _Comparison:
         return self._departure("loss", None, apart) if not apart <= self._limit else None
 
     def _update(self) -> Departure | None:
+        """The first gradient or weight that differs, in the order of the model."""
         values = load_file(_file(self._known.folder, self._step)) if self._known is not None else {}
         named = {name: value.cpu() for name, value in _tensors(self._training.session.trainer)}
         gradients = {name: value for name, value in named.items() if name.endswith(")")}

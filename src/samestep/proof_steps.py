@@ -139,6 +139,7 @@ def states_of(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def save(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write tensors to a file of safetensors."""
     # A parameter may be a transposed view, and what is computed from it has its strides.
     save_file({name: value.contiguous() for name, value in tensors.items()}, file)
 

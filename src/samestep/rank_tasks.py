@@ -45,11 +45,13 @@ def joined(job: Job) -> Iterator[World]:
 
 
 def dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
+    """On a rank: build, take one step, and report what it held."""
     with joined(job) as world:
         return try_out(job, resolve_task(job.recipe), world, layout)
 
 
 def dry_run_rank_many(job: Job, _: Layout, layouts: Sequence[Layout]) -> list[Sequence[Usage] | str]:
+    """The same of several layouts of one size, one after the other; a refusal is told as text."""
     found: list[Sequence[Usage] | str] = []
     with joined(job) as world:
         task = resolve_task(job.recipe)
@@ -73,21 +75,25 @@ def _or_refusal(attempt: Callable[[], T]) -> T | str:
 
 
 def time_steps_rank(job: Job, layout: Layout, steps: int) -> Sequence[StepTiming]:
+    """On a rank: how long steps take, of all ranks (seconds)."""
     with joined(job) as world:
         return time_steps(job, resolve_task(job.recipe), world, layout, steps)
 
 
 def verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:
+    """On a rank: hold the layout's steps against the reference, which rank 0 has."""
     with joined(job) as world:
         return hold_against(job, resolve_task(job.recipe), world, layout, steps, known if world.rank == 0 else None)
 
 
 def find_rank(job: Job, layout: Layout, steps: int, looked: Looked) -> Departure | None:
+    """On a rank: look for the first module whose steps depart."""
     with joined(job) as world:
         return find(job, resolve_task(job.recipe), world, layout, steps, looked if world.rank == 0 else None)
 
 
 def bits_rank(job: Job, layout: Layout, steps: int, folder: Path, threads: int | None) -> BitsTaken:
+    """On a rank: take ordered steps, and leave their bits in a folder."""
     with joined(job) as world:
         fast = threads_of(layout.size, threads)
         return take_bits(job, resolve_task(job.recipe), world, layout, steps, folder, fast)

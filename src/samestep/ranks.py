@@ -40,6 +40,7 @@ def read(environ: Environ) -> Ranks | None:
 
 
 def _horovodrun(environ: Environ) -> Ranks | None:
+    """horovodrun with gloo numbers its ranks by HOROVOD_RANK and the like."""
     if not by_horovodrun(environ):
         return None
     world_size, local_size = integer(environ, "HOROVOD_SIZE"), integer(environ, "HOROVOD_LOCAL_SIZE")
@@ -70,6 +71,7 @@ def _pytorchjob(environ: Environ) -> Ranks | None:
 
 
 def _torchrun(environ: Environ) -> Ranks | None:
+    """torchrun's variables, which DeepSpeed's launcher and many others set as well."""
     if "RANK" not in environ or "WORLD_SIZE" not in environ or in_pytorchjob(environ):
         return None
     rank, world_size = integer(environ, "RANK"), integer(environ, "WORLD_SIZE")
@@ -86,6 +88,7 @@ def _torchrun(environ: Environ) -> Ranks | None:
 
 
 def _open_mpi(environ: Environ) -> Ranks | None:
+    """mpirun of Open MPI."""
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     return _of_many(environ, [f"OMPI_COMM_WORLD_{name}" for name in names], "open-mpi")
 
@@ -147,6 +150,7 @@ _LAUNCHERS: tuple[Callable[[Environ], Ranks | None], ...] = (
 
 
 def by_horovodrun(environ: Environ) -> bool:
+    """Whether horovodrun started this process, and no launcher inside of it."""
     needed = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
     return "RANK" not in environ and all(name in environ for name in needed)
 
@@ -202,6 +206,7 @@ def has_a_tasks_accelerators(environ: Environ, seen: int) -> bool:
 
 
 def integer(environ: Environ, name: str, default: int | None = None) -> int:
+    """A whole number of a variable. Raises UserError for anything else."""
     text = environ.get(name)
     if text is None and default is not None:
         return default

@@ -64,6 +64,7 @@ class NamedOptimizer:
 
     @model_validator(mode="after")
     def _names_something(self) -> "NamedOptimizer":
+        """A callable, or a name with a module before it; a bare word is a misspelt adamw or sgd."""
         if callable(self.name):
             return self
         if not isinstance(self.name, str) or not self.name.strip():
@@ -80,6 +81,7 @@ def _name_or_adamw(value: Any) -> Any:
 
 
 def _which_optimizer(value: Any) -> str:
+    """Which schema reads the section: those of short names, or that of any other optimizer."""
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     return name if name in SHORT_NAMES else "named"
 
@@ -101,6 +103,7 @@ class Schedule:
 
     @model_validator(mode="after")
     def _whole_warmup(self) -> "Schedule":
+        """Below 1 a fraction, from 1 on a number of steps: 1.5 is neither."""
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise broken_rule(
                 "warmup",
@@ -249,6 +252,7 @@ class Recipe:
 
     @model_validator(mode="after")
     def _rounded_state_by_itself(self) -> "Recipe":
+        """Adam's averages in few bits go neither with master weights nor with methods of their own state."""
         for optimizer in (self.optimizer, *(group.optimizer for group in self.groups)):
             if not isinstance(optimizer, AdamW) or optimizer.state == "full":
                 continue
@@ -266,6 +270,7 @@ class Recipe:
 
     @model_validator(mode="after")
     def _adam_of_few_bits(self) -> "Recipe":
+        """Methods that are a kind of Adam take its place, and want its settings."""
         if not isinstance(self.communication, (OneBitAdam, ZeroOneAdam)):
             return self
         for optimizer in (self.optimizer, *(group.optimizer for group in self.groups)):

@@ -62,6 +62,7 @@ def write(name: str, folder: Path) -> Sequence[Path]:
 
 
 def _check_empty(folder: Path) -> None:
+    """Raise UserError for a folder in which something would be overwritten."""
     if not folder.exists():
         return
     if not folder.is_dir():

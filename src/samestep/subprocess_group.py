@@ -78,6 +78,7 @@ def _end(process: subprocess.Popen[bytes] | None, mark: str) -> None:
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:
+    """Send a signal to a command and all that it has started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
 

@@ -112,6 +112,7 @@ def check_keys(given: Any, schema: Any, name: str) -> None:
 
 
 def _sentence(detail: Any, path: Path, known: Sequence[str]) -> str:
+    """One of pydantic's errors as a sentence: the key, what is there, what it should be."""
     kind, context, name = detail["type"], detail.get("ctx", {}), ".".join(path)
     if kind in ("unexpected_keyword_argument", "extra_forbidden", "invalid_key"):
         instead = _ELSEWHERE.get(path[-1]) or (closest(path[-1], known) if known else None)

@@ -62,6 +62,7 @@ def changes(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
 
 
 def _both(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both recipes as flat mappings, keys that came later filled in as they were before."""
     before, now = _flat(saved), _flat(recipe)
     return {**{key: value for key, value in _BEFORE_THE_KEY.items() if key in now}, **before}, now
 

@@ -89,6 +89,7 @@ def sums_of(folder: Path, names: Iterable[str]) -> dict[str, FileSum]:
 
 
 def _sum_of(file: Path, advance: Callable[[int], None] | None = None) -> FileSum:
+    """Size and SHA-256 of a file, read in pieces; `advance` hears the bytes of each."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(AT_ONCE))
     with file.open("rb", buffering=0) as stream:
@@ -159,6 +160,7 @@ def unfinished_in(folder: Path) -> list[Path]:
 
 
 def _left_in(folder: Path) -> list[Path]:
+    """Folders that an interrupted save has left behind."""
     if not folder.is_dir():
         return []
     named = [path for path in folder.iterdir() if _LEFT.fullmatch(path.name)]

@@ -25,6 +25,7 @@ class Listed:
     bytes: int  # of its files
 
     def to_json(self) -> dict[str, Any]:
+        """Without the files' checksums, of which there may be thousands."""
         info = {} if self.info is None else asdict(self.info)
         info.pop("files", None)
         return {"path": str(self.path), "state": self.state, "bytes": self.bytes, **info}
@@ -60,6 +61,7 @@ def listed(place: Path) -> list[Listed]:
 
 
 def _listed(path: Path) -> Listed:
+    """One checkpoint; a damaged one is listed with what is wrong."""
     try:
         return Listed(path=path, state=COMPLETE, info=read_info(path), bytes=_size(path))
     except CheckpointError as error:
@@ -106,6 +108,7 @@ def held_in(path: Path) -> list[Held]:
 
 
 def held_as(kind: str, name: str, entry: Entry) -> Held:
+    """A tensor of a checkpoint, for a table."""
     return Held(
         kind=kind,
         name=name,

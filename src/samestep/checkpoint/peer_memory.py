@@ -1,6 +1,11 @@
 """Copies in the memory of several hosts: each keeps its own ranks' files and those of the host before it.
 
 When one host is lost the others have all of it, and bring it to every host that goes on or comes again.
+
+With hosts 0 ... h-1, each host's leader sends the files of its ranks to the next host (h-1 to 0), so each host's
+files are on two hosts and any one may be lost. The index and `checkpoint.json` go to all. Memory is reserved before
+anything is sent: a host whose memory is full says so while nobody waits for it. A copy counts only with its info,
+written last.
 """
 
 import hashlib
@@ -61,6 +66,7 @@ class Neighbours:
         theirs: Mapping[str, int] = sizes[at - 1] if self.leads else {}
 
         def make_room() -> None:
+            """Reserve the memory of what is to come from the host before."""
             if self.leads:
                 (unfinished / METADATA_FILE).write_bytes(index)
                 for name, size in theirs.items():
@@ -90,6 +96,11 @@ class Neighbours:
         return False
 
     def _bring(self, copy: Path, sign: str, holders: list[Mapping[str, int]], together: Together) -> bool:
+        """Bring a copy's files to the hosts that lack some; whether there are enough of them.
+
+        `holders`: what each leader has of it, by file name and bytes. All ranks call: leaders send and receive, one
+        file after the other in one order, so that sends and receives pair up.
+        """
         owners: dict[str, int] = {}
         sizes: dict[str, int] = {}
         for leader, files in zip(self.leaders, holders, strict=True):
@@ -141,6 +152,7 @@ class Neighbours:
         return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name.startswith(marks)}
 
     def _of_leaders(self, mine: Any) -> list[Any]:
+        """What each host's leader says, in the order of hosts. Every rank calls."""
         said: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(said, mine, group=self.group)
         return [said[leader] for leader in self.leaders]
@@ -153,6 +165,7 @@ class Neighbours:
 
 
 def _copies(place: Path) -> _Copies:
+    """The copies in a folder: by step and what tells two of one step apart, the files and their bytes."""
     found: dict[tuple[int, str], dict[str, int]] = {}
     for step in steps_in(place):
         copy = place / name_of(step)

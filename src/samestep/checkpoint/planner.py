@@ -42,6 +42,7 @@ class _Sharded:
         return [_chunk(box) for box in self._piece.boxes]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        """PyTorch asks this of a tensor of its own kinds: one item for each box."""
         return [
             WriteItem(
                 index=MetadataIndex(fqn, box.offsets),
@@ -70,6 +71,7 @@ class SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
+        """Pieces in place of a state dict: PyTorch's planner puts those of all ranks together."""
         sharded = {name: _Sharded(piece) for name, piece in self._pieces.items()}
         super().set_up_planner(sharded, storage_meta, is_coordinator)
 
@@ -112,6 +114,7 @@ class StreamPlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
+        """Entries in place of tensors: values are given one at a time, when they are written."""
         unread = {name: _Unread(entry) for name, entry in self._entries.items()}
         super().set_up_planner({MODEL.removesuffix("."): unread}, storage_meta, is_coordinator)
 
@@ -127,6 +130,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._pieces = pieces
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Pieces to fill, and what the checkpoint holds."""
         self.state_dict: Any = {name: _Sharded(piece) for name, piece in self._pieces.items()}
         self.metadata = metadata
         self.is_coordinator = is_coordinator

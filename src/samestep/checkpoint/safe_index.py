@@ -39,7 +39,10 @@ _LAYOUTS: Final = {"strided": torch.strided}
 
 
 class _IndexUnpickler(pickle.Unpickler):
+    """Makes the classes of PyTorch's index and nothing else: a pickle may otherwise call any function."""
+
     def find_class(self, module: str, name: str) -> Any:
+        """A class that an index may name, or a harmless one of the same form. Raises UnpicklingError for others."""
         if (module, name) in _CLASSES:
             return _CLASSES[module, name]
         if module == "torch":

@@ -1,6 +1,16 @@
 """Saving: copy what this rank holds, then write it, beside the training and with every other rank, and name it last.
 
 Until its name is given a checkpoint is none, so whatever ends the job at whatever moment, the one before it stands.
+
+The sequence, on every rank:
+
+    1. copy     this rank's boxes into memory of its own, between two steps; the training goes on after it
+    2. write    files of step-N.unfinished, by a thread beside the training; a process group of its own, so that its
+                messages don't get between those of a step
+    3. sum      checksums of the files, gathered on rank 0
+    4. name     rank 0 writes checkpoint.json, syncs files and folder, and renames the folder: one atomic act
+
+A step between two saves waits for the one before. What fails on one rank is raised on all (`together`).
 """
 
 import errno
@@ -70,6 +80,7 @@ class Saver:
         """Make the folder and clear it of what a run before left half done. Raises CheckpointError."""
 
         def prepare() -> None:
+            """Make the folder, and remove what an interrupted save has left."""
             if self._leads:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 folders.remove_unfinished(self._folder)
@@ -128,6 +139,7 @@ class Saver:
         return copied
 
     def _write(self, pieces: Mapping[str, Piece], info: Info) -> None:
+        """Acts 2 to 4, in the thread beside the training."""
         unfinished = self._folder / (folders.name_of(info.step) + folders.UNFINISHED)
         try:
             dcp.save(
@@ -140,6 +152,7 @@ class Saver:
             raise _as_error(unfinished, dict(error.failures)) from None
         sums = self._gathered_sums(unfinished) if self._durable else {}
         info = replace(info, files=sums)
+        # The info names every file with its checksum, so it can only be written when all of them are there.
         text = info.to_json()
         if self._neighbours is not None:
             text = self._neighbours.spread(unfinished, text, partial(self.together, where=unfinished))
@@ -150,6 +163,7 @@ class Saver:
         mine: dict[str, FileSum] = {}
 
         def make() -> None:
+            """Checksums of the files that this rank wrote."""
             names = [path.name for path in unfinished.iterdir() if path.name.startswith(f"__{self._rank}_")]
             mine.update(sums_of(unfinished, [*names, *([METADATA_FILE] if self._rank == 0 else [])]))
 
@@ -159,6 +173,7 @@ class Saver:
         return {name: each for sums in gathered for name, each in sorted(sums.items())}
 
     def _complete(self, unfinished: Path, text: str, info: Info) -> None:
+        """On the leader: see that all files are there, write the info, make everything durable, rename."""
         if not self._leads:
             return
         if hidden := [name for name in info.files if not (unfinished / name).is_file()]:
@@ -194,6 +209,7 @@ def _beside(write: Callable[[], None]) -> Future[None]:
     result: Future[None] = Future()
 
     def call() -> None:
+        """The thread's work: what it raises is raised where the result is waited for."""
         try:
             write()
         except BaseException as error:  # it is raised where the result is waited for
@@ -226,6 +242,7 @@ def _as_error(where: Path, failures: Mapping[int, Any]) -> CheckpointError:
 
 
 def write_durably(file: Path, text: str) -> None:
+    """Write a file and wait until it is on disk."""
     with file.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()

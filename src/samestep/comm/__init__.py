@@ -9,4 +9,9 @@ In the order of reading:
 - `operands`: the tensors of an operator. `traffic`: the bytes that a rank sends.
 - `collectives`, `correctness`, `measure`, `limits`, `support`, `demo`: what `samestep comm` runs on each rank.
 - `leave`: the end of a process group.
+
+What holds throughout. Collectives of a group pair up by their order alone: every rank of it calls the same ones, of
+the same sizes, in the same order. "Every rank must ask" in a docstring says that a function sends messages. Groups
+are made by all ranks of the world, in one order, also by those that aren't members. What a host decides by (flags,
+counts) travels on the CPU, so that it doesn't wait for an accelerator's queue.
 """

@@ -1,4 +1,7 @@
-"""What ranks tell each other for their hosts to act on: flags and small numbers; no host waits for an accelerator."""
+"""What ranks tell each other for their hosts to act on: flags and small numbers; no host waits for an accelerator.
+
+Messages here are a few integers, so their cost is that of a wait: they go along with others where that can be.
+"""
 
 from collections.abc import Sequence
 
@@ -18,6 +21,8 @@ def host_of(group: dist.ProcessGroup, device_type: str) -> torch.device:
 
 def largest(values: Sequence[int], group: dist.ProcessGroup, device_type: str) -> list[int]:
     """The largest of what the ranks give in each place; every rank must ask, for as many."""
+    # MAX answers "does any rank ...?" for flags, and "do all say the same?" for a number and its negative: they do
+    # where the two largest are each other's negatives.
     message = torch.tensor(values, dtype=torch.int64, device=host_of(group, device_type))
     dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
     return message.tolist()

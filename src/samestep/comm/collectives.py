@@ -5,6 +5,9 @@ A rank gives none, one or all of the chunks, and takes none, one or all: that is
 buffers. Bytes and bandwidths follow nccl-tests (github.com/NVIDIA/nccl-tests): the size S of a message is that of all
 n chunks (`src/all_gather.cu` and its like), algorithm bandwidth is S / t, and bus bandwidth is that times a factor
 by which it may be held against what one link carries, whatever n is (`doc/PERFORMANCE.md`).
+
+`expected` computes in Python integers, so that what a transport gives can be compared exactly: values are small
+enough that their sum over the ranks is exact in every dtype that is tried.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +75,7 @@ def chunk_of(size: int, n: int, element_bytes: int) -> int:
 
 
 def _send_recv(group: dist.ProcessGroup, buffers: Buffers) -> None:
+    """Posted together: a ring of sends that each wait for their receiver would block."""
     rank, n = group.rank(), group.size()
     operations = [
         dist.P2POp(dist.isend, buffers.given, group=group, group_peer=(rank + 1) % n),
@@ -96,6 +100,7 @@ def _gather(group: dist.ProcessGroup, buffers: Buffers) -> None:
 
 
 def _reduce(group: dist.ProcessGroup, buffers: Buffers) -> None:
+    """Other ranks' buffers may hold parts of the sum afterwards, so `expected` says nothing of them."""
     dist.reduce(buffers.given, group_dst=0, group=group)
 
 
@@ -124,7 +129,10 @@ def _chunks(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _part(values: Sequence[int], rank: int, n: int) -> Sequence[int]:
-    """Chunk `rank` of a message."""
+    """Chunk `rank` of a message.
+
+    Chunk `rank` of a message of n chunks.
+    """
     count = len(values) // n
     return values[rank * count : (rank + 1) * count]
 

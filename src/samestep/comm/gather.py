@@ -1,6 +1,10 @@
 """All-gather and reduce-scatter of one tensor: a message is one tensor, not a list of them, and is copied no oftener.
 
 A back end such as NCCL sends a list of tensors through a buffer of its own, which it fills and empties by copies.
+
+Shapes, for n ranks and parts [..., length r of rank r, ...] along `dim`: all-gather gives [..., sum of the lengths,
+...]; reduce-scatter takes that and gives [..., own length, ...]. Messages go along dimension 0, so that each rank's
+part is one piece of memory; parts of unlike lengths are padded to the longest with zeros, which are cut off again.
 """
 
 from collections.abc import Sequence
@@ -22,6 +26,7 @@ def all_gather(part: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
     if dim % part.ndim == 0 or ranks == 1:
         return whole
     dim %= part.ndim
+    # [ranks * rows, ...] -> [ranks, rows, ...] -> ranks next to `dim` -> joined there: one copy.
     return whole.unflatten(0, (ranks, part.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -38,6 +43,7 @@ def all_gather_uneven(part: Tensor, group: dist.ProcessGroup, lengths: Sequence[
 def reduce_scatter_uneven(whole: Tensor, group: dist.ProcessGroup, lengths: Sequence[int], dim: int) -> Tensor:
     """This rank's part of the sum over the ranks; `lengths` of the parts along the dimension."""
     longest = max(lengths)
+    # [ranks, ..., longest, ...]: row r is for rank r.
     message = torch.stack([padded(part, longest, dim) for part in whole.split(list(lengths), dim)])
     summed = torch.empty_like(message[0])
     REDUCE_SCATTER(summed, message.flatten(0, 1), group=group)

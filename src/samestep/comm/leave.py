@@ -24,6 +24,7 @@ def leave_process_group() -> None:
     let go of one, whenever the group ends.
     """
     every = tuple(dist.distributed_c10d._world.pg_map)
+    # A barrier in every group, begun in the same order on all ranks, waited for only once all are begun.
     last = [backend.barrier(dist.BarrierOptions()) for group in every if (backend := _gloo_of(group)) is not None]
     for work in last:
         work.wait()

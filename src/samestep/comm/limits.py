@@ -1,4 +1,8 @@
-"""What bounds a collective: copies in a host's memory, and the links between hosts."""
+"""What bounds a collective: copies in a host's memory, and the links between hosts.
+
+Units are bytes a second throughout, of payload: no headers, no framing. The figures bound what collectives can reach;
+`measure` says what they do reach.
+"""
 
 import socket
 import statistics
@@ -27,8 +31,10 @@ def _copy_rate(size: int, control: dist.ProcessGroup) -> float:
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.zeros(size, dtype=torch.uint8)
     began = time.perf_counter()
+    # The first copy maps the target's pages, and tells about how many copies make a sample that can be timed.
     target.copy_(source)
     one = torch.tensor([time.perf_counter() - began])
+    # All ranks must make the same number of calls in a sample, or a fast one would copy alone at its end.
     dist.all_reduce(one, dist.ReduceOp.MAX, group=control)
     calls = max(1, min(1000, round(_SHORTEST_SAMPLE / max(one.item(), 1e-7))))
     seconds = torch.zeros(_SAMPLES, dtype=torch.float64)

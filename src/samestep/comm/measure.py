@@ -63,6 +63,7 @@ class Row:
         return None if rate is None else rate * COLLECTIVES[self.collective].bus_factor(self.ranks)
 
     def to_json(self) -> dict[str, Any]:
+        """Seconds, bytes, and bytes a second."""
         return {
             "collective": self.collective,
             "bytes": self.bytes,
@@ -184,6 +185,7 @@ class Fit:
         return self.latency + (size / self.bandwidth if self.bandwidth else 0.0)
 
     def to_json(self) -> dict[str, Any]:
+        """Latency in seconds and bandwidth in bytes a second of the straight line through the measurements."""
         return {
             "collective": self.collective,
             "transport": self.transport,

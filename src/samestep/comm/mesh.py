@@ -58,11 +58,14 @@ class Mesh:
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Make the grid of the ranks of the process group, which must be as many as the layout's size."""
     grid = DeviceMesh(device_type, rank_grid(layout), mesh_dim_names=MESH_DIMENSIONS)
+    # These three axes differ in samples: their product is over how many ranks gradients are averaged.
     data = grid["replicate", "shard", "expert"]._flatten("data")
     return Mesh(
         grid=grid,
         data_group=data.get_group(),
         data_place=Place(index=data.get_local_rank(), of=data.size()),
+        # With the pipeline axis, as only last stages have a loss and the other ranks add zeros; without context and
+        # tensor ranks, which all have the same loss.
         loss_group=grid["pipeline", "replicate", "shard", "expert"]._flatten("loss").get_group(),
     )
 

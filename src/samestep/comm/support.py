@@ -72,6 +72,7 @@ class Notes:
         self.lines: list[dict[str, Any]] = []
 
     def write(self, line: dict[str, Any]) -> None:
+        """Append a line at once: a try that ends the process must leave those before it."""
         self.lines.append(line)
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:
@@ -137,6 +138,7 @@ class _Watchdog:
         self._last_word = last_word
 
     def _end(self) -> None:
+        """Note which try hung, and end the process: nothing gentler ends a collective that waits."""
         self._last_word()
         os._exit(_TIMED_OUT)
 

@@ -74,6 +74,7 @@ class Traffic(Observer):
             self._in_operator = outermost
 
     def _count(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Count one operator of PyTorch's, by its arguments' bytes and its group's size."""
         collective = _COLLECTIVES.get(name.removesuffix("_out").strip("_"))
         if collective is None:
             return  # a wait, a barrier, a receive
@@ -95,6 +96,8 @@ Given = Mapping[str, Any]  # an operator's arguments by their names
 
 @dataclass(frozen=True, kw_only=True)
 class _Collective:
+    """How the bytes of a kind of collective follow from its operator's arguments."""
+
     kind: str
     message: Callable[[Given, int], float]  # bytes of the whole message, from the arguments and the group's size
     sent: Callable[[float, int], float]  # bytes that one rank sends of it
@@ -145,6 +148,7 @@ def _taken_part(given: Given, n: int) -> float:
 
 
 def _sends_of_batch(given: Given, n: int) -> float:
+    """A batch of point-to-point operations: its sends are this rank's."""
     pairs = zip(given["op_list"], given["tensors"], strict=True)
     return _nbytes([tensor for operator, tensor in pairs if operator == "isend"])
 

@@ -75,6 +75,7 @@ def _no_shared_memory(place: Place) -> str | None:
 
 
 def _no_mpi(place: Place) -> str | None:
+    """MPI must be the first back end of its processes: here they have another one already."""
     if not dist.is_mpi_available():
         return "this PyTorch is built without it"
     return "its ranks must be started by mpirun, with MPI as their first back end"

@@ -112,6 +112,7 @@ def limit_lines(limits: Limits) -> list[str]:
 
 
 def checks_in_words(checks: Sequence[Check]) -> str:
+    """How many results were right, wrong, or refused by the back end."""
     right, wrong = sum(check.reason is None for check in checks), sum(check.wrong for check in checks)
     refused = len(checks) - right - wrong
     return f"results: {right} right, {wrong} wrong, {refused} refused by the back end (`samestep comm support`)"
@@ -146,6 +147,7 @@ def print_support(found: Support, out: Console | None = None) -> None:
 
 
 def _support_table(title: str, rows: Mapping[str, Mapping[str, str]]) -> Table:
+    """Collectives by dtype: yes, refused or wrong."""
     table = Table(title=title)
     table.add_column("collective", no_wrap=True)
     for dtype in DTYPES:

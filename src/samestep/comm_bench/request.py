@@ -31,6 +31,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def _parse(word: str) -> int:
+    """Bytes of a size such as 1KB or 4MB. Raises UserError for anything else."""
     match = _SIZE.fullmatch(word)
     if match is None:
         raise UserError(f'--sizes: "{word}" is no size; use a number of bytes, KB, MB or GB, such as 1KB,1MB')

@@ -44,6 +44,7 @@ class Limits:
         return None if nearest is None or not size else self.copies[nearest]
 
     def to_json(self) -> dict[str, Any]:
+        """Bytes a second that memory, adapter and one stream allow."""
         return {
             "memory_copy": [{"bytes": size, "bytes_per_second": rate} for size, rate in self.copies.items()],
             "interface": self.interface,

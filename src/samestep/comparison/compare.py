@@ -54,6 +54,7 @@ def cores_of(job: Job, processes: int) -> int:
 
 
 def _entry(job: Job, task: Task, method: Method, budget: int) -> MethodJob:
+    """A method's job: the same recipe, with the run that this method is started by; or why it can't be measured."""
     size = Layout.parse(method.layout).size
     threads = max(1, (method.cores or budget) // size)
     recipe = job.recipe if method.precision is None else replace(job.recipe, precision=method.precision)
@@ -99,6 +100,7 @@ def _missing(engine: str) -> str | None:
 
 
 def _refused(job: Job, task: Task, method: Method) -> str | None:
+    """Why a method can't train this job; None where it can."""
     if method.cores is not None and job.run.device == "auto" and accelerators():
         return "it is for CPUs, and the job runs on an accelerator; use --device cpu"
     if method.start.precisions is not None:
@@ -163,6 +165,7 @@ def compare_job(
 
 
 def _processes(job: Job, asked: int | None) -> int:
+    """As many as asked for, or as there are accelerators, or cores."""
     processes = asked if asked is not None else job.run.processes
     if processes is None:
         processes = (accelerators() if job.run.device == "auto" else 0) or cores()
@@ -210,6 +213,7 @@ def _evaluated(job: Job, task: Task, evaluations: int) -> Job:
 
 
 def _reference_entry(job: Job, task: Task, budget: int) -> MethodJob:
+    """One process in float64, beside which methods' steps are held."""
     single = next(method for method in METHODS if method.name == SINGLE)
     (entry,) = entries(short_job(job, "fp64"), task, [single], budget)
     return entry
@@ -258,6 +262,7 @@ class _Runner:
         precision = row.method.precision or best(entry.precisions)
 
         def read(folder: Path, seconds: float) -> Row:
+            """What a short run left, beside the reference: losses, norms, parameters."""
             held = SameStep(
                 precision=precision,
                 losses=results.losses(folder),
@@ -283,6 +288,7 @@ class _Runner:
         return self._ended(row, job, read)
 
     def _ended(self, row: Row, job: Job, read: Callable[[Path, float], Row]) -> Row:
+        """Run a job and read what it left; whatever goes wrong becomes a row with a reason."""
         folder, outcome = self._run(row.method, job)
         try:
             if outcome.code == 0:
@@ -293,6 +299,7 @@ class _Runner:
         return replace(row, status=status, reason=reason, output=outcome.output)
 
     def _run(self, method: Method, job: Job) -> tuple[Path, subprocess_group.Outcome]:
+        """Run a job in a folder of its own, from the kept server where that can be."""
         self._count += 1
         place = self._folder / str(self._count)
         place.mkdir()

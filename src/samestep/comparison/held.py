@@ -84,6 +84,7 @@ class References:
         )
 
     def _of(self, precision: str) -> Reference:
+        """The reference in a precision, computed once."""
         if precision not in self._known:
             place = self._folder / f"reference-{precision}"
             place.mkdir()
@@ -94,6 +95,7 @@ class References:
 
 
 def _in_float64(mine: dict[str, Tensor], theirs: dict[str, Tensor], known: Reference) -> dict[str, float]:
+    """Differences of parameters in units of the proof's tolerance."""
     moves = load_file(known.rounding) if known.rounding is not None else {}
     squares = sum(theirs[name].double().square().sum().item() for name in mine)
     floor = math.sqrt(squares / sum(value.numel() for value in mine.values()))
@@ -104,6 +106,7 @@ def _in_float64(mine: dict[str, Tensor], theirs: dict[str, Tensor], known: Refer
 
 
 def _beside_rounding(mine: dict[str, Tensor], theirs: dict[str, Tensor], known: Reference) -> dict[str, float]:
+    """Differences as a share of what rounding may have made."""
     assert known.allowed is not None
     moves = load_file(known.allowed.moves)
     typical = known.allowed.typical

@@ -77,6 +77,8 @@ def _output_into(file: IO[bytes]) -> Iterator[None]:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
+    """Code that a timer interrupts after so many seconds of wall-clock time."""
+
     def stop(number: int, frame: FrameType | None) -> None:
         raise _LimitError
 

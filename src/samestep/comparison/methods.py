@@ -42,6 +42,8 @@ def _spawn(job: Path, folder: Path, processes: int) -> Sequence[str]:
 
 
 def _by_launcher(module: str) -> Command:
+    """The command of a script that torchrun or the like starts."""
+
     def command(job: Path, folder: Path, processes: int) -> Sequence[str]:
         ranks = ["--standalone", f"--nproc-per-node={processes}"]  # standalone: a free port
         return [sys.executable, "-m", module, *ranks, *_LOOP, str(job), "--folder", str(folder)]
@@ -154,6 +156,7 @@ def _found(name: str, processes: int, table: dict[str, Method]) -> Method:
 
 
 def _pair(name: str, processes: int, table: dict[str, Method]) -> Method:
+    """A method written as engine:layout. Raises UserError for one that there isn't."""
     engine, colon, text = name.partition(":")
     if not colon:
         raise UserError(f'unknown method "{name}"; {closest(name, table)}; or a pair engine:layout, {_EXAMPLE}')

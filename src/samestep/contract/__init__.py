@@ -5,4 +5,8 @@ their order), then `trial` (how a training forward is run here), `samples` (data
 backward: loss, parameters, draws), `second_gradients` (which not every layout can have), `coupling` (whether the loss
 of a batch is the sum of its parts', and if not, which code couples its samples), `scores` (evaluation), and `errors`
 (what ends a check, and how a message names a line).
+
+What the contract is, in one sentence: the loss of a batch is a sum over its samples (or what it gathers of others is
+declared), its count says over how many terms, forward and draws depend on samples and step alone, and all that is
+trained is a parameter of the model. From that follows that any cut of a batch over ranks and micro-batches adds up.
 """

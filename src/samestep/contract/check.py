@@ -169,6 +169,8 @@ def _kept_in(trial: Trial) -> Iterator[str]:
 
 
 def _rest(trial: Trial, total: torch.Tensor, count: float) -> Iterator[str]:
+    """The parts of the contract that need a loss already computed; gives the name of each that is kept."""
+
     def repeatable() -> None:
         check_repeatable(trial, total)
         check_linear_backward(trial, count)  # of a forward that is not repeatable, gradients can't be compared

@@ -33,11 +33,13 @@ class Sums:
 
     @property
     def counts_add_up(self) -> bool:
+        """Whether the whole batch counts as many terms as its parts together."""
         whole, first, rest = self.counts
         return abs(whole - first - rest) <= 1e-6 * abs(whole)
 
     @property
     def losses_add_up(self) -> bool:
+        """Whether its loss is the sum of theirs, up to rounding."""
         whole, first, rest = self.losses
         # Written so that a part that is not a number does not pass.
         return abs(whole - first - rest) <= self.tolerance * max(abs(first) + abs(rest), abs(whole))
@@ -62,6 +64,7 @@ def check_sum_of_parts(trial: Trial) -> None:
 
 
 def _check_sums(trial: Trial) -> None:
+    """Raise ContractError for a loss that is no sum over samples, saying what couples them."""
     number, cut = len(trial.sampled), trial.sampled.cut
     with trial.without_batch_statistics():
         sums = _in_float64(trial, number, cut)
@@ -86,6 +89,8 @@ def _check_batch_norms(trial: Trial, number: int, cut: int) -> None:
         return
 
     def counter(name: str) -> Any:
+        """A hook for a batch norm: over how many numbers of a feature it takes its statistics."""
+
         def count(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             given = arguments[0]
             counts[name][-1] += given.numel() / given.shape[1]
@@ -125,6 +130,11 @@ def _in_float64(trial: Trial, number: int, cut: int) -> Sums:
 
 
 def _sums(trial: Trial, number: int, cut: int) -> Sums:
+    """Loss, count and gradients of two parts of a batch and of the whole, in float64.
+
+    The whole's gradient is taken with the opposite sign into what the parts have left: what remains (`apart`) is the
+    difference, parameter by parameter.
+    """
     parameters = {name: each for name, each in trial.model.named_parameters() if each.requires_grad}
     trial.model.zero_grad()
     norms: list[float] = []
@@ -178,6 +188,7 @@ def _gradient_hooks(model: nn.Module) -> Iterator[str]:
 
 
 def _loss_at_fault(trial: Trial, sums: Sums, number: int, cut: int) -> str:
+    """What is wrong with a loss whose parts don't add up: a mean, a count, or a coupling."""
     where = line_of(trial.loss_function)
     whole, first, rest = sums.losses
     parts = f"{cut} and {number - cut} of them"
@@ -261,6 +272,8 @@ def _ended(trial: Trial, first: int, last: int) -> list[_Ended]:
     found: list[_Ended] = []
 
     def note(name: str) -> Any:
+        """A hook: what a module was given and gave, as it ended."""
+
         def hook(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
             taken = [each.detach().clone() for each in _tensors((arguments, keywords))]
             given = [each.detach().clone() for each in _tensors(output)]
@@ -313,6 +326,7 @@ def _rows(tensor: Tensor, samples: int) -> Tensor | None:
 
 
 def _front(tensor: Tensor, sizes: list[int]) -> Tensor:
+    """The first rows of each dimension: what two tensors that are padded to other lengths share."""
     for dim, size in enumerate(sizes, start=1):
         tensor = tensor.narrow(dim, 0, size)
     return tensor.reshape(len(tensor), -1)

@@ -121,5 +121,6 @@ class Budget(TorchDispatchMode):
             )
 
     def _free(self, place: int, size: int) -> None:
+        """A storage is gone."""
         self._known.discard(place)
         self._alive -= size

@@ -106,6 +106,7 @@ def take_others(task: Task) -> Sampled:
 
 
 def _same_samples(train_set: Any, indices: Sequence[int]) -> list[Any]:
+    """Some samples, each taken twice. Raises ContractError where the two differ."""
     samples = [_sample(train_set, index) for index in indices]
     for index, sample in zip(indices, samples, strict=True):
         if not equal(sample, _sample(train_set, index)):

@@ -210,6 +210,7 @@ def _held_by_task(task: Task) -> Iterator[Held]:
 
 
 def _not_registered(trial: Trial, name: str, holder: str) -> ContractError:
+    """The error for a parameter that the loss depends on and the model doesn't have."""
     held = f"{name} (in {holder})" if holder else name
     owner = type(trial.task if name.endswith(_OF_TASK) else trial.model)
     return ContractError(
@@ -229,6 +230,8 @@ def _module_that_draws(trial: Trial) -> str:
         before.append(generators.state(trial.device))
 
     def end_of(name: str) -> Any:
+        """A hook: the innermost module in whose forward a generator has moved."""
+
         def end(module: nn.Module, arguments: Any, output: Any) -> None:
             if generators.moved(before.pop(), generators.state(trial.device)) and not found:
                 found.append(f"{name or 'the model'} ({type(module).__name__})")

@@ -304,6 +304,7 @@ class Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _look(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        """Note the first parameter or buffer that an operator writes to, and the user's line that did it."""
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(keywords)
         for argument in func._schema.arguments:
             if argument.alias_info is None or not argument.alias_info.is_write:

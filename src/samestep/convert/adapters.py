@@ -150,6 +150,7 @@ class _MergedWeight:
         self._transposed = in_dim(model.get_submodule(layer)) == 0  # [inputs, outputs], as GPT-2's layers have it
 
     def __call__(self) -> Tensor:
+        """W + scaling * up @ down for each adapter, in float64, in W's dtype: [outputs, inputs]."""
         weight = self._held(self._name)
         total = weight.double()
         for update in self._parts.updates:

@@ -54,6 +54,7 @@ def _read_as(read: Callable[[str], Tensor], entries: Mapping[str, Entry], name: 
 
 
 def _read_and_tell(read: Callable[[str], Tensor], advance: Callable[[int], None], name: str) -> Tensor:
+    """Read a tensor, and tell how many bytes it was."""
     value = read(name)
     advance(value.nbytes)
     return value

@@ -115,6 +115,7 @@ class _Reading:
         self._read = 0  # since memory was given back
 
     def __call__(self, count: int) -> None:
+        """Bytes were read: the bar goes on, and every so often freed memory is given back."""
         self._bar.advance()
         self._read += count
         if self._read >= self._OFTEN:
@@ -166,6 +167,9 @@ def _pretrained(weights: Weights, job: Job | None) -> Pretrained | None:
 
 
 def _merged(weights: Weights, recipe: Recipe | None) -> Weights:
+    """Weights with the adapters added into their base, which the job's task builds. Raises UserError for another
+    base.
+    """
     if recipe is None:
         raise UserError(
             "--merge: the base of these adapters is what a job's task builds, and nothing here says which; use "
@@ -191,6 +195,7 @@ def _recipe_of(weights: Weights) -> Recipe | None:
 
 
 def _check_free(target: Path) -> None:
+    """Raise UserError where the target is there, or can't be made."""
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} is there already; use another path")
     if target.name in ("", ".."):
@@ -216,6 +221,7 @@ def _write(form: Format, target: Path, weights: Weights, asked: OutputOptions) -
 
 
 def _place(form: Format, into: Path, target: Path) -> None:
+    """Give what was written its name: a folder at once, several files with the index last."""
     if form.is_folder:
         into.rename(target)
         return

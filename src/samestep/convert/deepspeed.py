@@ -1,6 +1,10 @@
 """DeepSpeed's checkpoints of any ZeRO stage: weights put together from the flat partitions of the ranks.
 
 Where each parameter lies in them differs between stages 1 and 2, and stage 3.
+
+ZeRO-1 and 2 keep, for each parameter group, one flat vector of all parameters, cut over the ranks and padded at its
+end. ZeRO-3 cuts each parameter by itself: rank r has numbers r * ceil(n / ranks) to the next. Both are fp32 copies,
+which are what is read.
 """
 
 import re
@@ -66,6 +70,7 @@ def of_stage_3(folder: Path, models: States, states: States) -> Readers:
 
 
 def _reader(stretches: Sequence[Tensor], offset: int, shape: torch.Size) -> tuple[Entry, Callable[[], Tensor]]:
+    """A parameter at an offset of the joined vector of all ranks."""
     entry = Entry(shape=shape, dtype=stretches[0].dtype)
     return entry, lambda: _taken(stretches, offset, shape.numel()).view(shape)
 
@@ -73,6 +78,8 @@ def _reader(stretches: Sequence[Tensor], offset: int, shape: torch.Size) -> tupl
 def _reader_of_ranks(
     flat: Sequence[Sequence[Tensor]], offset: int, length: int, shape: torch.Size
 ) -> tuple[Entry, Callable[[], Tensor]]:
+    """A parameter of ZeRO-3: `length` numbers of each rank, the padding cut off."""
+
     def read() -> Tensor:
         padded = torch.cat([_taken(stretches, offset, length) for stretches in flat])
         return padded[: shape.numel()].view(shape)
@@ -154,6 +161,7 @@ def write(into: Path, _: str, weights: Weights, __: OutputOptions) -> None:
     folder.mkdir()
 
     def wrap(values: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The module state as DeepSpeed's own loader expects it, of one rank."""
         return {
             "module": dict(values),
             "buffer_names": [],
@@ -195,6 +203,7 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 def _check(folder: Path, models: Sequence[Any]) -> None:
+    """Raise CheckpointError for what is no checkpoint of DeepSpeed, or of experts."""
     if not models or not all(
         isinstance(each, Mapping) and isinstance(each.get("module"), Mapping) for each in models
     ):

@@ -38,6 +38,7 @@ def recognises(path: Path) -> bool:
 
 @contextmanager
 def open_(path: Path) -> Iterator[Weights]:
+    """The weights of a folder, from whichever of its files there is. Raises CheckpointError for none."""
     file = _file(path)
     if file is None:
         raise CheckpointError(f"{path} has none of {', '.join(_FILES)}; use a folder of save_pretrained")
@@ -67,6 +68,7 @@ def write(into: Path, _: str, weights: Weights, asked: OutputOptions) -> None:
 
 
 def _copy_along(folder: Path, into: Path) -> None:
+    """Configuration and tokenizer go along with the weights."""
     for pattern in (_CONFIG, *_ALONG):
         for file in folder.glob(pattern):
             if file.is_file():

@@ -70,6 +70,7 @@ def write_as(into: Path, stem: str, names: Mapping[str, str], weights: Weights, 
 
 
 def _save(values: Mapping[str, Tensor], file: Path) -> None:
+    """Write one file; tensors that share memory are copied, since the format has no views."""
     seen: set[int] = set()
     alone: dict[str, Tensor] = {}
     for name, value in values.items():
@@ -88,6 +89,7 @@ def _save(values: Mapping[str, Tensor], file: Path) -> None:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
+    """An opened file. Raises CheckpointError for a damaged one."""
     try:
         opened = safe_open(file, framework="pt")
     except FileNotFoundError:
@@ -114,6 +116,7 @@ def _of_index(path: Path) -> dict[str, Path]:
 
 
 def _entry(path: Path, holder: Any, name: str) -> Entry:
+    """Shape and dtype of a tensor, without reading it."""
     try:
         part = holder.get_slice(name)
     except SafetensorError:
@@ -122,6 +125,7 @@ def _entry(path: Path, holder: Any, name: str) -> Entry:
 
 
 def _dtype_of(path: Path, name: str) -> torch.dtype:
+    """PyTorch's dtype for the format's name. Raises CheckpointError for one that it doesn't have."""
     if name not in _DTYPES:
         raise CheckpointError(f"{path} holds tensors of type {name}; use {', '.join(_DTYPES)}")
     return _DTYPES[name]

@@ -66,6 +66,7 @@ class DataCache:
         return found
 
     def _write(self, file: Path, arrays: Arrays) -> None:
+        """Write beside and rename, so that another process sees all of it or nothing."""
         self.folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=self.folder, suffix=".new")
         try:
@@ -123,6 +124,7 @@ def digest(*parts: str | bytes | int | Iterable[str]) -> str:
 
 
 def _add(found: "hashlib._Hash", raw: bytes) -> None:
+    """Add a string with its length, so that "ab", "c" and "a", "bc" give different sums."""
     found.update(len(raw).to_bytes(8, "big"))
     found.update(raw)
 
@@ -153,6 +155,8 @@ def stream_tokenizer(documents: Sequence[str], vocabulary: int, cache: DataCache
 def _trained(
     kind: str, texts: Sequence[str], vocabulary: int, cache: DataCache, train: Callable[[], Tokenizer]
 ) -> Tokenizer:
+    """A tokenizer trained on these texts, or the one that was kept."""
+
     def make() -> Arrays:
         return {"json": np.frombuffer(train().to_str().encode(), dtype=np.uint8)}
 
@@ -194,6 +198,7 @@ def _rules(rules: Tokenizer) -> str:
 def _kept(
     kind: str, texts: Sequence[str], of: Sequence[str | int], make: Callable[[], Arrays], cache: DataCache
 ) -> Arrays:
+    """From the cache where making it takes long: by a hash of what it is made of and of the code."""
     if sum(map(len, texts)) < WORTH_KEEPING:
         return make()
     return cache.get(kind, digest(version_of_code(), *of, texts), make)

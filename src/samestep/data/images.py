@@ -167,6 +167,7 @@ def read_folder(folder: Path, names: tuple[str, ...] | None = None) -> ImageSour
 
 
 def _part(folder: Path, part: str) -> LabelledImages:
+    """One of train and test of an IDX data set: pixels [height, width] and a label for each image."""
     images = _read(folder / f"{part}-images-idx3-ubyte", dimensions=3)
     labels = _read(folder / f"{part}-labels-idx1-ubyte", dimensions=1)
     if len(images) != len(labels):

@@ -1,4 +1,8 @@
-"""Loader: a rank's micro-batches, step after step, on its device."""
+"""Loader: a rank's micro-batches, step after step, on its device.
+
+Loading processes (`workers`) hand over micro-batches in the order of `_Indices`, so their number changes nothing. A
+user's mistake comes back as a value and is raised in the rank, since DataLoader would wrap it into its own error.
+"""
 
 import sys
 import time
@@ -105,6 +109,7 @@ class Loader:
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[StepBatch]:
+        """The steps `start` to `stop` in their order, with how long this rank has waited for data (seconds)."""
         batches = iter(self._data_loader())
         for step in range(self.start, self.stop):
             shares = self._shares(step)
@@ -129,12 +134,14 @@ class Loader:
         return self._last[1]
 
     def _data_loader(self) -> DataLoader[Any]:
+        """PyTorch's DataLoader over the micro-batches of all steps: one batch of it is one micro-batch."""
         return DataLoader(
             _Reading(self._samples),  # pyright: ignore[reportArgumentType]  (an index is all it needs)
             batch_sampler=_Indices(self),
             collate_fn=_CollateBatch(self._collate),
             num_workers=self._workers,
             multiprocessing_context=_FORK if self._workers else None,
+            # Page-locked memory: the copy to the device doesn't wait (`non_blocking` in `to_device`).
             pin_memory=self._device.type != "cpu",
             # Its own generator: drawing a seed for workers must not move the model's random state.
             generator=torch.Generator().manual_seed(0),
@@ -156,6 +163,7 @@ class Loader:
 
 def _rows(global_batch: Indices, share: Share) -> torch.Tensor:
     """Where a share's samples stand in the global batch, which has each sample once. [samples] int64"""
+    # The inverse of the permutation, without a table of the data set's size.
     sorting = np.argsort(global_batch)
     return torch.from_numpy(sorting[np.searchsorted(global_batch, share.samples, sorter=sorting)])
 
@@ -186,6 +194,7 @@ class _Reading:
         self._samples = samples
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any] | _Mistake:
+        """The samples of a micro-batch, by one call where the data set has one for several."""
         together = getattr(self._samples, "__getitems__", None)
         found: list[Any] = []
         try:
@@ -256,6 +265,9 @@ class Chunks:
     """A rank's chunks of a data set: every `place.of`-th one, as many as every other rank has.
 
     A chunk holds the same samples whatever the number of ranks, so that its outputs are the same too.
+
+    Ranks call the model equally often, as `predict` sends messages under most layouts; a rank without a chunk in the
+    last round computes chunk 0 once more, marked as lent, and its outputs are left out.
     """
 
     def __init__(
@@ -289,6 +301,7 @@ class Chunks:
         return len(self._mine)
 
     def __iter__(self) -> Iterator[Chunk]:
+        """This rank's chunks in their order; those past the end are lent ones."""
         for number, batch in zip(self._mine, self._loader, strict=True):
             parts = (to_device(part, self._device, self._dtype) for part in given(batch))
             yield Chunk(batch=Batch(*parts), lent=number >= self._count)

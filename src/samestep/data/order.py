@@ -40,7 +40,14 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """The global batches of a training over a data set of `size` samples."""
+    """The global batches of a training over a data set of `size` samples.
+
+    Invariants on which the proof of a layout rests:
+
+        - `global_batch(step)` depends on seed, step, size and batch: on no rank, no micro-batch, no layout.
+        - the shares of all ranks that aren't lent are a partition of it: each sample once.
+        - all ranks have the same number of shares in a step, so that their collectives pair up.
+    """
 
     size: int
     batch: int
@@ -77,6 +84,7 @@ class SampleOrder:
         if self.virtual_ranks is not None:
             return virtual_shares(batch, place, self.virtual_ranks)
         if self.lengths is not None and not place.idle:
+            # Only the order within the batch changes, so which samples the step has stays the same.
             batch = dealt_by_length(batch, self.lengths[batch], place.of)
         return cut(batch, place, micro_batch, micro_batches)
 
@@ -88,7 +96,10 @@ def cut(batch: Indices, place: Place, micro_batch: int | None, micro_batches: in
     number of micro-batches.
     """
     largest = -(-len(batch) // place.of)
+    # Of the rank with the most samples, so that nobody's micro-batch is larger than asked for. ceil(largest /
+    # micro_batch).
     count = micro_batches or -(-largest // min(micro_batch or largest, largest))
+    # It takes part in every forward, as its peers wait for it in collectives, and any sample serves.
     if place.idle:
         return [Share(samples=batch[:1], lent=True)] * count
     start, stop = bounds(len(batch), place.index, place.of)
@@ -107,6 +118,7 @@ def virtual_shares(batch: Indices, place: Place, virtual_ranks: int) -> list[Sha
     """
     first, last = bounds(virtual_ranks, place.index, place.of)
     shares = []
+    # ceil(V / ranks) for everyone: a rank with one virtual rank fewer runs a lent one at the end.
     for number in range(first, first + -(-virtual_ranks // place.of)):
         start, stop = bounds(len(batch), number, virtual_ranks) if number < last else (0, 0)
         shares.append(Share(samples=batch[start:stop]) if stop > start else Share(samples=batch[:1], lent=True))
@@ -119,6 +131,7 @@ def dealt_by_length(batch: Indices, lengths: Indices, ranks: int) -> Indices:
     Sorted by length and dealt out in turn, ranks have about as much to do, and a rank's consecutive samples have
     similar lengths.
     """
+    # Stable: samples of one length keep the batch's order, the same on every machine.
     longest_first = batch[np.argsort(-lengths, kind="stable")]
     return np.concatenate([longest_first[rank::ranks] for rank in range(ranks)])
 
@@ -137,6 +150,8 @@ def permutation(seed: int, epoch: int, size: int) -> Indices:
     NumPy keeps the raw numbers of a bit generator the same in all its versions, but not Generator.permutation.
     A training that goes on under another version must find the rest of its epoch.
     """
+    # Sorting random numbers gives a uniform permutation, up to ties of 64-bit numbers, which the stable sort settles
+    # the same way everywhere.
     drawn = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,))).random_raw(size)
     order = np.argsort(drawn, kind="stable").astype(np.int64)
     order.setflags(write=False)

@@ -93,6 +93,7 @@ def read_utf8(path: Path) -> str:
 
 
 def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Line number and object of each line of a JSONL file."""
     # Not splitlines: a JSON string may hold other characters that count as line ends there.
     for number, line in enumerate(read_utf8(path).split("\n"), start=1):
         if not line.strip():
@@ -108,6 +109,7 @@ def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _separated_records(path: Path, separator: str, called: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Line number and fields by column of each row of a CSV or TSV file."""
     # strict: otherwise a quote that is never closed swallows the rest of the file.
     rows = csv.reader(io.StringIO(read_utf8(path), newline=""), delimiter=separator, strict=True)
     header: list[str] | None = None
@@ -175,6 +177,7 @@ def check_columns(place: str, there: Mapping[str, Any]) -> None:
 
 
 def _text(place: str, value: Any) -> str:
+    """A record's text. Raises UserError for one that is none, empty, or not encodable."""
     if not isinstance(value, str):
         raise UserError(f"{place}: text is {_shown(value)}; it must be a string")
     if not value.strip():
@@ -187,6 +190,7 @@ def _text(place: str, value: Any) -> str:
 
 
 def _label(place: str, value: Any) -> Label:
+    """A record's label, a string or an integer."""
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise UserError(f"{place}: label is {_shown(value)}; it must be a string or an integer")
     if value == "":
@@ -199,6 +203,7 @@ def _kind(label: Label) -> str:
 
 
 def _is_integer(text: str) -> bool:
+    """Whether a text is an integer as Python writes it, of at most 18 digits."""
     digits = text.removeprefix("-")
     return len(text) < 19 and digits.isascii() and digits.isdecimal() and str(int(text)) == text
 
@@ -295,6 +300,7 @@ def find_classes(samples: LabelledTexts, wanted: Sequence[str] | None, where: st
 
 
 def _names(samples: LabelledTexts) -> tuple[str, ...]:
+    """The classes of labels: as many as the largest integer says, or the strings in their order."""
     integers = [label for label in samples.labels if isinstance(label, int)]
     if not integers:
         return tuple(sorted({str(label) for label in samples.labels}))

@@ -215,6 +215,7 @@ class TokenBlocks:
         return -(-max(0, len(self._stream) - 1) // self._length)
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Inputs [length] and targets [length], the next token of each; the last block is padded."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         start = index % len(self) * self._length
@@ -244,6 +245,7 @@ class TokenisedTexts:
         return len(self._classes)
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.int32], int]:
+        """Token ids [tokens] and the class."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         index %= len(self)

@@ -93,6 +93,7 @@ def print_contents(contents: Contents, console: Console | None = None) -> None:
 
 
 def _print_info(contents: Contents, console: Console) -> None:
+    """What a checkpoint says of itself."""
     info = contents.info
     assert info is not None
     rows = {
@@ -122,6 +123,7 @@ def print_verified(faults: Mapping[Path, str | None], console: Console | None = 
 
 
 def print_converted(converted: Converted, console: Console | None = None) -> None:
+    """One line: what was written, of what, from where."""
     console = console or plain_console(highlight=False)
     size = decimal(converted.bytes)
     console.print(

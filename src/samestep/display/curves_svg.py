@@ -60,6 +60,7 @@ def svg(title: str, panels: Sequence[Panel]) -> str:
 
 
 def _panel(panel: Panel, top: float) -> list[str]:
+    """One panel whose upper edge is at `top` (pixels): axes, curves, their names beside it."""
     points = [point for curve in panel.curves for point in curve.points]
     if not points:
         return [_text(_LEFT, top, f"{panel.title}: nothing was measured")]
@@ -99,6 +100,7 @@ class _Axis:
 
     @classmethod
     def over(cls, values: Sequence[float], scale: Scale, start: float, end: float) -> "_Axis":
+        """An axis over some values, from pixel `start` to `end`: round marks, or powers of the scale's base."""
         if scale.base is None:
             mark = _round_step(max(values) - min(values))
             lowest = mark * math.floor(min(values) / mark + 1e-9)
@@ -110,12 +112,14 @@ class _Axis:
         return cls(scale=scale, lowest=lowest, highest=highest, mark=scale.step, start=start, end=end)
 
     def at(self, value: float) -> float:
+        """Where a value is, in pixels; what a logarithm can't have stands at the lower end."""
         place = value
         if self.scale.base is not None:
             place = math.log(value, self.scale.base) if value > 0 else self.lowest
         return self.start + (place - self.lowest) / (self.highest - self.lowest) * (self.end - self.start)
 
     def marks(self) -> list[float]:
+        """The values that are marked."""
         count = int((self.highest - self.lowest) / self.mark + 1e-9) + 1
         places = [self.lowest + self.mark * number for number in range(count)]
         return places if self.scale.base is None else [float(self.scale.base) ** place for place in places]

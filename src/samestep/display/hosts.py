@@ -61,6 +61,7 @@ class HostsShown:
         ]
 
     def to_json(self) -> dict[str, Any]:
+        """Hosts, ranks, and the groups of each mesh axis that stay in a host or cross hosts."""
         cluster = self.found.cluster
         return {
             "place": cluster.place,
@@ -100,6 +101,7 @@ def hosts_shown(found: FoundCluster, layout: str | None = None, cores: Sequence[
 
 
 def _fitting(text: str, cluster: Cluster) -> Layout:
+    """The layout for as many processes as there are slots."""
     try:
         return Layout.parse(text, cluster.world_size)
     except LayoutError as error:
@@ -111,6 +113,7 @@ def _fitting(text: str, cluster: Cluster) -> Layout:
 def _places(
     cluster: Cluster, cores: Sequence[str], coordinates: Sequence[Mapping[str, int]] | None = None
 ) -> tuple[RankPlace, ...]:
+    """Ranks numbered host by host; cores are known of this host alone."""
     found: list[RankPlace] = []
     for node_rank, host in enumerate(cluster.hosts):
         for local_rank in range(host.slots):
@@ -130,6 +133,7 @@ def _places(
 
 
 def _warning(cluster: Cluster, layout: Layout, crossing: Crossing) -> str:
+    """What to change where groups that talk in every block cross hosts."""
     groups = crossing.inside + crossing.across
     said = f"{crossing.across} of {groups} {crossing.dimension} groups cross hosts, and they talk in every block"
     fewest = min(host.slots for host in cluster.hosts)
@@ -149,6 +153,7 @@ _SLOTS: dict[Slots, str] = {"accelerators": "accelerators", "cores": "cores", "l
 
 
 def print_hosts(shown: HostsShown, console: Console | None = None) -> None:
+    """What was found, as tables."""
     console = console or plain_console(highlight=False)
     console.print(_read(shown.found))
     console.print(_hosts(shown.found))
@@ -209,6 +214,7 @@ def _cells(rank: RankPlace, *, with_cores: bool) -> list[str]:
 
 
 def _crossings(shown: HostsShown) -> Table:
+    """For each mesh axis, groups inside a host and across hosts."""
     table = Table(title="groups of ranks that exchange messages")
     for name in ("along", "inside a host", "across hosts"):
         table.add_column(name, justify="left" if name == "along" else "right")

@@ -89,6 +89,7 @@ class Holdings:
         return self.layout.zero == 2
 
     def to_json(self) -> dict[str, Any]:
+        """What each rank takes, computes and keeps; shares of the model as fractions."""
         return {
             "layout": str(self.layout),
             "processes": self.layout.size,
@@ -136,6 +137,7 @@ def holdings(layout: Layout, batch: int | None = None) -> Holdings:
 
 
 def _holding(layout: Layout, batch: int | None, per_rank: int, rank: int, place: Mapping[str, int]) -> Holding:
+    """What the rank at a place of the mesh holds; data ranks count along replicate, shard and expert."""
     data_rank = (place["replicate"] * layout.shard + place["shard"]) * layout.expert + place["expert"]
     samples = EqualPart(index=data_rank, of=layout.data_ranks)
     shard = EqualPart(index=place["shard"], of=layout.shard)
@@ -189,6 +191,7 @@ _SCATTER = Exchange(operation="reduce-scatter", of="gradients", when=_STEP)
 
 
 def _along_pipeline(layout: Layout) -> tuple[Exchange, ...]:
+    """What ranks along the pipeline axis send each other."""
     when = "from stage to stage, for every micro-batch"
     return (Exchange(operation="send and receive", of="activations and their gradients", when=when),)
 
@@ -198,6 +201,7 @@ def _along_replicate(layout: Layout) -> tuple[Exchange, ...]:
 
 
 def _along_shard(layout: Layout) -> tuple[Exchange, ...]:
+    """What ranks along the shard axis send, by ZeRO's stage."""
     if layout.zero == 1:
         to_owner = Exchange(operation="reduce", of="gradients, to the rank that updates the parameter", when=_STEP)
         return (to_owner, Exchange(operation="broadcast", of="updated parameters", when=_STEP))
@@ -206,6 +210,7 @@ def _along_shard(layout: Layout) -> tuple[Exchange, ...]:
 
 
 def _along_expert(layout: Layout) -> tuple[Exchange, ...]:
+    """What ranks along the expert axis send."""
     when = "to their experts and back in every block that has them, forward and backward"
     shared = Exchange(operation="all-reduce", of="gradients of what is no expert", when=_STEP)
     if layout.zero >= 2:
@@ -216,11 +221,13 @@ def _along_expert(layout: Layout) -> tuple[Exchange, ...]:
 
 
 def _along_context(layout: Layout) -> tuple[Exchange, ...]:
+    """What ranks along the context axis send."""
     when = "in every attention, forward and backward"
     return (Exchange(operation="all-to-all", of="heads against tokens", when=when), _SUM_OF_GRADIENTS)
 
 
 def _along_tensor(layout: Layout) -> tuple[Exchange, ...]:
+    """What ranks along the tensor axis send."""
     when = "in every block, forward and backward"
     return (Exchange(operation="all-reduce (or all-gather and reduce-scatter)", of="activations", when=when),)
 
@@ -236,6 +243,7 @@ _EXCHANGES = {
 
 
 def print_holdings(shown: Holdings, console: Console | None = None) -> None:
+    """What ranks hold and who talks to whom, as tables."""
     console = console or plain_console()
     console.print(_ranks(shown))
     if shown.groups:

@@ -346,6 +346,7 @@ text { font: 12px system-ui, "Segoe UI", "Helvetica Neue", "Noto Sans", "DejaVu 
 
 
 def _palette(colors: dict[str, str], theme: int, dimensions: Sequence[str]) -> str:
+    """Styles of one theme."""
     lines = [f"text {{ fill: {colors['text']}; }}", f".quiet {{ fill: {colors['quiet']}; }}"]
     lines += [f".{kind} {{ fill: {colors[kind]}; }}" for kind in ("paper", "empty", "own", "lent")]
     lines += [f".frame, .rule {{ stroke: {colors['frame']}; }}"]

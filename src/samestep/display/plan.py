@@ -37,6 +37,7 @@ def print_plan(plan: Plan, price: Price | None, console: Console | None = None) 
 
 
 def _row(candidate: Candidate, plan: Plan) -> list[str]:
+    """Layout and what bounds it, micro-batch, GB, seconds, tokens a second, utilisation."""
     time = candidate.time
     link = time.links.get(time.bound)
     told = [time.bound + (f" ({link})" if link else ""), why_slower(candidate, plan.best)]

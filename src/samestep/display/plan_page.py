@@ -66,6 +66,7 @@ def page(found: Plan, price: Price | None) -> str:
 
 
 def _layouts(found: Plan, price: Price | None) -> str:
+    """The table of candidates: GB, seconds, tokens a second, utilisation (MFU), energy and money."""
     head = [
         "layout 布局", "micro-batch 微批", "GB", "s", "tokens/s", "MFU", "kWh / 10⁶ tokens",
         *([f"{price.currency} / 10⁶ tokens"] if price else []), "bound by 瓶颈", "slower by 慢在",

@@ -72,6 +72,7 @@ def schedule_svg(values: Mapping[str, Any]) -> str:
 
 
 def _legend(values: Mapping[str, Any]) -> list[str]:
+    """What the colours mean, of kinds that occur."""
     kinds = {span["kind"] for name in ("ranks", "ideal_ranks") for rank in values[name] for span in rank}
     entries = [(_COLOURS[kind], _NAMES[kind]) for kind in _COLOURS if kind in kinds] + [(_IDLE, "idle")]
     parts, x = [], _LEFT
@@ -99,6 +100,7 @@ def _panel(ranks: Ranks, *, top: int) -> list[str]:
 
 
 def _box(span: Mapping[str, Any], y: int, scale: float, later: int) -> str:
+    """An action from its start to its end; darker for a rank's later stages."""
     x, width = _LEFT + span["start"] * scale, (span["end"] - span["start"]) * scale
     about = f"{_NAMES[span['kind']]}, stage {span['stage']}, micro-batch {span['micro_batch']}"
     place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}"'

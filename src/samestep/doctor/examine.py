@@ -55,6 +55,7 @@ class _Running(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        """The check's thread; what it raises is raised where its findings are asked for."""
         try:
             self._found.extend(self._check())
         except Exception as error:

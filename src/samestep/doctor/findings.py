@@ -56,6 +56,7 @@ def read_hostfile(file: Path) -> tuple[Host, ...]:
 
 
 def _host(text: str, place: str) -> Host:
+    """A host of the command line, with a port if it isn't SSH's."""
     match = _HOST.fullmatch(text)
     if match is None:
         raise UserError(f'{place}: "{text}" is no host; {_FORM}')
@@ -143,6 +144,7 @@ def print_findings(findings: Sequence[Finding], title: str, console: Console | N
 
 
 def _collectives(finding: Finding) -> Table:
+    """A table of collectives by dtype."""
     rows = finding.values["collectives"]
     dtypes = list(dict.fromkeys(dtype for row in rows.values() for dtype in row))
     table = Table(title=f"{finding.subject}, tried on {finding.values['ranks']} ranks")

@@ -161,6 +161,7 @@ _TOO_LITTLE, _LITTLE_ON_DISK = 100 * 2**20, 5 * 2**30
 
 
 def disks(asked: ExaminationRequest) -> Iterator[Finding]:
+    """Room in the folders that a training writes to."""
     yield _folder("runs' folder", asked.folder, "write elsewhere with run.folder or --folder")
     yield _folder("temporary folder", Path(tempfile.gettempdir()), "point TMPDIR to a folder with more room")
 
@@ -222,6 +223,7 @@ _UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 
 
 def clock(asked: ExaminationRequest) -> Iterator[Finding]:
+    """Whether the clock goes forward, and follows a time server, which matters between hosts."""
     times = [time.monotonic_ns() for _ in range(_STEPS)]
     if any(later < earlier for earlier, later in itertools.pairwise(times)):
         yield problem("clock", "the monotonic clock goes backwards", "choose another clock source in the kernel")
@@ -310,6 +312,7 @@ def _wrong(requirement: Requirement) -> str | None:
 
 
 def _extra(extra: str, wanted: list[Requirement]) -> Finding:
+    """Whether the packages of an extra are installed, in versions that fit."""
     subject, install = f"extra {extra}", f'pip install --upgrade "samestep[{extra}]"'
     wrong = [(each, text) for each in wanted if (text := _wrong(each)) is not None]
     if not wrong:

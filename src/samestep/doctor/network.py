@@ -51,6 +51,7 @@ def _chosen(interface: str) -> Finding:
 
 
 def _addresses(name: str) -> list[str]:
+    """The addresses of a host name; none where it can't be resolved."""
     try:
         return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(name, None)))
     except OSError:
@@ -92,6 +93,7 @@ def _round_trip(host: Host) -> float:
 
 
 def _clock(host: Host) -> Finding:
+    """How far another host's clock is from this one's (seconds), give or take half of the time that asking took."""
     subject = f"clock of {host}"
     ssh = shutil.which("ssh")
     if ssh is None:

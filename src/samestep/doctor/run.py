@@ -86,6 +86,7 @@ def faults(run: RunFiles) -> Iterator[Finding]:
 
 
 def _told(line: Mapping[str, Any]) -> str:
+    """A fault in a line: where, why, and what it cost."""
     where = " in ".join(f"{name} {line[name]}" for name in ("rank", "step") if line.get(name) is not None)
     kind = str(line.get("cause") or line.get("fault") or "")
     last = str(line.get("reason") or "").strip().rpartition("\n")[2]
@@ -118,6 +119,7 @@ _REMEDIES = {
 
 
 def _remedy(line: Mapping[str, Any]) -> str:
+    """What helps against a fault, by the words in its reason."""
     said = " ".join(str(line.get(name) or "") for name in ("cause", "fault", "reason")).lower()
     found = (remedy for words, remedy in _REMEDIES.items() if re.search(rf"\b{words}", said))
     return next(found, f"the whole reason stands in {FAULTS_FILE}")
@@ -206,6 +208,7 @@ def evaluations(run: RunFiles) -> Iterator[Finding]:
 
 
 def _metric(name: str, lines: Sequence[Mapping[str, Any]]) -> Finding | None:
+    """What is suspicious in a metric over evaluations: not finite, or always the same."""
     values = [number(line[name]) for line in lines]
     bad = [line.get("step") for line, value in zip(lines, values, strict=True) if not math.isfinite(value)]
     if bad:

@@ -95,6 +95,7 @@ def _plan(file: Path) -> Mapping[str, Any] | None:
 
 
 def _lines(file: Path) -> Lines:
+    """The lines of a JSONL file, and the numbers of those that can't be read."""
     if not file.is_file():
         return Lines(there=False, values=[], unreadable=[])
     values, unreadable = [], []
@@ -118,6 +119,7 @@ def _samples(folder: Path) -> dict[int, Sequence[int]]:
 
 
 def _report(file: Path) -> tuple[Mapping[str, Any] | None, str | None]:
+    """A JSON file's mapping, or what is wrong with it."""
     if not file.is_file():
         return None, None
     value = _json(file.read_text(encoding="utf-8", errors="replace"))

@@ -101,6 +101,7 @@ class Processes:
         return last_step_in(self._folder / "metrics.jsonl")
 
     def ranks(self) -> Mapping[int, int]:
+        """Process ids by rank, of those that live and belong to this run."""
         mine = set(self.tree())
         places = Path(gettempdir()).glob(_ROUNDS)
         found = (each for place in places for each in read(place, range(self._processes)))
@@ -110,6 +111,7 @@ class Processes:
         return raise_file(self._folder, rank)
 
     def tree(self) -> Sequence[int]:
+        """The started process and all that descend from it."""
         found = [self.started.pid]
         with suppress(psutil.NoSuchProcess):
             found += [each.pid for each in psutil.Process(self.started.pid).children(recursive=True)]
@@ -155,6 +157,8 @@ Commit = Callable[[Target, random.Random], Undo | None]
 
 
 def _signalled(number: signal.Signals, undo: signal.Signals | None = None) -> Commit:
+    """A disturbance that sends a signal to a rank drawn at random, and perhaps another one later."""
+
     def commit(target: Target, draw: random.Random) -> Undo | None:
         ranks = target.ranks()
         if not ranks:
@@ -178,6 +182,7 @@ def _sent(pid: int, number: signal.Signals) -> bool:
 
 
 def _raise(target: Target, draw: random.Random) -> Undo | None:
+    """Let a rank raise an exception: by a file for which its injected fault waits."""
     ranks = target.ranks()
     if not ranks:
         return None
@@ -204,6 +209,7 @@ def _gone(target: Target, draw: random.Random) -> Undo:
 
 
 def _host_gone(target: Target, draw: random.Random) -> Undo | None:
+    """A host crashes, and boots again after some seconds."""
     host = _one_of(target, draw)
     if host is None or target.hosts is None:
         return None
@@ -213,6 +219,7 @@ def _host_gone(target: Target, draw: random.Random) -> Undo | None:
 
 
 def _cable(target: Target, draw: random.Random) -> Undo | None:
+    """A host loses its network, and has it again after some seconds."""
     host = _one_of(target, draw)
     if host is None or target.hosts is None:
         return None

@@ -148,6 +148,7 @@ class Row:
 
 
 def row_of(drill: Drill, outcome: Outcome, undisturbed: Left) -> Row:
+    """A drill's row: whether it was survived, what it cost, and how far its result is from the undisturbed run's."""
     final, expected = (left.report.get("final_loss") for left in (outcome.left, undisturbed))
     return Row(
         fault=drill.name,

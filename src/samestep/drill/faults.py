@@ -24,6 +24,7 @@ def requeued(runs: Runs, name: str, number: signal.Signals, *, to_the_group: boo
     sent_at = 0.0
 
     def send(started: subprocess.Popen[bytes], folder: Path) -> None:
+        """Send the signal once a step is taken."""
         nonlocal sent_at
         if runs.wait_for_step(started, folder, _AFTER):
             sent_at = time.time()
@@ -41,6 +42,7 @@ def requeued(runs: Runs, name: str, number: signal.Signals, *, to_the_group: boo
     stepped_at = 0.0
 
     def look(started: subprocess.Popen[bytes], folder: Path) -> None:
+        """Note when the next run takes its first step."""
         nonlocal stepped_at
         if runs.wait_for_step(started, folder, done, since=sent_at):
             stepped_at = time.time()
@@ -77,6 +79,7 @@ _LIMIT = 5.0  # seconds; a job's own limit is made to be waited for once, not in
 
 
 def _hang(runs: Runs) -> Outcome:
+    """A rank hangs: the watchdog must end and restart it within its limit."""
     limit = runs.job.run.hang_limit
     return restarted(runs, "hang", hang_limit=_LIMIT if limit is None else min(limit, _LIMIT))
 
@@ -95,6 +98,7 @@ KILL = Drill(name="kill", does="a rank is killed by SIGKILL", run=lambda runs: r
 
 
 def _nan(runs: Runs) -> Outcome:
+    """A loss becomes NaN: the training must go back and leave exactly that batch out."""
     planted = Inject(rank=runs.rank, step=runs.step, fault="nan")
     left = runs.train("nan", inject=(planted,), on_nonfinite="rollback")
     steps = sorted(left_out(left.folder))
@@ -119,6 +123,7 @@ _LEAST = 0.1  # seconds
 
 
 def _slow(runs: Runs) -> Outcome:
+    """A rank is slow: it must be named."""
     seconds = max(_LEAST, (_TIMES - 1) * runs.step_seconds)
     left = runs.train("slow", inject=(Inject(rank=runs.rank, step=1, fault="slow", seconds=seconds),))
     named = left.report.get("slow_ranks", [])

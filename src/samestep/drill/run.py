@@ -115,6 +115,7 @@ def _of(job: Job, steps: int) -> Job:
 
 
 def print_drill(drilled: Drilled) -> None:
+    """A row for each fault, beside the undisturbed run."""
     console = plain_console(width=WIDTH)
     table = Table(title=f"{drilled.layout}, {drilled.steps} steps, a fault in step {drilled.fault_step}")
     table.add_column("fault", no_wrap=True)
@@ -141,6 +142,7 @@ def print_drill(drilled: Drilled) -> None:
 
 
 def print_soak(soaked: Soaked) -> None:
+    """What many faults have cost: goodput, seconds to recover, and whether the weights are the same bits."""
     console = plain_console()
     table = Table(
         title=f"{soaked.layout}, {soaked.steps:,} steps under faults, seed {soaked.seed}", show_header=False

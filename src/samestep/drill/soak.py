@@ -121,6 +121,7 @@ class Soaked:
 
     @property
     def passed(self) -> bool:
+        """Same weights and losses, no sample lost or repeated, nothing left behind, and enough faults."""
         lost = self.samples_lost or self.samples_repeated or self.left_processes or self.left_files
         enough = sum(self.faults.values()) >= self.wanted
         return self.ended and enough and self.same_weights and self.same_losses and not lost
@@ -239,6 +240,7 @@ def soaked_job(job: Job, faults: int) -> Job:
 
 
 def _with_steps(job: Job, steps: int, every: int) -> Job:
+    """The job with so many steps and a checkpoint every so many."""
     assert job.run.checkpoint is not None
     run = replace(job.run, checkpoint=replace(job.run.checkpoint, every=every))
     return replace(job, recipe=replace(job.recipe, steps=steps, epochs=None), run=run)

@@ -86,10 +86,12 @@ class UnderFaults:
         return self.plan[self.committed.total() :]
 
     def _next(self) -> float | None:
+        """When the next fault is due, on the monotonic clock (seconds); None after the last."""
         left = self._left()
         return time.monotonic() + left[0].wait if left else None
 
     def _commit(self, target: Target) -> bool:
+        """Commit the next fault; False where there was nothing to commit it on, and it must be tried again."""
         fault, moment = self._left()[0], time.monotonic()
         undo = KINDS[fault.kind].commit(target, random.Random(fault.chance))
         if undo is None:
@@ -109,17 +111,20 @@ class UnderFaults:
             self._recovered()
 
     def _recovered(self) -> None:
+        """A step was taken after a fault: its recovery is over."""
         if self._waiting is not None:
             self.recoveries.append(time.monotonic() - self._waiting[0])
             self._waiting = None
 
     def _take_back(self, now: float) -> None:
+        """Undo what is due, such as a stopped process that goes on."""
         for moment, undo in list(self._undo):
             if now >= moment:
                 self._undo.remove((moment, undo))
                 undo.do()
 
     def _ended(self, target: Target, tree: Sequence[int]) -> None:
+        """The run has ended: undo everything, and count processes that it left."""
         self._take_back(float("inf"))
         if self._ends and self._waiting is not None:  # steps that it took until it had ended
             self._waiting = (self._waiting[0], max(self._waiting[1], target.last_step()))
@@ -138,6 +143,7 @@ def still_there(pids: Sequence[int]) -> int:
 
 
 def _lives(pid: int) -> bool:
+    """Whether a process runs; a zombie doesn't."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return False

@@ -1,6 +1,10 @@
 """Accelerate: its Accelerator spreads model and optimizer and runs backward; the step is samestep's, and exact.
 
 A user's `accelerate config` file is read by Accelerate itself, and held against the recipe and the layout.
+
+What is whose: Accelerate wraps the model (DDP, or FSDP2 by its plugin), casts, and runs backward; samestep cuts the
+batch, weighs the loss by the global batch (`NativeTrainer.gradient_scale`), clips by the whole gradient's norm and
+steps. Accelerate's wrapper of schedules stays out of use, as it steps once for each process.
 """
 
 import warnings
@@ -116,6 +120,7 @@ def check(path: Path, layout: Layout, precision: str) -> None:
 
 
 def _check_type(path: Path, config: Any, layout: Layout) -> None:
+    """Raise UserError for a distributed_type that isn't what the layout is."""
     kind = str(getattr(config.distributed_type, "value", config.distributed_type))
     if kind == "DEEPSPEED":
         raise UserError(f"{path}: distributed_type is DEEPSPEED; use engine deepspeed with its own configuration")
@@ -137,6 +142,7 @@ def _check_type(path: Path, config: Any, layout: Layout) -> None:
 
 
 def _check_sizes(path: Path, sizes: Mapping[str, Any], layout: Layout) -> None:
+    """Raise UserError where the file's parallelism_config has other sizes than the layout."""
     for key, dimension in _SIZES.items():
         asked = sizes.get(f"parallelism_config_{key}", getattr(layout, dimension))
         if asked != getattr(layout, dimension):
@@ -147,6 +153,7 @@ def _check_sizes(path: Path, sizes: Mapping[str, Any], layout: Layout) -> None:
 
 
 def _check_shards(path: Path, given: Mapping[str, Any], layout: Layout) -> None:
+    """Raise UserError for FSDP settings that would shard otherwise than the layout says, or that are unknown."""
     version = given.get("fsdp_version", 1)
     if str(version) != "2":
         raise UserError(
@@ -218,6 +225,7 @@ class Accelerate(Engine):
     )
 
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:
+        """Raise LayoutError for a layout that Accelerate doesn't have, UserError for a file that contradicts it."""
         if layout.zero == 1:
             raise LayoutError(
                 f'layout "{layout}": engine "accelerate" has no shards of the optimizer state alone; use '
@@ -232,6 +240,10 @@ class Accelerate(Engine):
             check(config, layout, precision)
 
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        """The model is made exact first (dropout, batch norm), then wrapped, as in `parallel.apply`.
+
+        The optimizer is made after the model was sharded, of the parameters that are left then.
+        """
         config = read(how.details.engine_config) if how.details.engine_config is not None else None
         if config is not None and config.use_cpu and how.device.type != "cpu":
             raise UserError(
@@ -298,6 +310,7 @@ def _variables(*, debug: bool) -> dict[str, str]:
 def _accelerator(
     model: nn.Module, layout: Layout, device: torch.device, precision: str, config: Any
 ) -> "Accelerator":
+    """An Accelerator for this layout. It changes state of the whole process, which is reset before."""
     from accelerate import Accelerator, DistributedDataParallelKwargs
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DistributedType, ParallelismConfig
@@ -329,6 +342,7 @@ def _accelerator(
 
 
 def _prepared(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+    """The model as Accelerate wraps it."""
     if not accelerator.is_fsdp2:
         return accelerator.prepare_model(model)
     # It wants an optimizer beside the model, whose parameters it then replaces by their shards. The job's optimizer
@@ -339,6 +353,7 @@ def _prepared(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
 
 
 def _shards(model: nn.Module, layout: Layout, precision: str, config: Any) -> "FullyShardedDataParallelPlugin":
+    """Accelerate's FSDP plugin: one unit a block, as the native engine has, or as the user's file says."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -1,4 +1,8 @@
-"""Engine and Trainer: what takes an optimizer step, and what it declares that it can do."""
+"""Engine and Trainer: what takes an optimizer step, and what it declares that it can do.
+
+What is checked when: `Abilities` are data, compared with a job before any process starts (`registry`); `check` and
+`check_task` look closer, still before; what only a model shows raises LayoutError in `prepare`, on all ranks alike.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -35,6 +35,11 @@ class DataParallel(Engine):
     )
 
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        """With fewer than two accelerators the plain model: then draws are answered by sample as everywhere.
+
+        nn.DataParallel splits each micro-batch over devices within one process, so dropout differs from one
+        process's.
+        """
         keep_no_cache(model)
         devices = accelerators() if how.device.type != "cpu" else 0
         module, now = model, ForwardContext()
@@ -62,6 +67,7 @@ class DataParallel(Engine):
 
 
 def _check_batch_norm(model: nn.Module, devices: int) -> None:
+    """Raise UserError: each device's copy would normalise by its own samples."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise UserError(

@@ -146,6 +146,9 @@ class Horovod(Engine):
         check_built(read(config))
 
     def prepare(self, model: nn.Module, how: Preparation) -> "HorovodTrainer":
+        """Parameters and buffers of rank 0 go to all, as Horovod's own scripts have it; the step is the
+        native one.
+        """
         import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
 
         settings = read(how.details.engine_config)
@@ -203,10 +206,12 @@ class HorovodTrainer(NativeTrainer):
         return super().backward(batch, loss)
 
     def update(self) -> None:
+        """Step; DistributedOptimizer would otherwise average the gradients once more."""
         with self._horovod.skip_synchronize():  # it was done before the norm was taken
             super().update()
 
     def sent(self) -> Mapping[str, int]:
+        """Bytes that this rank sends in a step, by kind of collective."""
         ranks = dist.get_world_size()
         each = [self._settings.bytes_sent(p) for p in self.model.parameters() if p.requires_grad]
         # A ring all-reduce, as comm.traffic counts those of torch.distributed.
@@ -224,5 +229,6 @@ class _UsedOnceSynchronized(UsedByReplicas):
         return loss
 
     def settle(self) -> None:
+        """Wait for Horovod's averages, then ask which parameters any rank used."""
         self._optimizer.synchronize()
         super().settle()

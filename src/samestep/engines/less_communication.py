@@ -68,11 +68,13 @@ def prepare(
 
 
 def _method_class(kind: str) -> type[Method]:
+    """The class of a method, imported on first use."""
     module, _, name = METHODS[kind].partition(":")
     return getattr(import_module(module), name)
 
 
 def _check_model(model: nn.Module, method_class: type[Method], kind: str) -> None:
+    """Raise UserError for a model that a method can't train: complex, or coupled over ranks by batch norm."""
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise UserError(f"recipe.communication is {kind}, and the parameter {name} is complex; leave it out")
@@ -103,17 +105,20 @@ class LessCommunicationTrainer(NativeTrainer):
     # The step.
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        """A step, and the bytes that this rank sent in it by its method and for the loss."""
         self._put_back()
         before = self._wire.sent
         report = super().step(batch, loss)
         return replace(report, sent=round(self._wire.sent - before + self._flags_sent))
 
     def gradient_scale(self, batch: StepBatch) -> float:
+        """1 / own samples for a method of own means; else as ever, so that the ranks' mean is the batch's."""
         if self._method.own_mean:
             return 1 / max(1, batch.local_samples)
         return super().gradient_scale(batch)
 
     def sum_totals(self, totals: Tensor) -> dist.Work | None:
+        """Keeps this rank's [loss sum, count], by which methods weigh it, before they are summed over ranks."""
         self._own.copy_(totals)
         if self._method.own_mean:
             return None  # it goes with the norms, after backward
@@ -148,6 +153,7 @@ class LessCommunicationTrainer(NativeTrainer):
                 parameter.grad.mul_(coefficient.to(parameter.grad))
 
     def update(self) -> None:
+        """The method steps; its weight are the terms of this rank's losses in this step."""
         self._method.update(float(self._own[1]))
         if self.schedule is not None:
             with warnings.catch_warnings():  # it looks for a step of the optimizer, which a method may do itself
@@ -157,10 +163,12 @@ class LessCommunicationTrainer(NativeTrainer):
     # The model that all ranks together stand for.
 
     def predict(self, inputs: Any) -> Any:
+        """Ranks may differ between exchanges: what is evaluated is what all together stand for."""
         self._look_at_all()
         return super().predict(inputs)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Of the model that all ranks together stand for."""
         self._look_at_all()
         return super().parameters()
 
@@ -181,12 +189,14 @@ class LessCommunicationTrainer(NativeTrainer):
             parameter.detach().copy_(mean[name])
 
     def _put_back(self) -> None:
+        """This rank's own parameters again, where the common ones stood in for an evaluation."""
         kept, self._kept = self._kept, None
         if kept is not None:
             for name, parameter in self._method.replica.parameters.items():
                 parameter.detach().copy_(kept[name])
 
     def holdings(self) -> Holdings:
+        """Also counts what the method keeps between steps."""
         held = super().holdings()
         ranges = [each.values for each in self._method.ranges().values()]
         state = [*self._method.shared().values(), *self._method.own().values(), *ranges]
@@ -195,6 +205,11 @@ class LessCommunicationTrainer(NativeTrainer):
     # Checkpoints: `model.` is what all ranks stand for; where they diverge, each rank's own stands beside it.
 
     def pieces(self) -> dict[str, Piece]:
+        """What a checkpoint gets: the common model under its usual names, and what is needed to go on.
+
+        `method...`: the method's state that all ranks share. Under a prefix for each rank: its own state, and for a
+        method that diverges its own parameters and optimizer state.
+        """
         self._look_at_all()
         model = model_pieces(self.model, self._spread.parts)
         if self._kept is not None:  # they are copied before the parameters change again
@@ -223,6 +238,11 @@ class LessCommunicationTrainer(NativeTrainer):
         read: Callable[[Mapping[str, Piece]], None],
         scaler: Mapping[str, float],
     ) -> None:
+        """As usual, with this rank's own state from that of an earlier rank.
+
+        With as many ranks as before each goes on where it was. With another number all begin at the common model,
+        rank r takes optimizer state from old rank r modulo the old number, and errors are dealt out (`_Dealt`).
+        """
         before = _ranks_in(saved)
         own = self._own_prefix(self._wire.rank % before if before else 0)
         by_usual_names = {name.removeprefix(own): entry for name, entry in saved.items() if name.startswith(own)}
@@ -263,6 +283,7 @@ class _Dealt:
         }
 
     def fill(self) -> None:
+        """Add up what was dealt to this rank, times new ranks / old ranks, so that the ranks' mean stays."""
         for name, value in self._own.items():
             value.zero_()
             for part in self._parts[name]:
@@ -280,6 +301,7 @@ def _copied(piece: Piece) -> Piece:
 
 
 def _range_piece(held: Any) -> Piece:
+    """A part of a flat tensor that is cut over the ranks."""
     boxes = [Box(offsets=(held.start,), values=held.values)] if held.values.numel() else []
     return Piece(shape=torch.Size([held.whole]), dtype=held.values.dtype, boxes=boxes)
 
@@ -295,6 +317,7 @@ class _UsedByAny(Used):
         return loss
 
     def settle(self) -> None:
+        """Zeros in place of None where only another rank used a parameter: all ranks then exchange the same ones."""
         flags = [parameter.grad is not None for parameter in self._parameters]
         used = torch.tensor(flags, dtype=torch.uint8, device=self._parameters[0].device)
         self._wire.largest(used)

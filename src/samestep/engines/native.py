@@ -1,4 +1,16 @@
-"""The native engine: samestep's own step on torch.distributed, the same code for one rank and for many."""
+"""The native engine: samestep's own step on torch.distributed, the same code for one rank and for many.
+
+How a step is weighed. A task's loss gives a sum and a count for a micro-batch: sum_m over its terms (samples, or
+tokens that aren't masked) and count_m. One process would minimise sum / count over the global batch. Here:
+
+    1. each micro-batch's sum is multiplied by weight_m * D / S: D data ranks, S samples of the global batch, weight 0
+       for a lent one (`data.order.Share`). S is known before the forward; the count of terms is not.
+    2. backward adds these up over micro-batches, and averages over the D ranks: sum_m gradient(sum_m) / S.
+    3. the counts are summed over ranks meanwhile, and the gradient is multiplied by S / count.
+
+So micro-batches and ranks of unlike sizes weigh as their terms do, and no rank waits for counts before backward. Loss
+and count are summed in float64, in which counts are exact and the order of sums is not seen.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,12 +58,18 @@ _CASTS_NOTHING = (torch.optim.AdamW, torch.optim.SGD)
 
 
 def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The optimizers that really step: those inside of wrappers that step copies."""
     for each in innermost(optimizer):
         yield from each.stepping() if isinstance(each, (OffloadedOptimizer, MasterWeights, RoundedState)) else (each,)
 
 
 class NativeTrainer(Checkpointed, Skipping, TurnTaking):
-    """Takes steps whose gradient is the sum over the global batch / the global count, however it is cut."""
+    """Takes steps whose gradient is the sum over the global batch / the global count, however it is cut.
+
+    What it leaves to others: `ParallelModel` sends the gradients, `Precision` casts and scales the loss, the
+    optimizer may be a wrapper (offloaded, sharded, with master weights). Every rank calls the same methods in the
+    same order.
+    """
 
     def __init__(self, setup: TrainerSetup) -> None:
         how = setup.how
@@ -71,6 +89,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         self._copies: list[tuple[nn.Parameter, int]] | None = None
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        """One step over the global batch. In the first one an error is told as the layout's, if it is."""
         failures, self._failures_of_step = self._failures_of_step, None
         if failures is None:
             return self._step(batch, loss)
@@ -78,10 +97,13 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             return self._step(batch, _wrapped(loss, failures.of_task))
 
     def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        """Forward and backward, then clip and step; the two phases are timed apart where a profile is taken."""
         with self._phase("forward"):
             if not self.model.training:
                 self.model.train()
             self._forget_gradients()
+            # A step that is passed over must leave no trace: the forward has moved buffers by then, such as running
+            # means.
             kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if self.skips_nonfinite else []
             totals = self.backward(batch, loss)
         with self._phase("optimizer"):
@@ -140,6 +162,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return totals[0] / totals[1], grad_norm, _terms(loss, totals)
 
     def _phase(self, phase: Phase) -> AbstractContextManager[None]:
+        """Code that belongs to a phase of the step, timed where steps are profiled."""
         clock = self._running_clock()
         return nullcontext() if clock is None else clock.of(phase)
 
@@ -164,6 +187,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return StepReport(loss=totals[0] / totals[1], grad_norm=grad_norm, lr=lr, terms=_terms(loss, totals))
 
     def _after(self, step: int) -> None:
+        """After a step: the moving average looks at the new parameters, which must have arrived for that."""
         if self._average is not None:
             self._spread.settle()
             self._average.after(step + 1)
@@ -174,6 +198,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return self._precision.scales or bool(torch.isfinite(totals[0] + grad_norm))
 
     def pass_over(self) -> float:
+        """Leave a step out: the schedule goes on, parameters and optimizer state stay. Returns the rate."""
         lr = self.optimizer.param_groups[0]["lr"]
         if self.schedule is not None:
             with warnings.catch_warnings():  # it wants to see the optimizer step first
@@ -194,18 +219,23 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         else:
             loss, backward = self._spread.around(loss, self._precision.backward)
         of_step = step_loss(loss, batch, self._spread, self._mesh)
+        # [loss sum, count, sums of terms ..., counts of terms ...] of this rank, and of all ranks once `pending` is
+        # done.
         totals = torch.zeros(2 + 2 * len(of_step.names), dtype=torch.float64, device=self._device)
         clock = self._spread.clock = self._running_clock()
         if clock is not None:
             backward = told_of_gradients(clock, backward)
 
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
+            """What backward starts from: the micro-batch's loss sum, weighed; called where the output is."""
             loss_sum, count = of_step.of(output, micro_batch)
+            # Lent samples take part in every message, and count nothing: their weight is 0.
             totals[0] += loss_sum.detach() * micro_batch.weight
             totals[1] += count * micro_batch.weight
             return self._precision.scaled(loss_sum * (micro_batch.weight * self.gradient_scale(batch)))
 
         def forwards_done() -> None:
+            # The last forward is over: nothing is added to `totals` from here on, so it may travel during backward.
             of_step.add_terms(totals[2:])
             pending.append(self.sum_totals(totals))
 
@@ -249,11 +279,16 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
 
     def scale_and_clip(self, batch: StepBatch, totals: Tensor) -> Tensor:
         """Turn sum / samples into sum / count, clip the whole gradient's norm, and return it as it was before."""
+        # fp16 scales the loss against underflow; the norm and the clip want true gradients, and all ranks must agree
+        # whether any of theirs overflowed.
         self._precision.unscale(self.optimizer, dist.group.WORLD if self._mesh.grid.size() > 1 else None)
         samples_to_terms = batch.global_samples / totals[1]
+        # The norm is homogeneous, so it is taken once of sum / samples, and the factor for the count and that for
+        # clipping go over the gradients together.
         norm = self._gradient_norm() * samples_to_terms
         coefficient = samples_to_terms
         if self._clip is not None:
+            # As torch.nn.utils.clip_grad_norm_ has it, with its 1e-6.
             coefficient = coefficient * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
         # Asking for the value would make an accelerator wait; on a CPU it saves a pass over the gradients.
         if self._device.type != "cpu" or not has_values(coefficient) or coefficient != 1:
@@ -269,18 +304,22 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         """The norm of the whole gradient: each rank's squares over the number of ranks that hold them, summed."""
         parts = self._spread.parts
         by_copies: dict[int, list[Tensor]] = {}
+        # Made at the first norm: by then parameters are those that the optimizer steps.
         if self._copies is None:  # walking through a model takes longer than the norm of a small one
             self._copies = [(each, parts.copies(name, each)) for name, each in self.model.named_parameters()]
+        # Grouped by how many ranks hold the same, so that each group is one pass over a list of tensors.
         for parameter, copies in self._copies:
             if parameter.grad is not None:
                 by_copies.setdefault(copies, []).append(local(parameter.grad))
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)  # [] of this rank
         for copies, gradients in by_copies.items():
             for same in _alike(gradients):
                 norms = torch.stack(torch._foreach_norm(same, 2, _wide(same[0].dtype))).to(squares)
+                # A gradient that `copies` ranks of the norm group hold is counted by each of them with 1 / copies.
                 squares += norms.square().sum() / copies
         group = parts.norm_group()
         if group is not None:
+            # One number over the ranks that hold different parts; all of them clip by the same norm.
             dist.all_reduce(squares, group=group)
         return squares.sqrt()
 
@@ -296,6 +335,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             self._precision.update(self.optimizer)
 
     def predict(self, inputs: Any) -> Any:
+        """The output in evaluation mode; None on a rank without the last stage. Every rank calls."""
         if self.model.training:
             self.model.eval()
         failures, self._failures_of_forward = self._failures_of_forward, None
@@ -306,15 +346,19 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         self._spread.settle()
 
     def averaged(self) -> AbstractContextManager[None]:
+        """Code in which the model has the moving average for its weights, where there is one."""
         self._spread.settle()
         return nullcontext() if self._average is None else self._average.in_place()
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, one at a time; every rank must ask to the end."""
         self._spread.settle()
         return self._spread.parts.whole_parameters(self.model)
 
     def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
+        """(name, key, tensor) of whole parameters' state; nothing where ranks hold parts of it."""
         if self._spread.parts.layout.replicate != self._spread.parts.layout.size:
+            # A generator, so that without a yield it gives nothing.
             return  # ranks hold parts of it
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         for optimizer in innermost(self.optimizer):
@@ -324,6 +368,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
                         yield names[parameter], key, value
 
     def holdings(self) -> Holdings:
+        """What this rank keeps between steps."""
         spread = self._spread
         return holdings(
             self.model,
@@ -341,6 +386,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return self._whole_state(kept=kept)
 
     def _whole_state(self, *, kept: bool) -> dict[str, Tensor]:
+        """The whole model's state dict on the CPU; every rank must ask."""
         self._spread.settle()
         return self._spread.parts.whole_state(self.model, kept=kept)
 
@@ -354,6 +400,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return self._spread.parts.tied
 
     def pieces(self) -> dict[str, Piece]:
+        """Everything that a checkpoint gets of this rank: model, optimizer, moving average."""
         self._spread.settle()
         return {
             **model_pieces(self.model, self._spread.parts),
@@ -375,6 +422,10 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         read: Callable[[Mapping[str, Piece]], None],
         scaler: Mapping[str, float],
     ) -> None:
+        """Go on after `step` steps: make empty state for what was saved, have it read in place, fill the optimizers.
+
+        `saved`: names, shapes and dtypes in the checkpoint, whichever layout wrote it.
+        """
         self._spread.settle()
         to_fill = OptimizerToFill(self.optimizer, *self._optimized(), saved)
         average = {} if self._average is None else self._average.to_fill(saved, self._spread.parts)
@@ -461,16 +512,19 @@ class Native(Engine):
     trainer_class: type[NativeTrainer] = NativeTrainer
 
     def can_fill(self, layout: Layout) -> bool:
+        """Whether the model may be built without memory, and filled by `spread` with what a rank holds."""
         # Slicing holds the sliced model's output against the whole one's, which takes the whole one.
         # So does sharing out experts.
         return layout.tensor == layout.expert == 1 and (layout.zero >= 2 or layout.pipeline > 1)
 
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        """Spread model and optimizer. What PyTorch raises meanwhile becomes a LayoutError with a module's name."""
         failures = LayoutFailures(model, how.layout)
         with failures.told():
             return self._prepare(model, how, failures)
 
     def _prepare(self, model: nn.Module, how: Preparation, failures: LayoutFailures) -> NativeTrainer:
+        """The trainer for what the job asks: one of three special steps, or the native one."""
         if how.communication is not None:
             from samestep.engines.less_communication import prepare
 

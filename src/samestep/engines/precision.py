@@ -1,4 +1,9 @@
-"""Precision: in which dtype parameters are held and forward is computed, and how losses are scaled for it."""
+"""Precision: in which dtype parameters are held and forward is computed, and how losses are scaled for it.
+
+What each precision means: fp64: parameters and everything computed in float64 (`parallel.exact.float64`). fp32: as
+the model is. bf16: parameters in float32, products under autocast. fp16: the same with float16, and the loss scaled
+against underflow of gradients (Micikevicius et al. 2018, section 3.2), by the same factor on every rank.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

@@ -54,11 +54,13 @@ class SharedReplicasTrainer(NativeTrainer):
         self._shared = shared
 
     def backward(self, batch: StepBatch, loss: Loss) -> Tensor:
+        """Backward into own gradients, then the mean of this rank's rows over all ranks."""
         totals = super().backward(batch, loss)
         self._shared.sum()
         return totals
 
     def stepped(self) -> Iterator[nn.Parameter]:
+        """The rows that this rank scales, clips and steps."""
         for _, rows in self._shared.held.named_parameters():
             yield rows
 
@@ -66,6 +68,7 @@ class SharedReplicasTrainer(NativeTrainer):
         return self._shared.norm()
 
     def update(self) -> None:
+        """Step own rows in the shared parameters, and wait until all ranks have written theirs."""
         super().update()
         self._shared.wait()
 
@@ -73,6 +76,7 @@ class SharedReplicasTrainer(NativeTrainer):
         return self._shared.held, self._shared.held_parts
 
     def restore(self, *arguments: Any, **keywords: Any) -> None:
+        """No rank may read parameters before all have written theirs."""
         super().restore(*arguments, **keywords)  # every rank writes the same parameters
         self._shared.wait()
 

@@ -9,4 +9,9 @@ In the order of reading:
 - `preemption` (signals with notice), `nonfinite` (losses that are NaN), `injection` (faults on purpose, for drills).
 - `scratch`: folders that don't outlive their process. `job_info`: what ranks tell the process that
   started them about their job.
+
+Who runs where. In each rank: the loop's thread writes a status at each step (a store into mapped memory, no system
+call), and one thread (`Heartbeat`) writes counts and looks for a notice twice a second. In the starting process of
+each host: one thread (`Watchdog`) reads the statuses of its ranks ten times a second. They share a folder in memory,
+and no socket: a rank that is stuck in a kernel, or holds Python's lock, is seen all the same.
 """

@@ -40,6 +40,7 @@ def write(folder: Path, rank: int, entered: Counts) -> None:
 
 
 def read(folder: Path, ranks: Iterable[int]) -> dict[int, Counts]:
+    """The counts of some ranks, as their files say; a rank that has written none is left out."""
     found: dict[int, Counts] = {}
     for rank in ranks:
         with suppress(FileNotFoundError):

@@ -35,6 +35,7 @@ class Fault:
         return asdict(self)
 
     def __str__(self) -> str:
+        """One line: who failed when and why, where the training goes on, and what it cost in steps and seconds."""
         where = f"in step {self.step}" if self.step >= 0 else "before its first step"
         on = f" on {self.host}" if self.host is not None else ""
         line = f"rank {self.rank}{on} failed {where}: {self.cause}"

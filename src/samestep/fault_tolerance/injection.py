@@ -83,6 +83,7 @@ def spoiled(loss: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(loss)
     def spoiled_loss(*arguments: Any, **keywords: Any) -> Any:
+        """The loss as NaN."""
         loss_sum, count = loss(*arguments, **keywords)
         return loss_sum * float("nan"), count
 

@@ -71,6 +71,7 @@ def left_out(folder: Path) -> frozenset[int]:
 
 
 def _shown(samples: Sequence[int]) -> str:
+    """The first few samples' numbers."""
     shown = ", ".join(map(str, samples[:_FEW]))
     return shown if len(samples) <= _FEW else f"{shown} and {len(samples) - _FEW} more"
 

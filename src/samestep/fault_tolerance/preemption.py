@@ -1,6 +1,10 @@
 """Preemption: SIGTERM or Ctrl-C becomes one step after which all ranks save and stop together.
 
 In the starting process the first signal gives the ranks notice; then they are ended.
+
+Why not stop at once: a rank that stops alone leaves the others in a collective. So the signal is noted, and the ranks
+agree on it between steps: every few steps (about four times a second, at most 64 apart) they take the maximum of
+their signals' numbers, in a group of its own. All hear of it after the same step, save, and end with 128 + that.
 """
 
 import os
@@ -62,6 +66,7 @@ class Notice:
         self._asked = self._asked or number
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler of a rank: notes the first, lets a second one (half a second later) end the process."""
         now = time.monotonic()
         if self._told or self._first_at is None or now - self._first_at < _AGAIN:
             self._first_at = self._first_at or now
@@ -94,6 +99,7 @@ class Notice:
         return number or None
 
     def _steps_apart(self, step: int) -> int:
+        """After how many steps to ask the other ranks again, from how long steps take."""
         now = time.monotonic()
         last, self._last = self._last, (step, now)
         if last is None:
@@ -140,6 +146,7 @@ class Signals:
         self._round = None
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler of the starting process: tells the ranks; a second signal ends them at once."""
         now = time.monotonic()
         if self.number is None:
             self.number, self._at = number, now
@@ -153,6 +160,7 @@ class Signals:
             raise SignalException(f"a second {signal.Signals(number).name}", signal.Signals(number))
 
     def _tell_ranks(self) -> None:
+        """Leave the notice for the ranks, and have the watchdog end them after the grace period (seconds)."""
         if self._round is not None and self.number is not None:
             folder, watch = self._round
             give_notice(folder, self.number)

@@ -120,6 +120,7 @@ class RankSupervision:
                 )
 
     def _hear(self, number: int) -> None:
+        """The heartbeat's thread has found a notice of the starting process."""
         if self._notice is not None:
             self._notice.hear(number)
 

@@ -76,6 +76,7 @@ def left_in(places: Collection[Path] | None = None) -> list[Path]:
 
 
 def _is_left(folder: Path) -> bool:
+    """Whether a folder's process is gone: the kernel has then released its lock."""
     try:
         lock = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # another's, or gone

@@ -98,6 +98,7 @@ class RankStatus:
         self._file.close()
 
     def _write(self) -> None:
+        """Write all fields into the mapped file: a copy of a few bytes, cheap enough for every step."""
         self._moved_at = time.monotonic()
         _FORM.pack_into(
             self._memory,
@@ -159,6 +160,7 @@ class Heartbeat:
         self._thread.start()
 
     def _beat(self) -> None:
+        """The thread: writes what collectives the rank has entered, how long steps take, and looks for a notice."""
         last: collective_counts.Counts = {}
         beats = 0
         while not self._stop.wait(self._apart):
@@ -186,6 +188,7 @@ def give_notice(folder: Path, number: int) -> None:
 
 
 def notice_in(folder: Path) -> int | None:
+    """The number of the signal that was left for the ranks; None where none was."""
     try:
         return int((folder / _NOTICE_FILE).read_text(encoding="ascii"))
     except FileNotFoundError:

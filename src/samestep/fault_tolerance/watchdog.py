@@ -2,6 +2,13 @@
 
 It names the straggler: the rank that has entered fewer collectives than the others. Its clock stands still while the
 process does, so that a job that was paused has not hung.
+
+How a hang is told from slow work: every 0.1 s the state of all ranks (phase, step, collectives entered, time of the
+last change) is compared with the one before. Only when nothing at all has changed for the limit (`run.hang_limit`
+seconds, longer for first steps, evaluations and checkpoints, and for steps that were long before) is it a hang. The
+culprit is then looked for in this order: a process that is stopped (SIGSTOP), the rank that has entered fewer
+collectives than the others, the one in the earliest step, the one whose stack isn't in a wait. Its stack is asked for
+by a real-time signal (`stacks`) before all ranks are killed.
 """
 
 import os
@@ -33,6 +40,7 @@ class Clock:
         self.seconds = 0.0
 
     def look(self) -> float:
+        """Seconds of this process's own time: a look adds at most a few intervals, so a pause counts as little."""
         now = time.monotonic()
         self.seconds += min(now - self._last, self._most)
         self._last = now
@@ -55,6 +63,7 @@ class Handle:
                 self._descriptor = None  # not allowed here
 
     def alive(self) -> bool:
+        """Whether the process lives, by a pidfd where there are some: an id may be another process's by now."""
         if self._gone:
             return False
         if self._descriptor is not None:
@@ -222,6 +231,7 @@ class Watchdog:
         ]
 
     def _end_others(self, rank: int) -> None:
+        """Kill all ranks but one."""
         for other, handle in list(self._handles.items()):
             if other != rank:
                 handle.kill()
@@ -235,6 +245,7 @@ class Watchdog:
         return self.last
 
     def _look_on(self) -> None:
+        """The thread: reads every rank's status, sees deaths and hangs, and ends the round."""
         clock = Clock(_APART)
         slowest, looked_at = Slowest(), 0.0
         before: Any = None
@@ -264,6 +275,7 @@ class Watchdog:
                     self.end_now()
 
     def _see_the_first_step(self) -> None:
+        """Once every rank of the round has taken a step, tell what the fault before it has cost."""
         done = len(self.last) == len(self._ranks) and all(each.first_done_at for each in self.last)
         if self._goes_on is not None and done:
             goes_on, self._goes_on = self._goes_on, None
@@ -286,9 +298,11 @@ class Watchdog:
                     self._handles[each.rank].kill()
 
     def _too_long(self, ranks: Sequence[Progress], seconds: float) -> bool:
+        """Whether so many seconds without any change are a hang, for what the ranks are doing."""
         working = [each for each in ranks if not each.over]
         if self.limit is None or not working:
             return False
+        # In seconds: five times the longest step so far, if that is more than the job's limit.
         limit = max(self.limit, _LONGER_STEP * max(each.longest for each in working))
         if len(self.last) < len(self._ranks) or any(each.phase in _LONG for each in working):
             limit *= _LONGER
@@ -334,6 +348,7 @@ class Watchdog:
 
 
 def _told(culprit: Progress, seconds: float, stack: str, *, halted: bool) -> str:
+    """What the user is told of a hang: where, for how long, and the culprit's stack."""
     where = f"in step {culprit.step}" if culprit.phase in ("step", "first step") else f"in phase {culprit.phase}"
     if culprit.step < 0:
         where = "before its first step"

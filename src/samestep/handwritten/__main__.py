@@ -9,6 +9,7 @@ from samestep.ranks import Ranks
 
 
 def main() -> int:
+    """Train on this rank, or start ranks that do; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m samestep.handwritten", description=__doc__)
     parser.add_argument("job", type=Path)
     parser.add_argument("--folder", type=Path, required=True, help="where the run's files go")

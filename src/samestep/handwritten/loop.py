@@ -100,6 +100,7 @@ class Loop:
         torch.manual_seed(recipe.seed + rank)  # dropout draws other numbers on every rank
 
     def _build(self) -> nn.Module:
+        """The task's model on the device, in the recipe's dtype."""
         model = build_model(self.task, self.recipe).model
         if not self.recipe.dropout:
             switch_off(model)
@@ -107,6 +108,7 @@ class Loop:
         return model.train()
 
     def _replicate(self, model: nn.Module) -> nn.Module:
+        """DistributedDataParallel, with SyncBatchNorm for batch norm; plain for one process."""
         if self.place.of == 1:
             return model
         if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules()):
@@ -179,10 +181,12 @@ class Loop:
         return self._update(totals, global_samples)
 
     def _without_messages(self) -> Any:
+        """All micro-batches but the last add up locally."""
         assert isinstance(self._replicas, DistributedDataParallel)
         return self._replicas.no_sync()
 
     def _update(self, totals: Tensor, global_samples: int) -> Step:
+        """From sum / samples to sum / terms, clip, step."""
         terms = totals[1].clamp(min=1)
         if terms != global_samples:  # a loss over tokens: from the mean of samples to that of tokens
             for parameter in self.model.parameters():
@@ -231,6 +235,7 @@ class Loop:
         return [range(first, min(stop, first + batch)) for first in range(start, stop, batch)]
 
     def _scores(self, indices: range, samples: Any) -> tuple[Tensor, Tensor]:
+        """Predictions and targets of some held-out samples, on the CPU."""
         batch = self._on_device(self.task.collate([samples[index] for index in indices]))
         with self._autocast(), self._throughout():
             output = call(self.model, batch.inputs)

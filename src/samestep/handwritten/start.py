@@ -15,6 +15,7 @@ from samestep.ranks import Ranks
 
 
 def spawn_ranks(job: Path, folder: Path, processes: int) -> None:
+    """Start ranks as torch.multiprocessing.spawn does, and wait for all of them."""
     with TemporaryDirectory(prefix="samestep-spawn-") as meeting:
         # A file to meet at: no port that another job could take.
         store = f"file://{Path(meeting).resolve()}/store"
@@ -22,6 +23,7 @@ def spawn_ranks(job: Path, folder: Path, processes: int) -> None:
 
 
 def _spawned(rank: int, processes: int, job: Path, folder: Path, store: str) -> None:
+    """One of them."""
     code = run_rank(
         job, folder, Ranks(rank=rank, world_size=processes, local_rank=rank, local_world_size=processes), store
     )

@@ -102,6 +102,7 @@ def _take_all_steps(loop: Loop, records: Records, folder: Path) -> TrainResult:
 
 
 def _evaluates_after(loop: Loop, done: int) -> bool:
+    """Whether the recipe wants an evaluation after so many steps."""
     wanted = loop.recipe.evaluation
     if done == loop.total_steps:
         return wanted.at_end
@@ -111,6 +112,7 @@ def _evaluates_after(loop: Loop, done: int) -> bool:
 def _line(
     loop: Loop, step: int, report: Step, samples: int, step_seconds: float, data_seconds: float
 ) -> dict[str, float]:
+    """A step as metrics.jsonl has it."""
     return {
         "step": step,
         "epoch": loop.order.epoch_of(step),

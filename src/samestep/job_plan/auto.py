@@ -71,6 +71,7 @@ def beside_lines(found: Sequence[Term]) -> list[str]:
 
 
 def _shown(term: Term) -> str:
+    """A term as planned and as measured, in seconds or bytes, with the relative error."""
     numbers = (term.planned, term.measured)
     told = " and ".join(f"{each:.3g} s" if term.unit == "s" else bytes_shown(each) for each in numbers)
     return told + ("" if term.error is None else f" ({term.error:+.0%})")

@@ -33,6 +33,7 @@ class Measured:
         return None if self.seconds is None else self.prediction.seconds / self.seconds - 1
 
     def to_json(self) -> dict[str, Any]:
+        """Seconds and bytes, predicted and measured."""
         return {
             "layout": self.prediction.layout,
             "predicted_seconds": self.prediction.seconds,

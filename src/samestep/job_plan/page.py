@@ -70,11 +70,13 @@ def page(plan: JobPlan, measured: Sequence[Measured], title: str) -> str:
 
 
 def _fullest(plan: JobPlan, index: int) -> Mapping[str, float]:
+    """What the fullest rank of a layout holds, in bytes."""
     usage = max(plan.predictions[index].usage, key=lambda each: each.parameters + each.activations)
     return {name: getattr(usage, name) for name in _MEMORY}
 
 
 def _bar(parts: Mapping[str, float], colours: Mapping[str, str], whole: float) -> str:
+    """A bar whose parts are as wide as their share of `whole`."""
     marks = [
         f'<i style="width:{100 * parts[name] / whole:.1f}%;background:{colour}" title="{name}"></i>'
         for name, colour in colours.items()

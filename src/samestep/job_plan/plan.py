@@ -72,6 +72,7 @@ class JobPlan:
         return replace(self, machine=machine, predictions=_ranked(found))
 
     def to_json(self) -> dict[str, Any]:
+        """Layouts ranked, those that were refused with the reason, and those that weren't tried."""
         rates = self.machine.rates
         return {
             "machine": self.machine.name,

@@ -46,6 +46,7 @@ class Prediction:
         return max(map(peak_of, self.usage))
 
     def to_json(self) -> dict[str, Any]:
+        """Seconds of a step by cause, and bytes of each rank."""
         return {
             "layout": self.layout,
             "micro_batch": self.micro_batch,
@@ -127,6 +128,11 @@ def _on_devices(job: Job, layout: Layout, cluster: Cluster, rank: Rehearsal) -> 
 
 
 def _message_seconds(layout: Layout, cluster: Cluster, each: Collectives) -> float:
+    """Seconds of one kind of message in a step, on the links that its group has in the cluster.
+
+    What a rank sends is known from the rehearsal; `sent * part` is the whole message again, since a rank sends (n -
+    1) / n of it (of an all-reduce twice that).
+    """
     axes = [axis for axis in each.axis.split("+") if axis in MESH_DIMENSIONS]
     group = data_group(layout, axes) if axes else Group(size=each.ranks, stride=1)
     if group.size < 2:
@@ -164,6 +170,9 @@ def _together(job: Job, layout: Layout, machine: Machine, stages: Sequence[Mappi
 
 
 def _played(layout: Layout, compute: Sequence[float], number: int) -> float:
+    """Seconds of a pipeline's step: each rank's computation cut into forwards and backwards, played in
+    the schedule.
+    """
     owners = pipeline_events.owners(layout.schedule, layout.pipeline, layout.stages_a_rank)
     each = [compute[rank] / number / layout.stages_a_rank for rank in owners]
     stages = [

@@ -47,6 +47,7 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
 
 
 def _slower(each: Prediction, best: Prediction) -> str:
+    """By how many seconds a layout is slower than the best, and the cause that explains most of it."""
     cause, seconds = slower_by(each, best)
     return f"{seconds:+.2g} s {cause}" if seconds > 0 else ""
 

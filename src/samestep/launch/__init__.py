@@ -14,4 +14,18 @@ In the order of reading:
 - `node_heartbeat`: notices hosts that died. `failure`: which rank failed first, and why.
 - `affinity`, `network`, `forwarded_env`, `logs`, `memory`: cores, addresses, variables, output, memory.
 - `script_env`: what scripts of other engines expect.
+
+A job from its start to its end:
+
+    1. find hosts        `environments` looks at variables, files or a scheduler; `filters` takes what was asked for
+    2. bring agents up   `launcher` makes a NodeSpec a host; ssh, srun or Ray start `remote_agent` there (or each
+                         host's own command is its agent); `controller` reads what they print
+    3. shake hands       agents meet in the job's store, compare versions, commands and clocks (300 s for all to come)
+    4. meet              a round begins: rendezvous, a store for this round, ranks numbered by node rank
+    5. run               each agent starts its ranks and looks after them; heartbeats between hosts every 0.5 s
+    6. end of a round    a rank failed, a host was silent for 8 s, or one wants to join: ranks end, causes are posted,
+                         and unless the restarts are used up, 4 begins again from the last checkpoint
+    7. end of the job    outcomes go to the controller, which picks the first failure and tells it
+
+With one host 1, 2, 3 and the heartbeats fall away; `elastic_agent` is the same.
 """

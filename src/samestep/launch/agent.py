@@ -1,4 +1,9 @@
-"""Agent: one host's part of a job, by PyTorch's elastic agent. It starts the host's ranks and sees them end."""
+"""Agent: one host's part of a job, by PyTorch's elastic agent. It starts the host's ranks and sees them end.
+
+Sequence on one host: `Handshake` (all hosts have come and agree) -> `elastic_agent.run` (rendezvous, start ranks,
+look after them, start them again) -> an `Outcome`, told to the controller. A thread looks twice a second whether the
+job has ended elsewhere (`_look`), and ends this host's ranks by SIGTERM to this process, then by SIGKILL after 5 s.
+"""
 
 import multiprocessing
 import os
@@ -111,6 +116,7 @@ def _over_all_hosts(outcome: Outcome, handshake: Handshake) -> Outcome:
 
 
 def _program(part: NodeSpec) -> list[str]:
+    """The command line of a rank, checked: that it can be run, and that the host has the slots."""
     check_command(part.command, part.host)
     check_slots(part.host, part.num_procs, part.chosen, part.device)
     return rank_command(
@@ -132,6 +138,7 @@ class _Ranks:
         self._ended: str | None = None  # why, where the job ended elsewhere
 
     def run(self) -> Outcome:
+        """The host's part from its first rank to its last: how it ended, with the reason where a rank failed."""
         part = self._part
         with ExitStack() as stack:
             follower = stack.enter_context(Follower()) if part.output == "terminal" else None
@@ -152,6 +159,7 @@ class _Ranks:
         return Outcome()
 
     def _start(self, files: RankFiles) -> None:
+        """Meet the other hosts and run the ranks, with restarts; returns when all ranks are done."""
         part = self._part
 
         def explain(failures: Mapping[int, ProcessFailure]) -> RanksEnded:
@@ -193,6 +201,7 @@ class _Ranks:
         )
 
     def _variables(self) -> dict[str, str]:
+        """Which accelerators the ranks see."""
         chosen = self._part.chosen
         if self._part.device == "cpu":
             return environment.no_devices()
@@ -200,6 +209,7 @@ class _Ranks:
         return environment.devices(chosen) if chosen is not None and accelerators() else {}
 
     def _failed(self, find: Callable[[], Failure]) -> Outcome:
+        """Tell the other hosts of the failure, hear theirs, and pick the first."""
         self._over.set()  # that the job has ended is then no news from elsewhere, also while the files are read
         failure = find()
         if self._handshake is not None:
@@ -223,6 +233,7 @@ class _Ranks:
             thread.join(_LOOK)  # it may wait for a store that is silent
 
     def _look(self, handshake: Handshake) -> None:
+        """The thread that sees the job end elsewhere: then this host's ranks end as well."""
         while not self._over.wait(_LOOK):
             try:
                 handshake.tell_time()
@@ -258,6 +269,7 @@ class _Signals:
         self._ends = False
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        """The first signal ends the ranks in peace, a second one half a second or more later kills them."""
         now = time.monotonic()
         if self.number == 0:
             self.number, self._at = number, now

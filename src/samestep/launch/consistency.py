@@ -141,6 +141,7 @@ def _mark(word: str) -> str:
 
 
 def _without_secrets(word: str) -> str:
+    """A word of a command as messages show it: values of what is named like a secret are left out."""
     named = next((match for match in _NAMED.finditer(word) if _is_secret(match[1])), None)
     return word[: named.end()] + _HIDDEN if named is not None else _LOGIN.sub(f"//{_HIDDEN}@", word)
 

@@ -91,6 +91,7 @@ class AgentConnection:
         threading.Thread(target=self._await_end, daemon=True).start()
 
     def _read(self, number: int, stream: IO[bytes]) -> None:
+        """A thread: lines of one stream; those with the mark are the agent's messages as JSON."""
         with stream:
             for line in stream:
                 text = line.rstrip(b"\n")
@@ -100,6 +101,7 @@ class AgentConnection:
                     self._events.put(Line(link=self, number=number, text=text))
 
     def _send(self, data: bytes) -> None:
+        """Write an order to the agent; one that has ended takes none."""
         assert self._process is not None
         assert self._process.stdin is not None
         with suppress(OSError, ValueError):  # it has ended, which is seen elsewhere
@@ -107,6 +109,7 @@ class AgentConnection:
             self._process.stdin.flush()
 
     def _await_end(self) -> None:
+        """A thread: says that the process has ended, once all that it printed has been read."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.wait()
@@ -161,7 +164,15 @@ _FIRST_WAIT, _LONGEST_WAIT = 3.0, 60.0  # seconds until a lost host is tried aga
 
 
 class Controller:
-    """One job over hosts that this process brings up."""
+    """One job over hosts that this process brings up.
+
+    Events come through one queue, from a thread for each stream of each connection: lines, messages, ends. Everything
+    else happens in the one thread that reads the queue, so no state here needs a lock.
+
+    How a job ends: after an agent's outcome other than 0 the controller waits 3 s (the other agents see the end through
+    the store), after a connection that ends without an outcome not at all. Then it sends SIGTERM, after the grace
+    period and 5 s more it has the ranks killed, and 5 s later it cuts the connections.
+    """
 
     def __init__(
         self,
@@ -240,6 +251,7 @@ class Controller:
                 write_lines((sys.stdout if number == 1 else sys.stderr).buffer, lines)
 
     def _told(self, link: AgentConnection, values: Mapping[str, Any]) -> None:
+        """An agent's message: it has started, or its host's part is over."""
         host = values["host"]
         if "started" in values:
             link.started.add(host)
@@ -263,6 +275,9 @@ class Controller:
         return outcome.exit_code != 0 and own and bool(others - self._outcomes.keys() - self._gave_up.keys())
 
     def _ended(self, link: AgentConnection) -> None:
+        """A connection ended. Where hosts behind it have told no outcome, they are lost: for an elastic job one that
+        may come back, else the end of the job.
+        """
         missing = [part.host for part in link.bring.parts if part.host not in self._outcomes]
         if not missing or self._signal or self._ordered:
             return
@@ -308,6 +323,7 @@ class Controller:
                 self._connect(bring)
 
     def _end_all(self, after: float) -> None:
+        """Plan the job's end: SIGTERM after `after` seconds, then kill, then cut."""
         if not self._over:
             self._over = True
             now = time.monotonic() + after
@@ -315,6 +331,7 @@ class Controller:
             self._orders = [(now, f"signal {int(signal.SIGTERM)}"), (kill, "kill"), (kill + _KILLED, "")]
 
     def _give_orders(self) -> None:
+        """Send the orders that are due."""
         while self._orders and self._orders[0][0] < time.monotonic():
             _, order = self._orders.pop(0)
             self._ordered = True
@@ -325,6 +342,7 @@ class Controller:
                     link.kill()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler: notes the signal, and wakes the thread that reads the queue."""
         now = time.monotonic()
         if not self._signal or now - self._signal_at > _AGAIN:
             self._signal, self._signal_at = self._signal or number, now
@@ -343,6 +361,7 @@ class Controller:
         self._orders = [(now, f"signal {self._signal}"), (kill, "kill"), (kill + _KILLED, "")]
 
     def _cut(self) -> None:
+        """End the processes that connect us, whatever they still print."""
         for link in self._links:
             link.kill()
 

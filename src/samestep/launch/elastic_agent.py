@@ -107,7 +107,20 @@ class HungError(Exception):
 
 
 class NodeElasticAgent(_ElasticAgent):
-    """The agent of one host among several, or alone."""
+    """The agent of one host among several, or alone.
+
+    A round, from the point of view of one host:
+
+        _rendezvous       meet the other hosts; all agree on who is in the round and on the restarts that are left
+        _start_workers    one process a rank; the watchdog gets handles on them
+        _monitor_workers  every 0.1 s: have ranks ended, is a host lost, does one want to join?
+        ended             all ranks succeeded -> wait for the other hosts and finish
+                          a rank failed -> post why, spend a restart, the next round
+                          a host was lost, or wants to join -> stop the ranks, the next round, no restart spent here
+
+    Ranks that wait in a collective for a rank that is gone never return by themselves for minutes: each host's agent
+    kills its own ranks as soon as it hears of the end of the round.
+    """
 
     def __init__(self, spec: AgentSpec, place: Path, memory: Path) -> None:
         """`place` and `memory` are folders of this host, the second in memory, that go with this agent."""
@@ -146,6 +159,7 @@ class NodeElasticAgent(_ElasticAgent):
         return self._rounds.hang
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet until a round has begun whose hosts are all there."""
         self._rounds.end(self._why)
         self._why, self._at_once = None, False
         while True:
@@ -169,12 +183,14 @@ class NodeElasticAgent(_ElasticAgent):
         self._remaining_restarts = min(int(each) for each in left)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks; with handles that can't mistake another process for one of them."""
         worker_group.spec.args = self._spec.entry.arguments()
         started = super()._start_workers(worker_group)
         self._ranks = [Handle(pid) for pid in started.values()]
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """One look at the ranks and at the other hosts: PyTorch calls it over and over."""
         result = super()._monitor_workers(worker_group)
         self._rounds.look()
         lost = self._hosts.lost()
@@ -195,6 +211,11 @@ class NodeElasticAgent(_ElasticAgent):
         self._hosts.ask_for_round()
 
     def _failed(self, result: RunResult) -> RunResult:
+        """A rank of this host failed: whether the job goes on, and with how many ranks.
+
+        A user's mistake (exit code 2) would be made again, so no restart is left then. Ranks that ended by SIGTERM
+        while another host asks for a round have not failed.
+        """
         result = RunResult(state=result.state, failures={**result.failures, **self._failed_too(result.failures)})
         codes = {failure.exitcode for failure in result.failures.values()}
         stopped = {-signal.SIGTERM, 128 + signal.SIGTERM}
@@ -234,6 +255,7 @@ class NodeElasticAgent(_ElasticAgent):
         return found
 
     def _others_change(self) -> bool:
+        """Whether within 3 s another host leaves the round or asks for another."""
         until = time.monotonic() + _A_WORD
         while self._hosts.peers() and time.monotonic() < until:
             lost = self._hosts.lost()
@@ -268,6 +290,7 @@ class NodeElasticAgent(_ElasticAgent):
                 time.sleep(_APART)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """End this host's ranks: with time to save where only the hosts change, else at once."""
         if not self._at_once and self._why is None:
             self._hosts.heartbeat.leave("changes")
             self._let_stop()
@@ -293,6 +316,7 @@ class NodeElasticAgent(_ElasticAgent):
             time.sleep(_APART)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """The end of this agent: its ranks end by SIGTERM, and by SIGKILL after the grace period."""
         # A rank whose starter passes signals on takes no notice of those that a terminal sends to all.
         del death_sig
         if not self._at_once and self._why is None:

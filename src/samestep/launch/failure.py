@@ -58,6 +58,7 @@ class Failure:
         return f"exit code {self.exit_code}" if self.exit_code >= 0 else ended_by(-self.exit_code)
 
     def __str__(self) -> str:
+        """What the user is told: who failed first, how, why, and where the rest stands."""
         text = f"rank {self.rank} on {self.host} failed first: {self.how}"
         if self.reason:
             text += f"\n{self.reason}"

@@ -66,6 +66,7 @@ def _visible(cluster: Cluster, environ: Mapping[str, str]) -> Cluster:
 
 
 def _included(cluster: Cluster, text: str) -> Cluster:
+    """The hosts that --include names, with the slots that it names of them."""
     wanted = _parse(cluster, "--include", text)
     kept = {
         index: _choose(cluster.hosts[index], slots) if slots else cluster.hosts[index]
@@ -75,6 +76,7 @@ def _included(cluster: Cluster, text: str) -> Cluster:
 
 
 def _excluded(cluster: Cluster, text: str) -> Cluster:
+    """Without the hosts, or slots of them, that --exclude names. Raises UserError where nothing is left."""
     unwanted = _parse(cluster, "--exclude", text)
     kept: dict[int, Host] = {}
     for index, host in enumerate(cluster.hosts):
@@ -114,6 +116,7 @@ def _numbered(part: str) -> bool:
 
 
 def _index(cluster: Cluster, name: str, place: str) -> int:
+    """The number of a host by its name; "localhost" is this one. Raises UserError for an unknown name."""
     plain = name.removeprefix("[").removesuffix("]")
     names = [host.name for host in cluster.hosts]
     if plain in names:
@@ -131,6 +134,7 @@ def _choose(host: Host, slots: set[int]) -> Host:
 
 
 def _first_hosts(cluster: Cluster, count: int) -> Cluster:
+    """As many hosts as --num-nodes says, the first of them."""
     if not 0 < count <= len(cluster.hosts):
         there = f"there {'is' if len(cluster.hosts) == 1 else 'are'} {len(cluster.hosts)}: {_names(cluster)}"
         raise UserError(f"--num-nodes is {count}, and {there}; use a number from 1 to {len(cluster.hosts)}")
@@ -138,6 +142,7 @@ def _first_hosts(cluster: Cluster, count: int) -> Cluster:
 
 
 def _so_many_ranks(cluster: Cluster, count: int, *, shared: bool) -> Cluster:
+    """As many slots on each host as --num-procs says. Raises UserError where a host has fewer."""
     if count < 1:
         raise UserError(f"--num-procs is {count}; it should be 1 or more")
     small = min(cluster.hosts, key=lambda host: host.slots)
@@ -160,5 +165,6 @@ def _with_hosts(cluster: Cluster, kept: Mapping[int, Host]) -> Cluster:
 
 
 def _names(cluster: Cluster) -> str:
+    """The first names of a cluster's hosts, for a message."""
     names = [host.name for host in cluster.hosts]
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -47,6 +47,7 @@ def end_with_starter() -> None:
     assert starter is not None
 
     def wait() -> None:
+        """A thread: when the starting process is gone, so is this one."""
         starter.join()
         os._exit(1)
 
@@ -122,6 +123,7 @@ def _keep_sockets_in_scratch() -> None:
 
 
 def _wants_server(job: Job) -> bool:
+    """Whether a server pays: a job that starts ranks here, on a system that forks."""
     if METHOD != "forkserver" or imports_main_again():
         return False
     with suppress(UserError):
@@ -143,6 +145,7 @@ def _forks_server() -> Iterator[None]:
     spawn = util.spawnv_passfds
 
     def fork(path: bytes, args: Sequence[str], passed: Sequence[int]) -> int:
+        """Fork in place of starting an interpreter: PyTorch is imported already."""
         del path, args
         with warnings.catch_warnings():  # of the threads of libraries that were imported, which wait
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -177,6 +180,7 @@ def imports_main_again() -> bool:
 
 
 def _has_ranks(job: Job) -> bool:
+    """Whether a job has more than one rank, so that there is anything to start."""
     layout, processes = job.run.layout, job.run.processes
     return (unsized(layout) and processes is None) or Layout.parse(layout, processes).size > 1
 

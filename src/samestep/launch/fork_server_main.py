@@ -32,6 +32,7 @@ _STARTER = os.getppid()
 
 
 def _end_without_starter(number: int, frame: FrameType | None) -> None:
+    """A signal handler: when the parent has changed, the starter is gone."""
     if os.getppid() != _STARTER:
         os._exit(1)
 

@@ -37,7 +37,13 @@ _LEFT = "samestep/left"
 
 
 class Handshake:
-    """A job's store, as one host's agent uses it."""
+    """A job's store, as one host's agent uses it.
+
+    Keys in the job's store: a seat for each host that has come; `_FIRST`, what the first one told of itself;
+    `_REFUSED`, why the job can't begin; `_COMPLETE`, set once enough have come. A host that comes reads the first
+    one's facts and compares its own (`consistency`): versions, command, engine, sizes. Every wait ends after
+    `start_timeout` seconds (300 unless told) with a message that names the hosts that are missing.
+    """
 
     def __init__(self, part: NodeSpec, clock: Callable[[], float] = time.time) -> None:
         """Reach the store, and serve it where that is this host's part. `clock` is the host's: seconds since 1970.
@@ -62,6 +68,7 @@ class Handshake:
         found: list[dist.TCPStore | Exception] = []
 
         def connect() -> None:
+            """A thread, since a connection to an address that drops packets can't be interrupted."""
             try:
                 found.append(store_client(address, port, answer_within=_ANSWER))
             except (RuntimeError, ValueError) as error:
@@ -79,6 +86,7 @@ class Handshake:
         )
 
     def _await_port(self, address: str, port: int) -> None:
+        """Wait until the store's port takes connections. Raises StartError after the deadline."""
         while True:
             try:
                 with socket.create_connection((address, port), timeout=_ANSWER):
@@ -93,6 +101,7 @@ class Handshake:
             time.sleep(_APART)
 
     def _hint(self) -> str:
+        """What may be wrong where the store doesn't answer."""
         if self._part.controlled:
             return "a firewall may be in between, or --master-addr should be another address of the starting machine"
         return f"{self._part.name_of(0)} is to serve it: has it been started, and is there a firewall?"
@@ -130,6 +139,7 @@ class Handshake:
         raise StartError(f"{self._part.host} lost the job's store at {self._where}: {_first_line(error)}")
 
     def _compare(self) -> None:
+        """Compare this host with the first one. Raises UserError where they differ, or StartError for a late one."""
         part = self._part
         mine = {"host": part.host, **consistency.told(part)}
         theirs = json.loads(self._store.compare_set(_FIRST, "", json.dumps(mine)))
@@ -167,6 +177,7 @@ class Handshake:
         self._store.set(seat, mine)
 
     def _await_others(self) -> None:
+        """Wait until enough hosts have come, and answer their questions about clocks meanwhile."""
         part = self._part
         while True:
             came = [number for number in range(part.most) if self._there(_seat(number))]

@@ -258,6 +258,7 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: Variables)
 
 
 def _no_store(wanted: LaunchRequest, other: str, error: OSError) -> str:
+    """Why the store where hosts meet can't be served at that address."""
     from samestep.launch.network import why_not
 
     if wanted.port is not None and (why := why_not(wanted.port, error)) is not None:
@@ -271,6 +272,7 @@ def _no_store(wanted: LaunchRequest, other: str, error: OSError) -> str:
 
 
 def _part(wanted: LaunchRequest, job: str, cluster: Cluster, number: int) -> NodeSpec:
+    """One host's part of the job, as it travels there."""
     host: Host = cluster.hosts[number]
     return NodeSpec(
         job=job,

@@ -96,6 +96,7 @@ class _Training:
         _write(call(job, layout), place)
 
     def known(self) -> JobInfo:
+        """What the watchdog and the rounds want to know of the job before a rank tells it."""
         run = self._job.run
         return JobInfo(
             hang_limit=run.hang_limit,
@@ -165,6 +166,7 @@ def _first_failure(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> 
 
 
 def _ranks_ended(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> RanksEnded:
+    """Which rank failed first and why, as a round's end is told."""
     first = first_of(failures, _HOST, files.here)
     found = _first_failure(files, failures)
     reason = found.reason if isinstance(found, RankFailedError) else str(found)
@@ -172,6 +174,7 @@ def _ranks_ended(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> Ra
 
 
 def _exit_reason(exit_code: int) -> str:
+    """What to say of a rank that ended without a reason."""
     if exit_code >= 0:
         return f"its process ended with exit code {exit_code} and gave no reason; what it printed stands above"
     return f"its process was {ended_by(-exit_code)}"

@@ -46,6 +46,7 @@ class RankFiles(LogsSpecs):
 
     @property
     def _folder(self) -> Path:
+        """The folder of this host's files."""
         assert self._chosen is not None
         return self._chosen / self._host
 
@@ -144,12 +145,14 @@ class Follower:
         return environment.bar_at(bar, os.get_terminal_size(self._streams[1].fileno()).columns or _COLUMNS)
 
     def _turn_to(self, shown: "Sequence[_Shown]") -> None:
+        """Show other files from now on, and what is left of the ones before."""
         with self._lock:
             for file in self._shown:
                 file.show(last=True)
             self._shown = shown
 
     def _run(self) -> None:
+        """A thread: ten looks a second at what was written."""
         while not self._over.wait(_EVERY):
             with self._lock:
                 for file in self._shown:
@@ -186,6 +189,7 @@ class _Bytes(_Shown):
     """As it comes, on a terminal, where the next picture of a bar goes over the one before."""
 
     def show(self, *, last: bool = False) -> None:
+        """Write what is new, as it is."""
         if data := self.new():
             _write(self.stream, data)
 
@@ -208,6 +212,7 @@ class _Lines(_Shown):
         self._bar_shown = 0.0
 
     def show(self, *, last: bool = False) -> None:
+        """Write new lines, each with its rank; a line that isn't ended waits for its end."""
         *lines, self._rest = (self._rest + self.new()).split(b"\n")
         if self._rest and (last or self._bar_is_due()):
             lines.append(self._rest)
@@ -216,6 +221,7 @@ class _Lines(_Shown):
             write_lines(self.stream, [self._prefix + _last_picture(line) for line in lines])
 
     def _bar_is_due(self) -> bool:
+        """Whether a bar that redraws its line has not been shown for 5 s."""
         if b"\r" not in self._rest or time.monotonic() - self._bar_shown < _BAR_EVERY:
             return False
         self._bar_shown = time.monotonic()
@@ -233,6 +239,7 @@ def write_lines(stream: BinaryIO, lines: Sequence[bytes]) -> None:
 
 
 def _write(stream: BinaryIO, data: bytes) -> None:
+    """Write to the terminal, which may be gone."""
     with suppress(BrokenPipeError, ValueError):  # ValueError: closed
         stream.write(data)
         stream.flush()

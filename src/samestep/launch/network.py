@@ -139,6 +139,7 @@ def _listening(port: int) -> Iterator[tuple[str, int]]:
 
 
 def _target(link: Path) -> str:
+    """Where a link of /proc points; nothing where it is gone."""
     with suppress(OSError):  # closed meanwhile
         return str(link.readlink())
     return ""
@@ -149,6 +150,7 @@ def _name(process: Path) -> str:
 
 
 def _user(number: int) -> str:
+    """A user's name, or the number where there is no name."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:  # such as in a container
@@ -185,6 +187,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _interface_of_6(digits: str) -> str | None:
+    """The interface that has an IPv6 address, which /proc has as 32 hexadecimal digits."""
     table = Path("/proc/net/if_inet6")
     lines = table.read_text(encoding="ascii").splitlines() if table.exists() else []
     return next((line.split()[5] for line in lines if line.startswith(digits)), None)

@@ -44,6 +44,7 @@ class Lost:
     state: State = "failed"  # of the host that left
 
     def __str__(self) -> str:
+        """What a host, or the store, has not done, for how long."""
         if self.what == "host":
             return f"{self.host} has sent no heartbeat for {self.seconds:.1f} s"
         if self.what == "store":
@@ -142,6 +143,11 @@ class NodeHeartbeat:
         self._thread.join(_LAST)
 
     def _run(self) -> None:
+        """The thread: a heartbeat every half second, over a connection that is made anew where it breaks.
+
+        Ends with one more heartbeat that tells the host's last state, so that the others need not wait for its
+        silence.
+        """
         over = False
         while not over:
             self._wake.wait(self._limits.beat)
@@ -156,6 +162,7 @@ class NodeHeartbeat:
                 self._refused = reach(self._address, self._port, within=1.0) == "refuses"
 
     def _connected(self) -> TCPStore:
+        """A connection to the store, once its port answers within a second. Notes a store of another life."""
         if reach(self._address, self._port, within=1.0) != "answers":
             raise RuntimeError("nobody is there")
         store = store_client(self._address, self._port, answer_within=self._limits.silence)
@@ -165,6 +172,7 @@ class NodeHeartbeat:
         return store
 
     def _beat(self, store: TCPStore) -> None:
+        """Set this host's word (a count that grows, round, state, what its ranks do), read the peers' words."""
         self._count += 1
         word = {
             "agent": self.agent,
@@ -198,6 +206,11 @@ class _Mind:
         self._silent: dict[int, float] = {}
 
     def look(self, answers: int, said: Mapping[int, Mapping[str, Any]]) -> None:
+        """Add to each host's silence (seconds) the time since the last look, unless its count has grown.
+
+        Seconds are those of a clock that stands still while this process does, and don't count while the store
+        doesn't answer.
+        """
         now = self._clock.look()
         since, self._looked_at = now - self._looked_at, now
         if answers != self._answers:

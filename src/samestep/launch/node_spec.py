@@ -102,6 +102,7 @@ class NodeSpec:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "NodeSpec":
+        """JSON has lists where this has tuples."""
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         run = values.get("run")
         return cls(**{**values, **lists, "run": RunPlace(**run) if run is not None else None})

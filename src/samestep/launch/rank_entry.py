@@ -44,6 +44,7 @@ def tell(error: UserError) -> None:
 
 
 def _become(arguments: Sequence[str]) -> NoReturn:
+    """Become the rank's program by exec: the process id stays, on which the agent has a handle."""
     end_with_parent()
     started, environ = prepared(arguments)
     sys.stdout.flush()
@@ -96,6 +97,7 @@ def _program(command: Sequence[str]) -> list[str]:
 
 
 def _ranks_if_readable() -> Ranks | None:
+    """The rank by the launcher's variables; None where they contradict each other."""
     try:
         return environment.ranks()
     except UserError:

@@ -1,6 +1,10 @@
 """Rendezvous of ranks whose launcher doesn't give an address: srun and mpirun only number the ranks.
 
 Rank 0 says where its store is on the first free one of the ports that follow from the job's id.
+
+Ports follow from a hash of the job's id, so that every rank knows the same 16 candidates without a message. Rank 0
+takes the first free one and answers there with the port of its store and what identifies the job; the others try the
+candidates in turn. A stranger on one of them doesn't answer like this, and is passed over.
 """
 
 import hashlib
@@ -73,6 +77,7 @@ def heard(addresses: Sequence[str], job: str, world_size: int, timeout: float) -
 
 
 def _identity(job: str, world_size: int) -> dict[str, Any]:
+    """What tells this job's rank 0 from another's; the id itself is hashed, since anyone may connect."""
     return {
         "job": hashlib.sha256(job.encode()).hexdigest()[:32],
         "world_size": world_size,
@@ -82,6 +87,7 @@ def _identity(job: str, world_size: int) -> dict[str, Any]:
 
 
 def _checked(answer: dict[str, Any], job: str, world_size: int) -> int:
+    """The store's port. Raises UserError where the answer is of another job, size or version."""
     for name, ours in _identity(job, world_size).items():
         if answer.get(name) != ours:
             raise UserError(
@@ -92,6 +98,7 @@ def _checked(answer: dict[str, Any], job: str, world_size: int) -> int:
 
 
 def _listen(address: str, ports: Sequence[int]) -> socket.socket:
+    """Rank 0's socket on the first free port. Raises UserError where none is."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in ports:
         with suppress(OSError):
@@ -103,6 +110,7 @@ def _listen(address: str, ports: Sequence[int]) -> socket.socket:
 
 
 def _answer(listening: socket.socket, answer: bytes) -> None:
+    """A thread of rank 0: one short answer for each rank that connects."""
     while True:
         try:
             asking, _ = listening.accept()

@@ -59,6 +59,7 @@ def main() -> int:
 
 
 def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], orders: FileIO) -> Outcome:
+    """Do what the controller asks of this host. Other versions are refused before anything is read."""
     theirs = asked.get("version", "an older one")
     if theirs != __version__:  # what follows may mean something else, or nothing
         return Outcome(
@@ -88,6 +89,7 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
 
 
 def _say(host: str, **message: Any) -> None:
+    """A message to the controller: one marked line of JSON."""
     try:
         sys.stdout.buffer.write(MARK + json.dumps({"host": host, **message}).encode() + b"\n")
         sys.stdout.buffer.flush()

@@ -51,6 +51,7 @@ class Waiting:
         self._thread.join()
 
     def _ask(self) -> None:
+        """A thread: how many hosts wait to join, asked twice a second."""
         while not self._over.wait(_APART):
             with suppress(RendezvousError, DistError):  # whether the store is there is found out elsewhere
                 self.number = self._rendezvous.num_nodes_waiting()
@@ -130,6 +131,7 @@ class SingleNodeRendezvous(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """The next round of this host alone, with a store of its own."""
         number = self.round.number + 1 if self.round is not None else 0
         store = store_at(LOOPBACK)
         member = Member(node=self.node, name=self.name, address=LOOPBACK, agent=self._run_id)
@@ -301,6 +303,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         return f"samestep/{self._parameters.run_id}/{key}"
 
     def _reached(self, identity: bytes | None = None) -> tuple[TCPStore, NodeHeartbeat]:
+        """The job's store and this host's heartbeat. Raises HostLostError where the store is gone."""
         at = self._store_address, self._store_port
         job = self._parameters.run_id
         try:
@@ -310,6 +313,7 @@ class MultiNodeRendezvous(RendezvousHandler):
             raise HostLostError(f"{self.name}: no store of the job answers at {at[0]}:{at[1]}") from error
 
     def _handler(self, store: TCPStore) -> RendezvousHandler:
+        """PyTorch's c10d rendezvous, with this host's place in its name, by which ranks are numbered."""
         parameters = self._parameters
         if parameters.max_nodes == 1:
             return SingleNodeRendezvous(parameters.run_id)
@@ -327,12 +331,18 @@ class MultiNodeRendezvous(RendezvousHandler):
         )
 
     def _end_round(self) -> None:
+        """Forget the round that is over."""
         if self._waiting is not None:
             self._waiting.close()
         self._waiting = self.round = None
         self._asked = 0
 
     def _meet(self) -> RendezvousInfo:
+        """One meeting: PyTorch's rendezvous, then a store for the round.
+
+        The host that got rank 0 serves the store and says where; the others wait 10 s for that. A host that paused
+        between the two may have been left out meanwhile: its wait fails, and all meet once more.
+        """
         self._timeout.first = not self._store.check([self._key("round/0")])
         with environment.own_bootstrap():
             met = self._inner.next_rendezvous()
@@ -359,6 +369,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         )
 
     def _members(self, store: TCPStore, rank: int, size: int) -> tuple[Member, ...]:
+        """The round's hosts in the order of their ranks; each tells itself through the round's store."""
         mine = Member(node=self.node, name=self.name, address=self._address, agent=self.heartbeat.agent)
         store.set(f"samestep/member/{rank}", json.dumps(asdict(mine)))
         found = store.multi_get([f"samestep/member/{each}" for each in range(size)])

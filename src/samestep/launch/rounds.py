@@ -2,6 +2,10 @@
 
 Every host that ends a round posts what it knows of the reason. The first host of the next round finds the root cause
 among them, and tells it once its ranks take steps again.
+
+The post of a round is one key in the hosts' store for each host. A rank that fails because its peer is gone
+(`Failure.follows`) posts so, and isn't taken for the cause as long as another host has a cause of its own. Hosts get
+2 s to post before the first host of the next round decides.
 """
 
 import shutil
@@ -211,6 +215,7 @@ class NodeRounds:
         return {"ranks": ranks, "entered": watch.entered}
 
     def _elsewhere(self) -> Elsewhere:
+        """What ranks of other hosts do, as their heartbeats say; the watchdog judges all ranks together."""
         words = self._hosts.heartbeat.said.values()
         return Elsewhere(
             ranks=[Progress(**each) for word in words for each in word.get("ranks", ())],
@@ -291,6 +296,7 @@ class NodeRounds:
         tell(fault, self._folder_of_run() or self._place / "no-run", aloud=aloud)
 
     def _folder_of_run(self) -> Path | None:
+        """The run's folder, as a rank has told it or as the job is known to have it."""
         said = self._said()
         folder = said.run_folder if said is not None and said.run_folder is not None else self._known_folder
         return Path(folder) if folder is not None else None

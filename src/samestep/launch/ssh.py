@@ -32,6 +32,7 @@ def _options(silence: float) -> tuple[str, ...]:
 
 
 def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
+    """The command for each host: ssh with one fixed line, or the agent itself for this host."""
     # The shell at the other end reads this one line, and nothing of the user's but the path of Python is in it.
     line = shlex.join(agent_command(options.remote_python))
     return [

@@ -153,11 +153,13 @@ def run_call(file: str, environ: Mapping[str, str]) -> Any:
 
 
 def _tell(message: str, *, mistake: str | None = None) -> None:
+    """Write this rank's error file, from which the agent reads why it failed."""
     if (file := environment.error_file()) is not None:
         failure.tell(file, message, mistake=mistake)
 
 
 def _end(code: int) -> NoReturn:
+    """End at once with an exit code, without Python's own ending."""
     # PyTorch would print the traceback of every rank as well.
     sys.stdout.flush()
     sys.stderr.flush()

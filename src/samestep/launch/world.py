@@ -167,6 +167,10 @@ def _interface(ranks: Ranks, met: Met | None) -> str | None:
 def _join_process_group(
     world: World, ranks: Ranks, met: Met | None, while_here: ExitStack, transport: Transport, share_devices: bool
 ) -> None:
+    """Join the ranks' process group: alone, through Horovod's launcher, in a store that was met, or as torchrun says.
+
+    The back end is NCCL or the accelerator's own, gloo, or on CPUs shared memory over gloo (`comm.shared_memory`).
+    """
     backend = backend_of(world.device, gloo_alone=share_devices)
     if backend == "gloo" and transport != "gloo":
         backend = shared_memory.register(environment.snapshot())

@@ -4,6 +4,20 @@
 that of the whole batch (random numbers, batch norm, buffers), 7 recompute, 8 offload activations, 9 compile,
 10 shard or replicate. What changes the modules comes first, what wraps their forwards next, and what takes over the
 parameters last.
+
+Why this order. A step that changes modules (1 to 5) needs the forward as the trace of the untouched model saw it, so
+all of them come before anything wraps a forward. Tokens are split first: what checks the split holds its output
+against that of the untouched model, and what checks the slices holds theirs against that of the model with split
+tokens. Stages are cut after slicing, so that a stage takes the sliced modules with
+it. Random numbers and batch norm (6) come before recomputation (7): what is run again in backward must find the same
+random numbers, which it can only where they are answered inside the recomputed forward. FSDP2 and
+DistributedDataParallel (10) come last, because they register hooks on the parameters that are left by then, and a
+parameter that is replaced later would never be reduced.
+
+Who holds what afterwards: with mesh axes [pipeline, replicate, shard, expert, context, tensor], ranks that differ
+along `replicate` hold the same numbers; along `shard` the same (ZeRO-1) or different shards (ZeRO-2 and above); along
+`context` the same parameters and other tokens; along `pipeline`, `expert` and `tensor` different parameters.
+`ShardTable` writes that down for each name.
 """
 
 from collections.abc import Sequence
@@ -108,6 +122,7 @@ class _Spreading:
         self.autocast = autocast
         self.details = details
         self.exchange = exchange
+        # Checks and normalisation that hold for every step below; nothing here depends on what other ranks found.
         keep_no_cache(model)
         check_complex(model, layout, precision)
         if layout.zero >= 2 or layout.tensor > 1 or layout.pipeline > 1 or layout.expert > 1:
@@ -117,15 +132,21 @@ class _Spreading:
         if layout.pipeline > 1:
             _check_batch_norm(model, layout)
         self.joins = find_batch_buffers(model, details.batch_buffers, layout)
+        # The table is made while the model is still whole: its shapes and names are what checkpoints and proofs go
+        # by.
         self.parts = ShardTable.of(model, layout, mesh)
         if layout.zero == 1 and exchange is None:
             self.parts.owners = Owners(mesh)
+        # One ForwardContext a model. Every wrapper below holds this very object, so that one assignment of the
+        # running micro-batch reaches dropout, batch norm, recomputation and the messages of split tokens alike.
         self.host, self.now = HostMemory(device), ForwardContext()
         # Also where the model is followed and compared.
         self.throughout = partial(in_float64, precision == "fp64")
         with self.throughout():
             self.seen = _look(model, layout, details)
             self.experts = _experts(model, layout, details)
+        # Experts are units of their own: the ranks of the expert axis hold other ones, and a block that contained
+        # them would be gathered over the wrong group.
         self.blocks = find_blocks(model, apart=[model.get_submodule(each.name) for each in self.experts])
         self.initial = details.initial  # None: nothing of the model is on the meta device any more
         self.own_tokens: Sequence[str] = ()  # modules that work on this rank's tokens
@@ -137,6 +158,7 @@ class _Spreading:
         self.shared: SharedExperts | None = None  # what is left of the experts here
 
     def split_tokens(self) -> None:
+        """Step 1: blocks that treat tokens alike get this rank's tokens only; attention is over the context axis."""
         if self.seen is not None and self.layout.context > 1:
             initial = self.initial
             fill = partial(initial.fill, self.model, self.device) if initial is not None else lambda: None
@@ -151,10 +173,13 @@ class _Spreading:
                 fill=fill,
                 precisely=self.throughout,
             )
+            # Splitting tokens compares outputs of the whole model with those of the split one, for which it fills the
+            # model.
             if not any(parameter.is_meta for parameter in self.model.parameters()):
                 self.initial = None
 
     def slice_tensors(self) -> None:
+        """Step 2: columns and rows of matrices over the tensor axis; writes each slice into the table."""
         if self.seen is not None and self.layout.tensor > 1:
             with self.throughout():
                 self.vocabulary = slice_tensors(
@@ -170,6 +195,7 @@ class _Spreading:
                 )
 
     def cut_stages(self) -> None:
+        """Step 3: keep this rank's stages, with blanks for the rest. Blocks are then those of its own stages."""
         if self.seen is not None and self.layout.pipeline > 1:
             self.stages = cut(
                 self.model,
@@ -185,13 +211,17 @@ class _Spreading:
             self.blocks = self.stages.blocks
 
     def share_experts(self) -> None:
+        """Step 4: keep this rank's experts; tokens travel to them over the expert axis."""
         with self.throughout():
             self.shared = share_experts(self.model, self.experts, self.parts, self.mesh, self.now, self.device)
 
     def chunk_logits(self) -> None:
+        """Step 5: compute logits a few rows at a time, or each context rank those of its own tokens."""
         group = self.mesh.group("context") if self.layout.context > 1 else None
         if self.details.loss_chunk is not None:
             chunk_logits(self.model, self.details.loss_chunk, group)
+        # Logits of split tokens can stay split, as the loss is a sum over tokens; where tensor ranks hold slices of
+        # the vocabulary, `vocab_parallel` has its own way.
         elif group is not None and self.seen is not None and self.layout.tensor == 1:  # whose ranks have some words
             self.shared_logits = share_logits(self.model, self.seen, group, self.own_tokens)
         self.blocks = with_forward(self.blocks)
@@ -206,14 +236,19 @@ class _Spreading:
         self.buffers = BatchBuffers(self.model, self.joins, self.mesh.data_group, self.now)
 
     def recompute(self) -> None:
+        """Step 7: keep a block's inputs only, and run its forward again in backward (Chen et al. 2016, arXiv
+        1604.06174).
+        """
         if self.layout.recompute != "none":
             recompute(self.blocks, self.layout.recompute, self.now)
 
     def offload_activations(self) -> None:
+        """Step 8: keep what backward needs of a block in the host's memory meanwhile."""
         if self.layout.offloads("activations"):
             offload_activations(self.blocks, self.host)
 
     def compile(self) -> None:
+        """Step 9: outermost, so that the compiler sees what the steps before made of a block."""
         if self.details.compile:
             compile_blocks(self.blocks)
 
@@ -222,9 +257,12 @@ class _Spreading:
         layout, model, initial = self.layout, self.model, self.initial
         assert self.shared is not None
         root = self.stages or model
+        # Gathers are collectives of the data ranks: all must have found the same units, or they would wait for one
+        # another.
         units = agreed_units(model, self.blocks, self.seen, self.mesh.data_group)
         shard(root, units.modules, layout, self.mesh, self.precision, self.now, experts=self.shared.units)
         disk = MappedFile(self.details.offload_folder) if layout.offloads("parameters-disk") else None
+        # Filled after sharding: at no time does a rank hold more than its shards and one whole parameter.
         if initial is not None:
             memory = torch.device("cpu") if layout.offloads_parameters else self.device
             initial.fill(model, memory, empty_like=partial(empty_in, disk) if disk is not None else None)
@@ -246,17 +284,22 @@ class _Spreading:
             return self._pipeline(self.stages, None)
         watched = self.details.compile or layout.recompute != "none" or layout.cuts_model or layout.expert > 1
         whole = partial(WholeModel, repeatable=not watched and not layout.offloads("activations"), **self._common())
+        # The engine sums gradients itself (Horovod, parameter servers, ordered sums): no wrapper that would do it
+        # first.
         if exchange is not None and exchange.hook is None:
             return whole(module=model, accumulating=nullcontext, used=exchange.used(model))
         if layout.data_ranks == 1:
             return whole(module=model, accumulating=nullcontext, used=UsedAlone())
         assert self.shared is not None
         group, owners = self.mesh.data_group, self.parts.owners
+        # Rows of an embedding's gradient are sent apart from DDP's buckets. An owner (ZeRO-1) needs the whole
+        # gradient, and so does an engine's own exchange.
         tables = _tables(model, self.details.sparse_rows, self.device) if owners is None and exchange is None else []
         rows = RowExchange(tables, group) if tables else None
         late = self._late() if owners is not None else None
         used = UsedByReplicas(model, group, self.parts.parameters)
         apart = {*(table.parameter for table in tables), *self.shared.parameters}
+        # DistributedDataParallel refuses a module without a parameter to reduce.
         if rows is not None and all(p in apart for p in model.parameters() if p.requires_grad):
             return whole(module=model, accumulating=nullcontext, used=used, rows=rows)
         replicated = replicate(model, group, self.device, owners, exchange, apart, self.details.bucket_mb)
@@ -267,6 +310,7 @@ class _Spreading:
         if not self.details.late_parameters:
             return None
         units = agreed_units(self.model, self.blocks, self.seen, self.mesh.data_group)
+        # A lot is waited for by the unit that runs first; where samples decide which units run, none is sure to run.
         if units.may_differ or not units.modules:
             return None
         megabytes = self.details.bucket_mb
@@ -275,6 +319,7 @@ class _Spreading:
         return LateParameters(units.modules, lot_bytes, compiled=self.details.compile)
 
     def _pipeline(self, stages: Cut, disk: MappedFile | None) -> Pipeline:
+        """The model as a pipeline of this rank's stages; `disk` is where their offloaded parameters lie, if any."""
         return Pipeline(
             cut=stages,
             layout=self.layout,
@@ -323,6 +368,7 @@ def _experts(model: nn.Module, layout: Layout, details: Details) -> list[Experts
 
 
 def _no_example(layout: Layout) -> UserError:
+    """What a session is told that gave no inputs to follow the forward with."""
     return UserError(
         f'layout "{layout}" cuts the model itself, for which its forward must be followed once; use '
         "session.prepare(model, optimizer, example=inputs) with the inputs of a few samples"
@@ -362,6 +408,7 @@ def _check_hooks(model: nn.Module, layout: Layout) -> None:
 
 
 def _check_batch_norm(model: nn.Module, layout: Layout) -> None:
+    """Raise LayoutError for batch norm in a pipeline, of which no rank ever has the whole batch at once."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise LayoutError(

@@ -1,4 +1,8 @@
-"""Forwards that ask for values: where ranks with parts of a model or of its tokens decide the same, and where not."""
+"""Forwards that ask for values: where ranks with parts of a model or of its tokens decide the same, and where not.
+
+Why it matters: ranks of one model that took different branches would wait for each other's messages for ever, or take
+another step than one process. Values of the inputs alone are the same on all ranks of a model, and don't count here.
+"""
 
 from functools import partial
 

@@ -31,7 +31,9 @@ class Attributes:
                     yield value
 
     def restore(self) -> None:
+        """Put everything back. Dictionaries, lists and sets stay the same objects, since others may hold them."""
         for module, attributes in self._before:
+            # Also takes away what was added: an attribute that a forward has set would be read by the next one.
             vars(module).clear()
             vars(module).update(attributes)
         for holder, content in self._contents:
@@ -40,7 +42,11 @@ class Attributes:
 
 
 class WrappedForward:
-    """A module's forward with something around it, which stays when the forward itself is replaced later."""
+    """A module's forward with something around it, which stays when the forward itself is replaced later.
+
+    Order in which wrappers are put on: the first is innermost. `replace_forward` later swaps what is inside of all of
+    them, so splitting tokens (a wrapper) and slicing (a replacement) can come in either order.
+    """
 
     def __init__(self, inner: Callable[..., Any], around: Callable[..., Any]) -> None:
         """`around` is called with the inner forward and its arguments."""

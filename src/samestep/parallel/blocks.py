@@ -26,6 +26,7 @@ def repeated_layers(model: nn.Module, apart: Collection[nn.Module] = ()) -> list
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
+    """Whether a module is a list of at least two like layers, each made of parts and with parameters."""
     children = list(module.children())
     return (
         isinstance(module, (nn.ModuleList, nn.Sequential))

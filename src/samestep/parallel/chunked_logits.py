@@ -77,6 +77,8 @@ class _Shared:
 
     @classmethod
     def of(cls, layer: nn.Module, group: dist.ProcessGroup) -> "_Shared":
+        """The rows of a layer shared out over a group; made anew for each forward, since it ties into its graph."""
+
         def summed(parameter: Tensor | None) -> Any:
             return (
                 gradient_summed(parameter, group) if parameter is not None and parameter.requires_grad else parameter
@@ -90,7 +92,11 @@ class _Shared:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Code in which the layer has these parameters."""
+        """Code in which the layer has these parameters.
+
+        The layer's parameters are replaced by views whose backward sums their gradients over the group: each rank's
+        rows give a part of them.
+        """
         before = {module: dict(module._parameters) for module in self.parameters}
         for module, parameters in self.parameters.items():
             module._parameters.update(parameters)  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -112,6 +118,9 @@ class ChunkedLogits(Tensor):
 
     @staticmethod
     def __new__(cls, source: _Source) -> "ChunkedLogits":
+        """A tensor of the logits' shape and dtype without memory: PyTorch sees its form, and we answer for its
+        values.
+        """
         inputs = source.inputs
         logits = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -192,6 +201,7 @@ class _Given(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, None]:
+        """Run the layer again with a graph, for the gradient [..., classes] that has come in for its logits."""
         inputs = ctx.source.inputs.detach().requires_grad_()
         with torch.enable_grad():
             _computed(replace(ctx.source, inputs=inputs)).backward(gradients[0])  # into the layer's parameters
@@ -219,6 +229,7 @@ def whole_logits(nest: Any) -> Any:
 
 
 def _whole_of(logits: ChunkedLogits) -> Tensor:
+    """The logits' values [..., classes], computed once for each set of them that may need a gradient."""
     _check_unchanged(logits)
     found = logits._whole
     if found is None:
@@ -229,6 +240,7 @@ def _whole_of(logits: ChunkedLogits) -> Tensor:
 
 
 def _computed(source: _Source) -> Tensor:
+    """Through the layer, and then the casts in the order in which the loss asked for them."""
     logits = source.layer(source.inputs)
     for dtype in source.dtypes[1:]:
         logits = logits.to(dtype)
@@ -236,6 +248,7 @@ def _computed(source: _Source) -> Tensor:
 
 
 def _changes_in_place(name: str, keywords: Mapping[str, Any]) -> bool:
+    """Whether a function writes to its first argument, by its name."""
     special = name == "__setitem__" or name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
     return special or "out" in keywords or (name.endswith("_") and not name.endswith("__"))
 
@@ -258,6 +271,7 @@ def _wanted_whole(name: str) -> WantedWholeError:
 
 
 def _cast(logits: ChunkedLogits, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> ChunkedLogits:
+    """The same logits in another dtype, still not computed. Raises WantedWholeError for another device."""
     source = logits._source
     if name in _CASTS:
         dtype = _CASTS[name]
@@ -312,6 +326,12 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
+    """`F.cross_entropy` of logits [rows, classes] that aren't there, for targets [rows] or [rows, classes].
+
+    Each chunk is a checkpoint: its forward leaves the sum of its losses and no logits. With `shared` this rank takes
+    its consecutive part of the rows; sums are then added over the group, or losses gathered where `reduction` is
+    none.
+    """
     if source.inputs.ndim != 2:  # then the classes are not the last dimension, or there is no batch
         raise UserError(
             f"run.loss_chunk is given, and cross_entropy gets logits of {source.inputs.ndim} dimensions; use "
@@ -361,6 +381,7 @@ def _is_other(
 
 
 def _of_chunk(source: _Source, inputs: Tensor, target: Tensor, **keywords: Any) -> Tensor:
+    """The loss of some rows: [] as a sum, or [rows] with reduction none. With sliced logits a DTensor's whole."""
     with nullcontext() if source.shared is None else source.shared.computing():
         logits = _computed(replace(source, inputs=inputs))
     return whole(F.cross_entropy(logits, target, **keywords))
@@ -405,6 +426,8 @@ def chunk_logits(model: nn.Module, rows: int, group: dist.ProcessGroup | None = 
 
 
 def _chunk(head: nn.Linear, rows: int | None, group: dist.ProcessGroup | None, able: Callable[[], bool]) -> None:
+    """Replace a layer's forward by one that gives `ChunkedLogits`, in training steps as long as `able` says so."""
+
     def chunked(forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
         # Without gradients nothing is kept, and what evaluates or compares may want the logits themselves.
         if not (torch.is_grad_enabled() and head.training and able()):

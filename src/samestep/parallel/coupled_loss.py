@@ -69,6 +69,11 @@ class _Answers(Gather):
         self.leaves: list[list[Tensor]] = []  # and those that it got in their place
 
     def __call__(self, nest: Any) -> Any:
+        """What all calls of the loss gave here, or the end of this call where that isn't known yet.
+
+        `nest`: tensors [samples of the call, ...]. Comes back with [samples of the batch, ...], as leaves of a graph
+        of this call's own, so that its gradient for them can be taken by itself.
+        """
         tensors: list[Tensor] = tensors_in(nest)
         samples = len(self._rows.numbers)
         for tensor in tensors:
@@ -144,7 +149,12 @@ class MicroBatchLoss:
 
 
 class Coupling:
-    """Calls a loss for the micro-batches of a step with the rows of the whole batch. The same calls on every rank."""
+    """Calls a loss for the micro-batches of a step with the rows of the whole batch. The same calls on every rank.
+
+    How many times a loss is called: with k `gather`s, k + 1 times for each micro-batch. Call i ends at gather i + 1,
+    whose rows are then exchanged between all ranks; the last call has all of them. All ranks do the same number of
+    rounds, since each round agrees on what is gathered (`_agreed`) before it exchanges it.
+    """
 
     def __init__(self, loss: CoupledLoss, group: dist.ProcessGroup | None) -> None:
         """`group`: the ranks that have the other samples; None: this process has all of them."""
@@ -186,6 +196,7 @@ class Coupling:
         """Call the loss for each micro-batch until it knows all rows, and take the gradients of these rows."""
         order = self._order(rows)
         known: list[_Gathered] = []
+        # A round: every micro-batch's call goes as far as the rows that are known.
         while True:
             calls: list[_Call] = []
             asked: list[list[Tensor]] = []
@@ -203,6 +214,8 @@ class Coupling:
             if kinds is None:
                 break
             known.append(self._gathered(asked, rows, kinds, order))
+        # From the last gather to the first: the gradient of what was given to gather i may come through all later
+        # ones.
         for number in reversed(range(len(known))):
             self._hand_back(number, known[number], calls, rows)
         return calls
@@ -213,6 +226,7 @@ class Coupling:
             tuple(_Kind(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors) for tensors in asked
         }
         if len(asked) < calls:
+            # Some call has ended without asking for more.
             wants.add(None)
         needed = [any(tensors) for tensors in zip(*([t.requires_grad for t in some] for some in asked), strict=False)]
         everyone = self._from_all((wants, needed))
@@ -244,6 +258,7 @@ class Coupling:
         kinds: Sequence[tuple[_Kind, bool]],
         order: Tensor,
     ) -> _Gathered:
+        """Exchange what every call gave: one tensor [samples of the batch, ...] for each that was asked for."""
         values: list[Tensor] = []
         for number in range(len(kinds)):
             tensors = [some[number].detach() for some in asked]
@@ -257,6 +272,8 @@ class Coupling:
         for index, value in enumerate(gathered.values):
             if not gathered.needs_gradient[index]:
                 continue
+            # [samples of the batch, ...]: dL / d(gathered rows), summed over the calls of this rank and then over
+            # ranks.
             total = torch.zeros_like(value)
             for call in calls:
                 if call.counted:
@@ -269,6 +286,7 @@ class Coupling:
                 given = call.gather.given[number][index]
                 if call.counted and given.requires_grad:
                     call.ends.append(given)
+                    # Of the whole sum, this call's rows: what it gave.
                     call.gradients.append(total[each.numbers.to(total.device)])
 
     def _all_rows(self, mine: Tensor) -> Tensor:
@@ -276,6 +294,7 @@ class Coupling:
         if self._group is None:
             return mine
         real = torch.view_as_real(mine) if mine.is_complex() else mine
+        # all_gather wants parts of one length; ranks may have unlike numbers of samples.
         padded = real.new_zeros(max(self._counts), *real.shape[1:])
         padded[: len(real)] = real
         found = [torch.empty_like(padded) for _ in self._counts]
@@ -284,6 +303,7 @@ class Coupling:
         return torch.view_as_complex(rows) if mine.is_complex() else rows
 
     def _from_all(self, mine: Any) -> list[Any]:
+        """What each rank of the group says, in their order: any object that pickles."""
         if self._group is None:
             return [mine]
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
@@ -299,6 +319,7 @@ def rows_of(micro_batch: MicroBatch) -> Rows:
 
 
 def _in_words(kinds: Sequence[_Kind]) -> str:
+    """Kinds of tensors for a message, such as "[samples, 512] of float32"."""
     told = (f"[samples{''.join(f', {size}' for size in kind.shape)}] of {kind.dtype}" for kind in kinds)
     return ", ".join(told).replace("torch.", "") or "no tensor"
 
@@ -334,6 +355,8 @@ def _begin(value: Tensor, roots: Sequence[Tensor], gradients: Sequence[Tensor]) 
 
 
 class _Begin(torch.autograd.Function):
+    """Forward: the value. Backward: for each root its known gradient times that of the value."""
+
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *roots: Tensor) -> Tensor:  # pyright: ignore
         ctx.gradients = gradients

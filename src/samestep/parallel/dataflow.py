@@ -153,6 +153,7 @@ class DataflowRecorder(TorchDispatchMode):
         return len(self._nodes) - 1
 
     def _wrote(self, tensor: Tensor, node: int) -> None:
+        """Note that a tensor's memory was written to."""
         self._keep(tensor, node)
         before = self._by_memory.get(_memory_of(tensor))
         given = -1 if before is None else before.given

@@ -1,6 +1,11 @@
 """Replicas: every data rank holds the whole model, and gradients are averaged over the data ranks.
 
 By DistributedDataParallel while backward runs, or in a few large buckets after it.
+
+An average over data ranks is not yet the mean over samples: ranks may have unlike numbers of samples. Each rank's
+loss is a sum, scaled by (data ranks / samples of the global batch) before backward, so that the average over ranks of
+these gradients is the sum over all samples / their number (`NativeTrainer.gradient_scale`). What is averaged here may
+hence be averaged without looking at counts.
 """
 
 import inspect
@@ -46,17 +51,22 @@ def replicate(
     `apart`: parameters whose gradients it leaves alone. `bucket_mb`: megabytes (1,048,576 bytes) of gradients that
     are sent together; None: as PyTorch has it.
     """
+    # A rehearsal on the meta device: the same messages are counted, and none is sent.
     if not all(map(has_values, module.parameters())):
         return ValuelessReplicas(module, group, owners, apart, bucket_mb)
     every_name = module.named_parameters(remove_duplicate=False)
     alone = {id(parameter) for parameter in apart}
     ignored = [name for name, parameter in every_name if id(parameter) in alone]
+    # PyTorch has no public way to leave out parameters. It is a class method that leaves an attribute on the module,
+    # which the constructor reads.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     try:
         replicated = DistributedDataParallel(
             module,
             device_ids=None if device.type == "cpu" else [device.index],
             process_group=group,
+            # Gradients are views of the buckets: one copy of them less in memory, and none between bucket and
+            # `.grad`.
             gradient_as_bucket_view=True,
             bucket_cap_mb=bucket_mb,  # pyright: ignore[reportArgumentType]  # a fraction is taken as well
             **_no_buffer_messages(),
@@ -64,6 +74,7 @@ def replicate(
     finally:  # it is looked at only here, and the module may be wrapped again
         del module._ddp_params_and_buffers_to_ignore
     if owners is not None:
+        # A hook takes the place of DDP's own all-reduce for every bucket.
         replicated.register_comm_hook(owners, to_owners)
     elif exchange is not None and exchange.hook is not None:
         replicated.register_comm_hook(*exchange.hook)
@@ -107,10 +118,13 @@ def average_experts(model: nn.Module, parts: ShardTable) -> None:
     if mesh.size("expert") == 1:
         return
     experts = [p for name, p in model.named_parameters() if parts.part(name).of_experts]
+    # Shards of experts were summed by FSDP2's reduce-scatter over exactly this group.
     whole = [p for p in experts if not isinstance(p, DTensor)]
     if mesh.size("replicate") * mesh.size("shard") > 1:
         sum_gradients_over(mesh.group("replicate", "shard"), whole, mesh.grid.device_type)
     for parameter in experts:
         if parameter.grad is not None:
             sharded = isinstance(parameter, DTensor)  # and averaged over the ranks with the same experts by that
+            # FSDP2 has divided by the ranks with the same experts; the factor of the expert axis is missing. A whole
+            # expert's sum has been divided by nothing yet, so all data ranks count.
             parameter.grad.div_(mesh.size("expert") if sharded else mesh.data_place.of)

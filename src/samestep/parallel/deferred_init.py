@@ -3,6 +3,10 @@
 A model is built without memory for its parameters, then spread, and then each rank fills what it holds: it
 computes a parameter whole, with the very random numbers that the construction drew, takes its part, and frees
 the whole before the next one.
+
+Why not seed each parameter by its name: the initial weights would be others than those of the plain model, which the
+proof is held against, and which a user gets without samestep. So the construction's own draws are recorded
+(`init_recorder`) and repeated for one parameter at a time.
 """
 
 import gc
@@ -65,6 +69,10 @@ class InitialValues:
         look_again(model)
 
     def _fill_one(self, name: str, parameter: Tensor, take: Callable[[Tensor], Tensor] | None) -> None:
+        """Compute a parameter whole, on the CPU, take this rank's part of it, and copy that into `parameter`.
+
+        The whole is freed when this returns. Raises ValueError where the part hasn't the parameter's shape.
+        """
         values = self.value(name).to(parameter.dtype)
         if take is not None:
             values = take(values)
@@ -100,6 +108,7 @@ def build_recorded(make: Callable[[], nn.Module]) -> InitialModel:
 
 
 def _record(make: Callable[[], nn.Module]) -> InitialModel:
+    """Build under the recorder. Raises Unrecordable where a tensor's values can't be repeated."""
     with _new_objects_alone():
         with recorded() as recording:
             model = make()
@@ -107,6 +116,8 @@ def _record(make: Callable[[], nn.Module]) -> InitialModel:
             raise Unrecordable(recording.trouble)
         regions = _regions(model, recording)
         own = {id(parameter) for parameter in model.parameters()}
+        # Tensors that a model keeps in plain attributes, tables of positions say: computed now, since nobody asks for
+        # them later.
         others = [tensor for tensor in _living_tensors() if id(tensor) not in own and recording.knows(tensor)]
     _compute_now(others, recording, {region.storage for region in regions.values()})
     values = InitialValues(record=recording.record, regions=regions)
@@ -209,6 +220,7 @@ def _living_tensors() -> Iterable[Tensor]:
 
 
 def _compute_now(tensors: list[Tensor], recording: Recording, taken: set[int]) -> None:
+    """Give tensors their values now, together. Raises Unrecordable for what shares memory or waits for a gradient."""
     regions = [recording.region(tensor) for tensor in tensors]
     if any(region.storage in taken for region in regions):
         raise Unrecordable("a tensor that shares memory with a parameter and isn't one")

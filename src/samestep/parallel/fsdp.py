@@ -2,6 +2,12 @@
 
 Parameters of a unit are gathered when the unit's forward is called; `units` says which modules are one. FSDP2 must
 also see the tensors in what a module returns.
+
+What a rank does for each unit (Zhao et al. 2023, PyTorch FSDP, section 3): all-gather the unit's parameters before
+its forward, free them after it (ZeRO-3) or keep them (ZeRO-2); gather them again before its backward; reduce-scatter
+the gradients after it. All ranks of the shard axis take part in each of these, in the order of the units; replicas
+along `replicate` then all-reduce their shards' gradients. Two ranks that gathered different units would wait for each
+other for ever, which is why `agreed_units` and `UsedByShards` compare.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -60,6 +66,8 @@ def agreed_units(
     names = {module: name for name, module in model.named_modules()}
     followed = seen is not None and seen.stop is None
     found: list[tuple[list[str], bool] | None] = [None] * dist.get_world_size(group)
+    # Ranks follow the forward with their own example; where it decides by values, one may have seen less than
+    # another.
     dist.all_gather_object(found, ([names[unit] for unit in units], followed), group=group)
     everyone = [each for each in found if each is not None]
     modules = [model.get_submodule(name) for name in everyone[0][0] if all(name in theirs for theirs, _ in everyone)]
@@ -72,11 +80,14 @@ def kept_whole(model: nn.Module) -> set[nn.Parameter]:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.ndim:
             numbers[parameter.dtype] = numbers.get(parameter.dtype, 0) + parameter.numel()
+    # A unit's trained parameters go in one flat message, so they must be of one dtype: that of most numbers.
     usual = max(numbers, key=lambda dtype: numbers[dtype], default=None)
     return {p for p in model.parameters() if not p.ndim or not p.numel() or (p.requires_grad and p.dtype != usual)}
 
 
 class _Finder:
+    """Which modules of a model can be units, by what was seen of its forward."""
+
     def __init__(self, model: nn.Module, seen: Trace | None) -> None:
         self._model = model
         self._seen = seen
@@ -95,11 +106,13 @@ class _Finder:
         """The module where it can be a unit, or else the largest parts of it that can."""
         if self._fits(module):
             yield module
+        # A list or a dict of modules has no forward: its parts are called by others, each a candidate of its own.
         elif self._followed or not has_forward(module):  # else it is not known whether every rank calls its parts
             for child in module.children():
                 yield from self.within(child)
 
     def _fits(self, module: nn.Module) -> bool:
+        """Whether a module can be a unit: it can be called, has parameters, and nothing else uses them."""
         if not has_forward(module) or not any(True for _ in module.parameters()) or _shares(self._model, module):
             return False
         if self._seen is None:
@@ -112,6 +125,8 @@ class _Finder:
                 return self._is_like_a_followed_one(module)
         elif name not in self._began:
             return False
+        # All uses of each parameter must lie within the module's own calls, or it would be read when it is not
+        # gathered.
         return all(
             name in running
             for parameter in module.parameters()
@@ -119,6 +134,7 @@ class _Finder:
         )
 
     def _is_like_a_followed_one(self, module: nn.Module) -> bool:
+        """Whether a module behind the stop of a trace is of a class of which another one was followed and fits."""
         return any(
             type(other) is type(module) and name in self._began and self._fits(other)
             for other, name in self._names.items()
@@ -226,6 +242,7 @@ def shard(
     """
     units = [unit for unit in units if unit not in experts]
     for part in [*experts, *units, model]:
+        # FSDP2 hangs its backward hooks on the tensors that pytree finds in an output, such as in tuples and lists.
         show_tensors(part)
     # Before FSDP2 changes their classes.
     described = {id(module): f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
@@ -239,7 +256,9 @@ def shard(
         pinned = mesh.grid.device_type != "cpu" and not layout.offloads("parameters-disk")
         offload = CPUOffloadPolicy(pin_memory=pinned)
     of_experts = mesh.shards(of_experts=True) if mesh.size("expert") > 1 else None
+    # [shard], or [replicate, shard] where shards have replicas: then FSDP2 is HSDP.
     grid = mesh.shards(of_experts=False)
+    # Inner units first: `fully_shard` takes every parameter that no unit within it has taken yet.
     for part in [*experts, *units, model]:
         fully_shard(
             part,

@@ -1,4 +1,8 @@
-"""Holdings: the tensors that a rank keeps from step to step, by what they are and where they lie."""
+"""Holdings: the tensors that a rank keeps from step to step, by what they are and where they lie.
+
+Counted when a step is over and gradients are still there: what a step needs on top (activations, messages, gathered
+parameters) is measured by `training.usage`.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,6 +54,7 @@ def holdings(
     if layout.offloads_parameters:  # the shards, and with them all that is made of them
         for tensor in (*parameters, *gradients, *state):
             (disk if file is not None and file.holds(tensor) else host).append(tensor)
+        # Already counted, in the host's memory or on disk.
         parameters = gradients = state = []
     return Holdings(parameters=parameters, gradients=gradients, optimizer_state=state, host=host, disk=disk)
 

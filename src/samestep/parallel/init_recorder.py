@@ -1,6 +1,11 @@
 """A model built without memory for its tensors, and a record of how each would have been computed.
 
 From the record the values of any one tensor are computed again.
+
+Why a record and not a second construction: random numbers come from one generator in the order of construction, so
+the values of the last parameter depend on all draws before it. Each random step keeps the generator's state, so one
+parameter's numbers are drawn again without those before it. A rank of a sharded model thus holds one whole parameter
+at a time, and the model has the very numbers that one process would give it.
 """
 
 from bisect import bisect_left
@@ -93,6 +98,7 @@ class Record:
         self._writers: defaultdict[int, list[int]] = defaultdict(list)  # storage -> steps, in their order
 
     def add(self, step: Step) -> None:
+        """Append a step, and note for each storage that it writes to that it does."""
         for storage in step.writes:
             self._writers[storage].append(len(self._steps))
         self._steps.append(step)
@@ -104,6 +110,9 @@ class Record:
         """Compute storages as they were at the record's end, going on from `memory` where that can be.
 
         A storage that they were computed from is freed after its last use, unless it is `alive`.
+
+        With n steps, of which m touch the wanted storages, this costs the m steps and, at a time, the memory of the
+        storages that a later one of them still reads.
         """
         memory = memory or Memory()
         history = self._history(storages)
@@ -237,6 +246,7 @@ class Recording:
         if not writes:
             return
         # Whoever made them may write into them later, in ways that can't be seen from here.
+        # Other tensors are copied now: whoever made them may change them after.
         kept_args, kept_kwargs = tree_map_only(
             Tensor, lambda t: self.region(t) if self.knows(t) else t.detach().clone(), (args, kwargs)
         )
@@ -254,6 +264,7 @@ class Recording:
         )
 
     def _region_of_result(self, result: Any) -> Region | None:
+        """Where a result's values lie; None for what is no tensor. Raises Unrecordable for other layouts."""
         if not isinstance(result, Tensor):
             return None
         if result.layout != torch.strided or not (type(result) is Tensor or self.knows(result)):
@@ -276,6 +287,7 @@ class _Operators(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operator: recorded on the meta device where it makes or takes recorded tensors, else run as it is."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         recorded = [tensor for tensor in tensors if self._recording.knows(tensor)]
         if not tensors:
@@ -332,6 +344,7 @@ class _Operators(TorchDispatchMode):
         return func(*self._with_values(args), **self._with_values(kwargs))
 
     def _with_values(self, arguments: Any) -> Any:
+        """Arguments in which recorded tensors are replaced by their values, computed now."""
         recording = self._recording
         return tree_map_only(Tensor, lambda t: recording.value(t) if recording.knows(t) else t, arguments)
 

@@ -74,9 +74,11 @@ class Joined(Optimizer):
         super().__init__([{"params": [], "lr": lr}], {"lr": lr})
         self.members = members
         self._turn: str | None = None  # the turn that is taken; None: every member steps
+        # The members' own dictionaries, not copies: a schedule that sets a rate here sets it there.
         self.param_groups += [group for each in self.optimizers() for group in each.param_groups]
 
     def optimizers(self) -> Iterator[Optimizer]:
+        """The members' optimizers that step something on this rank."""
         for member in self.members:
             if member.optimizer is not None:
                 yield member.optimizer

@@ -5,6 +5,10 @@ then its units. Each lot is waited for by the forward of the first of its units 
 units, before the model's forward begins. Code that reads parameters elsewhere (an evaluation, a checkpoint, a proof)
 calls `settle` before. Meanwhile a rank holds the messages: at most the bytes of its parameters once more, at a time
 when it holds no activations yet.
+
+Why lots, and not one wait: the first units can run as soon as their own parameters are there. Back ends begin the
+broadcasts of a group in the order of the calls, so sending in the order of use makes each wait as short as it can be.
+A lot has about one message from each owner, so that all owners' links are busy at the same time.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,6 +49,7 @@ class Message:
         if self.own:
             return
         if len(self.parameters) == 1:
+            # The broadcast has written into the parameter's own memory, of which autograd has seen nothing.
             torch.autograd.graph.increment_version(self.parameters[0])
             return
         parts = self.flat.split([parameter.numel() for parameter in self.parameters])
@@ -63,6 +68,7 @@ class LateParameters:
         """
         self._lot_of: dict[nn.Parameter, int] = {}
         self._on_their_way: dict[int, list[Message]] = {}
+        # Consecutive units share a lot until it has `lot_bytes`.
         lot, size = _BESIDE + 1, 0
         for unit in units:
             parameters = list(unit.parameters())

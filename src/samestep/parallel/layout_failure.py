@@ -82,6 +82,7 @@ class LayoutFailures:
         return run
 
     def _slope_of_another_stage(self) -> LayoutError:
+        """The message for a loss that takes gradients of the output with respect to an earlier stage."""
         pipeline, name = self._layout.pipeline, _class_of(self._model)
         failure = LayoutError(
             f'layout "{self._layout}": the loss takes gradients of the output of {name} with respect to what an '
@@ -92,6 +93,9 @@ class LayoutFailures:
         return failure
 
     def _is_of_layout(self, error: Exception) -> bool:
+        """Whether an error may be the layout's: not one process's, not the task's, not a lost peer's,
+        not memory's.
+        """
         return not (
             _is_one_plain_process(self._layout)
             or isinstance(error, (*_OWN, OSError, MemoryError, dist.DistError, torch.OutOfMemoryError))
@@ -101,6 +105,7 @@ class LayoutFailures:
         )
 
     def _sentence(self, error: Exception) -> str:
+        """What failed, where in the model and in the user's code, and which layout asks less."""
         if _MARKED_TWICE in str(error):
             return (
                 f'layout "{self._layout}": the backward of {_class_of(self._model)} runs another one inside, as '

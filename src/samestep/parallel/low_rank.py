@@ -53,6 +53,7 @@ class _LowRank(nn.Module):
 
 @cache
 def _with_adapter(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class that has the adapter's forward before the layer's own; one for each kind, so that types compare."""
     return type(f"LowRank{kind.__name__}", (_LowRank, kind), {"__module__": __name__})
 
 

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 
 def map_tensors(function: Callable[[Any], Any], nest: Any, kind: type | tuple[type, ...] = Tensor) -> Any:
-    """The same nest, in which `function` was called of each tensor (or object of `kind`), in a fixed order."""
+    """The same nest, in which `function` was called of each tensor (or object of `kind`), in a fixed order.
+
+    The order is that of tuples and lists, of mappings as they iterate, and of dataclass fields and attributes as they
+    were defined. Two ranks that hold nests of the same form see their tensors in the same order.
+    """
     if isinstance(nest, kind):
         return function(nest)
     if isinstance(nest, tuple):

@@ -13,7 +13,11 @@ _LARGEST = 1 << 24  # numbers of a lot, unless one parameter alone has more
 
 
 class Lot:
-    """Parameters that an optimizer of their own steps together, or copies of them."""
+    """Parameters that an optimizer of their own steps together, or copies of them.
+
+    PyTorch's optimizers over many tensors (foreach) make temporaries of the size of all parameters that they step: by
+    lots these have the size of one.
+    """
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class Lot:
                 groups[number].setdefault(name, value)
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Step with the settings, such as the rate, that the outer groups have now."""
         follow(self.optimizer, groups, self._numbers)
         self.optimizer.step()
 

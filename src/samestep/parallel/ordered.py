@@ -41,6 +41,8 @@ def completed_by(below: Leaves, top: Leaves, leaves: int) -> bool:
     """Whether two neighbouring sums are the two children of one node of the tree over so many leaves."""
     size = below[1] - below[0]
     return (
+        # The left child is a full subtree of 2^k leaves that begins at a multiple of 2^(k+1); the right one begins
+        # where it ends, and may be shorter at the end of the leaves.
         size & (size - 1) == 0 and below[0] % (2 * size) == 0 and top == (below[1], min(below[0] + 2 * size, leaves))
     )
 
@@ -91,7 +93,13 @@ class _Peer:
 
 
 class OrderedSums:
-    """The gradients of the virtual ranks that this rank holds, and their sum over all ranks."""
+    """The gradients of the virtual ranks that this rank holds, and their sum over all ranks.
+
+    Why this gives the same bits. Floating-point addition is commutative and not associative, so the result depends on
+    the tree alone. The tree is a function of V; a rank adds only nodes both of whose children it holds, and the ranks
+    that complete the tree add the rest in the order of the leaves. Sums with zeros are exact, so a rank without
+    samples changes nothing (but the sign of a zero).
+    """
 
     def __init__(self, model: nn.Module, mesh: Mesh, virtual_ranks: int) -> None:
         self.virtual_ranks = virtual_ranks
@@ -106,6 +114,7 @@ class OrderedSums:
         self._used = [False] * len(self._trained)
 
     def _find_peers(self) -> list[_Peer]:
+        """The leaves and rows of every rank of the data group, in the order of ranks. Every rank asks."""
         mine = _Peer(
             sums=held_sums(self.first, self.last, self.virtual_ranks), rows=[_rows_of(each) for each in self._trained]
         )
@@ -173,13 +182,15 @@ class OrderedSums:
             dist.all_reduce(facts, group=self._group)
             return largest(self._used, self._group, facts.device.type), facts
         used = torch.tensor(self._used, dtype=torch.float64)
-        message = torch.cat([used, facts.reshape(-1)])
+        message = torch.cat([used, facts.reshape(-1)])  # [parameters + virtual ranks * numbers]
         dist.all_reduce(message, group=self._group)
         any_used, told = message.split([len(used), facts.numel()])
         return any_used.tolist(), told
 
     def _sum_bucket(self, numbers: Sequence[int], *, sharded: bool) -> None:
+        """Complete the tree for some parameters, and leave the sums as their gradients."""
         parameters = [self._trained[number] for number in numbers]
+        # [sums][parameters]: each of this rank's sums has a whole gradient for every parameter of the bucket.
         by_sum = [[as_real(tensors[number]) for number in numbers] for _, tensors in self._stack]
         if not sharded:
             flat = self._sum_whole([torch.cat([each.reshape(-1) for each in tensors]) for tensors in by_sum])
@@ -198,11 +209,13 @@ class OrderedSums:
         ranks = len(self._peers)
         if ranks == 1:
             return total(list(zip(self._peers[0].sums, flat, strict=True)), self.virtual_ranks)
+        # Every rank completes a part of equal length, the last ones padded with zeros.
         part = -(-flat[0].numel() // ranks)
         padded = torch.stack([nn.functional.pad(each, (0, part * ranks - each.numel())) for each in flat])
         message = padded.view(len(flat), ranks, part).transpose(0, 1).reshape(-1)  # [ranks, sums, part]
+        # All-to-all and then all-gather: an all-reduce would add in an order that the back end chooses.
         mine = self._exchanged(message, [len(flat) * part] * ranks, part)
-        whole = mine.new_empty(ranks, part)
+        whole = mine.new_empty(ranks, part)  # every rank's completed part
         dist.all_gather(list(whole.unbind()), mine, group=self._group)
         return whole.view(-1)[: flat[0].numel()]
 
@@ -218,6 +231,7 @@ class OrderedSums:
                     parts.append(tensor[first:last].reshape(-1))
             sizes.append(sum(part.numel() for part in parts) - before)
         own = sizes[self._rank] // len(by_sum)
+        # [peers][sums][rows of the peer]: the order in which `_exchanged` splits the message.
         return self._exchanged(torch.cat(parts), sizes, own)
 
     def _exchanged(self, message: Tensor, sizes: Sequence[int], own: int) -> Tensor:
@@ -225,7 +239,7 @@ class OrderedSums:
         counts = [len(peer.sums) for peer in self._peers]
         received = message.new_empty(sum(counts) * own)
         dist.all_to_all_single(received, message, [count * own for count in counts], list(sizes), group=self._group)
-        leaves = [each for peer in self._peers for each in peer.sums]
+        leaves = [each for peer in self._peers for each in peer.sums]  # of all ranks, in the order received
         found = list(zip(leaves, received.view(len(leaves), own).unbind(), strict=True))
         return total(sorted(found, key=lambda each: each[0]), self.virtual_ranks)
 
@@ -234,6 +248,8 @@ class OrderedSums:
         used = [number for number, parameter in enumerate(self._trained) if parameter.grad is not None]
         lengths = [_row_count(self._trained[number]) for number in used]
         device = local(self._trained[0].detach()).device
+        # [rows of all used parameters]: the sum of squares of a row is computed where the row is held, and rows are
+        # added up by every rank in the same order.
         by_row = torch.zeros(sum(lengths), dtype=torch.float64, device=device)
         mine = self._peers[self._rank].rows
         for number, rows in zip(used, by_row.split(lengths), strict=True):

@@ -83,7 +83,11 @@ class Details:
 
 
 class ParallelModel(ABC):
-    """A model spread over ranks."""
+    """A model spread over ranks.
+
+    One instance a rank. All ranks call `forward_backward`, `predict` and `settle` in the same order, since each sends
+    messages: a rank that leaves one out makes the others wait until the watchdog ends them.
+    """
 
     timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
     clock: StepClock | None = None  # to which the phases of a step are reported, where steps are profiled
@@ -204,6 +208,14 @@ class WholeModel(ParallelModel):
         backward: Backward,
         forwards_done: Callable[[], None],
     ) -> None:
+        """The order of what follows backward is the same on every rank, as each line may send messages.
+
+        Gradients of all micro-batches but the last are added up locally; the last backward sends them. So a step
+        sends each gradient once, whatever the number of micro-batches (gradient accumulation as under DDP's
+        `no_sync`).
+        """
+        # Versions of the buffers: a forward that moves one shows in the first step, which is compared once and no
+        # more.
         before = {} if self._buffers_checked else versions(self.model)
         *first, last = micro_batches
         for number, micro_batch in enumerate(first):
@@ -211,18 +223,25 @@ class WholeModel(ParallelModel):
                 backward(self.forward(micro_batch, term))
         with self.repeated.watched() if first else nullcontext():
             loss = self.forward(last, term)
+        # The loss sums of all micro-batches are known here, so they travel while the last backward runs.
         forwards_done()
         with self.repeated.watched():  # a block may be computed again
+            # `reach` ties the loss to every parameter: DDP and FSDP2 must come to each, also to those of a branch not
+            # taken.
             backward(self._used.reach(loss))
         self.repeated.check(_times(len(micro_batches), self.parts.layout))
+        # ZeRO-1: wait for the sums of the shard group. They arrive on each parameter's owner; other ranks get zeros.
         if self.parts.owners is not None:
             self.parts.owners.settle()
+        # Every rank tells which parameters it used along with its embeddings' rows, which is one message less.
         used_by_any = None if self._rows is None else self._rows.exchange(self._used.noted())
         average_experts(self.model, self.parts)  # while it is not taken away yet where only others used them
+        # From here on `grad is None` means that no rank used a parameter, as one process would have it.
         if used_by_any is None:
             self._used.settle()
         else:
             self._used.forget(used_by_any)
+        # Owners of different replicas add up theirs only now: the sums of the shard group had to be there first.
         if self.parts.owners is not None:
             self.parts.owners.sum_replicas(self.model.parameters())
         self.buffers.settle()
@@ -230,8 +249,11 @@ class WholeModel(ParallelModel):
             self._buffers_checked = True
             check_buffers(self.model, before, self.parts.mesh.data_group)
             self.watch_draws(buffers_moved=before != versions(self.model))
+        # FSDP2 has reduced what it shards; scalars and the like are whole on every rank, and are averaged here.
         if self.parts.layout.zero >= 2:
             average_what_is_whole(self.model, self.parts)
+        # Sums over tensor and context ranks, of parameters of which each had a part of the gradient. Last, since
+        # averages over data ranks and sums over these commute, and FSDP2's shards are smaller than what it gathered.
         self.parts.sum_gradients(self.model)
 
     def sum_along(self, totals: Tensor) -> bool:
@@ -242,6 +264,7 @@ class WholeModel(ParallelModel):
         self._watches_draws = not self._repeatable or self.now.drew or buffers_moved
 
     def forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:
+        """A training forward of one micro-batch, up to the loss's term []; waits for late parameters as it goes."""
         if self.late is not None:
             self.late.begin()
         with self.now.at(micro_batch.moment), self.autocast():
@@ -259,14 +282,18 @@ class WholeModel(ParallelModel):
             output = call(self.module, inputs)
         if generators.moved(before, generators.state_of_torch(device)) is None:
             return output
+        # The forward drew after all. Generators go back to where they were, and the forward is run again, watched;
+        # what the first try left in buffers is excluded by `watch_draws`.
         self._watches_draws = True
         generators.restore_torch(before, device)
         return call(self.module, inputs)
 
     def predict(self, inputs: Any) -> Any:
+        """A forward without gradients, in the model's mode; every rank of the model calls it."""
         self.settle()
         with torch.no_grad(), self.autocast():
             output = call(self.model, inputs)
+        # A forward without a backward leaves FSDP2's parameters gathered.
         put_back(self.model)
         return output
 

@@ -1,6 +1,9 @@
 """Recomputation: blocks forget their activations after forward and compute them again in backward.
 
 (Chen et al. 2016; selective: Korthikanti et al. 2022, section 5.)
+
+`ForwardContext.keep` goes around what is run again: dropout finds the same samples and running numbers of draws, and
+batch norm leaves its running statistics alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,6 +44,9 @@ def recompute(blocks: Sequence[nn.Module], how: Recompute, now: ForwardContext) 
 def _recomputed(
     forward: Callable[..., Any], now: ForwardContext, contexts: dict[str, Any], *arguments: Any, **keywords: Any
 ) -> Any:
+    """A block's forward as a checkpoint of PyTorch's."""
+    # use_reentrant=False: what is run again in backward is a part of the same graph, so that hooks (FSDP2's, DDP's)
+    # see one backward. PyTorch also restores its generators, for what draws from them.
     return checkpoint(now.keep(forward), *arguments, use_reentrant=False, **contexts, **keywords)
 
 

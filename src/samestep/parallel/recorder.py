@@ -44,7 +44,10 @@ _FORM = frozenset(
 
 
 class _Clock:
-    """The position among all beginnings and ends of calls."""
+    """The position among all beginnings and ends of calls.
+
+    Beginnings and ends get consecutive numbers, so that "within", "before" and "after" of two calls are comparisons.
+    """
 
     time = 0
 
@@ -112,6 +115,7 @@ class _Functions(TorchFunctionMode):
         return _linked(func, attribute, args, kwargs)
 
     def _note(self, tensor: Tensor, attribute: str) -> None:
+        """Note that a tensor is used now: a parameter by the modules that run, a module's output by the time."""
         parameter = self._parameters.get(id(tensor))
         if parameter is not None and attribute not in _FORM:
             self.uses.setdefault(parameter, set()).add(self._modules())
@@ -128,6 +132,7 @@ class _Functions(TorchFunctionMode):
         *_: Any,
         **__: Any,
     ) -> None:
+        """Note a call of attention: its shapes and its dropout."""
         seen = {"query": seen_of(query), "key": seen_of(key)}
         self.attentions.append(Attention(modules=self._modules(), dropout=dropout_p, **seen))
 
@@ -252,6 +257,7 @@ class Recorder:
         self._kept: list[Any] = []  # alive, so that no two tensors share an identity
 
     def attach(self, model: nn.Module) -> Iterator[Any]:
+        """Put the hooks on; gives their handles, for them to be removed."""
         for name, module in model.named_modules():
             yield module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
             yield module.register_forward_hook(self._end_of(name), with_kwargs=True)
@@ -301,12 +307,14 @@ class Recorder:
         return end
 
     def _see(self, nest: Any) -> Any:
+        """A nest with `Seen` in the place of tensors; the tensors themselves are kept alive."""
         self._kept.append(nest)
         with self._paused():
             return pytree.tree_map_only(Tensor, self._seen, _opened(nest))
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
+        """The recorder's own looks at tensors, which are no part of the forward."""
         self.functions.paused = True
         try:
             yield

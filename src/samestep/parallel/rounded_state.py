@@ -58,6 +58,7 @@ class BFloat16:
     """One of the two numbers of bf16 beside a value."""
 
     def kept(self, values: Tensor, chance: Tensor, *, signed: bool) -> dict[str, Tensor]:
+        """Rounded to bf16 at random, up with the probability that makes the mean exact; shape as given."""
         exact = values.to(torch.float32)
         # bf16 is the upper half of float32. With a random lower half added, the upper one is the next number up as
         # often as the lower half of the value is large.
@@ -66,6 +67,7 @@ class BFloat16:
         return {"": torch.where(exact.isfinite(), rounded, exact).to(torch.bfloat16)}
 
     def values(self, kept: Mapping[str, Tensor], dtype: torch.dtype, *, signed: bool) -> Tensor:
+        """bf16 widened."""
         return kept[""].to(dtype)
 
 
@@ -76,6 +78,11 @@ class EightBits:
         self._known: dict[tuple[bool, torch.device], Tensor] = {}
 
     def kept(self, values: Tensor, chance: Tensor, *, signed: bool) -> dict[str, Tensor]:
+        """Codes [values] in uint8 and a scale [blocks of 256 numbers] in float32, rounded at random between two
+        neighbours.
+
+        The last block is filled up with zeros, whose codes are cut off.
+        """
         exact = values.reshape(-1).to(torch.float32)
         empty = -exact.numel() % BLOCK
         blocks = nn.functional.pad(exact, (0, empty)).view(-1, BLOCK)
@@ -96,12 +103,14 @@ class EightBits:
         }
 
     def values(self, kept: Mapping[str, Tensor], dtype: torch.dtype, *, signed: bool) -> Tensor:
+        """Table of the codes times the scale of each block."""
         codes, scale = kept["_codes"], kept["_scale"]
         relative = self._numbers(signed, codes.device)[codes.reshape(-1).to(torch.int64)]
         scales = scale.repeat_interleave(BLOCK, output_size=BLOCK * scale.numel())[: codes.numel()]
         return (relative * scales).view(codes.shape).to(dtype)
 
     def _numbers(self, signed: bool, device: torch.device) -> Tensor:
+        """The table of 256 numbers on a device, made once."""
         if (signed, device) not in self._known:
             known = torch.tensor(numbers_of_8_bits(signed=signed), dtype=torch.float32)
             self._known[signed, device] = known if device.type == "cpu" else known.pin_memory().to(device)

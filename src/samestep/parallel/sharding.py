@@ -1,4 +1,15 @@
-"""ShardTable: what of the whole model's parameters a rank holds, and how the ranks' parts belong together."""
+"""ShardTable: what of the whole model's parameters a rank holds, and how the ranks' parts belong together.
+
+For a parameter W [out, in] of the whole model, a rank may hold
+
+    all of it                         Part()
+    a slice over the tensor axis      Part(slice=Slice(dim=0, ranges=...))      rows [first:last, :] of W
+    a shard of that slice             the tensor is a DTensor of FSDP2          rows of the slice
+    nothing                           Part(stages=...) or Part(holder=...) of other ranks
+
+and its gradient after backward may be whole, a shard, or a part of a sum over further groups (`sum_over`). Names are
+those of the whole model under every layout, which is what lets a checkpoint of one layout be read by another.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +50,7 @@ class Slice:
     def gather(self, part: Tensor) -> Tensor:
         """The whole from every rank's part; every rank of the group must ask."""
         lengths = [sum(last - first for first, last in ranges) for ranges in self.ranges]
-        gathered = all_gather_uneven(part, self.group, lengths, self.dim)
+        gathered = all_gather_uneven(part, self.group, lengths, self.dim)  # in the order of ranks
         whole = torch.empty_like(gathered)
         for theirs, ranges in zip(gathered.split(lengths, self.dim), self.ranges, strict=True):
             start = 0
@@ -138,6 +149,7 @@ class ShardTable:
         return found
 
     def _whole(self, name: str, entry: Entry, mine: Tensor | None) -> Tensor:
+        """One parameter or buffer whole: gathered over shards, then slices, then from expert and pipeline ranks."""
         part = self.part(name)
         stages = part.stages
         if self.holds(name):
@@ -191,7 +203,11 @@ class ShardTable:
         return groups
 
     def norm_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold different parts of a gradient; None where every rank holds all of it."""
+        """The ranks that hold different parts of a gradient; None where every rank holds all of it.
+
+        The squared norm of the whole gradient is the sum over these ranks of (own squares / `copies`). Ranks that
+        differ only along other axes (replicas, context) hold the same gradients and compute the same norm.
+        """
         split = [name for name in self._splitting() if self.mesh.size(name) > 1]
         return self.mesh.group(*split) if split else None
 
@@ -207,6 +223,7 @@ class ShardTable:
             count *= len(part.stages)
         one_alone = isinstance(parameter, DTensor) or (self.owners is not None and self.owners.has(parameter))
         if "shard" in self._splitting() and not one_alone:
+            # Every shard rank has all of this gradient: the sum of squares must count it once.
             count *= self.mesh.size("shard")
         # Shards of what is no expert lie on the ranks of both axes.
         if not part.of_experts and not isinstance(parameter, DTensor):
@@ -241,6 +258,7 @@ def sum_gradients_over(group: dist.ProcessGroup, parameters: Iterable[nn.Paramet
     if not trained:
         return
     used = largest([parameter.grad is not None for parameter in trained], group, device_type)
+    # One message is copied back while the next one is on its way: two of them are held at a time.
     pending: GradientMessage | None = None
     for bucket in buckets([parameter for parameter, by_any in zip(trained, used, strict=True) if by_any]):
         for dtype in dict.fromkeys(parameter.dtype for parameter in bucket):
@@ -264,18 +282,22 @@ class GradientMessage:
     def send(
         cls, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device_type: str
     ) -> "GradientMessage":
+        """Set out to sum gradients of one dtype, as one flat message [all their numbers]."""
         gradients: list[Tensor] = []
         for parameter in parameters:
             if parameter.grad is None:
+                # Another rank used it: this one's part of the sum is zero, and all ranks' messages must be of one
+                # length.
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(local(parameter.grad))
         # Offloaded gradients are on the CPU, where a group has gloo alone, which is slower than the accelerator.
-        flat = torch.cat([gradient.reshape(-1).to(device_type) for gradient in gradients])
+        flat = torch.cat([gradient.reshape(-1).to(device_type) for gradient in gradients])  # [numbers of all of them]
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
         return cls(work, flat, gradients)
 
     def put_back(self) -> None:
+        """Wait for the sums, and write them into the gradients in place."""
         self.work.wait()
         sums = self.flat.split([gradient.numel() for gradient in self.gradients])
         shaped = [part.view_as(gradient) for part, gradient in zip(sums, self.gradients, strict=True)]
@@ -307,10 +329,12 @@ class Placed:
 
 def places_of(tensor: Tensor, part: Part, shape: torch.Size) -> list[Placed]:
     """The boxes of the whole that a rank's tensor is, and where it has them."""
+    # [dimensions][spans]: boxes are the products of one span of each dimension.
     spans = [[_Span(whole=0, memory=0, length=length)] for length in shape]
     if part.slice is not None:
         spans[part.slice.dim] = _spans_of(part.slice)
     if isinstance(tensor, DTensor):
+        # DTensor's own answer to what of the global tensor it holds, as torch.distributed.checkpoint asks for it.
         (chunk,) = tensor.__create_chunk_list__()  # where this rank's shard lies in the slice
         spans = [
             [span.within(start, length) for span in along]
@@ -328,6 +352,7 @@ def places_of(tensor: Tensor, part: Part, shape: torch.Size) -> list[Placed]:
 
 
 def _spans_of(part: Slice) -> list[_Span]:
+    """A slice's ranges of the whole dimension, with where each lies in this rank's memory."""
     spans: list[_Span] = []
     memory = 0
     for first, last in part.mine:

@@ -58,6 +58,8 @@ def share_out(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[tuple[i
     total, before = sum(rows * row for rows, row in sizes), 0
     shares: list[list[tuple[int, int]]] = []
     for rows, row in sizes:
+        # Rank r's part begins at number r * total / ranks; the nearest row of this parameter, which may lie outside
+        # of it.
         cuts = [round((rank * total / ranks - before) / max(1, row)) for rank in range(ranks + 1)]
         shares.append([*pairwise(min(rows, max(0, cut)) for cut in cuts)])
         before += rows * row
@@ -86,6 +88,7 @@ class SharedReplicas:
                 "have not a row for each rank; use share_replicas: false"
             )
         memory = self._open(parameter_bytes + self._ranks * gradient_bytes, layout)
+        # Region: [all parameters][gradients of rank 0] ... [gradients of rank n-1].
         blocks = memory[parameter_bytes:].view(self._ranks, gradient_bytes)
         self._gradients = blocks  # [ranks, bytes of all gradients]
         for (_, parameter), offset in zip(named, offsets, strict=True):
@@ -118,6 +121,8 @@ class SharedReplicas:
         world = dist.distributed_c10d._get_default_store()
         number = torch.zeros(1, dtype=torch.int64)
         if self._rank == 0:
+            # A number for each group and model, so that two regions of one run never meet under one name in the
+            # store.
             number += world.add("shared-replicas", 1)
         dist.broadcast(number, group=self._group, group_src=0)
         store = PrefixStore(f"shared-replicas-{number.item()}", world)
@@ -135,12 +140,15 @@ class SharedReplicas:
         return torch.frombuffer(opened.memory, dtype=torch.uint8)
 
     def _keeps(self, number: int) -> Any:
+        """A hook after a gradient was added: moves it into this rank's part of the region."""
         own = self._own[number]
 
         def keep(parameter: Tensor) -> None:
             gradient = parameter.grad
             if gradient is None or gradient.data_ptr() == own.data_ptr():
                 return  # a later micro-batch's gradient was added in place
+            # Once for each step: autograd made the first micro-batch's gradient in memory of its own, and adds the
+            # next in place.
             own.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
             parameter.grad = own
             self._used[number] = True
@@ -173,12 +181,15 @@ class SharedReplicas:
             piece.grad = self._rows_of_gradient(number, piece) if any_used[number] else None
 
     def _rows_of_gradient(self, number: int, piece: nn.Parameter) -> Tensor:
+        """The gradient of this rank's rows of a parameter, as a view of the region."""
         parameter, own = self._trained[number][1], self._own[number]
         skipped = piece.data_ptr() - parameter.data_ptr()  # bytes of rows before this rank's
         first = skipped // parameter.element_size()
         return own.view(-1)[first : first + piece.numel()].view(piece.shape)
 
     def _sum_run(self, run: _Run) -> None:
+        """Average a run over the ranks, chunk by chunk, into this rank's own gradients."""
+        # bf16 sums of many ranks lose digits: add in float32, round once.
         wide = torch.float32 if run.dtype.itemsize < 4 else run.dtype
         for first in range(run.first, run.last, _CHUNK):
             last = min(run.last, first + _CHUNK)
@@ -196,6 +207,7 @@ class SharedReplicas:
             if piece.grad is not None:
                 by_dtype.setdefault(piece.dtype, []).append(piece.grad)
         for gradients in by_dtype.values():
+            # In float64, as each rank has squares of other rows; their sum is the whole gradient's.
             squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
         dist.all_reduce(squares, group=self._group)
         return squares.sqrt()
@@ -256,6 +268,7 @@ def _tensor(memory: Tensor, offset: int, like: nn.Parameter) -> Tensor:
 def _runs(
     parameters: Sequence[nn.Parameter], offsets: Sequence[int], mine: Sequence[tuple[int, int]]
 ) -> Sequence[_Run]:
+    """This rank's parts of all gradients, neighbouring ones joined: bytes within a rank's gradients."""
     runs: list[_Run] = []
     for parameter, offset, (first, last) in zip(parameters, offsets, mine, strict=True):
         if first == last:

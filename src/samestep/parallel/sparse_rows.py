@@ -118,6 +118,10 @@ class RowExchange:
 
         `flags`: as many on every rank. Returns which of them any rank has set: they go in a message that is sent
         anyhow.
+
+        Messages of a step, the same on every rank: one all-gather of counts and row numbers (a second one where a
+        table touched more rows than there was room for), then those of the chosen way for each table. All ranks
+        compute the choice from what they have gathered, so no message is needed to agree on it.
         """
         touched = [
             None if (gradient := table.parameter.grad) is None else touched_rows(gradient) for table in self.tables
@@ -154,6 +158,7 @@ class RowExchange:
         return min(self._bytes_of_own(table, most), self._bytes_of_any(table, most, most)) < self._bytes_of_all(table)
 
     def _way(self, table: Table, most: int, union: int) -> Literal["all", "own", "any"]:
+        """The way with the fewest bytes for a rank: all rows, own rows, or rows of any rank."""
         costs = {"any": self._bytes_of_any(table, most, union), "all": self._bytes_of_all(table)}
         # Half precision is summed in float32 by an all-reduce, which rows that are added one by one are not.
         if not self._in_hosts and (self._ranks == 2 or table.parameter.element_size() >= 4):
@@ -162,12 +167,15 @@ class RowExchange:
         return best
 
     def _bytes_of_all(self, table: Table) -> float:
+        """An all-reduce of V rows in a ring."""
         return 2 * (self._ranks - 1) / self._ranks * table.rows * table.row_bytes
 
     def _bytes_of_own(self, table: Table, most: int) -> float:
+        """An all-gather of at most `most` rows a rank, with their numbers."""
         return (self._ranks - 1) * most * (table.row_bytes + _NUMBER_BYTES)
 
     def _bytes_of_any(self, table: Table, most: int, union: int) -> float:
+        """An all-reduce of the rows that any rank touched, after an all-gather of their numbers."""
         numbers = (self._ranks - 1) * most * _NUMBER_BYTES
         return 2 * (self._ranks - 1) / self._ranks * union * table.row_bytes + numbers
 
@@ -220,6 +228,12 @@ class RowExchange:
         return found, any_flags
 
     def _sum_own_rows(self, tables: Sequence[_Own]) -> None:
+        """Gather each rank's own rows [at most m, ...] and add them up in the order of the ranks, one rank after the
+        other.
+
+        Sparse addition in one call (index_add_) would add rows of one number in an order that PyTorch doesn't
+        promise.
+        """
         for some in _by_dtype(tables, lambda own: own):
             places = [max(map(len, own.by_rank)) * own.gradient[0].numel() for own in some]
             mine = [
@@ -228,6 +242,7 @@ class RowExchange:
             ]
             everyone = [each.split(places) for each in self._gather(torch.cat(mine))]
             for number, own in enumerate(some):
+                # Own rows come back among everyone's, so that all ranks add the same numbers in the same order.
                 own.gradient.index_fill_(0, own.rows, 0)
                 for rows, theirs in zip(own.by_rank, everyone, strict=True):
                     shape = (len(rows), *own.gradient.shape[1:])
@@ -236,7 +251,9 @@ class RowExchange:
                     own.gradient.index_copy_(0, rows, own.gradient.index_select(0, rows).add_(values))
 
     def _sum_rows_of_any(self, tables: Sequence[tuple[_Own, Tensor]]) -> None:
+        """All-reduce the rows [union, ...] that any rank touched; a rank gives zeros for those that it didn't."""
         for some in _by_dtype(tables, lambda each: each[0]):
+            # [union, ...] each
             values = [own.gradient.index_select(0, union).mul_(1 / self._ranks) for own, union in some]
             message = torch.cat([each.view(-1) for each in values])
             dist.all_reduce(message, group=self._group)
@@ -245,6 +262,7 @@ class RowExchange:
                 own.gradient.index_copy_(0, union, part.view_as(like))
 
     def _sum_whole(self, tables: Sequence[_Own]) -> None:
+        """One all-reduce of each table's whole gradient, where rows would not be fewer bytes."""
         works: list[Any] = []
         for own in tables:
             # As DistributedDataParallel does: times 1 / n, then summed.
@@ -266,6 +284,7 @@ def _own(table: Table, rows: Tensor | None, by_rank: Sequence[Tensor]) -> _Own:
 
 
 def _padded(values: Tensor, length: int) -> Tensor:
+    """With zeros up to a length: all-gather wants parts of one size."""
     return torch.cat([values, values.new_zeros(length - len(values))])
 
 

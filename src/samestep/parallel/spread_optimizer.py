@@ -37,6 +37,14 @@ def spread_optimizer(
 
     `master_dtype`: of the copies that it steps in place of the parameters; None: it steps these themselves.
     Raises UserError where it can't take the same step under this layout.
+
+    Which way for which layout, with the optimizer as the user made it for whole parameters:
+
+        plain replicas            itself, on every rank alike
+        zero1                     ZeroRedundancyOptimizer: each rank of the shard group steps its part
+        zero2, fsdp               itself: its parameters are DTensors by now, and its state becomes shards
+        offload=optimizer...      a copy on the CPU steps (`OffloadedOptimizer`), also within each of the above
+        looks at whole ones       `WholeOptimizer`, where a rank holds parts: owners gather, step and scatter
     """
     if isinstance(optimizer, Joined):
         if master_dtype is not None:
@@ -45,6 +53,8 @@ def spread_optimizer(
                 "recipe.groups and steps in turns out, or use master_weights: false"
             )
         joined = optimizer.each(partial(_of_member, layout, mesh, device, spread_model, offload_folder))
+        # Every rank asks, in the same order: under ZeRO-1 the answer is exchanged between the ranks of the shard
+        # group.
         spread_model.parts.find_owners(spread_model.model, lambda position: list(_stepped_by(joined, mesh, position)))
         return joined
     kind = offloaded_kind(type(optimizer), layout, device, offload_folder)
@@ -60,6 +70,7 @@ def spread_optimizer(
 
 
 def _in_groups(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """All parameters of an optimizer, in the order of its groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -89,6 +100,7 @@ def _of_member(
     folder: Path | None,
     member: Member,
 ) -> Optimizer | None:
+    """One optimizer of several, spread; None where this rank steps none of its parameters."""
     kind = member.kind(layout)
     cut = layout.zero >= 2 or layout.tensor > 1 or layout.expert > 1
     if not kind.by_number and cut:
@@ -121,6 +133,7 @@ def _offloaded(member: Member, memory: HostMemory | MappedFile, groups: Any) -> 
 
 
 def _whole(layout: Layout, spread_model: ParallelModel, member: Member) -> WholeOptimizer:
+    """An optimizer of whole parameters. Raises LayoutError where state would lie on disk."""
     parts = spread_model.parts
     for option in ("optimizer-disk", "parameters-disk"):
         if layout.offloads(option):

@@ -1,4 +1,8 @@
-"""Shards of a training's state: boxes that know their place in the whole tensor, of parameters and optimizer."""
+"""Shards of a training's state: boxes that know their place in the whole tensor, of parameters and optimizer.
+
+A checkpoint is a set of (name, offsets, values): each rank gives its boxes, and reads what of the saved boxes
+overlaps with its own. Names and offsets are the whole model's, so the layouts of writer and reader need not agree.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +67,7 @@ def model_entries(parts: ShardTable) -> dict[str, Entry]:
 
 
 def _held(model: nn.Module, parts: ShardTable) -> Iterator[tuple[str, Entry, Tensor]]:
+    """What this rank has of the model: name, form in the whole model, own tensor."""
     mine: Mapping[str, Any] = {**model.state_dict(), **dict(model.named_parameters())}
     for name, entry in {**parts.parameters, **parts.buffers()}.items():
         if parts.holds(name):
@@ -105,6 +110,7 @@ def innermost(optimizer: Any) -> Iterator[Optimizer]:
 
 
 def _stepped(optimizer: Any, model: nn.Module) -> Iterator[_Stepped]:
+    """All optimizers that keep state on this rank, each with the names of what it steps."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     if isinstance(optimizer, Joined):
         for each in optimizer.optimizers():
@@ -172,7 +178,11 @@ def _piece(name: str, parameter: nn.Parameter | None, key: str, value: Tensor, p
 
 
 class OptimizerToFill:
-    """An optimizer that is to get its state from a checkpoint, read into `pieces` first."""
+    """An optimizer that is to get its state from a checkpoint, read into `pieces` first.
+
+    In three acts: make empty state in the shape of what was saved (`pieces`), let the checkpoint's reader fill its
+    memory in place, and hand it to the optimizers (`fill`) through their own `load_state_dict`.
+    """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, parts: ShardTable, saved: Mapping[str, Entry]) -> None:
         self._filled: list[tuple[Optimizer, dict[Tensor, dict[str, Tensor]]]] = []
@@ -214,6 +224,7 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _restored(key: str, value: Tensor) -> tuple[str, Any]:
+    """A saved tensor as the optimizer kept it: itself, or the number of Python's that its key says."""
     name, _, kind = key.partition("#")
     return (name, _NUMBERS[kind][0](value.item())) if kind in _NUMBERS else (key, value)
 
@@ -231,5 +242,6 @@ def _keys(saved: Mapping[str, Entry]) -> dict[str, list[str]]:
 def _empty(stepped: Tensor, held: nn.Parameter | None, saved: Entry, whole: Entry) -> Tensor:
     """Memory for what was saved of a parameter that is stepped whole (`held` is None) or as this rank holds it."""
     if held is not None and saved.shape == whole.shape and len(saved.shape):
+        # As the stepped tensor is: a DTensor gives a DTensor with the same shards.
         return torch.zeros_like(stepped, dtype=saved.dtype)
     return torch.zeros(saved.shape, dtype=saved.dtype)

@@ -1,4 +1,9 @@
-"""The loss of a step: what is asked of it for each micro-batch's output, whatever kind of loss a task has."""
+"""The loss of a step: what is asked of it for each micro-batch's output, whatever kind of loss a task has.
+
+A loss gives (sum, count). What a step minimises is the sum of all sums / the sum of all counts over the global batch,
+whatever cut it into micro-batches and ranks: averages of averages would weigh a short micro-batch's terms more. A
+`JointLoss` doesn't decompose so, and needs the outputs of all samples before it can give the first term.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -61,6 +66,9 @@ class JointLoss(StepLoss):
         self._global_counts: Tensor | None = None  # [terms]
 
     def prepare(self) -> None:
+        """With several micro-batches a rank: run all of them without graphs, and learn what the loss
+        needs of them.
+        """
         micro_batches = self._batch.micro_batches
         if len(micro_batches) == 1:
             return
@@ -75,6 +83,7 @@ class JointLoss(StepLoss):
                 self._found = {id(each): of.of for each, of in zip(micro_batches, found, strict=True)}
 
     def of(self, output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | int]:
+        """Of a prepared micro-batch what `prepare` found, else what the ranks exchange now."""
         if (found := self._found.get(id(micro_batch))) is not None:
             return found(output)
         if self._several is not None and self._global_counts is None:
@@ -101,12 +110,15 @@ class JointLoss(StepLoss):
             else:
                 for output, micro_batch in zip(apart, self._batch.micro_batches, strict=True):
                     noting(output, micro_batch.batch)
+        # [terms]. Every data rank calls, also one with lent samples only, whose counts are zero.
         self._global_counts = self._counts.clone()
         dist.all_reduce(self._global_counts, group=self._group)
 
     def _noted(self, batch: Batch, counts: Sequence[Tensor | int]) -> None:
+        """Add the counts of the terms of one micro-batch, without those of lent samples."""
         weight = self._of_batch[id(batch)].weight
         for number, count in enumerate(counts):
+            # A lent micro-batch has weight 0.
             self._counts[number] += count * weight
 
     def _weighted(self, output: Any, batch: Batch, **gather: Any) -> tuple[Tensor, int]:
@@ -117,6 +129,8 @@ class JointLoss(StepLoss):
         terms = self._several.terms(output, batch, **gather)
         parts: list[Tensor] = []
         for number, (name, (value, _)) in enumerate(terms.items()):
+            # The engine divides the whole by the step's samples, which the factor takes back: each term has its own
+            # count.
             count = self._global_counts[number].clamp(min=1)
             factor = self._several.weights[name] * self._batch.global_samples / count
             parts.append(value * factor.to(value.dtype))

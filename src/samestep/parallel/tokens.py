@@ -2,6 +2,12 @@
 
 Rank r of p holds the tokens `bounds(total, r, p)`: any number of tokens works, and no padding reaches the model; only
 messages are padded, since every rank's part of one must be of one size. (Korthikanti et al. 2022, section 4.2.)
+
+                       forward           backward          where
+    split              own tokens        all-gather        every rank has the whole
+    gather             all-gather        own tokens        what follows is the same on every rank
+    gather_for_parts   all-gather        reduce-scatter    each rank goes on with its own features or heads
+    sum_and_split      reduce-scatter    all-gather        each rank has a part of the sum
 """
 
 # PyTorch's stub of backward takes any number of gradients; these functions give one.
@@ -41,6 +47,8 @@ def sum_and_split(tokens: Tensor, group: Group, dim: int = 1) -> Tensor:
 
 
 class _Split(torch.autograd.Function):
+    """Forward: this rank's tokens. Backward: all-gather."""
+
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.total = group, dim, tokens.shape[dim]
@@ -53,6 +61,8 @@ class _Split(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """Forward: all-gather. Backward: this rank's tokens."""
+
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, group: Group, total: int, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -65,6 +75,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherForParts(torch.autograd.Function):
+    """Forward: all-gather. Backward: reduce-scatter."""
+
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, group: Group, total: int, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -77,6 +89,8 @@ class _GatherForParts(torch.autograd.Function):
 
 
 class _SumAndSplit(torch.autograd.Function):
+    """Forward: reduce-scatter. Backward: all-gather."""
+
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.total = group, dim, tokens.shape[dim]
@@ -89,11 +103,13 @@ class _SumAndSplit(torch.autograd.Function):
 
 
 def _lengths(total: int, group: Group) -> list[int]:
+    """How many tokens each rank of the group has."""
     parts = dist.get_world_size(group)
     return [last - first for first, last in (bounds(total, rank, parts) for rank in range(parts))]
 
 
 def _mine(tokens: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's tokens of a tensor that is whole here."""
     first, last = bounds(tokens.shape[dim], dist.get_rank(group), dist.get_world_size(group))
     return tokens.narrow(dim, first, last - first).contiguous()
 

@@ -1,6 +1,10 @@
 """Trace: follows a model's forward on tensors that have a shape and no values, so without computing.
 
 A forward that asks for values, as that of a mixture of experts does, is followed with values.
+
+Fake tensors go through the model's own forward: hooks note modules, a function mode notes calls, a dispatch mode
+counts products, and autograd's graph says what is computed from what. Nothing is allocated and nothing computed, so
+that a model that no single rank could hold is followed in the same way.
 """
 
 import logging
@@ -76,6 +80,7 @@ def _follow(model: nn.Module, inputs: Any, valued: Literal["nothing", "inputs", 
     stop: Stop | None = None
     with _attributes_kept(model), _without_log():
         # In training mode, since PyTorch's encoder layers skip their submodules in evaluation.
+        # `_attributes_kept` gives the mode back.
         model.train()
         try:
             with ExitStack() as stack:
@@ -224,6 +229,7 @@ def imagine(
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name; of a tied one its first name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
@@ -264,6 +270,7 @@ def _plain(inputs: Any) -> Any:
 
 
 def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs as the arguments and keywords that a model is called with."""
     if isinstance(inputs, dict):
         return (), inputs
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}

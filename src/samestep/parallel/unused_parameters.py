@@ -3,6 +3,11 @@
 A sample may decide which branch of a model runs. Then a rank has no gradient for what its samples didn't touch,
 while its peers wait for its part of the average; and what no sample touched would get a gradient of zeros, with
 which AdamW still decays and moves a parameter.
+
+Three ways, by how gradients travel: `UsedAlone` (one process: autograd leaves None), `UsedByReplicas` (DDP waits for
+every parameter, so each is reached, with zeros) and `UsedByShards` (FSDP2 waits for every unit). Each rank notes with
+a hook what it really used, the ranks take the maximum, and what no rank used gets None again. AdamW passes over None,
+while with zeros it would decay the weight and move it by its first moment (Loshchilov & Hutter 2019).
 """
 
 from abc import ABC, abstractmethod
@@ -79,6 +84,7 @@ class UsedByRanks(Used):
         number = self.numbers[name]
 
         def note(reached: Tensor) -> None:
+            # The hook is also called for parameters that were only reached, whose gradient is None then.
             self._used[number] |= reached.grad is not None
 
         return parameter.register_post_accumulate_grad_hook(note)
@@ -110,6 +116,7 @@ class UsedByReplicas(UsedByRanks):
         return depending(loss, self._parameters.values())
 
     def sum_along(self, totals: Tensor) -> bool:
+        """On a CPU the flags' message takes the totals along."""
         # From an accelerator they would have to come to the host first, where the flags are.
         if totals.device.type != "cpu" or not has_values(totals):
             return False
@@ -117,10 +124,13 @@ class UsedByReplicas(UsedByRanks):
         return True
 
     def settle(self) -> None:
+        """One message of flags, with the totals where there are some. DDP has averaged the gradients by now."""
         totals, self._totals = self._totals, None
         if totals is None:
             self.forget(self.by_any())
             return
+        # [loss sum, count, ...] and a flag for each parameter, whose sum says how many ranks used it. In float64, so
+        # that counts are exact.
         message = torch.cat([totals, torch.tensor(self.noted(), dtype=totals.dtype)])
         dist.all_reduce(message, group=self._group)
         totals.copy_(message[: len(totals)])
@@ -147,9 +157,12 @@ class UsedByShards(UsedByRanks):
             model.set_reduce_scatter_unused_params(True)
 
     def _watch(self, number: int, parameters: Sequence[tuple[nn.Module, str, str]]) -> Any:
+        """A hook before a unit's forward: watches the gathered parameters, in which gradients come."""
+
         def watch(module: nn.Module, arguments: Any) -> None:
             if not torch.is_grad_enabled():
                 return
+            # Ranks that ran the same units in another order must differ; 31 bits, so that its negative fits as well.
             self._calls = hash((self._calls, number)) & 0x7FFFFFFF
             for owner, attribute, name in parameters:
                 gathered = getattr(owner, attribute)
@@ -165,6 +178,8 @@ class UsedByShards(UsedByRanks):
         told = [names[unit] or "the end of the forward" for unit in units]
 
         def agree(number: int) -> None:
+            """Raise UserError on all ranks where they are about to run different units."""
+            # Largest and negative smallest in one message: they agree where the two are the same.
             high, low = largest([number, -number], self._group, self._device_type)
             if high != -low:
                 raise UserError(_OTHER_BLOCKS.format(f"at {told[-low]} and at {told[high]}"))
@@ -178,6 +193,7 @@ class UsedByShards(UsedByRanks):
         return loss
 
     def settle(self) -> None:
+        """The flags' message, which also tells whether all ranks ran the same units in the same order."""
         *used, most, least = self.by_any(self._calls, -self._calls)
         self._calls = 0
         if most != -least:
@@ -199,6 +215,7 @@ def sharded_units(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[nn.M
     for name, module in model.named_modules():
         if name in sharded:
             units[name] = module, []
+        # The innermost unit around it, which is the one with the longest name.
         unit = max((other for other in units if _inside(name, other)), key=len)
         for attribute, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in seen:  # a tied one is noted by its first name
@@ -220,6 +237,10 @@ def depending(tensor: Tensor, on: Iterable[Tensor]) -> Tensor:
 
 
 class _Reach(torch.autograd.Function):
+    """Autograd calls a function's backward once all that uses its outputs is done. As an input of it every parameter
+    has an edge, by which backward arrives at its AccumulateGrad node; None adds nothing there, but runs its hooks.
+    """
+
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:  # pyright: ignore
         ctx.parameters = len(parameters)

@@ -205,6 +205,7 @@ class Valueless(HostsObservers, FakeTensorMode):
     def _collective(
         self, func: Any, args: Sequence[Any], given: Mapping[str, Any], tensors: Sequence[Tensor], *, fake: bool
     ) -> Any:
+        """A message of the rehearsal: answered by `Mail`, or nothing, as a collective of no values is."""
         name = func._schema.name.partition("::")[2]
         if not fake and name in (_SEND, _RECEIVE):
             if name == _SEND:
@@ -213,6 +214,7 @@ class Valueless(HostsObservers, FakeTensorMode):
                 self._mail.receive(tensors[0], dist.get_global_rank(dist.ProcessGroup.unbox(args[1]), args[2]))
         elif tensors and not fake:
             return func(*args, **given)
+        # A work that is done: in this process no other rank runs.
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
 

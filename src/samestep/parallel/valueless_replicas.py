@@ -51,6 +51,9 @@ class ValuelessReplicas(nn.Module):
             self._sends = before
 
     def _attach(self, bucket: Sequence[nn.Parameter]) -> None:
+        """Buckets and views are made as DDP's reducer makes them, so that a rehearsal counts their bytes and their
+        messages.
+        """
         sizes = [parameter.numel() for parameter in bucket]
         flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
         views = [view.view_as(p) for view, p in zip(flat.split(sizes), bucket, strict=True)]

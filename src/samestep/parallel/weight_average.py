@@ -17,7 +17,11 @@ AVERAGE = "average."
 
 
 class WeightAverage:
-    """The average of the parameters that are trained."""
+    """The average of the parameters that are trained.
+
+    average <- decay * average + (1 - decay) * weights, every `every` steps from step `start` on (Polyak & Juditsky
+    1992, in its exponential form). In the parameters' dtype.
+    """
 
     def __init__(self, model: nn.Module, settings: Average) -> None:
         self._settings = settings
@@ -47,6 +51,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        """Swap weights and average, one parameter at a time, in place."""
         for name, value in self._values.items():
             weights = local(self._trained[name].detach())
             kept = weights.clone()

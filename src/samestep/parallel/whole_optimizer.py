@@ -108,11 +108,13 @@ class WholeOptimizer(Optimizer):
             here = {rank: theirs[name] for rank, (_, theirs) in enumerate(told) if name in theirs}
             if here:
                 holders[name] = here
-        loads = [0] * len(told)
+        loads = [0] * len(told)  # numbers that each rank owns so far
         wholes = []
         for name, here in sorted(holders.items(), key=lambda item: -next(iter(item[1].values())).shape.numel()):
             first = next(iter(here.values()))
             # A rank without numbers of it may be without its settings as well.
+            # Largest parameters first, each to the rank with the fewest numbers so far (greedy balancing); all ranks
+            # sort alike.
             owner = min(here, key=lambda rank: (loads[rank], rank))
             loads[owner] += first.shape.numel()
             senders = _senders(here, owner, shards)
@@ -140,6 +142,7 @@ class WholeOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """All rounds, in the same order on every rank of the group."""
         used = self._used_by_any()
         for part in self._rounds:
             part.step(used)
@@ -176,7 +179,10 @@ class _Round:
         self._forget()
 
     def step(self, used: Collection[str]) -> None:
-        """`used`: the parameters that have a gradient on any rank."""
+        """Gather, step and scatter the parameters of this round, in one pair of messages for each dtype.
+
+        `used`: the parameters that have a gradient on any rank.
+        """
         dtypes = dict.fromkeys(whole.dtype for whole in self.wholes)
         for dtype in dtypes:
             self._gather([whole for whole in self.wholes if whole.dtype == dtype], dtype, used)
@@ -188,8 +194,10 @@ class _Round:
         self._forget()
 
     def _forget(self) -> None:
+        """Between two steps owners keep the state, and neither whole parameters nor gradients."""
         for owned in self._owned.values():
             owned.grad = None
+            # The parameter object stays, as the optimizer's state hangs on it; its memory goes until the next step.
             owned.data = torch.empty(0, dtype=owned.dtype, device=owned.device)
 
     def _gather(self, wholes: Sequence[_Whole], dtype: torch.dtype, used: Collection[str]) -> None:
@@ -200,6 +208,7 @@ class _Round:
             parts: list[Tensor] = []
             for whole in wholes:
                 if whole.owner == owner and optimizer._rank in whole.senders:
+                    # In the order of `wholes`, which receivers read it in.
                     parts += self._sent(whole, whole.senders[optimizer._rank])
             given.append(parts)
         sizes = [
@@ -218,6 +227,7 @@ class _Round:
                 start = self._put_whole(whole, rank, taken, start, used=whole.name in used)
 
     def _sent(self, whole: _Whole, boxes: Sequence[int]) -> list[Tensor]:
+        """What this rank sends of a parameter, flat: the gradient of each box, then the values of each box."""
         mine = self._of._mine[whole.name]
         parameter = local(mine.parameter.detach())
         gradient = None if mine.parameter.grad is None else local(mine.parameter.grad)
@@ -246,6 +256,7 @@ class _Round:
         return start
 
     def _scatter(self, wholes: Sequence[_Whole], dtype: torch.dtype) -> None:
+        """Owners send each rank the boxes that it holds, and ranks write them into their parts."""
         optimizer = self._of
         given: list[list[Tensor]] = []
         for rank in self._ranks:
@@ -324,6 +335,7 @@ def _in_rounds(wholes: Sequence[_Whole], ranks: int) -> list[list[_Whole]]:
 
 
 def _numbers(holding: _Holding, boxes: Sequence[int] | None = None) -> int:
+    """How many numbers some boxes, or all of a rank's, have."""
     chosen = range(len(holding.boxes)) if boxes is None else boxes
     return sum(torch.Size(holding.boxes[number][1]).numel() for number in chosen)
 
@@ -362,6 +374,7 @@ class LocalOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step the local shards; their memory is that of the DTensors, so nothing is copied back."""
         if self.inner is None:
             return
         follow(self.inner, self.param_groups, self._numbers)

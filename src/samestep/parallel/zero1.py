@@ -1,6 +1,18 @@
 """ZeRO-1: whole parameters on every data rank; one rank of a group owns a parameter, keeps its state and steps it.
 
 A parameter's gradient is summed on its owner (Rajbhandari et al. 2020, ZeRO, section 5.1).
+
+A step, for a group of n ranks along the shard axis:
+
+    backward     DDP hands over a bucket; each gradient is divided by the data ranks and reduced to its owner
+    settle       owners have the sums of their group; the other ranks set theirs to zero
+    sum_replicas owners of one parameter in different replicas (and expert ranks) add theirs up by an all-reduce
+    clip         the norm is over owners' gradients: each counts once, zeros add nothing
+    step         each rank steps the parameters that it owns
+    broadcast    owners give the new values to their group: at once, or while the next forward runs (late_parameters)
+
+Compared with DDP a rank sends about as many bytes: n - 1 of n for the reduce and the same for the broadcast, where an
+all-reduce sends twice that. The optimizer's state is held once in the group.
 """
 
 import warnings
@@ -27,7 +39,10 @@ BUCKET_BYTES = 25 * 2**20  # what DistributedDataParallel sends at once
 
 
 def buckets(parameters: Iterable[nn.Parameter], most: int = BUCKET_BYTES) -> Iterator[list[nn.Parameter]]:
-    """The parameters that are trained, in lots of about as many bytes as make a good message."""
+    """The parameters that are trained, in lots of about as many bytes as make a good message.
+
+    A parameter is never cut: a bucket ends after the one that reaches `most` bytes. Frozen parameters are left out.
+    """
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
@@ -77,6 +92,7 @@ class Owners:
         if all(map(has_values, trained)):
             rank = self._mesh.coordinate("shard")
             own = set(stepped(rank))
+            # Each rank claims what it steps by its own position and -1 elsewhere: the largest claim is the owner's.
             claims = self._largest([rank if p in own else -1 for p in trained], self._mesh.grid.get_group("shard"))
         else:
             of_all = {p: rank for rank in range(self._mesh.size("shard")) for p in stepped(rank)}
@@ -85,6 +101,7 @@ class Owners:
         for group, some in sums.items():
             claims = [found[parameter] for parameter in some]
             most = self._largest(claims, group)
+            # The smallest, as the negative of the largest negative: one operation for both.
             least = self._largest([-claim for claim in claims], group)
             for parameter, high, low in zip(some, most, least, strict=True):
                 if high != -low:
@@ -100,8 +117,10 @@ class Owners:
         together: dict[tuple[int | None, torch.dtype], list[tuple[nn.Parameter, Tensor]]] = {}
         for parameter, gradient in zip(parameters, gradients, strict=True):
             together.setdefault((self._ranks.get(parameter), gradient.dtype), []).append((parameter, gradient))
+        # Every rank has the same buckets and the same owners, so messages go out in the same order everywhere. gloo
+        # and NCCL pair collectives of a group by their order alone.
         for (owner, _), some in together.items():
-            message = _flat([gradient for _, gradient in some])
+            message = _flat([gradient for _, gradient in some])  # [numbers], a copy of them
             if owner is None:
                 work = dist.all_reduce(message, group=data, async_op=True)
             else:
@@ -117,6 +136,8 @@ class Owners:
             if owner in (None, self._mesh.coordinate("shard")):
                 _put_back(message, gradients)
             else:
+                # Zeros and not None: the parameter was used, and its owner's gradient counts in the norm. `copies`
+                # knows this.
                 torch._foreach_zero_(gradients)
         self._sent = []
 
@@ -155,9 +176,11 @@ def to_owners(owners: Owners, bucket: dist.GradBucket) -> Future[Tensor]:
 
     It hands the bucket back at once, with the sums to come: what a future calls would run in a back end's thread.
     """
+    # In place, since gradients are views of this buffer (`gradient_as_bucket_view`).
     buffer = bucket.buffer().div_(owners.data_ranks)
     parameters: list[Any] = bucket.parameters()  # PyTorch's hint says tensors
     owners.send(parameters, _gradients(bucket, parameters))
+    # DDP copies nothing where the future holds the bucket itself. The sums come later, in `settle`.
     done: Future[Tensor] = Future()
     done.set_result(buffer)
     return done
@@ -177,6 +200,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _put_back(message: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write a flat message back into the tensors that it was made of."""
     for tensor, values in zip(tensors, message.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(values.view_as(tensor))
 
@@ -218,6 +242,7 @@ def _class(late: LateParameters | None) -> Any:
         one dtype.
         """
 
+        # The base class raises for parameters of unlike dtypes, which messages by dtype don't mind.
         def _verify_same_dense_param_type(self) -> None:
             pass
 
@@ -245,7 +270,13 @@ def hand_round(of_ranks: Sequence[Sequence[nn.Parameter]], group: ProcessGroup) 
 
 
 def send_round(of_ranks: Sequence[Sequence[nn.Parameter]], group: ProcessGroup, late: LateParameters) -> None:
-    """The same, all at once, lot by lot, and without waiting: `late` has what is on its way."""
+    """The same, all at once, lot by lot, and without waiting: `late` has what is on its way.
+
+    Lots go out in the order in which the next forward waits for them, and within a lot all owners' messages of a
+    round one after the other, so that every rank calls the same broadcasts in the same order, whichever of them it
+    owns.
+    """
+    # [ranks] of lot -> parameters. Every rank knows every rank's partition, so no rank has to be asked.
     by_lot = [late.lots(owned) for owned in of_ranks]
     for lot in sorted({lot for lots in by_lot for lot in lots}):
         of_lot = [_of_one_dtype(lots.get(lot, ())) for lots in by_lot]
@@ -256,5 +287,6 @@ def send_round(of_ranks: Sequence[Sequence[nn.Parameter]], group: ProcessGroup, 
 
 
 def _of_one_dtype(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters in buckets of one dtype each, as a message has one."""
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         yield from buckets(parameter for parameter in parameters if parameter.dtype == dtype)

@@ -5,4 +5,7 @@ overlaps), `operators` (time of a layer's kernels), `collectives` (time of messa
 played), `stage_time` and `step_time` (all of it together), `memory` (`module_memory` for any module), `offload`
 (time of copies to the host), `price`, `search` (every layout of a job), `published` and `accuracy` (what others
 measured, and how far from it predictions are).
+
+Units throughout: seconds, bytes, FLOPs (a multiplication and an addition are two), bytes a second, FLOPs a second.
+Work and bytes are those of one rank unless a name says otherwise.
 """

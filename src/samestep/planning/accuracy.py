@@ -38,6 +38,7 @@ class GroupErrors:
 
 
 def errors_of(name: str, rows: Sequence[PredictedRow]) -> GroupErrors:
+    """Errors of some rows: (predicted - measured) / measured each, and Kendall's tau within each model."""
     errors = [row.error for row in rows]
     taus = [tau for tau in taus_of(rows).values() if tau is not None]
     return GroupErrors(
@@ -115,6 +116,7 @@ def _without_data_ranks(layout: Layout) -> Layout:
 
 
 def grouped(rows: Iterable[PredictedRow], key: Callable[[PredictedRow], str]) -> Mapping[str, list[PredictedRow]]:
+    """Rows by what a function says of them."""
     found: dict[str, list[PredictedRow]] = defaultdict(list)
     for row in rows:
         found[key(row)].append(row)

@@ -68,6 +68,11 @@ def _rank(
     owner: Sequence[int],
     layers: Sequence[int],
 ) -> RankMemory:
+    """Bytes of one pipeline rank. `owner`: the rank of each stage; `layers`: how many each stage has.
+
+    Activations are those of one micro-batch and one layer, times the layers here, times the micro-batches whose
+    backward is still to come (`in_flight`): under 1F1B stage s of p holds p - s of them.
+    """
     model = job.model
     own = [index for index, at in enumerate(owner) if at == rank]
     count = sum(layers[index] for index in own)
@@ -78,6 +83,7 @@ def _rank(
     weights, gradients, state = (one + other for one, other in zip(of_shared, of_experts, strict=True))
     gradients, state = gradients * model.trained, state * model.trained
     kept = kept_activations(model, micro_batch, layout, job.software, job.precision)
+    # Layers times micro-batches: a rank with several stages holds different numbers for each.
     at_once = in_flight(layout, micro_batches, rank, tuple(layers))
     activations = at_once * kept
     rows = micro_batch * ceil(model.seq / layout.context)

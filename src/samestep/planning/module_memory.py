@@ -65,6 +65,7 @@ def saved_bytes(run: Callable[[], Any], known: set[int]) -> int:
     kept: list[Tensor] = []  # so that no storage's address is used again
 
     def pack(tensor: Tensor) -> Tensor:
+        """Called for each tensor that autograd saves; a storage is counted once, however many views are saved."""
         storage = _storage(tensor)
         if storage not in known:
             storages[storage] = tensor.untyped_storage().nbytes()
@@ -86,6 +87,7 @@ def _held(model: nn.Module) -> list[Tensor]:
 
 
 def _check(model: nn.Module) -> None:
+    """Raise ValueError for a model with parameters in memory: it would be run for real."""
     real = next((name for name, p in model.named_parameters() if p.device.type != "meta"), None)
     if real is not None:
         raise ValueError(f"parameter {real} is made on a device of its own")

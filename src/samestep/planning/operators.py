@@ -130,6 +130,12 @@ def layer_backward(model: Transformer, piece: Piece, software: Software) -> list
 
 
 def _layer_backward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
+    """The kernels of a layer's backward, last operator of the forward first.
+
+    `traffic` is in bytes, in 16 bits a number (hence the factor 2.0 of `whole` and `wide`). Each product has two in
+    backward: of its input's gradient and of its weight's. Element-wise kernels count as many passes over their
+    tensors as they make.
+    """
     rows, hidden, tensor = _rows(piece), model.hidden, piece.tensor
     whole = 2.0 * rows * hidden / (tensor if piece.split else 1)
     qkv, heads = _slice(model.qkv_width, tensor), _slice(model.attention_width, tensor)
@@ -165,6 +171,7 @@ def head_forward(model: Transformer, piece: Piece, software: Software) -> list[O
 
 
 def head_backward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
+    """The kernels of the loss's and the output layer's backward; with adapters no weight's gradient."""
     rows, vocab = _rows(piece), _slice(model.vocab, piece.tensor)
     whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
     found = [
@@ -226,6 +233,7 @@ def _attention(model: Transformer, piece: Piece, software: Software, *, backward
 def _product(
     name: str, rows: int, columns: int, inner: int, *, count: int = 1, low_precision: bool = True
 ) -> Operator:
+    """One matrix product [rows, inner] x [inner, columns], `count` of them at once."""
     return Operator(name=name, matmul=(rows, columns, inner, count), low_precision=low_precision, launches=2)
 
 
@@ -283,6 +291,7 @@ class Work:
         return self.combined(other, 1)
 
     def combined(self, other: "Work", times: float) -> "Work":
+        """This work and `times` times another."""
         return Work(
             seconds=self.seconds + times * other.seconds,
             matmul_seconds=self.matmul_seconds + times * other.matmul_seconds,

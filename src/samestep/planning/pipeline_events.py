@@ -163,6 +163,7 @@ def timeline(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) -
 def _order(
     layout: Layout, micro_batches: int, stages: Sequence[StageTimes]
 ) -> tuple[Sequence[Order], Sequence[StageTimes], Sequence[int]]:
+    """The actions of every rank, the times of every stage, and the rank of each stage."""
     made = orders(
         layout.schedule,
         ranks=layout.pipeline,
@@ -173,6 +174,7 @@ def _order(
 
 
 def _seconds(kind: Kind, times: StageTimes) -> float:
+    """How long an action takes: I is what of a backward is not W."""
     if kind == "F":
         return times.forward
     if kind == "B":
@@ -203,6 +205,11 @@ def _interleaved(rank: int, ranks: int, stages_a_rank: int, micro_batches: int) 
     ahead = min((ranks - rank - 1) * 2 + (stages_a_rank - 1) * ranks, total)
 
     def action(kind: Kind, number: int) -> tuple[int, Kind, int]:
+        """The number-th forward or backward of this rank (Narayanan et al. 2021, section 2.2.2).
+
+        In a round each chunk takes as many micro-batches as there are ranks, forwards from the first chunk on,
+        backwards from the last.
+        """
         in_round = number % (ranks * stages_a_rank)
         chunk = in_round // ranks
         if kind == "B":

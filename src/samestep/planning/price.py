@@ -50,6 +50,10 @@ class Cost:
 
 
 def cost_of(job: Job, cluster: Cluster, step_seconds: float, price: Price | None) -> Cost:
+    """Device-hours for a million tokens = devices * seconds of a step / 3600 / (tokens of a step / 10^6).
+
+    Energy: those hours times the device's watts, in kWh; money: times the price of a device-hour.
+    """
     hours = cluster.devices * step_seconds / 3600 / (job.tokens / 1e6)
     return Cost(
         kilowatt_hours=hours * cluster.device.watts / 1e3,

@@ -98,6 +98,7 @@ def read_rows(file: Path, gpu: str | None) -> list[PublishedRow]:
 
 
 def _from_vtrain(record: Mapping[str, str], file: Path, gpu: str, line: int) -> PublishedRow:
+    """One row of vTrain's table (milliseconds a step), as the GPT of Megatron that it was measured with."""
     try:
         values = {ours: float(record[theirs]) for theirs, ours in _VTRAIN.items()}
     except (KeyError, TypeError, ValueError):
@@ -141,6 +142,7 @@ def _sliced_vocab(slices: int) -> int:
 
 
 def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
+    """One row of a JSON table. Raises UserError that names the row and the field it lacks."""
     try:
         software = _software(record)
         learned = "learned" in str(record.get("notes", "")) or software.name == "megatron-2021"
@@ -198,12 +200,14 @@ def _gpu(name: str) -> str:
 
 
 def _precision(name: str) -> str:
+    """What a published precision is called here; variants of fp8 and fp4 are one each."""
     if name in ("fp16", "bf16", "fp32"):
         return name
     return "fp4" if "fp4" in name else "fp8"
 
 
 def _layout(parts: Mapping[str, Any], recompute: str | None, software: Software) -> Layout:
+    """A layout of others' terms: data parallel ranks with ZeRO-1 or 2 are the shard axis here."""
     dp, fsdp, zero = parts.get("dp", 1), parts.get("fsdp", 1), parts.get("zero", 0)
     schedule: Schedule = "interleaved-1f1b" if (parts.get("vp") or 1) > 1 else "1f1b"
     sharded = zero in (1, 2) and dp > 1

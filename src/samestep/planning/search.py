@@ -46,6 +46,7 @@ class Candidate:
         return max(rank.total for rank in self.memory)
 
     def to_json(self, job: Job, cluster: Cluster) -> dict[str, Any]:
+        """Seconds, bytes and tokens a second; utilisation as a share of the device's promised rate."""
         return {
             "layout": str(self.layout),
             "micro_batch": self.micro_batch,
@@ -116,6 +117,7 @@ def plan(job: Job, cluster: Cluster, *, most: int = 10) -> Plan:
 
 
 def _nothing_fits(job: Job, cluster: Cluster, smallest: tuple[float, Layout] | None) -> str:
+    """What to tell where no layout fits: the smallest one and what it lacks."""
     where = f"{cluster.devices} x {cluster.device.name}"
     if smallest is None:
         return (
@@ -158,6 +160,7 @@ def _sequence(base: Layout, software: Software) -> Layout:
 
 
 def _contexts(model: Transformer, left: int) -> list[int]:
+    """Sizes of the context axis worth trying: for long samples, at least 2,048 tokens a rank."""
     if model.seq < _LONG:
         return [1]
     return [size for size in _divisors(left) if model.seq % size == 0 and model.seq // size >= 2048]
@@ -220,6 +223,7 @@ def _zero_bubbles(layout: Layout, layers: int, micro_batches: int) -> Iterator[L
 
 
 def _schedules(layout: Layout, layers: int, micro_batches: int) -> Iterator[Layout]:
+    """A layout, and with interleaved stages where micro-batches and layers divide."""
     yield layout
     if layout.pipeline == 1 or micro_batches % layout.pipeline:
         return

@@ -127,6 +127,7 @@ class Transformer:
 
 
 def _llama(name: str, layers: int, hidden: int, heads: int, ffn: int, source: str, kv_heads: int = 8) -> Transformer:
+    """A model of Llama 3's family: grouped queries, gated feed-forward, rotary positions, untied output layer."""
     return Transformer(
         name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=128256, seq=8192,
         gated=True, tied=False, source=source,
@@ -134,6 +135,7 @@ def _llama(name: str, layers: int, hidden: int, heads: int, ffn: int, source: st
 
 
 def _gpt(name: str, layers: int, hidden: int, heads: int, source: str, vocab: int = 51200) -> Transformer:
+    """A model of GPT-3's family: learned positions, dropout, a feed-forward of four times the width."""
     return Transformer(
         name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=heads, ffn=4 * hidden, vocab=vocab, seq=2048,
         positions=2048, dropout=True, source=source,
@@ -141,6 +143,7 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, source: str, vocab: in
 
 
 def _mpt(name: str, layers: int, hidden: int, heads: int) -> Transformer:
+    """A model of MPT's family, as GPT's without dropout."""
     source = "mosaicml/llm-foundry scripts/train/yamls/pretrain"
     return replace(_gpt(name, layers, hidden, heads, source, vocab=50368), dropout=False)
 

@@ -184,6 +184,7 @@ def _shard_traffic(
 
 
 def _layer_time(job: Job, layout: Layout, micro_batch: int, cluster: Cluster) -> LayerTime:
+    """Forward, recomputation and backward of a layer for one micro-batch, with the messages that nothing hides."""
     piece = _piece(job, layout, micro_batch)
     forward, recomputation, backward = _layer_work(
         job.model, piece, job.software, cluster.device, job.precision, layout.recompute
@@ -232,6 +233,7 @@ def _exposed(
 def _layer_work(
     model: Transformer, piece: Piece, software: Software, device: Device, precision: str, recompute: str
 ) -> tuple[Work, Work, Work]:
+    """Work of a layer's kernels: forward, what is computed again, backward."""
     return (
         operators.work_of(operators.layer_forward(model, piece, software), device, software, precision),
         operators.work_of(
@@ -243,6 +245,7 @@ def _layer_work(
 
 @lru_cache(maxsize=4096)
 def _head(model: Transformer, piece: Piece, software: Software, device: Device, precision: str) -> tuple[Work, Work]:
+    """Work of the output layer and the loss: forward, backward."""
     return (
         operators.work_of(operators.head_forward(model, piece, software), device, software, precision),
         operators.work_of(operators.head_backward(model, piece, software), device, software, precision),
@@ -255,6 +258,7 @@ def _embedding(model: Transformer, piece: Piece, software: Software, device: Dev
 
 
 def _piece(job: Job, layout: Layout, micro_batch: int) -> Piece:
+    """What one rank computes of a layer: its samples, its tokens, its slice."""
     return Piece(
         micro_batch=micro_batch,
         tokens=ceil(job.model.seq / layout.context),

@@ -30,6 +30,7 @@ class RankProfile:
     own_steps: tuple[float, ...] = ()  # of each step, without waiting for messages
 
     def to_json(self) -> dict[str, Any]:
+        """Milliseconds, and shares of the step."""
         shares = {name: seconds / self.seconds for name, seconds in self.categories.items()}
         milliseconds = {name: seconds * 1e3 for name, seconds in self.categories.items()}
         return {
@@ -69,6 +70,7 @@ class Profile:
     folder: Path
 
     def to_json(self) -> dict[str, Any]:
+        """All ranks' profiles, and who holds the others up."""
         return {
             "layout": self.layout,
             "steps": list(self.steps),

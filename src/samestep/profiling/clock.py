@@ -152,6 +152,7 @@ class StepClock:
         return self._step is not None and threading.get_ident() == self._thread
 
     def _enter(self, phase: Phase) -> None:
+        """The phase before ends now, and another begins within it."""
         self._note()
         self._close_phase()
         self._phases.append(phase)
@@ -197,6 +198,7 @@ def told_of_gradients(clock: StepClock, backward: Callable[[Tensor], None]) -> C
         Variable._execution_engine.queue_callback(clock.gradients_there)
 
     def run(loss: Tensor) -> None:
+        """A backward whose end is noted when the last gradient is there, and not when the call returns."""
         with clock.of("backward"):
             hook = loss.register_hook(tell_at_end) if loss.requires_grad else None
             backward(loss)
@@ -246,6 +248,7 @@ def watched(watch: MessageWatch) -> Iterator[None]:
     wait_of_pytorch = dist.Work.wait
 
     def wait(work: dist.Work, *arguments: Any, **keywords: Any) -> Any:
+        """A wait for a message, counted as such."""
         with watch.waiting("messages"):
             return wait_of_pytorch(work, *arguments, **keywords)
 

@@ -68,6 +68,7 @@ class Trace:
         ]
 
     def _interval(self, event: dict[str, Any]) -> Interval:
+        """An event of PyTorch's profiler, from microseconds of its clock to nanoseconds of ours."""
         start = round((event["ts"] - self._offset) * 1e3)
         return Interval(name=event["name"], start=start, end=start + round(event.get("dur", 0.0) * 1e3))
 
@@ -204,6 +205,7 @@ class StepProfiler:
         return found
 
     def _of_rank(self, folder: Path, rank: int) -> RankProfile:
+        """Write this rank's trace, and find its profile in it."""
         folder.mkdir(parents=True, exist_ok=True)
         file = trace_file(folder, rank)
         self._profiler.export_chrome_trace(str(file))

@@ -27,6 +27,11 @@ class Activations:
         self._directions: dict[int, Tensor] = {}
 
     def add(self, module: nn.Module, result: Any) -> None:
+        """Note one module's output: of each row its norm and its product with a fixed direction, both in float64.
+
+        Of long rows some thousand evenly spaced numbers are taken. Two outputs with the same norms and products are
+        the same for all that matters; which batch a row stood in plays no part.
+        """
         name = self._names.get(id(module))
         value = next((each for _, each in tensors_in(result) if each.is_floating_point() and each.dim() > 0), None)
         if name is None or value is None or not 0 < self._batch <= _MOST_ROWS or len(self._calls) >= _MOST_CALLS:
@@ -48,6 +53,7 @@ class Activations:
         )
 
     def _direction(self, numbers: int, device: torch.device) -> Tensor:
+        """A fixed vector without symmetry, the same in every process: [numbers] float64."""
         if numbers not in self._directions:
             steps = torch.arange(numbers, dtype=torch.float64, device=device)
             self._directions[numbers] = torch.cos(1.7 * steps + 0.3)

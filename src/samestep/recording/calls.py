@@ -55,6 +55,7 @@ def listen_to_modules(called: Callable[[Call, nn.Module, Any, Any], Any]) -> Cal
     call = nn.Module.__call__
 
     def through(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """nn.Module.__call__ while something listens; a compiler sees the plain call."""
         if torch.compiler.is_compiling():
             return call(module, *args, **kwargs)
         return called(call, module, args, kwargs)

@@ -84,6 +84,11 @@ def _usual_size(number: int, kind: str, run: Run, names: Sequence[str]) -> float
 
 
 def _apart(number: int, kind: str, name: str, alone: Run, split: Run, again: Run | None, usual: float) -> Apart:
+    """How far a tensor of the split run is from that of the run alone, relative to its norm.
+
+    `usual`, the usual size of a number of these tensors, keeps one near zero from counting as far apart. `noise` is
+    the same distance between two runs alone, where there was a second.
+    """
     known = alone.joined(number, kind, name)
     assert known is not None
     norm = known.value.norm().item()
@@ -115,6 +120,7 @@ def _apart(number: int, kind: str, name: str, alone: Run, split: Run, again: Run
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
+    """The norm of the difference; infinite where either has NaN."""
     value = (one - other).norm().item()
     return value if math.isfinite(value) else math.inf
 
@@ -129,6 +135,7 @@ def ratio_of(product: float, square: float, split_square: float) -> tuple[float,
 
 
 def _of_ranks(found: Joined, known: Tensor) -> list[tuple[float, float]]:
+    """For each rank's piece: by which factor it differs from the known one, and what the factor leaves."""
     numbers = []
     for _, place, value in found.pieces:
         piece = piece_of(known, place).reshape(-1)

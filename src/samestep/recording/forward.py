@@ -74,6 +74,7 @@ def _outputs(steps: Sequence[RankStep], keys: Sequence[str]) -> dict[tuple[str, 
 
 
 def _calls(forward: Mapping[str, Any]) -> list[tuple[tuple[str, int], Mapping[str, Any]]]:
+    """The noted calls of a forward, each with its module and the running number of that module's calls."""
     counted: dict[str, int] = {}
     calls = []
     for call in forward.get("activations", ()):

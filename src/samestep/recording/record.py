@@ -56,6 +56,7 @@ class Rank:
 
     @classmethod
     def read(cls, folder: Path) -> "Rank":
+        """What one rank left."""
         found = list(events(folder))
 
         def of(kind: str) -> list[Mapping[str, Any]]:
@@ -104,6 +105,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
+        """What all ranks left, in the order of their numbers."""
         places = sorted(folder.glob("rank-*/"), key=lambda place: int(place.name.removeprefix("rank-")))
         return cls(ranks=[Rank.read(place) for place in places])
 
@@ -183,6 +185,7 @@ def with_names_of(run: Run, other: Run) -> Run:
 
 
 def _by_ending(wanted: Sequence[str], known: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Pairs of names that are the same but for a prefix, such as "module."; without one that fits in two ways."""
     for name in wanted:
         same = [each for each in known if each == name or each.endswith(f".{name}") or name.endswith(f".{each}")]
         if len(same) == 1 or (same and name in same):

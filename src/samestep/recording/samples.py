@@ -79,6 +79,7 @@ def _hash(row: Tensor) -> str:
 
 
 def _counts(inputs: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many tokens count in a batch, by masks and labels: what an average over tokens divides by."""
     counts = {}
     for name, value in inputs.items():
         if value.dtype.is_floating_point or value.dtype.is_complex or value.dim() < 2:

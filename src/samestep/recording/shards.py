@@ -37,6 +37,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _inside(module: nn.Module) -> nn.Module | None:
+    """The user's module inside a wrapper (DDP, FSDP, DeepSpeed, ...); None for what is no wrapper."""
     for kind in type(module).__mro__:
         if kind.__name__ in _WRAPPERS and not kind.__module__.startswith("__main__"):
             found = module._modules.get(_WRAPPERS[kind.__name__])
@@ -74,6 +75,7 @@ class Part:
     stretch: tuple[int, int] | None = None  # of the rank's tensor, flattened; None: all of it
 
     def of(self, tensor: Tensor) -> Tensor:
+        """This rank's numbers of a parameter, or of a tensor of its shape such as its gradient."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         local = local.detach()
         return local if self.stretch is None else local.reshape(-1)[self.stretch[0] : self.stretch[1]]
@@ -98,6 +100,7 @@ def parts_of(roots: Mapping[str, nn.Module]) -> dict[int, list[Part]]:
 
 
 def _part(name: str, parameter: Tensor) -> Part:
+    """The part that a parameter is: all of it, or a DTensor's shard by its offsets."""
     if not isinstance(parameter, DTensor):
         return Part(name=name, shape=tuple(parameter.shape))
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

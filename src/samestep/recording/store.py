@@ -25,6 +25,7 @@ class Writer:
         self._tensors = (folder / TENSORS).open("wb")
 
     def event(self, kind: str, **values: Any) -> None:
+        """Tensors first: an event that names them must not be on disk before them."""
         self._tensors.flush()
         self._events.write(json.dumps({"event": kind, **values}) + "\n")
         self._events.flush()

@@ -5,4 +5,8 @@ Read in this order. `settings`: what the recorder is told. `runner`: the first l
 what `samestep.recording` has. `runs`: the script alone, alone once more with its rows in another order, and split;
 `follow`: alone on the split run's batches. `compare`: the first difference; `sampling`, `gradients` and `updates` say
 what a difference looks like, `kinds` in which words. `report`: the verdict in the terminal; `page`: as a page.
+
+Three runs make a verdict: the script alone in one process, alone once more with rows in another order (which shows
+what rounding does), and split over ranks as the user starts it. Nothing in the script is changed; what it calls of
+PyTorch is listened to.
 """

@@ -53,6 +53,7 @@ def iterations(folder: Path) -> dict[int, Iteration]:
 
 
 def _of_rank(folder: Path) -> dict[int, dict[str, Any]]:
+    """What a rank noted: by the number of an iteration its batches, whether it ended, whether it trained."""
     found: dict[int, dict[str, Any]] = {}
     for event in events(folder):
         kind, number = event["event"], event.get("iteration", -1)
@@ -92,6 +93,7 @@ class Batches:
         return _Noted(indices, lambda: self._begun(loader), self)
 
     def _begun(self, loader: Any) -> int:
+        """An iteration gives its first batch now: it gets the next number."""
         number, self._count = self._count, self._count + 1
         made = next((at for at, each in enumerate(self._samplers) if each is loader.batch_sampler), None)
         self._writer.event("iteration", iteration=number, size=_size(loader.dataset), made=made)
@@ -136,6 +138,7 @@ class _Noted:
         return self
 
     def __next__(self) -> Any:
+        """The next indices, noted, or those of the split run in their place."""
         if self.number is None:
             self.number = self._begun()
             self._indices = self._batches.instead(self.number, self._indices)
@@ -149,6 +152,7 @@ class _Noted:
 
 
 def _whole_numbers(indices: Any) -> Indices | None:
+    """Indices as whole numbers; None for those of a sampler that gives something else."""
     try:
         return [each.__index__() for each in indices]
     except (AttributeError, TypeError):
@@ -156,6 +160,7 @@ def _whole_numbers(indices: Any) -> Indices | None:
 
 
 def _size(dataset: Any) -> int | None:
+    """The data set's length; None for one without."""
     try:
         return len(dataset)
     except TypeError:

@@ -1,4 +1,10 @@
-"""Compare the records of a script alone, alone again, and split: the first difference, beside the noise."""
+"""Compare the records of a script alone, alone again, and split: the first difference, beside the noise.
+
+Order of looking, for the first step that differs: samples, initial weights, gradients, updates, buffers. Each is
+judged only where what comes before it is the same: with other samples gradients must differ, and say nothing. A
+difference counts from a multiple of the noise on, which a second run alone shows: same samples, rows in another
+order, so the same sums in another order of rounding.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,6 +68,7 @@ class Verdict:
         return self.finding is None
 
     def to_json(self) -> dict[str, Any]:
+        """Relative differences, and noise, of each step."""
         return {
             "same_step": self.same_step,
             "processes": self.processes,
@@ -204,6 +211,7 @@ class _Comparison:
     order: tuple[int, Finding] | None = None  # of the split run's samples: the first step with a fault, and which
 
     def verdict(self) -> Verdict:
+        """The first difference, if there is one, with the curve of all steps."""
         found = self._sampling()
         steps = min(self.alone.steps, self.split.steps)
         numbers: list[StepNumbers] = []
@@ -237,6 +245,7 @@ class _Comparison:
         )
 
     def _sampling(self) -> Sampling:
+        """Until which step the samples are the same, and what is wrong with them from there on."""
         found = sampling(self.alone, self.split, self.again, given=self.own is not None)
         if self.order is not None and found.mistake is None and self.order[0] < found.same:
             return Sampling(same=self.order[0], finding=self.order[1], seen=found.seen)
@@ -264,6 +273,7 @@ class _Comparison:
         return any(step.values["dropout"] for step in self.split.step(0))
 
     def _initial(self) -> Finding | None:
+        """What is wrong with the weights before the first step. Raises UserError for unseeded ones."""
         tensors = compare_tensors(0, "before", self.alone, self.split, self.again)
         limits = limits_of(tensors, self.alone.dtype())
         if tensors and max(each.noise for each in tensors) > 1e-3:
@@ -297,6 +307,7 @@ class _Comparison:
     def _judge(
         self, number: int, found: Mapping[str, Sequence[Apart]], limits: Mapping[str, Limits]
     ) -> Finding | None:
+        """What a step's gradients, update or buffers show; None where all is noise."""
         pair = StepPair(
             number=number,
             alone=self.alone.step(number),
@@ -347,6 +358,7 @@ class _Comparison:
         return len(self.split.ranks) > 1 and len(states) == 1 and self._drops()
 
     def _notes(self, found: Sampling) -> Iterator[Words]:
+        """What a reader should know of how the runs were made comparable."""
         if not found.seen:
             yield Words(
                 "no samples were seen: no model that is an nn.Module was called with tensors before the first step",
@@ -444,6 +456,7 @@ def losses_of(run: Run) -> list[float]:
 
 
 def _loss_apart(alone: Run, split: Run, number: int) -> float | None:
+    """The relative difference of the losses given to backward, averaged over ranks."""
     values = []
     for run in (alone, split):
         if number >= run.steps or not run.step(number)[0].losses:

@@ -1,4 +1,9 @@
-"""Gradients: what a difference of gradients looks like, where samples and weights were the same."""
+"""Gradients: what a difference of gradients looks like, where samples and weights were the same.
+
+Ratios tell the mistake: gradients that are the known ones times a constant are summed in place of averaged (the
+number of ranks), divided twice (its inverse), or weighed by counts of other ranks; what a constant doesn't explain
+(`rest`) comes from other samples, masks or missing messages.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -37,6 +42,7 @@ class StepPair:
         return max(len(step.losses) for step in self.split)
 
     def finding(self, kind: str, names: Sequence[str] | None = None, **facts: object) -> Finding:
+        """A finding of this step; with a module where some of the tensors depart and not all."""
         module = common_module(names) if names is not None and len(names) < len(self.tensors) else None
         return Finding(
             kind=kind, step=self.number + 1, what="gradient", relative=self.worst, module=module, facts=facts
@@ -229,6 +235,7 @@ def _weighted(whole: Sequence[tuple[float, Mapping[str, float]]]) -> float:
 
 
 def _by_count(parts: Sequence[tuple[float, Mapping[str, float]]], name: str) -> float:
+    """The mean of values weighted by one of their counts; 0 where nothing counts."""
     total = sum(counts[name] for _, counts in parts)
     return sum(value * counts[name] for value, counts in parts) / total if total else 0.0
 

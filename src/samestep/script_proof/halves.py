@@ -32,6 +32,7 @@ class Halves:
         self._batch = batch
 
     def called(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The call of the watched model, once in two halves; where it can't be joined, whole as it was."""
         if module is not self._model:
             return call(module, *args, **kwargs)
         self._model = None
@@ -60,6 +61,7 @@ def _of_rows(value: Any, batch: int, rows: slice) -> Any:
 
 
 def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """What two calls returned as one nest, tensors joined along their rows."""
     first = values[0]
     if isinstance(first, Tensor):
         if any(each.dim() == 0 or each.shape[0] != size for each, size in zip(values, sizes, strict=True)):

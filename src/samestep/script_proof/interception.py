@@ -1,4 +1,9 @@
-"""The functions of PyTorch and Accelerate that a recorder listens to: in the place of each, one that calls it."""
+"""The functions of PyTorch and Accelerate that a recorder listens to: in the place of each, one that calls it.
+
+A function is replaced where scripts find it, in its module and in those that have imported it already; modules that
+are not imported yet are changed when they are (`after_import`). Under torch.compile the originals run: a recorder
+inside of a graph would break it.
+"""
 
 import importlib.abc
 import importlib.machinery
@@ -55,6 +60,7 @@ def install(listener: Listener, *, dropout: bool) -> None:
 
 
 def _backward(listener: Listener) -> None:
+    """Tensor.backward calls this as well."""
     call = torch.autograd.backward
 
     @wraps(call)
@@ -65,6 +71,7 @@ def _backward(listener: Listener) -> None:
 
 
 def _clipping(listener: Listener) -> None:
+    """Clipping by norm and by value, from both of its places, and FSDP's own."""
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         call = getattr(clip_grad, name)
         for place in (clip_grad, nn.utils):
@@ -75,6 +82,8 @@ def _clipping(listener: Listener) -> None:
 
 
 def _clip(call: Call, listener: Listener) -> Call:
+    """A clip function that tells of its limit and its norm; "parameters" and the limit may come by keyword."""
+
     @wraps(call)
     def clip(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
         return listener.clip_called(call, parameters, limit, args, kwargs)
@@ -91,6 +100,7 @@ def _clip(call: Call, listener: Listener) -> Call:
 
 
 def _fsdp_clipping(module: ModuleType, listener: Listener) -> None:
+    """FSDP1 has a method of its own, whose norm is over all shards."""
     wrapper = module.FullyShardedDataParallel
     wrapper.clip_grad_norm_ = _clip(wrapper.clip_grad_norm_, listener)
 
@@ -104,6 +114,8 @@ def _losses(listener: Listener) -> None:
 
 
 def _of_classes(call: Call, listener: Listener) -> Call:
+    """A loss over classes, whose targets are counted with their weights."""
+
     @wraps(call)
     def counted(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and isinstance(target, Tensor) and not target.is_floating_point():
@@ -121,6 +133,8 @@ def _weights(target: Tensor, weight: Tensor | None, ignored: int) -> float:
 
 
 def _elementwise(call: Call, listener: Listener) -> Call:
+    """A loss over numbers, each of which counts."""
+
     @wraps(call)
     def counted(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and isinstance(target, Tensor):
@@ -134,6 +148,7 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 
 def _dropout(listener: Listener, *, kept: bool) -> None:
+    """Every dropout function, and attention's; kept or switched off."""
     for name in _DROPOUTS:
         setattr(F, name, _drop(getattr(F, name), listener, kept))
     attention = F.scaled_dot_product_attention
@@ -150,6 +165,8 @@ def _dropout(listener: Listener, *, kept: bool) -> None:
 
 
 def _drop(call: Call, listener: Listener, kept: bool) -> Call:
+    """A dropout function that tells that it was called, and drops nothing where it is off."""
+
     @wraps(call)
     def drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if training and p > 0:
@@ -160,6 +177,7 @@ def _drop(call: Call, listener: Listener, kept: bool) -> Call:
 
 
 def _loading(listener: Listener) -> None:
+    """A script that loads an optimizer's state goes on with a training."""
     call = torch.optim.Optimizer.load_state_dict
 
     @wraps(call)
@@ -174,6 +192,7 @@ _BATCH_SAMPLER = 4  # its place among a DataLoader's arguments
 
 
 def _batches(listener: Listener) -> None:
+    """DataLoader's iterator, whose batches are seen before the script gets them."""
     iterator = dataloader._BaseDataLoaderIter
     call = iterator.__next__
 
@@ -215,6 +234,7 @@ def _indices(listener: Listener) -> None:
 
 
 def _processes(listener: Listener) -> None:
+    """Processes that the script starts: the recorder isn't in them."""
     base = multiprocessing.process.BaseProcess
     call = base.start
 
@@ -236,6 +256,8 @@ def _messages(listener: Listener) -> None:
 
 
 def _told(call: Call, listener: Listener) -> Call:
+    """A collective that tells of a script's own calls, not of those that PyTorch or DeepSpeed make."""
+
     @wraps(call)
     def collective(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and not _caller(2).startswith(("torch.", "deepspeed.")):
@@ -250,6 +272,7 @@ def _caller(levels: int) -> str:
 
 
 def _gathering(module: ModuleType, listener: Listener) -> None:
+    """Accelerate's gather_for_metrics, which drops what filled the last batch up."""
     call = module.Accelerator.gather_for_metrics
 
     @wraps(call)
@@ -278,6 +301,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self._looking = False
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        """The module as it is found, with a loader that changes it once it has run."""
         if fullname != self._name or self._looking:
             return None
         self._looking = True

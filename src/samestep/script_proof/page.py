@@ -48,6 +48,7 @@ def page(verdict: Verdict, script: str) -> str:
 
 
 def _body(verdict: Verdict) -> str:
+    """The page's parts: the verdict, notes, both plots, the table."""
     parts = [paragraph(_told(verdict), "good" if verdict.same_step else "bad")]
     if verdict.notes:
         items = "".join(f"<li>{both(note)}</li>" for note in verdict.notes)
@@ -59,6 +60,7 @@ def _body(verdict: Verdict) -> str:
 
 
 def _told(verdict: Verdict) -> Words:
+    """The verdict in one sentence, in both languages."""
     finding = verdict.finding
     if finding is None:
         return _SAME.format(steps=verdict.steps)
@@ -72,6 +74,7 @@ def _told(verdict: Verdict) -> Words:
 
 
 def _table(curve: Sequence[StepNumbers]) -> str:
+    """The numbers of each step."""
     columns = [
         (Words("step", "步"), ""),
         (Words("loss", "损失"), ""),
@@ -107,6 +110,7 @@ _LINES = (
 
 
 def _curve(curve: Sequence[StepNumbers], language: int) -> go.Figure:
+    """Differences and noise over steps, on a logarithmic axis."""
     figure = go.Figure(layout=layout(420))
     for name, title, color, dash in _LINES:
         figure.add_scatter(
@@ -122,6 +126,7 @@ def _curve(curve: Sequence[StepNumbers], language: int) -> go.Figure:
 
 
 def _modules(curve: Sequence[StepNumbers], language: int) -> go.Figure:
+    """Differences of gradients by module and step: powers of ten."""
     names = list(dict.fromkeys(name for each in curve for name in each.modules))
     figure = go.Figure(layout=layout(160 + 22 * len(names)))
     figure.add_heatmap(

@@ -69,6 +69,7 @@ class Recorder:
     # Forward
 
     def module_called(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A module's forward: noted if it is the outermost of the script's own thread, outside of backward."""
         if self._in_backward or self._stepping_without_closure() or threading.get_ident() != self._thread:
             return call(module, *args, **kwargs)
         if self._settings.variant == "halves":
@@ -79,6 +80,7 @@ class Recorder:
         return self._halves.called(call, module, args, kwargs)
 
     def _halved(self) -> None:
+        """Note once that a forward ran in two halves."""
         if not self._moved:
             self._moved = True
             self._writer.event("halved")
@@ -116,6 +118,7 @@ class Recorder:
         return True
 
     def _leave(self, result: Any) -> None:
+        """A forward has ended: what it returned is watched for, what its modules made is noted."""
         self._made = [each for each in self._made if each() is not None]
         self._made += [weakref.ref(value) for _, value in tensors_in(result)]
         activations = self._calls.take_activations()
@@ -173,6 +176,7 @@ class Recorder:
         return self._batches.iterator_made(indices, loader)
 
     def batch_seen(self, indices: Any, batch: Any) -> Any:
+        """A DataLoader's batch on its way to the script, whose rows one variant turns round."""
         self._seen += 1
         self._batches.given(indices)
         return reversed_rows(batch) if self._settings.variant == "reversed" else batch
@@ -182,6 +186,7 @@ class Recorder:
             self._step.dropout = True
 
     def targets_seen(self, count: float) -> None:
+        """So many targets count in a loss: what its mean divides by."""
         if not self._in_backward and torch.is_grad_enabled():
             self._step.targets += count
 
@@ -193,6 +198,7 @@ class Recorder:
     # Backward and clipping
 
     def backward_called(self, call: Call, tensors: Any, args: Any, kwargs: Any) -> Any:
+        """A backward: its losses and the targets since the last one."""
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         values = [_number(each) for each in given]
         step = self._step
@@ -205,6 +211,7 @@ class Recorder:
             self._in_backward = False
 
     def clip_called(self, call: Call, parameters: Any, limit: Any, args: Any, kwargs: Any) -> Any:
+        """A clip: the norm before it, and the limit."""
         norm = call(parameters, limit, *args, **kwargs)
         told = isinstance(norm, Tensor) and not isinstance(norm, DTensor)  # a rank alone can't add a DTensor up
         self._step.clips.append(
@@ -215,6 +222,7 @@ class Recorder:
     # The optimizer
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """An optimizer's step begins: gradients are noted before it changes them. Inner steps don't count."""
         self._stepping.append(optimizer)
         if len(self._stepping) > 1:
             return None
@@ -246,6 +254,7 @@ class Recorder:
         return (*args[:1], noted, *args[2:]), kwargs
 
     def _note_gradients(self, optimizer: Any) -> None:
+        """Gradients, before the first step also weights, and the groups' settings."""
         step, number = self._step, self._number(optimizer)
         step.parts = shards.parts_of(self._named())
         step.groups = [self._group(number, group, at) for at, group in enumerate(optimizer.param_groups)]
@@ -261,6 +270,7 @@ class Recorder:
                     self._add("gradient", part, parameter.grad)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """A step has ended: weights and buffers, one event. Raises Stopped after the last step that was asked for."""
         self._stepping.pop()
         if self._stepping:
             return
@@ -292,6 +302,7 @@ class Recorder:
         return (self._counts[0] if self._counts else 0) % self._settings.every == 0
 
     def _parameters(self, optimizer: Any) -> Iterator[tuple[Tensor, list[shards.Part]]]:
+        """The optimizer's parameters, each with the parts of the user's parameters that it holds."""
         number = self._number(optimizer)
         for at, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
@@ -304,6 +315,7 @@ class Recorder:
         return known if known is not None else [shards.Part(name=name, shape=tuple(parameter.shape))]
 
     def _group(self, number: int, group: Mapping[str, Any], at: int) -> dict[str, Any]:
+        """The names in a group and its settings."""
         names = [
             part.name
             for place, parameter in enumerate(group["params"])
@@ -312,6 +324,7 @@ class Recorder:
         return {"names": names, "options": dict(_options(group))}
 
     def _add(self, kind: str, part: shards.Part, tensor: Tensor) -> None:
+        """Note a tensor's values, with where they belong in the whole."""
         if self._settings.modules is not None and not fnmatch.fnmatch(part.name, self._settings.modules):
             return
         assert self._step.tensors is not None
@@ -340,6 +353,7 @@ class Recorder:
         self._processes += 1
 
     def gathered(self, given: Any, kept: Any) -> None:
+        """Rows before and after what filled the last batch up was dropped."""
         sizes = [
             next((value.shape[0] for _, value in tensors_in(each) if value.dim() > 0), None) for each in (given, kept)
         ]
@@ -361,6 +375,7 @@ class _Noted:
         self.in_closure = False
 
     def to_json(self) -> dict[str, Any]:
+        """The step as its event has it."""
         return {
             "forwards": self.forwards,
             "losses": self.losses,
@@ -372,6 +387,7 @@ class _Noted:
 
 
 def _number(tensor: Tensor) -> float:
+    """The sum of a tensor's own values, in float64."""
     value = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return value.detach().double().sum().item()
 
@@ -396,6 +412,7 @@ def reversed_rows(value: Any) -> Any:
 
 
 def _flipped(value: Any) -> Any:
+    """A nest with the rows of every tensor in the opposite order."""
     if isinstance(value, Tensor):
         return value.flip(0) if value.dim() > 0 else value
     if isinstance(value, dict):

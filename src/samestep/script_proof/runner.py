@@ -47,6 +47,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _prepare(settings: RecordSettings) -> None:
+    """Default dtype and seeds, as the proof asks for them."""
     if settings.dtype is not None:
         torch.set_default_dtype(getattr(torch, settings.dtype))
     if settings.seed is not None:

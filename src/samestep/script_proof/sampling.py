@@ -1,4 +1,8 @@
-"""Samples: whether the split run trains in each step on those of the run alone, and what it looks like where not."""
+"""Samples: whether the split run trains in each step on those of the run alone, and what it looks like where not.
+
+Rows are compared as multisets of hashes: of a step, over all its forwards and ranks. So neither the order of rows nor
+how they are cut into batches plays a part. Ranks that share samples (tensor or pipeline parallel) count once.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,6 +74,7 @@ def keys_of(alone: Run, split: Run) -> Keys | None:
 
 
 def _first_inputs(run: Run) -> dict[str, list[str]]:
+    """The hashes of the first step's rows, by the name of the input."""
     found: dict[str, list[str]] = {}
     for step in run.step(0):
         for forward in step.forwards:
@@ -102,12 +107,14 @@ def _each_once(rows: Rows, sharers: int) -> Rows:
 
 
 def _of_rank(run: Run, rank: int, number: int, keys: Sequence[str]) -> Rows:
+    """The rows of one rank in one step, with how often each came."""
     return Counter(
         row for forward in run.ranks[rank].steps[number].forwards for row in rows_of_forward(forward, keys)
     )
 
 
 def _rows(run: Run, number: int, keys: Sequence[str]) -> Rows:
+    """The rows of all ranks in one step, those of ranks that share samples once."""
     total: Rows = Counter()
     for rank in range(len(run.ranks)):
         total += _of_rank(run, rank, number, keys)
@@ -115,6 +122,7 @@ def _rows(run: Run, number: int, keys: Sequence[str]) -> Rows:
 
 
 def _drawn_anew(mine: Sequence[Rows], repeated: Sequence[Rows]) -> str | None:
+    """What to tell where two runs alone have no sample in common: unseeded draws."""
     pairs = list(zip(mine, repeated, strict=False))
     if any(a != b for a, b in pairs) and pairs and not pairs[0][0] & pairs[0][1]:
         return (
@@ -125,6 +133,7 @@ def _drawn_anew(mine: Sequence[Rows], repeated: Sequence[Rows]) -> str | None:
 
 
 def _samples(kind: str, number: int, count: int, of: Rows, **facts: Any) -> Finding:
+    """A finding about `count` samples of those in `of`."""
     return Finding(
         kind=kind,
         step=number + 1,
@@ -184,6 +193,7 @@ def _hint(mine: Sequence[Rows], theirs: Sequence[Rows]) -> str:
 
 
 def _same_on_ranks(split: Run, number: int, keys: Keys, theirs: Sequence[Rows]) -> Finding | None:
+    """The finding that all ranks train on the same samples: no sampler shares them out."""
     ranks = [_of_rank(split, rank, number, keys.split) for rank in range(len(split.ranks))]
     if len(ranks) <= _sharers(split) or not ranks[0] or any(rank != ranks[0] for rank in ranks):
         return None
@@ -228,6 +238,7 @@ def _epoch(rows: Sequence[Rows]) -> int | None:
 
 
 def _epoch_again(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
+    """The finding that each epoch has the order of the one before: set_epoch isn't called."""
     length = _epoch(theirs)
     if length is None or number < length or not theirs[number]:
         return None

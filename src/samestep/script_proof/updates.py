@@ -40,6 +40,7 @@ def _rank_0_agrees(alone: Run, split: Run, name: str) -> bool:
 
 
 def _weights(kind: str, tensors: Sequence[Apart], names: Sequence[str], relative: float) -> Finding:
+    """A finding about initial weights, with the module if it is one alone."""
     module = common_module(names) if len(names) < len(tensors) else None
     return Finding(kind=kind, step=0, what="initial weights", relative=relative, module=module)
 
@@ -97,6 +98,7 @@ def _settings(steps: Sequence[RankStep]) -> dict[str, Mapping[str, Any]]:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """Whether two settings are the same, up to rounding of numbers."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
@@ -105,6 +107,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _relative(a: Any, b: Any) -> float:
+    """The relative difference of two settings; 1 for what are no numbers."""
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return abs(a - b) / max(abs(a), abs(b), 1e-300)
     return 1.0
@@ -113,6 +116,7 @@ def _relative(a: Any, b: Any) -> float:
 def _setting(
     kind: str, number: int, names: Sequence[str], known: Mapping[str, Any], relative: float, **facts: Any
 ) -> Finding:
+    """A finding about an optimizer's setting."""
     module = common_module(names) if len(names) < len(known) else None
     what = "learning rate" if kind in ("schedule-steps", "learning-rate", "learning-rate-scaled") else "optimizer"
     return Finding(kind=kind, step=number + 1, what=what, relative=relative, module=module, facts=facts)
@@ -194,6 +198,7 @@ def _continued(split: Run) -> int | None:
 def _parameters(
     kind: str, number: int, tensors: Sequence[Apart], departing: Sequence[Apart], relative: float
 ) -> Finding:
+    """A finding about parameters after a step."""
     names = [each.name for each in departing]
     module = common_module(names) if len(names) < len(tensors) else None
     return Finding(kind=kind, step=number + 1, what="parameters", relative=relative, module=module)

@@ -254,6 +254,7 @@ def missing_sample(samples: Any, index: int, error: Exception) -> str:
 
 
 def _length(samples: Any, what: str) -> int:
+    """How many samples there are. Raises UserError for what can't be indexed by number."""
     from torch.utils.data import DataLoader, IterableDataset
 
     kind = type(samples).__name__

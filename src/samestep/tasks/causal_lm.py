@@ -69,6 +69,7 @@ class DecoderModel:
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "DecoderModel":
+        """Each key-value head must serve as many query heads as every other one."""
         check_heads(self.hidden, self.heads)
         if self.key_value_heads and self.heads % self.key_value_heads:
             fitting = [str(count) for count in range(1, self.heads + 1) if self.heads % count == 0]
@@ -334,6 +335,7 @@ class CausalLM(Task):
         return self._tokenizer.tokenizer.decode(written)
 
     def shape(self) -> ModelShape:
+        """What layouts must divide."""
         config = self._config
         return ModelShape(
             heads=config.num_attention_heads,
@@ -343,10 +345,12 @@ class CausalLM(Task):
         )
 
     def work(self) -> Work:
+        """Tokens of a sample, and FLOPs of its forward and backward."""
         length = self._data.length
         return Work(tokens=length, flops=flops(self._model, self._config, length))
 
     def pretrained(self) -> Pretrained:
+        """What a Hugging Face folder needs beside the weights."""
         from transformers import AutoModelForCausalLM
 
         config = deepcopy(self._config)
@@ -403,6 +407,7 @@ class CausalLM(Task):
         return self._blocks(self._text.held_out) if self._text.held_out else None
 
     def _blocks(self, documents: Sequence[str]) -> TokenBlocks:
+        """The documents as one stream of tokens, cut into blocks."""
         stream = cache.stream(documents, self._tokenizer, self._cache)
         return TokenBlocks(stream, length=self._data.length, padding=self._padding)
 

@@ -76,6 +76,7 @@ class HuggingFace(Task):
                 _check_rows(rows, where, facts)
 
     def model(self) -> nn.Module:
+        """A copy of the model that was given, or a new one of the function."""
         model = copied(self._model) if isinstance(self._model, nn.Module) else self._model()
         return model if (contrast := self._facts.contrast) is None else contrast.follow(model)
 
@@ -188,6 +189,7 @@ class HuggingFace(Task):
         return found, labels, labels >= 0 if terms is None else labels != terms.ignored
 
     def _collated(self, samples: Sequence[Any]) -> Mapping[str, Any]:
+        """A batch as the collator gives it. Raises UserError for what is no mapping of tensors."""
         rows = [dict(row) if isinstance(row, Mapping) else row for row in samples]  # some collators change them
         collated = _stacked(rows) if self._collator is None else self._collator(rows)
         if not isinstance(collated, Mapping):
@@ -243,6 +245,7 @@ def _check_rows(rows: list[Any], where: str, facts: ModelFacts) -> None:
 
 
 def _check_model(model: Any) -> None:
+    """Raise UserError for what is neither a module nor a function that builds one."""
     if isinstance(model, nn.Module):
         return
     if not callable(model):
@@ -263,6 +266,7 @@ def _check_model(model: Any) -> None:
 
 
 def _check_data(data: Any, where: str) -> None:
+    """Raise UserError for data without numbered samples."""
     if isinstance(data, DataLoader):
         raise UserError(
             f"{where}: a DataLoader has batches in an order of its own; use {where}loader.dataset, "

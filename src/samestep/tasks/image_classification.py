@@ -77,6 +77,7 @@ class ResNet18(nn.Module):
         self._initialise()
 
     def forward(self, images: Tensor) -> Tensor:
+        """[batch, channels, height, width] -> [batch, classes]."""
         features = self.blocks(self.stem(images))  # [batch, 8 width, size / 8, size / 8]
         return self.head(features.mean(dim=(2, 3)))
 
@@ -281,6 +282,7 @@ def _shape(every: list[NDArray[np.uint8]], size: int | None) -> tuple[int, ...]:
 
 
 def _image_set(side: LabelledImages, color: str, size: int | None, shape: tuple[int, ...]) -> ImageSet:
+    """Images as one array [samples, channels, height, width] uint8, with their classes."""
     channels = 1 if color == "grey" else 3
     pixels = np.empty((len(side.labels), *shape, channels), dtype=np.uint8)
     for index, image in enumerate(side.pixels):

@@ -67,6 +67,7 @@ class Nearest:
         self._known.append((second, first) if self._turned else (first, second))
 
     def compute(self) -> Tensor:
+        """The share of rows whose nearest among all others' rows is their own."""
         if not self._known:
             return torch.tensor(math.nan)
         wanted, among = (torch.cat(parts).double() for parts in zip(*self._known, strict=True))
@@ -83,6 +84,7 @@ class OfConfusion:
         self._matrix = torch.zeros(classes, classes, dtype=torch.int64)  # [true class, predicted class]
 
     def update(self, probabilities: Tensor, truth: Tensor) -> None:
+        """Count pairs of truth and prediction: [classes, classes]."""
         pairs = truth * self._classes + probabilities.argmax(dim=1)
         found = torch.bincount(pairs, minlength=self._classes**2)
         self._matrix = self._matrix + found.reshape(self._classes, self._classes)

@@ -27,6 +27,7 @@ class ModelFacts:
     contrast: Contrast | None = None  # the loss that compares the samples of a batch, where it is such a one
 
     def takes(self, key: str) -> bool:
+        """Whether the model's forward takes an input of this name."""
         if self.contrast is not None and key == RETURN_LOSS:
             return False  # it would be of the samples of one call
         return self.accepted is None or key in self.accepted
@@ -95,6 +96,7 @@ def model_facts(
 def _tried(
     model: nn.Module, inputs: Mapping[str, Any], labels: Sequence[str], count: Any
 ) -> tuple[Terms | None, int | None, Contrast | None]:
+    """Over what a model's own loss is a mean, how many classes it has, or that it is contrastive."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     inputs = {
         key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -129,6 +131,7 @@ def same_tensors(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 
 def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """A model, given or built. Raises UserError for one without values or parameters."""
     built = model if isinstance(model, nn.Module) else model()
     if not isinstance(built, nn.Module):
         raise UserError(f"model= gave a {type(built).__name__}; use a function that returns an nn.Module")

@@ -207,6 +207,7 @@ def _has_samples(value: Any) -> bool:
 
 
 def _has_mask(inputs: Inputs) -> bool:
+    """Whether padding is marked by an attention mask [samples, tokens]."""
     mask = inputs.get("attention_mask")
     return isinstance(mask, Tensor) and mask.ndim == 2 and not mask.is_floating_point()
 

@@ -47,6 +47,7 @@ def resolve(recipe: Recipe) -> Task:
 
 
 def _find_class(name: str) -> type[Task]:
+    """The class that `recipe.task` names. Raises UserError for none, or for one with methods missing."""
     if name in TASKS:
         module_name, _, class_name = TASKS[name].partition(":")
         return getattr(importlib.import_module(module_name), class_name)
@@ -148,6 +149,7 @@ def arguments_of(task_class: type[Task], recipe: Recipe) -> dict[str, Any]:
 
 
 def hints_of(function: Any) -> dict[str, Any]:
+    """Types of a function's arguments; none where they can't be resolved."""
     if function is object.__init__:
         return {}
     try:

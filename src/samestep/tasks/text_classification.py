@@ -178,6 +178,7 @@ class TextData:
 
     @model_validator(mode="after")
     def _labels_are_classes(self) -> "TextData":
+        """At least two names, each once."""
         names = self.labels or ()
         if self.labels is not None and len(names) < 2:
             raise ValueError(f"labels has {len(names)} of the two or more classes that are needed")

@@ -80,6 +80,9 @@ def facts_of(model: nn.Module, recipe: Recipe | None = None) -> AdapterFacts | N
 
 
 def _chosen(model: nn.Module, spec: LoRA) -> _Choice:
+    """Which layers get an adapter, and which modules are trained whole. Raises UserError for patterns without a
+    match.
+    """
     if adapted_layers(model) or facts_of(model) is not None:
         raise UserError(
             "recipe.adapter is given, and the task's model has adapters already; use one of them, and leave "
@@ -123,6 +126,7 @@ def _usual(model: nn.Module, able: Mapping[str, nn.Module]) -> Mapping[str, nn.M
 
 
 def _fitting(model: nn.Module, patterns: Sequence[str], able: Mapping[str, nn.Module]) -> Mapping[str, nn.Module]:
+    """The layers that patterns name; each must name at least one."""
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
         fitting = {name: module for name, module in able.items() if _fits(name, pattern)}
@@ -147,6 +151,7 @@ def _why_none(model: nn.Module, pattern: str, able: Mapping[str, nn.Module]) -> 
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that patterns name, the model itself left out."""
     for name, module in model.named_modules():
         if name and any(_fits(name, pattern) for pattern in patterns):
             yield name, module

@@ -149,12 +149,14 @@ def _built(recipe: Recipe, task: Task, samples: Samples, device: torch.device) -
 
 
 def _on(nest: Any, device: torch.device) -> Any:
+    """A nest of inputs on a device."""
     # Tokenizers give mappings of their own, which are not nests to PyTorch.
     nest = dict(nest) if isinstance(nest, Mapping) else nest
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), nest)
 
 
 def _first_step(model: nn.Module, task: Task, batch: Batch) -> FirstStep:
+    """Loss, gradients and their norm of one batch, by PyTorch alone: nothing of samestep touches the model."""
     model.zero_grad()
     loss = of_whole_batch(task.loss)
     if task.loss_weights:

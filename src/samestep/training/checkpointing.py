@@ -68,6 +68,7 @@ class MemoryCopies:
         self._unless_full(self._saver.wait)
 
     def _unless_full(self, act: Callable[[], None]) -> None:
+        """Do it, or end the copies with a warning where memory is full: a training needs none."""
         try:
             act()
         except CheckpointError as error:  # the same on all ranks
@@ -128,6 +129,7 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Wait for what is being written, unless this rank failed."""
         # Other ranks may be gone where this one failed; a checkpoint that isn't complete stays none.
         if self._settings is not None and error is None:
             self._saver.wait()
@@ -154,6 +156,10 @@ class Checkpoints:
         return step
 
     def _resumed(self, resume: str) -> int:
+        """The step to go on after, with the state loaded; 0 to begin.
+
+        The newest of disk and memory. Raises CheckpointError where `run.checkpoint.resume` names a place without one.
+        """
         if resume == "never":
             return 0
         place = self._folder if resume == "auto" else Path(resume)
@@ -201,6 +207,7 @@ class Checkpoints:
         self._every.saved(done)
 
     def _save_into(self, saver: Saver, done: int, metrics: Mapping[str, float]) -> None:
+        """Save to disk, or to a copy in memory; every rank calls."""
         save_state(
             self._trainer,
             saver,
@@ -232,6 +239,7 @@ class Checkpoints:
         return self._saver.waited_seconds + (self._memory.waited_seconds if self._memory is not None else 0.0)
 
     def _keep_some(self, path: Path, info: Info) -> None:
+        """Remove old checkpoints but the newest `keep` and the best, once a new one is complete."""
         settings = self._settings
         assert settings is not None
         best = None
@@ -266,6 +274,7 @@ class _Every:
         self._look: int | None = None
 
     def due(self, done: int) -> bool:
+        """Whether to save after `done` steps; the same answer on every rank, also where it is by seconds."""
         if self._seconds is None:
             return self._steps is not None and done % self._steps == 0
         if self._began is None:
@@ -276,11 +285,16 @@ class _Every:
         return done == self._next
 
     def saved(self, done: int) -> None:
+        """A checkpoint was saved: seconds count from here."""
         if self._seconds is not None and self._began is not None:
             self._agree(done)
             self._began = done, time.monotonic()
 
     def _agree(self, done: int) -> None:
+        """Choose the next step to save after: rank 0's, from how long a step has taken (seconds a step) so far.
+
+        Clocks of ranks differ, and a rank that saved a step earlier than the others would wait for them for ever.
+        """
         assert self._began is not None
         assert self._seconds is not None
         step, then = self._began

@@ -61,6 +61,7 @@ class EarlyStopper:
         return self.stopped(metrics)
 
     def _is_better(self, value: float, spec: EarlyStop) -> bool:
+        """Whether a value improves on the best by more than `min_delta`; NaN never does."""
         if math.isnan(value):
             return False
         sign = -1 if spec.mode == "lowest" else 1
@@ -104,6 +105,7 @@ def check_number(spec: EarlyStop, metrics: Mapping[str, Any]) -> None:
 
 
 def _check_name(metric: str, known: Mapping[str, Any]) -> None:
+    """Raise UserError for a metric that the evaluation doesn't give."""
     if metric not in known:
         names = ", ".join(known) or "a task with metrics()"
         raise UserError(f"recipe.early_stop.metric is {metric}, which the evaluation does not give; use {names}")

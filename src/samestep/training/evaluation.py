@@ -1,4 +1,9 @@
-"""Evaluation: every held-out sample once over all ranks, and metrics that are exactly those of one process."""
+"""Evaluation: every held-out sample once over all ranks, and metrics that are exactly those of one process.
+
+Chunks are of `evaluation.batch` samples whatever the number of ranks, so each chunk's outputs are the same for every
+layout; chunk k goes to data rank k modulo their number, and ranks without one compute a lent chunk. Predictions are
+exchanged, and every rank updates its metrics with those of all chunks in the order of the data set.
+"""
 
 import copy
 import sys

@@ -1,4 +1,9 @@
-"""A whole training on one rank: build, step, evaluate, record."""
+"""A whole training on one rank: build, step, evaluate, record.
+
+`Training` builds the pieces once: task, loaders, model, session, optimizer. `build_model` seeds PyTorch before the
+task's `model()`, so every rank draws the same initial weights, also those that it won't hold
+(`parallel.deferred_init`).
+"""
 
 import sys
 import time
@@ -144,6 +149,7 @@ class Training:
         )
 
     def _optimizer_of(self, model: nn.Module) -> OptimizerOf:
+        """What makes the optimizer, once the model is spread and its parameters are this rank's."""
         if not self.turns:
             return OptimizerPlan(self.recipe, model, fused=self._fused)
         return partial(optimizer_of_turns, self.recipe, model, self.turns)
@@ -201,6 +207,7 @@ class Training:
         return partial(trainer.step_in_turns, batch, StepTurns(turns))
 
     def _passed_over(self) -> StepReport:
+        """The report of a step that was left out: no loss, no norm, and the rate that it would have had."""
         trainer = self.session.trainer
         assert isinstance(trainer, Skipping)  # by the engine's abilities, which were checked
         nothing = torch.tensor(float("nan"), dtype=torch.float64)
@@ -246,6 +253,7 @@ def build_model(task: Task, recipe: Recipe, *, recorded: bool = False) -> Initia
     """
 
     def make() -> torch.nn.Module:
+        """One seed for all ranks: the construction draws the same numbers everywhere."""
         torch.manual_seed(recipe.seed)
         model = task.model()
         check_model(model, "model()")
@@ -351,6 +359,7 @@ def _profile(training: Training, job: Job, folder: Path) -> Profile | None:
 
 
 def _prepare(training: Training, job: Job, supervision: RankSupervision) -> None:
+    """Settings of the trainer, and the first report to the watchdog."""
     trainer = training.session.trainer
     if isinstance(trainer, Skipping):
         trainer.skips_nonfinite = job.run.on_nonfinite == "skip"

@@ -2,6 +2,10 @@
 
 A step's values are read from the device while the next step is computed (`Readout`, `StepLog`). A training goes back
 to its last checkpoint when a loss is not finite, and leaves that batch out.
+
+Order within a turn of the loop, the same on every rank: take step k, queue the copy of its values, log step k - 1,
+evaluate and save where that is due, see whether a signal has come. Evaluations, checkpoints and stops come after the
+same step on all ranks: a rank that left the loop alone would leave the others in the next step's collectives.
 """
 
 import time
@@ -135,6 +139,7 @@ def take_all_steps(
     steps = training.steps(measured=training.measured_step, supervision=supervision, left_out=log.left_out)
     for batch, report in steps:
         # Log the step before, while the device computes this one.
+        # Before `flush`: the copy is then in the device's queue right behind the step, and not behind the next one.
         reading = Readout(report)
         log.flush()
         now = time.perf_counter()

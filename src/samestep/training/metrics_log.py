@@ -39,6 +39,7 @@ class _Shared(io.TextIOBase):
         self._file = path.open("w", encoding="utf-8")
 
     def write(self, text: str) -> int:
+        """Begin the file anew where it has grown large: only its last state is looked at."""
         if self._file.tell() > self._MOST:
             self._file.seek(0)
             self._file.truncate()
@@ -138,6 +139,7 @@ class Tally:
         self._samples: list[int] = []
 
     def add(self, batch: StepBatch) -> None:
+        """Count a step's samples of this rank, in the first epoch."""
         if batch.epoch == 0:
             self._samples.append(batch.local_samples)
 
@@ -162,6 +164,7 @@ def _product(samples: Sequence[int], ranks: int) -> str:
 
 
 def _sum(samples: Sequence[int]) -> str:
+    """A line such as "12 steps of 8 or 7 samples = 95"."""
     sizes = sorted(set(samples), reverse=True)
     return f"{len(samples)} steps of {' or '.join(map(str, sizes))} samples = {sum(samples):,}"
 
@@ -197,18 +200,21 @@ class Records:
                 file.close()
 
     def step(self, values: Mapping[str, Any]) -> None:
+        """One line of metrics.jsonl and TensorBoard's points; on rank 0."""
         if self._steps is not None:
             self._steps.write(json.dumps(without_nonfinite(dict(values))) + "\n")
         terms = {f"train/losses/{name}": value for name, value in values.get("losses", {}).items()}
         self._draw(values["step"], {f"train/{name}": values[name] for name in ("loss", "grad_norm", "lr")} | terms)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One line of evaluations, with the numbers among the metrics."""
         numbers = scalars(metrics)
         if self._evaluations is not None:
             self._evaluations.write(json.dumps(without_nonfinite({"step": step, **numbers})) + "\n")
         self._draw(step, {f"evaluation/{name}": value for name, value in numbers.items()})
 
     def _draw(self, step: int, values: Mapping[str, float]) -> None:
+        """TensorBoard's points, of finite values alone."""
         if self._board is not None:
             self._board.draw(step, {name: value for name, value in values.items() if math.isfinite(value)})
 

@@ -127,6 +127,7 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def _digest(value: Any) -> str:
+    """A hash of any nest of numbers, tensors and names, the same in every process."""
     found = hashlib.sha256()
     _add(found, value)
     return found.hexdigest()

@@ -52,6 +52,7 @@ def takes(spec: NamedOptimizer, argument: str, where: str) -> bool:
 def _made(
     function: Callable[..., Any], arguments: dict[str, Any], where: str, shown: str, groups: Sequence[dict[str, Any]]
 ) -> Optimizer:
+    """Make it. Raises UserError for what it raises, for what is no optimizer, and for groups without a rate."""
     try:
         made = function(list(groups), **arguments)
     except UserError:
@@ -71,6 +72,7 @@ def _made(
 
 
 def _is_rate(value: Any) -> bool:
+    """Whether a value can be a learning rate."""
     try:
         return not isinstance(value, bool) and float(value) >= 0
     except (TypeError, ValueError):
@@ -82,6 +84,7 @@ def _shown(spec: NamedOptimizer) -> str:
 
 
 def _find(name: Any, where: str) -> Callable[..., Any]:
+    """A class or function by "package.name", "package:name" or "file.py:name"."""
     if not isinstance(name, str):
         return name
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
@@ -106,6 +109,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The named parameters of a callable; none where Python can't tell."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # written in another language than Python

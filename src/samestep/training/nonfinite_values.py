@@ -93,6 +93,8 @@ def watched(model: nn.Module | None) -> Iterator[list[str]]:
     found: list[str] = []
 
     def watch(name: str) -> Any:
+        """A hook that notes the first parameter whose gradient has a value that isn't finite."""
+
         def note(parameter: Tensor) -> None:
             gradient = parameter.grad
             if not found and gradient is not None and not torch.isfinite(gradient).all():

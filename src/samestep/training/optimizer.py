@@ -1,6 +1,10 @@
 """Optimizers and learning-rate schedules from a recipe: which optimizer steps which parameters with which settings.
 
 Planned once of the whole model, by names, so that ranks which hold other parts of it come to the same groups.
+
+Names are those of the whole model, and patterns are matched against them before it is spread (`_planned`), so that a
+rank with a stage, an expert or a shard puts its parameters into the very groups of one process. A parameter belongs
+to the first group that matches it.
 """
 
 import math
@@ -53,6 +57,7 @@ def _plain(spec: "Spec") -> TypeGuard[AdamW | SGD]:
 
 
 def _adamw(spec: AdamW) -> Callable[..., Optimizer]:
+    """What makes AdamW, with its averages in full, in bf16 or in 8 bits."""
     adamw = partial(torch.optim.AdamW, lr=spec.lr, betas=spec.betas, eps=spec.eps)
     return adamw if spec.state == "full" else partial(RoundedState, kind=adamw, state=spec.state, lr=spec.lr)
 
@@ -149,6 +154,11 @@ class OptimizerPlan:
             self._check(part)
 
     def _planned(self, recipe: Recipe, model: nn.Module) -> list[_Part]:
+        """Which optimizers there are, and which sections of parameters each steps.
+
+        A part is one optimizer; groups that name the same one share it. Those that no group matches go to the
+        recipe's own.
+        """
         taken: dict[str, int] = {}
         every_name: dict[str, list[str]] = {}
         first = {parameter: name for name, parameter in model.named_parameters()}
@@ -203,6 +213,7 @@ class OptimizerPlan:
         return [self._member(part, held) for part in self._parts]
 
     def _member(self, part: _Part, held: Mapping[str, list[nn.Parameter]]) -> Member:
+        """One optimizer of several; without parameters on this rank it has no optimizer, but its shapes."""
         make: Make
         if isinstance(part.spec, NamedOptimizer):
             make = maker_of(part.spec, part.where)
@@ -232,6 +243,7 @@ class OptimizerPlan:
         return float(made.param_groups[0]["lr"])
 
     def _groups(self, part: _Part, held: Mapping[str, list[nn.Parameter]]) -> list[dict[str, Any]]:
+        """The groups of this rank's parameters, split by kind (dtype, device), empty ones left out."""
         groups = [
             {"params": [p for name in group["names"] for p in held.get(name, ())], **group["settings"]}
             for group in self._split(part)
@@ -310,6 +322,7 @@ def _part(spec: Spec, where: str, names: Sequence[str]) -> _Part:
 
 
 def _settings(group: Group) -> dict[str, Any]:
+    """What a group changes: its rate, its schedule."""
     settings: dict[str, Any] = {} if group.lr is None else {"lr": group.lr}
     return settings if group.schedule is None else {**settings, SCHEDULE: group.schedule}
 
@@ -323,6 +336,7 @@ def _ndim(model: nn.Module, name: str) -> int:
 
 
 def _matches(group: Group, names: Sequence[str], ndim: int) -> bool:
+    """Whether a group's patterns match one of a parameter's names, and its number of dimensions fits."""
     if group.dims is not None and ndim != group.dims:
         return False
     return any(fnmatchcase(name, pattern) for name in names for pattern in group.parameters)
@@ -361,6 +375,7 @@ _SHOWN = 12  # names of parameters in a message
 
 
 def _some(pattern: str, known: Sequence[str]) -> str:
+    """A hint at a similar name, and how many there are."""
     if len(known) <= _SHOWN:
         return closest(pattern, known)
     return f"{closest(pattern, known[:_SHOWN])}, and {len(known) - _SHOWN} more"
@@ -430,6 +445,7 @@ def _check_rounded(spec: AdamW, where: str, job: Job, engine: Engine, layout: La
 
 
 def _check_named(spec: NamedOptimizer, where: str, job: Job, layout: Layout) -> None:
+    """Raise UserError for an optimizer of one's own that a checkpoint or a layout can't have."""
     make = maker_of(spec, where)
     if device_of(0, job.run.device).type != "cpu":
         return  # its options may be for the accelerator, which the ranks alone use

@@ -4,6 +4,10 @@ The rank's own model is built, spread and stepped by the code that trains, on te
 process group that sends nothing. So what it holds and sends is counted as in a training, and what would fail there
 for its shapes, its layout or its model fails here with the same message. What is decided by values, such as whether a
 sliced layer still gives the same numbers, is taken to be well.
+
+Each rank of the layout is rehearsed in turn in this process, with a process group that sends nothing and tensors
+without values (`parallel.valueless`). What a step allocates, sends and computes is counted as it is taken. Ranks that
+differ only along data axes are alike, so one of them stands for all.
 """
 
 import gc
@@ -61,6 +65,7 @@ class Rehearsal:
     work: StepWork
 
     def to_json(self) -> dict[str, Any]:
+        """Bytes of each kind, messages by axis, and the work of the step's operators."""
         return {
             "rank": self.rank,
             "pipeline_rank": self.stage,
@@ -170,6 +175,7 @@ class _RehearsedTraining(Training):
         super().__init__(job, task, world, layout)
 
     def _build(self, *, recorded: bool) -> InitialModel:
+        """The model, built without values where that goes, and else whole, its values forgotten."""
         try:
             with self._mode:
                 built = super()._build(recorded=False)
@@ -181,6 +187,7 @@ class _RehearsedTraining(Training):
         return built
 
     def _prepare(self, built: InitialModel, details: Details) -> None:
+        """Spread without values; what one rank has found out about the model the next ones are told."""
         with self._mode:
             super()._prepare(built, replace(details, findings=self._findings))
 
@@ -226,6 +233,7 @@ def _few_of(batch: StepBatch, layout: Layout) -> StepBatch:
 
 
 def _rehearse_rank(job: Job, task: Task, layout: Layout, rank: int, mode: Valueless, findings: Findings) -> Rehearsal:
+    """One rank's step, as that rank of a world that isn't there."""
     world = World(rank=rank, world_size=layout.size, device=torch.device("cpu"), threads=torch.get_num_threads())
     training = _RehearsedTraining(job, task, world, layout, mode, findings)
     usage, collectives, work = training.rehearse()
@@ -246,6 +254,7 @@ class _ByAxis(Traffic):
         self._counts: dict[tuple[str, str, int], tuple[int, float]] = {}
 
     def _count(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Find the mesh axes of the message's group, then count it."""
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         given |= kwargs
         if "process_group" in given or "group_name" in given:
@@ -263,6 +272,7 @@ class _ByAxis(Traffic):
             self._counts[kind, axis, ranks] = count + 1, sent + bytes_sent
 
     def _axis(self, ranks: Sequence[int]) -> tuple[str, int]:
+        """The axes along which some ranks differ, joined by "+", and how many ranks they are."""
         first, *others = (self._coordinates[rank] for rank in ranks)
         differing = [
             name
@@ -272,6 +282,7 @@ class _ByAxis(Traffic):
         return "+".join(differing), len(ranks)
 
     def found(self) -> list[Collectives]:
+        """What one step sends, by kind, axis and size of the group; bytes of this rank."""
         return [
             Collectives(kind=kind, axis=axis, ranks=ranks, count=count, sent=sent)
             for (kind, axis, ranks), (count, sent) in sorted(self._counts.items())

@@ -144,6 +144,7 @@ class RoundingFound:
         return all(each < 1 for each in judged if each is not None)
 
     def words(self) -> str:
+        """How much of the allowed rounding each quantity has used, as a share: 1 is all of it."""
         state = (
             "the optimizer's state can't be read of this engine"
             if self.optimizer_state is None

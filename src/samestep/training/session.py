@@ -1,4 +1,8 @@
-"""Session: one rank's part in a training, for `samestep.train` and for loops of one's own."""
+"""Session: one rank's part in a training, for `samestep.train` and for loops of one's own.
+
+A session is made on every rank. What a user's own loop calls (`prepare`, `batches`, `step`, `save`, ...) are
+collectives of all ranks: each rank calls them in the same order.
+"""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -150,6 +154,7 @@ class Session:
 
     @property
     def trainer(self) -> Trainer:
+        """Raises UserError before `prepare` was called."""
         if self._trainer is None:
             raise UserError("session.prepare(model, optimizer) must come before the first step")
         return self._trainer
@@ -325,6 +330,7 @@ class Session:
             saver.wait()
 
     def _checkpointed(self, what: str) -> Checkpointed:
+        """The trainer, where its engine saves checkpoints; else raises UserError for `session.<what>`."""
         if not isinstance(self.trainer, Checkpointed):
             raise UserError(f'session.{what}: engine "{self.engine.name}" saves no checkpoints; use native')
         return self.trainer
@@ -449,12 +455,14 @@ def session(
 
 
 def _check_complex(model: nn.Module, engine: Engine) -> None:
+    """Raise UserError for a complex parameter where the engine would lose its imaginary part."""
     name = first_complex(model)
     if name is not None and not engine.abilities.complex_parameters:
         raise UserError(f'engine "{engine.name}": the parameter {name} is complex; use engine native')
 
 
 def _parse(layout: str | Layout, processes: int, *, started: bool) -> Layout:
+    """The layout for this number of processes. Raises LayoutError where they are none or too few."""
     if isinstance(layout, str):
         layout = Layout.parse(layout, processes if unsized(layout) else None)
     if layout.size > 1 and not started:

@@ -98,6 +98,7 @@ def load_state(trainer: Checkpointed, loader: Loader, world: World, layout: Layo
         generators = {name: whole_piece(state) for name, (state, _) in states.items() if name in loader.entries}
 
     def read(pieces: Mapping[str, Piece]) -> None:
+        """Reads model and optimizer, and the generators of this rank along with them."""
         held = {name: piece for name, piece in pieces.items() if name not in left_out}
         loader.read({**held, **generators})
 
@@ -140,6 +141,7 @@ def _python_state() -> Tensor:
 
 
 def _set_python_state(state: Tensor) -> None:
+    """Python's generator: version, 625 words, and a normal number that may be kept for the next call."""
     version, *words, has_kept, kept = state.tolist()
     random.setstate((version, tuple(words), _number(kept) if has_kept else None))
 
@@ -153,6 +155,7 @@ def _numpy_state() -> Tensor | None:
 
 
 def _set_numpy_state(state: Tensor) -> None:
+    """NumPy's global generator (MT19937): 624 words, a position, and a kept normal number."""
     *words, position, has_kept, kept = state.tolist()
     np.random.set_state((_TWISTER, np.asarray(words, dtype=np.uint32), position, has_kept, _number(kept)))
 

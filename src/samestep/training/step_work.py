@@ -77,6 +77,7 @@ class CountedWork(Observer):
         self._sums = _Sums()
 
     def found(self) -> StepWork:
+        """What was counted: FLOPs, bytes and numbers of operators of one step of one rank."""
         sums = self._sums
         return StepWork(
             products=dict(sums.products),
@@ -93,6 +94,11 @@ class CountedWork(Observer):
             self._count(func, args, kwargs, result)
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Count one operator by its shapes: a matrix product by (rows, columns, inner, batch), others by FLOPs or
+        bytes.
+
+        FSDP2's copies around its messages are counted apart: their number is that of its messages.
+        """
         sums = self._sums
         sums.operators += 1
         name = func._schema.name.partition("::")[2].removesuffix("_")

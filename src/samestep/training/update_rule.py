@@ -94,6 +94,7 @@ Judge = Callable[[Before, Tensor, State, float], float]
 
 
 def _judge_of(recipe: Recipe) -> Judge | None:
+    """What judges an update by its rule; None for a recipe whose rule isn't written here."""
     optimizer = recipe.optimizer
     if recipe.groups:
         return None
@@ -146,6 +147,7 @@ def _parameter(before: Tensor, now: Tensor, decay: float, update: Tensor) -> flo
 
 
 def _times(apart: Tensor, allowed: Tensor) -> float:
+    """The largest difference as a multiple of what is allowed; infinite for NaN."""
     if not apart.numel():
         return 0.0
     worst = (apart.abs() / (_TIMES * allowed)).max().item()

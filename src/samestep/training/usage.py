@@ -50,6 +50,7 @@ class Allocations(Observer):
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            """A storage that grows or shrinks in place, as FSDP2's gathered parameters do."""
             before = storage.nbytes()
             resize(storage, size)
             self._resized(storage, before)
@@ -83,6 +84,7 @@ class Allocations(Observer):
         return there_before + self._peak(self._gathered | made)
 
     def _peak(self, chosen: Collection[int]) -> int:
+        """The most bytes at a time of some tensors, by playing the events in their order."""
         now = most = 0
         for number, change in self._events:
             if number in chosen:
@@ -114,6 +116,7 @@ class Allocations(Observer):
         return number
 
     def _resized(self, storage: torch.UntypedStorage, before: int) -> None:
+        """Note the new size of a storage, which may have been made before."""
         if self._over:
             return
         if storage not in self._numbers:
@@ -127,10 +130,12 @@ class Allocations(Observer):
         self._bytes[number] = storage.nbytes()
 
     def _end(self, number: int, _: Any) -> None:
+        """A storage is freed: its finalizer calls."""
         self._change(number, -self._bytes[number])
         self._bytes[number] = 0
 
     def _change(self, number: int, change: int) -> None:
+        """Note that a storage has grown or shrunk by so many bytes."""
         if not self._over:
             self._events.append((number, change))
 
@@ -143,6 +148,7 @@ def _storages(nest: Any) -> list[torch.UntypedStorage]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of this rank's that counts."""
     if tensor.layout is not torch.strided:
         return False
     if isinstance(tensor, FakeTensor):

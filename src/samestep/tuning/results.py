@@ -55,6 +55,7 @@ class Row:
         return None if self.timing is None or self.before is None else max(self.timing.noise, self.before.noise)
 
     def to_json(self) -> dict[str, Any]:
+        """Seconds a step before and with a value; `noise` is the larger one of the two."""
         return {
             "setting": self.setting,
             "value": self.value,
@@ -130,6 +131,7 @@ def section(found: Tuned) -> str:
 
 
 def _numbers(row: Row) -> list[str]:
+    """Cells of a row in milliseconds."""
     if row.timing is None or row.before is None or row.worth is None:
         return [""] * 4
     before = f"{row.before.seconds * 1e3:.1f}"

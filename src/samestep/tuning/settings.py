@@ -35,6 +35,7 @@ class Setting:
 
 
 def _transports(job: Job, layout: Layout) -> list[Candidate]:
+    """Other transports, where there are messages."""
     if layout.size == 1:
         return []
     others = [name for name in ("auto", "gloo") if name != job.run.transport]
@@ -42,6 +43,7 @@ def _transports(job: Job, layout: Layout) -> list[Candidate]:
 
 
 def _threads(job: Job, layout: Layout) -> list[Candidate]:
+    """Half and twice the threads of a rank, as far as there are cores."""
     now = threads_of(layout.size, job.run.threads)
     wanted = sorted({max(1, now // 2), min(cores(), now * 2)} - {now})
     return [Candidate(value=str(threads), run={"threads": threads}) for threads in wanted]
@@ -57,6 +59,7 @@ def _micro_batches(job: Job, layout: Layout) -> list[Candidate]:
 
 
 def _buckets(job: Job, layout: Layout) -> list[Candidate]:
+    """Other sizes of gradient buckets, in MiB."""
     if layout.size == 1:
         return []
     now = job.run.bucket_mb or 25.0

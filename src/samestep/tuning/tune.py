@@ -68,6 +68,7 @@ def tune_job(
 
 
 def _chosen(names: Sequence[str] | None) -> list[Setting]:
+    """The settings to try. Raises UserError for a name that there isn't."""
     table = {setting.name: setting for setting in SETTINGS}
     if names is None:
         return list(SETTINGS)
@@ -80,6 +81,7 @@ def _chosen(names: Sequence[str] | None) -> list[Setting]:
 
 
 def _check(job: Job) -> Task:
+    """Check the job as `train` does, once for all trials."""
     if environment.ranks() is not None:
         raise UserError("tune starts its own processes; start it without a launcher")
     if not isinstance(job.recipe.task, str):
@@ -198,6 +200,7 @@ def _fastest(found: Found, before: Timing | None) -> Candidate | None:
 def _row(
     setting: Setting, candidate: Candidate, result: Timing | TrialError, before: Timing | None, *, kept: bool
 ) -> Row:
+    """A value's row: what it was worth, or why it could not be tried."""
     if isinstance(result, TrialError):
         return Row(setting=setting.name, value=candidate.value, status=result.status, reason=str(result))
     status: Status = "kept" if kept else "not better" if setting.keeps_result else "changes the result"

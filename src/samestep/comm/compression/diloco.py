@@ -48,6 +48,7 @@ class _Fragment:
         return WeightedMean(replica.wire, [self.begun - flat(self.parameters)], float(self.weight))
 
     def _send_change(self, replica: Replica, *, asynchronous: bool) -> WeightedMean | FewBitsMean:
+        """Set out to average a - p_r over the ranks, [numbers of the fragment], in 32 or 4 bits a number."""
         change, weight = self.begun - flat(self.parameters), float(self.weight)
         if self._options.bits == 32:
             return WeightedMean(replica.wire, [change], weight, asynchronous=asynchronous)
@@ -71,6 +72,9 @@ class _Fragment:
             self._coming = None
 
     def apply_if_due(self, steps: int) -> None:
+        """Take the outer step whose change has been on its way for `overlap` steps, and mix it into the
+        parameters.
+        """
         if self.change is None or int(self.due) != steps:
             return
         self.receive()
@@ -80,6 +84,7 @@ class _Fragment:
         put_back(mixed, self.parameters)
 
     def _outer_step(self, change: Tensor) -> None:
+        """Nesterov momentum: u = m * u + d, a = a - lr * (d + m * u). On every rank alike."""
         momentum = self._options.outer_momentum
         self.momentum.mul_(momentum).add_(change)
         self.begun.sub_(change.add(self.momentum, alpha=momentum), alpha=self._options.outer_lr)
@@ -97,6 +102,7 @@ class OuterMomentum(Method):
         self._fragments = _fragments(options, replica)
 
     def update(self, weight: float) -> None:
+        """A local step, and the outer steps that are due after it."""
         self.replica.optimizer.step()
         self._steps += 1
         steps = int(self._steps)
@@ -108,11 +114,13 @@ class OuterMomentum(Method):
 
     @property
     def alike(self) -> bool:
+        """Only right after a round of the whole model, none of which is on its way."""
         only = self._fragments[0]
         steps = int(self._steps)
         return len(self._fragments) == 1 and only.change is None and (steps == 0 or only.ends_round(steps))
 
     def averaged(self) -> dict[str, Tensor]:
+        """What all ranks together stand for: where an outer step with rate 1 would go now."""
         found: dict[str, Tensor] = {}
         for fragment in self._fragments:
             mean = fragment.begun - fragment.mean_change(self.replica).wait()
@@ -120,6 +128,7 @@ class OuterMomentum(Method):
         return found
 
     def shared(self) -> Mapping[str, Tensor]:
+        """Waits for what is on its way: a checkpoint must not lose it."""
         state: dict[str, Tensor] = {"steps": self._steps}
         for number, fragment in enumerate(self._fragments):
             fragment.receive()

@@ -84,5 +84,6 @@ def _paired(integers: Tensor) -> Tensor:
 
 
 def _unpaired(codes: Tensor) -> Tensor:
+    """[bytes] with two codes of 4 bits each -> [2 * bytes] of int8 in -8 ... 7."""
     pairs: Any = torch.stack([codes & 15, codes >> 4], dim=-1)
     return pairs.to(torch.int8) - 8

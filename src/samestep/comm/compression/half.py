@@ -21,6 +21,7 @@ class Half(Method):
 
     @classmethod
     def hook(cls, options: Any) -> Hook:
+        """What DDP calls for each bucket, once its gradients are there."""
         dtype = _DTYPES[options.kind]
 
         def hook(wire: Wire, bucket: dist.GradBucket) -> Future[Tensor]:  # PyTorch looks at these names

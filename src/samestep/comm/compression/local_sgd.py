@@ -28,6 +28,7 @@ class Averaging(Method):
         self._weight = torch.zeros((), dtype=torch.float64)  # terms since the last average
 
     def update(self, weight: float) -> None:
+        """A local step, and after every H of them (each one at first) the weighted mean of the parameters."""
         self.replica.optimizer.step()
         self._steps += 1
         self._weight += weight
@@ -44,6 +45,7 @@ class Averaging(Method):
         return int(self._steps) <= self._options.start or int(self._steps) % self._options.every == 0
 
     def averaged(self) -> dict[str, Tensor]:
+        """The weighted mean as of now, without putting it into the model."""
         values = split_like(self._mean(), self.replica.tensors)
         return dict(zip(self.replica.parameters, values, strict=True))
 

@@ -38,7 +38,7 @@ class OneBitMean:
         ranks, rank, chunk = self._wire.ranks, self._wire.rank, self._chunk
         everywhere = [length for lengths in self._segments for length in lengths]
         mine = self._segments[rank]
-        padded = vector.new_zeros(ranks * chunk)
+        padded = vector.new_zeros(ranks * chunk)  # [ranks * chunk]
         padded[: self._numbers] = vector + self.error
         signs, scales = _compressed(padded, everywhere)
         self.error.copy_((padded - _restored(signs, scales, everywhere, padded))[: self._numbers])
@@ -46,7 +46,7 @@ class OneBitMean:
         signs = self._wire.exchange(signs.view(ranks, -1))  # [ranks, chunk / 8] of this rank's chunk
         first = sum(len(lengths) for lengths in self._segments[:rank])
         scales = self._wire.gather(scales)[:, first : first + len(mine)]
-        total = vector.new_zeros(chunk)
+        total = vector.new_zeros(chunk)  # [chunk]: the sum over ranks of this rank's chunk
         for of_rank in range(ranks):
             total += _restored(signs[of_rank], scales[of_rank], mine, total)
         total /= ranks

@@ -31,6 +31,7 @@ class OneBitMomentum(Method):
         self._mean = OneBitMean(replica.wire, [each.numel() for each in replica.tensors], replica.tensors[0])
 
     def exchange(self) -> bool:
+        """In the warm-up gradients are averaged in full; after it momenta travel instead, in `update`."""
         if int(self._steps) >= self._warmup:
             return False
         parameters = self.replica.parameters.values()
@@ -38,6 +39,7 @@ class OneBitMomentum(Method):
         return True
 
     def update(self, weight: float) -> None:
+        """Plain Adam in the warm-up, one-bit steps after it."""
         if int(self._steps) < self._warmup:
             self.replica.optimizer.step()
         else:
@@ -45,6 +47,12 @@ class OneBitMomentum(Method):
         self._steps += 1
 
     def _step_by_one_bit(self) -> None:
+        """Average the ranks' new momenta in one bit a number, and step by them with the variance of the warm-up's
+        end.
+
+        With m the averaged momentum and v the frozen variance: p <- p * (1 - lr * decay) - lr / (1 - beta1^t) * m /
+        divisor(v).
+        """
         entries = list(adam_entries(self.replica.optimizer, list(self.replica.parameters.values())))
         vector = self._mean.mean(flat([entry.new_momentum for entry in entries]))
         for entry, momentum in zip(entries, split_like(vector, self.replica.tensors), strict=True):

@@ -40,19 +40,24 @@ class LowRank(Method):
                     self._errors[name] = torch.zeros_like(parameter.detach()).view(rows, columns)
 
     def exchange(self) -> bool:
+        """Average gradients: three steps of algorithm 1, with two messages.
+
+        The first message has P [rows, rank] of every matrix and what is averaged whole, the second Q [columns, rank].
+        All ranks orthonormalise the same averaged P, so they hold the same columns.
+        """
         gradients = {name: p.grad for name, p in self.replica.parameters.items() if p.grad is not None}
         if int(self._steps) < self._options.start:
             self.replica.wire.mean(list(gradients.values()))
             return True
         matrices = {name: self._with_error(name, gradients[name]) for name in self._q if name in gradients}
-        p = {name: matrix @ self._q[name] for name, matrix in matrices.items()}
+        p = {name: matrix @ self._q[name] for name, matrix in matrices.items()}  # [rows, rank]
         whole = [gradient for name, gradient in gradients.items() if name not in matrices]
         self.replica.wire.mean([*whole, *p.values()])
         p = {name: torch.linalg.qr(each).Q for name, each in p.items()}
-        q = {name: matrix.T @ p[name] for name, matrix in matrices.items()}
+        q = {name: matrix.T @ p[name] for name, matrix in matrices.items()}  # [columns, rank]
         self.replica.wire.mean(list(q.values()))
         for name, matrix in matrices.items():
-            mean = p[name] @ q[name].T
+            mean = p[name] @ q[name].T  # [rows, columns]
             gradients[name].copy_(mean.view_as(gradients[name]))
             self._q[name].copy_(q[name])
             if self._options.error_feedback:
@@ -60,6 +65,7 @@ class LowRank(Method):
         return True
 
     def _with_error(self, name: str, gradient: Tensor) -> Tensor:
+        """A gradient as a matrix [rows, columns], plus what earlier steps left out of it on this rank."""
         matrix = gradient.reshape(_shape(gradient))
         return matrix + self._errors[name] if self._options.error_feedback else matrix
 

@@ -45,6 +45,7 @@ class LocalOneBit(Method):
 
     @property
     def _renews(self) -> bool:
+        """Whether this step averages gradients in full and renews the variance with them."""
         steps = int(self._steps)
         return steps < self._options.variance_stop and steps == int(self._next_renewal)
 
@@ -57,6 +58,7 @@ class LocalOneBit(Method):
         return min(self._options.local_most, 2**doublings)
 
     def exchange(self) -> bool:
+        """Gradients are averaged in full only where the variance is renewed."""
         if not self._renews:
             return False
         parameters = self.replica.parameters.values()
@@ -64,6 +66,11 @@ class LocalOneBit(Method):
         return True
 
     def update(self, weight: float) -> None:
+        """A step of Adam with this rank's momentum; what it changes is noted, to be averaged when ranks meet.
+
+        `_anchor` is where all ranks stood when they last met, decayed as the parameters are; `_update` is what this
+        rank has moved since, and `_rates` the sum of its rates.
+        """
         entries = list(adam_entries(self.replica.optimizer, list(self.replica.parameters.values())))
         anchors = split_like(self._anchor, self.replica.tensors)
         step, renews = int(self._steps), self._renews
@@ -90,6 +97,7 @@ class LocalOneBit(Method):
         return entry.divisor(int(self._renewals))
 
     def _renew(self, entries: list[AdamEntry]) -> None:
+        """v <- beta2 * v + (1 - beta2) * g^2, and the next renewal twice as far away after every few of them."""
         for entry in entries:
             entry.variance.mul_(entry.betas[1])
             if entry.gradient is not None:
@@ -108,6 +116,7 @@ class LocalOneBit(Method):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
+        """All ranks stand at one point again."""
         self._anchor.copy_(flat(self.replica.tensors))
         self._update.zero_()
         self._rates.zero_()

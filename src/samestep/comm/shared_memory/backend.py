@@ -1,4 +1,9 @@
-"""The back end "samestep": what `torch.distributed` makes of a group of CPU ranks, and of every group made of it."""
+"""The back end "samestep": what `torch.distributed` makes of a group of CPU ranks, and of every group made of it.
+
+Every rank of a group decides by what all of them have put into the group's store (hosts, kernels, problems), never by
+itself: a rank with shared memory and one with gloo in the same collective would wait for each other until they time
+out.
+"""
 
 import os
 import sys
@@ -56,6 +61,7 @@ def new_group(options: Any, environ: Mapping[str, str], host: str | None = None)
         limit=options.timeout.total_seconds(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     )
+    # Keys of one host's ranks apart from those of the others.
     on_host = PrefixStore(f"host-{hosts.of_rank[rank]}", store)
     kernel, problem = None, ""
     if len(own) > 1:

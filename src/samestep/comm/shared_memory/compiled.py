@@ -14,6 +14,7 @@ from samestep.comm.shared_memory.region import Region
 # the next one is on its way.
 SLOT = 1 << 17
 # Up to this every rank sums the whole message, which costs one wait instead of two.
+# In bytes.
 _DIRECTLY_BELOW = 1 << 15
 
 _SIZE = ctypes.c_size_t
@@ -96,6 +97,7 @@ class CompiledKernel:
         self._check(self._functions.samestep_broadcast(self._handle, tensor.data_ptr(), tensor.nbytes, root))
 
     def abort(self) -> None:
+        """Set the region's flag by which waiting ranks raise; may be called from any thread."""
         self._functions.samestep_break(self._handle)
 
     def close(self) -> None:
@@ -104,6 +106,7 @@ class CompiledKernel:
         self._region.close()
 
     def _check(self, result: int) -> None:
+        """Raise for a result of the C functions that isn't success."""
         if result == _DONE:
             return
         rank = self._functions.samestep_lost(self._handle)

@@ -48,7 +48,18 @@ class Hosts:
 
 
 class HierarchicalKernel:
-    """`Kernel` for ranks on several hosts."""
+    """`Kernel` for ranks on several hosts.
+
+    The leader of a host is its first rank. With h hosts, r ranks on this one:
+
+        all-reduce    sum within the host -> all-reduce of the h leaders -> broadcast within the host
+        all-gather    gather within the host -> all-gather of the leaders' blocks -> broadcast -> put into rank order
+        broadcast     from the root to its host and so to its leader -> between leaders -> within the other hosts
+        barrier       host, leaders, host again: nobody leaves before everyone has come
+
+    Only leaders send between hosts; the others wait in the second collective of their host meanwhile. If a leader's
+    message fails, they are told by `abort`.
+    """
 
     def __init__(
         self, hosts: Hosts, rank: int, local: HostKernel | None, leaders: dist.ProcessGroupGloo | None
@@ -60,6 +71,7 @@ class HierarchicalKernel:
         self._leaders: Any = leaders
 
     def barrier(self) -> None:
+        """Three waits, the middle one of the leaders alone."""
         if self._local is not None:
             self._local.barrier()
         if self._leaders is not None:
@@ -68,6 +80,9 @@ class HierarchicalKernel:
             self._local.barrier()
 
     def all_reduce(self, tensor: Tensor, operation: int) -> None:
+        """Sums are divided once, by the leader and before the last broadcast: an average of averages
+        would be wrong.
+        """
         within = OPERATIONS[ReduceOp.SUM] if operation == AVERAGE else operation
         if self._local is not None:
             self._local.all_reduce(tensor, within)
@@ -82,6 +97,7 @@ class HierarchicalKernel:
             self._local.broadcast(tensor, 0)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Within the root's host first, then between the leaders, then within the other hosts."""
         host = self._hosts.of_rank[root]
         if host == self._host and self._local is not None:
             self._local.broadcast(tensor, self._hosts.ranks_on(host).index(root))
@@ -94,6 +110,7 @@ class HierarchicalKernel:
             self._local.broadcast(tensor, 0)
 
     def all_gather(self, given: Tensor, out: Tensor) -> None:
+        """Hosts may have unlike numbers of ranks; blocks are as large as the fullest host's."""
         message, place = _as_bytes(given), self._hosts.place_of_rank
         # [hosts, ranks, bytes]: as many ranks of each host as the fullest one has, since gloo gathers equal parts
         blocks = torch.empty(self._hosts.count, self._hosts.most, len(message), dtype=torch.uint8)

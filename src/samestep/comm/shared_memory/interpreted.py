@@ -58,6 +58,7 @@ class InterpretedKernel:
         self._begin(1)
 
     def all_reduce(self, tensor: Tensor, operation: int) -> None:
+        """Every rank sums the whole chunk: n reads of it, one wait."""
         flat = tensor.view(-1)
         signature = hash((2, flat.nbytes, TYPES[flat.dtype], operation))
         for first, last, slots in self._chunks(flat, SLOT):
@@ -66,6 +67,7 @@ class InterpretedKernel:
             flat[first:last] = self._reduced(slots, operation)
 
     def reduce_scatter(self, given: Tensor, out: Tensor, operation: int) -> None:
+        """A slot holds a piece for each rank; this rank reads its piece of every slot."""
         n, rank = self._place.ranks, self._place.rank
         parts, flat = given.view(n, -1), out.view(-1)
         signature = hash((3, flat.nbytes, TYPES[flat.dtype], operation))
@@ -76,6 +78,7 @@ class InterpretedKernel:
             flat[first:last] = self._reduced(slots.view(n, n, -1)[:, rank], operation)
 
     def all_gather(self, given: Tensor, out: Tensor) -> None:
+        """Each rank writes its part into its slot and reads all slots."""
         flat, parts = _as_bytes(given), _as_bytes(out).view(self._place.ranks, -1)
         signature = hash((4, flat.nbytes))
         for first, last, slots in self._chunks(flat, SLOT):
@@ -84,6 +87,7 @@ class InterpretedKernel:
             parts[:, first:last] = slots
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
+        """The root writes; the others only wait, which keeps phases and slots in step."""
         flat = _as_bytes(tensor)
         signature = hash((5, flat.nbytes, root))
         for first, last, slots in self._chunks(flat, SLOT):
@@ -137,14 +141,22 @@ class InterpretedKernel:
                 raise kernel.mismatch(rank)
 
     def _wait_for_all(self) -> None:
+        """Tell the others that this rank has come, and wait until each of them has."""
         self._phase += 1
         self._seats[self._place.rank, 0] = self._phase
         for rank in range(self._place.ranks):
             self._wait_for(rank)
 
     def _wait_for(self, rank: int) -> None:
+        """Wait until a rank's counter has come as far as this one's.
+
+        Looks first, then gives the processor away, then sleeps a millisecond at a time, and only then asks whether
+        the rank lives: a system call for each look would slow the usual case. Raises DistBackendError where another
+        rank has given up, where `rank` has ended, or after the group's time limit.
+        """
         phases, wanted, looks = self._seats[:, 0], self._phase, 0
         began = time.monotonic()
+        # A stale value only delays: counters never fall.
         while phases[rank] < wanted:
             looks += 1
             if looks < _LOOKS:

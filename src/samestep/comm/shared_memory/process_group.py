@@ -65,6 +65,7 @@ class KernelGroup(dist.ProcessGroup):
         self.watcher: Watcher | None = None
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        """One tensor [numbers] in place; sum, average, min, max or product."""
         opts = dist.AllreduceOptions() if opts is None else opts
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         operation = _operation(opts)
@@ -73,6 +74,7 @@ class KernelGroup(dist.ProcessGroup):
         return self._all_reduce(tensors, operation, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """Several tensors, one after the other, as one work."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         operation = _operation(opts)
         if operation is None or not tensors or not all(map(_summable, tensors)):
@@ -80,6 +82,7 @@ class KernelGroup(dist.ProcessGroup):
         return self._all_reduce(tensors, operation, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        """The root's tensor to all, in place, of any dtype."""
         opts = dist.BroadcastOptions() if opts is None else opts
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         if len(tensors) != 1 or not _dense(tensors[0]):
@@ -88,16 +91,19 @@ class KernelGroup(dist.ProcessGroup):
         return self._run("broadcast", tensor.nbytes, opts, tensors, lambda: self.kernel.broadcast(tensor, root))
 
     def barrier(self, opts: Any = None) -> Any:
+        """Return when every rank has come."""
         opts = dist.BarrierOptions() if opts is None else opts
         return self._run("barrier", 0, opts, [], self.kernel.barrier)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """`input` [k] of every rank into `output` [ranks * k]: PyTorch 2.13's name."""
         opts = AllgatherOptions() if opts is None else opts
         if not self._gathers([output], [input]):
             return self.fallback.all_gather_single(output, input, opts)
         return self._gather([output], [input], opts)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """The same, under the name of PyTorch before 2.13."""
         opts = AllgatherOptions() if opts is None else opts
         if not self._gathers([output], [input]):
             return self.fallback._allgather_base(output, input, opts)
@@ -116,6 +122,7 @@ class KernelGroup(dist.ProcessGroup):
         return self._gather(outputs, inputs, opts)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        """Every rank's tensor into a list of tensors of its shape, by way of one flat tensor."""
         opts = AllgatherOptions() if opts is None else opts
         if len(output_tensors) != 1 or not _alike(output_tensors[0], input_tensors[0]):
             return self.fallback.allgather(output_tensors, input_tensors, opts)
@@ -162,6 +169,8 @@ class KernelGroup(dist.ProcessGroup):
             self.kernel.close()
 
     def _all_reduce(self, tensors: Sequence[Tensor], operation: int, opts: Any) -> Any:
+        """Run or enqueue an all-reduce of some tensors."""
+
         def run() -> None:
             for tensor in tensors:
                 self.kernel.all_reduce(tensor, operation)
@@ -169,11 +178,14 @@ class KernelGroup(dist.ProcessGroup):
         return self._run("all-reduce", _bytes(tensors), opts, tensors, run)
 
     def _gathers(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+        """Whether the kernel can gather these: dense, on the CPU, of `ranks` times the bytes."""
         return all(map(_dense, (*outputs, *inputs))) and all(
             out.nbytes == given.nbytes * self.size() for out, given in zip(outputs, inputs, strict=True)
         )
 
     def _gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
+        """Run or enqueue all-gathers, one a pair of tensors."""
+
         def run() -> None:
             for out, given in zip(outputs, inputs, strict=True):
                 self.kernel.all_gather(given, out)
@@ -181,6 +193,11 @@ class KernelGroup(dist.ProcessGroup):
         return self._run("all-gather", _bytes(outputs), opts, outputs, run)
 
     def _run(self, kind: str, message: int, opts: Any, result: Any, collective: Callable[[], None]) -> Any:
+        """Count and run a collective: now for a caller that waits, in the queue for one that doesn't (`asyncOp`).
+
+        `message`: its bytes, for whoever counts. All collectives of a group go through one queue, in the order of the
+        calls.
+        """
         self._entered += 1
         for count in self.counters:
             count(kind, message, self.size())
@@ -227,6 +244,7 @@ class SharedMemoryGroup(KernelGroup):
         return self._scatter(outputs, inputs, opts)
 
     def _scatters(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> bool:
+        """Whether the kernel can do it: its dtypes and reductions, dense tensors on the CPU."""
         return (
             _operation(opts) is not None
             and all(map(_summable, (*outputs, *inputs)))
@@ -237,6 +255,7 @@ class SharedMemoryGroup(KernelGroup):
         )
 
     def _scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
+        """Run or enqueue reduce-scatters, one a pair of tensors."""
         operation = _operation(opts)
         assert operation is not None
 

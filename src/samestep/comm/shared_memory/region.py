@@ -1,4 +1,11 @@
-"""Region: memory that the ranks of one group on one host map, and that is gone with the last of them."""
+"""Region: memory that the ranks of one group on one host map, and that is gone with the last of them.
+
+Why no name: a named segment in /dev/shm stays when all its processes are killed, and fills the memory of the host. A
+memfd is freed by the kernel when its last descriptor and its last mapping are gone. Other ranks open it through
+/proc/<pid>/fd of rank 0, which works within one PID namespace for one user (`host.host_identity` asks for both).
+Liveness: each rank holds a POSIX lock on byte `rank` of the file. Such locks belong to a process and end with it, so
+that a peer that was killed is noticed without a heartbeat.
+"""
 
 import fcntl
 import mmap
@@ -92,6 +99,7 @@ def share(store: Store, rank: int, ranks: int, size: int, make: Callable[[int], 
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
     except OSError as error:
         memory, problem = None, f"rank {rank} can't map the region of rank 0: {error.strerror}"
+    # Each rank tells its own outcome and reads all others': they agree on whether there is a region.
     store.set(f"mapped/{rank}", problem)
     problems = [store.get(f"mapped/{each}").decode() for each in range(ranks)]
     if rank == 0 and not told:

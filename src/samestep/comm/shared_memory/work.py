@@ -26,10 +26,12 @@ class _Task:
         self._future: torch.futures.Future[Any] | None = None
 
     def finish(self) -> None:
+        """Run it, and keep what it raises for whoever waits. Called by whichever thread has the queue's lock."""
         try:
             self.run()
         except Exception as error:  # raised again where it is waited for
             self.error = error
+        # A group may keep the task long after its caller has freed the message.
         self.run = _TASK_ENDED  # lets go of its tensors
         with self._changing:
             self.done = True
@@ -55,6 +57,7 @@ class _Task:
         return self._future
 
     def _outcome(self, _: torch.futures.Future[None]) -> Any:
+        """A callback of the future: PyTorch hands what it raises on to the waiter, in C++ too."""
         if self.error is not None:
             raise self.error
         return self.result
@@ -65,6 +68,10 @@ class WorkQueue:
 
     A caller that waits at once runs its collective by itself, which saves two changes of threads. The queue's own
     thread runs those for which no caller waits yet, so that backward goes on (DistributedDataParallel's buckets).
+
+    Invariant: collectives run in the order in which they were called, one at a time, whichever thread runs them.
+    `_running` is held while one runs; tasks are taken from `_waiting` only under it. The semaphore only wakes the
+    thread: it may find nothing left, where a caller has run the task in the meantime.
     """
 
     def __init__(self) -> None:
@@ -111,6 +118,7 @@ class WorkQueue:
             self._thread.join(timeout=1)
 
     def _serve(self) -> None:
+        """The queue's thread: one turn for each call, and the end after `close`."""
         while True:
             self._called.acquire()
             if self._closed and not self._waiting:
@@ -130,6 +138,7 @@ class _Called(Work):
         self._waiting = waiting
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Run or await the collective, in this thread where the queue's hasn't begun; raises what it raised."""
         with self._waiting():
             self._queue.finish(self._task)
         if self._task.error is not None:

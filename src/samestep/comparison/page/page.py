@@ -63,6 +63,7 @@ def times(found: Comparison) -> str:
 
 
 def _time_cells(found: Comparison, row: Row) -> list[Cell]:
+    """Seconds, their spread over repeats, speed-up over one process and over one core."""
     known = [
         _name(row),
         Cell(escape(row.method.engine), "words"),
@@ -102,6 +103,7 @@ def costs(found: Comparison) -> str:
 
 
 def _cost_cells(row: Row) -> list[Cell]:
+    """MB a rank and in all, MB sent in a step, score, and the difference from one process's steps."""
     held = row.same_step
     return [
         _name(row),
@@ -117,6 +119,7 @@ def _cost_cells(row: Row) -> list[Cell]:
 
 
 def _same_step(row: Row) -> Cell:
+    """Whether the method takes one process's step."""
     if not row.synchronous:
         return Cell(both(bilingual.ASYNCHRONOUS), "words")
     if row.same_step is None:
@@ -168,6 +171,7 @@ def published(found: Comparison) -> str:
 
 
 def _fastest(found: Comparison, each: Published) -> Row | None:
+    """The fastest of the methods that a published measurement is of."""
     rows = [row for name in each.methods if (row := found.row(name)) is not None and row.seconds is not None]
     return min(rows, key=lambda row: row.seconds or 0.0, default=None)
 

@@ -28,6 +28,7 @@ Draw = Callable[[Comparison, Sequence[Row], int], go.Figure]
 
 
 def color(row: Row) -> str:
+    """One colour an engine."""
     if row.processes == 1 and row.method.engine == "native":
         return _ONE_PROCESS
     return _COLORS.get(row.method.engine, _OTHER)
@@ -99,11 +100,13 @@ def _scores(found: Comparison, rows: Sequence[Row], language: int) -> go.Figure:
 
 
 def _memory(found: Comparison, rows: Sequence[Row], language: int) -> go.Figure:
+    """Peak memory of each rank, in MB."""
     of_ranks = [row.runs[0].peak_memory_bytes for row in rows]
     return _ranks(rows, of_ranks, 1e6, language, Words("peak memory of a rank, MB", "每个 rank 的峰值内存（MB）"))
 
 
 def _traffic(found: Comparison, rows: Sequence[Row], language: int) -> go.Figure:
+    """What each rank sends in a step, in MB."""
     of_ranks = [row.runs[0].sent_bytes for row in rows]
     title = Words("sent by a rank in one step, MB", "每个 rank 每步发送（MB）")
     return _ranks(rows, of_ranks, 1e6, language, title)

@@ -120,6 +120,7 @@ def sizes(config: Mapping[str, Any], asked: JobValues) -> tuple[int | None, int 
 
 
 def _divided(total: int, by: int, product: str) -> int:
+    """A size divided by another. Raises UserError with the nearest sizes that are divisible."""
     if total % by:
         raise UserError(
             f"the DeepSpeed configuration has train_batch_size {total}, which {product} does not divide; use "
@@ -129,6 +130,7 @@ def _divided(total: int, by: int, product: str) -> int:
 
 
 def _size(config: Mapping[str, Any], name: str) -> int | None:
+    """A batch size of the configuration; None for "auto" or none."""
     value = _given(config, name)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise UserError(f"the DeepSpeed configuration has {name} {value!r}; it must be a whole number of 1 or more")
@@ -192,6 +194,7 @@ def completed(given: Mapping[str, Any], asked: JobValues, *, on_cpu: bool) -> Co
 
 
 def _given(section: Mapping[str, Any], name: str) -> Any:
+    """A value of the configuration, without "auto", which asks for the job's."""
     value = section.get(name)
     return None if value == "auto" else value
 
@@ -279,6 +282,7 @@ def default_decay(section: Mapping[str, Any]) -> float:
 
 
 def _mirrored(section: Config, recipe: Recipe) -> AdamW | SGD:
+    """The optimizer of the configuration in the recipe's terms, with DeepSpeed's defaults for what it leaves out."""
     schema = _SCHEMAS[str(section["type"]).lower()]
     mine = recipe.optimizer if isinstance(recipe.optimizer, schema) else schema()
     params = section.get("params", {})

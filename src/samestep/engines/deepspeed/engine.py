@@ -48,10 +48,12 @@ class DeepSpeed(Engine):
     )
 
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:
+        """Raise LayoutError for a pipeline that DeepSpeed's can't be."""
         if layout.pipeline > 1:
             check_pipeline(layout, precision)
 
     def check_task(self, task: Task, layout: Layout, config: Path | None) -> None:
+        """Raise UserError for a task whose model DeepSpeed's pipeline can't run."""
         if layout.pipeline > 1:
             pipeline.check_task(task, layout)
 
@@ -84,15 +86,22 @@ class DeepSpeed(Engine):
         return replace(job, recipe=recipe, run=run), layout
 
     def make_ready(self, job: Job, layout: Layout) -> None:
+        """Build the extension for disks before ranks start: they would all build it at once."""
         given = configuration.read(job.run.engine_config) if job.run.engine_config is not None else {}
         if nvme.to_disk(given) or layout.offloads("optimizer-disk"):
             nvme.build(device_of(0, job.run.device).type)
 
     def check_proof(self, job: Job) -> None:
+        """Raise UserError where the configuration asks for what is not one process's step."""
         if job.run.engine_config is not None:
             check_proof(configuration.read(job.run.engine_config))
 
     def prepare(self, model: nn.Module, how: Preparation) -> DeepSpeedTrainer:
+        """Complete the configuration, cut a pipeline if there is one, and start DeepSpeed's engine.
+
+        Order: dropout and batch norm are replaced in the model first, the order of units is watched next
+        (`SameOrder`), and `deepspeed.initialize` comes last, as it replaces parameters by its own.
+        """
         given = configuration.read(how.details.engine_config) if how.details.engine_config is not None else {}
         check_layout(how.layout, configuration.stage_of(given))
         check_pipeline_asked(given, how.details.cut_at)
@@ -161,6 +170,7 @@ def _asked(layout: Layout, recipe: Recipe | None = None, micro_batch: int | None
 
 
 def _check_precision(config: dict[str, Any], package: Any, device: torch.device) -> None:
+    """Raise UserError for fp16 where DeepSpeed's accelerator has none."""
     with quietly(device):
         accelerator = package.accelerator.get_accelerator()
     if configuration.precision_of(config) == "fp16" and not accelerator.is_fp16_supported():

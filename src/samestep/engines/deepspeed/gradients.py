@@ -81,6 +81,7 @@ class SameOrder:
             self._running = None
 
     def _run(self, number: int, module: nn.Module, arguments: Any) -> None:
+        """Before a module with parameters runs: the ranks compare that they run the same one."""
         if self._running is not None:
             self._go_on(number)
             self._running.append(number)
@@ -155,11 +156,16 @@ class WholeGradients(Gradients):
         self._norm = torch.zeros(())
 
     def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times DeepSpeed's scale, under stage 0."""
         # DeepSpeed's engine scales for ZeRO alone (0.19), yet its optimizer for stage 0 divides by the scale as well.
         scale = _loss_scale(self._engine)
         return loss if scale == 1 else loss.float() * scale
 
     def settle(self, factor: float) -> None:
+        """Multiply whole gradients by the factor for the count, and take their norm over pipeline ranks.
+
+        Under stage 0 every rank has every gradient of its stages.
+        """
         self._used.settle()
         gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
         if factor != 1:
@@ -192,12 +198,15 @@ class ShardedGradients(Gradients):
             parameter.register_hook(self._note(number))
 
     def _note(self, number: int) -> Any:
+        """A hook: this rank has a gradient of the parameter with this number."""
+
         def note(gradient: Tensor) -> None:
             self._seen.add(number)
 
         return note
 
     def check_before_backward(self, loss: Tensor, *, last: bool) -> None:
+        """Raise UserError where ranks are about to send gradients of different parameters."""
         # A rank's samples may choose which layers run. ZeRO sends the gradients that there are: from stage 2 on in
         # each backward, and in stage 1 in the last.
         if self._mesh.data_place.of == 1:
@@ -210,6 +219,7 @@ class ShardedGradients(Gradients):
             self._expected = set()
 
     def check_before_reducing(self) -> None:
+        """The same in a pipeline, where gradients are sent once, after all backwards."""
         if self._mesh.data_place.of > 1:
             self._check_alike(self._seen)
 
@@ -236,12 +246,14 @@ class ShardedGradients(Gradients):
         return missing
 
     def settle(self, factor: float) -> None:
+        """Multiply by the factor through DeepSpeed's loss scale: its step divides shards by that."""
         optimizer = self._engine.optimizer
         scale = _loss_scale(self._engine)
         if factor != 1 or scale != 1:
             optimizer.override_loss_scale(scale / factor)
 
     def norm_after_step(self) -> float | Tensor:
+        """DeepSpeed's norm of the step; its loss scaler is its own again."""
         self._engine.optimizer.custom_loss_scaler = False
         return self._engine.get_global_grad_norm()
 

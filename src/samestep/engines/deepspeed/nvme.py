@@ -95,6 +95,7 @@ def _run_build() -> tuple[int, str]:
 
 
 def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """Send a signal to a build and all that it has started; nothing where it has ended."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
@@ -109,6 +110,7 @@ def load(device: torch.device) -> None:
 
 
 def _missing(reason: str) -> UserError:
+    """Why the extension for disks can't be built, and what to install."""
     return UserError(
         f"offload to disk by engine deepspeed is the work of its extension async_io, which can't be built here "
         f"({reason}); use `apt-get install libaio-dev g++` and `pip install ninja`, or engine native"

@@ -95,6 +95,7 @@ def _is_sequence(module: nn.Module) -> bool:
 
 
 def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a sequence of sequences, one after the other, by their names in the model."""
     for name, layer in module._modules.items():
         if layer is not None and _is_sequence(layer):
             yield from _layers(layer, f"{prefix}{name}.")
@@ -181,6 +182,7 @@ def sendable(output: Any, stage: int) -> Any:
 
 
 def _described(output: Any) -> str:
+    """What a layer gives, for a message."""
     if isinstance(output, tuple):
         return f"a tuple of {', '.join(_described(each) for each in output)}"
     return f"a tensor of {output.dtype}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
@@ -222,6 +224,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         }
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        """DeepSpeed runs the whole step over all micro-batches; the loss and its weight come in by callbacks."""
         with without_deprecations(), index_errors_explained(f"step {batch.step}", batch.samples):
             running = self._running = _Step(batch=batch, loss=loss, totals=self._begin())
             self.engine.micro_batches = len(batch.micro_batches)
@@ -258,6 +261,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         return term * (self._scale(running.batch) * self.engine.gradient_accumulation_steps())
 
     def _check_and_reduce(self, engine: Any, **keywords: Any) -> None:
+        """In place of DeepSpeed's reduction: first the ranks see that they have the same gradients."""
         self._gradients.check_before_reducing()
         self._reduce_gradients(engine, **keywords)
 
@@ -272,6 +276,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         self._optimizer_step(engine, **keywords)
 
     def predict(self, inputs: Any) -> Any:
+        """The output of one chunk, on ranks of the last stage; DeepSpeed's evaluation would average a loss."""
         given = self._as_computed(one_input(inputs))
         with without_deprecations(), self._without_monitor():
             _, output = self.engine.eval_batch(
@@ -290,6 +295,7 @@ class PipelineTrainer(DeepSpeedTrainer):
             monitor.enabled = enabled
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, broadcast from a rank of its stage; every rank asks."""
         for name, parameter in self.model.named_parameters():
             yield name, self._from_its_stage(name, parameter)
 
@@ -297,6 +303,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         yield from ()  # each stage reads its own parameters alone
 
     def state(self) -> dict[str, Tensor]:
+        """The whole state dict on the CPU, from the stages; every rank asks."""
         values = self.model.state_dict(keep_vars=True)
         return {name: self._from_its_stage(name, value).cpu().clone() for name, value in values.items()}
 

@@ -180,6 +180,7 @@ class DeepSpeedTrainer(Trainer):
         self._buffers_checked = False
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        """Backward over the micro-batches, the factor for the count, DeepSpeed's step."""
         if not self.model.training:
             self.engine.train()
         with at_work(self._device), index_errors_explained(f"step {batch.step}", batch.samples):
@@ -203,6 +204,7 @@ class DeepSpeedTrainer(Trainer):
         return self._report(totals, lr)
 
     def _report(self, totals: Tensor, lr: float) -> StepReport:
+        """Loss over the count of all ranks, and the norm as DeepSpeed took it."""
         norm = self._gradients.norm_after_step()
         return StepReport(
             loss=totals[0] / totals[1],
@@ -267,6 +269,7 @@ class DeepSpeedTrainer(Trainer):
         return inputs if self._dtype == torch.float32 else to_device(inputs, self._device, self._dtype)
 
     def predict(self, inputs: Any) -> Any:
+        """The output in evaluation mode. ZeRO-3 gathers parameters: all ranks call, in the same order."""
         if self.model.training:
             self.engine.eval()
         with torch.no_grad(), at_work(self._device), self._in_order(training=False):
@@ -276,6 +279,7 @@ class DeepSpeedTrainer(Trainer):
         return whole_parameters(self.model, self._package, self._whole_dtype, self._masters)
 
     def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
+        """(name, key, tensor) of whole parameters, in float32, gathered by DeepSpeed's own functions."""
         optimizer = self.engine.basic_optimizer
         kept = set().union(*(state for state in optimizer.state.values()))
         for name, trained_parameter in self.model.named_parameters():
@@ -318,6 +322,7 @@ class DeepSpeedTrainer(Trainer):
 
 
 def _compute_dtype(engine: Any) -> torch.dtype:
+    """The dtype in which DeepSpeed runs the model."""
     if engine.bfloat16_enabled():
         return torch.bfloat16
     return torch.float16 if engine.fp16_enabled() else torch.float32

@@ -127,10 +127,12 @@ class KerasEngine(Engine):
     """A Keras model with a PyTorch model's weights, trained under one of TensorFlow's strategies."""
 
     def check_task(self, task: Task, layout: Layout, config: Path | None) -> None:
+        """Raise UserError for a model or loss without a Keras counterpart."""
         from_torch.counterpart(task.loss)
         from_torch.check(task.model())
 
     def prepare(self, model: nn.Module, how: Preparation) -> KerasTrainer:
+        """Start TensorFlow with the strategy, copy the model's weights into Keras, make the trainer."""
         check_loop(self.name, how.details)
         tools, strategy = self._start(how.precision, how.device)
         copy = Copy(model, how.details.example, tools=tools, strategy=strategy, optimizer_of=how.optimizer_of)
@@ -169,6 +171,7 @@ class Mirrored(KerasEngine):
     )
 
     def _start(self, precision: str, device: torch.device) -> tuple[Tools, Any]:
+        """Replicas within one process: one a thread on CPUs, one a device else."""
         replicas = torch.get_num_threads() if device.type == "cpu" else accelerators()
         tools = start(precision, device, replicas=replicas)
         kind = "CPU" if device.type == "cpu" else "GPU"
@@ -204,6 +207,7 @@ def _mirrored(tf: Any, names: tuple[str, ...]) -> Any:
 
 @cache  # TensorFlow lets a process join one cluster, before it has done anything else
 def _join(tf: Any) -> Any:
+    """The strategy over many processes, which find one another by TF_CONFIG; ranks agree on the addresses."""
     ranks = dist.get_world_size()
     task = agree(["worker"] * ranks).to_json() if ranks > 1 else None
     with environment.tensorflow_settings(task):

@@ -22,6 +22,7 @@ LossOf = Callable[[Any, Any, Any], Any]
 
 
 def _squared_error(tf: Any, output: Any, targets: Any) -> Any:
+    """The sum over each sample's squared differences: [samples]."""
     squares = tf.math.squared_difference(output, targets)  # [samples, ...]
     return tf.reduce_sum(tf.reshape(squares, [tf.shape(squares)[0], -1]), axis=1)
 
@@ -224,6 +225,7 @@ class _Tracer(fx.Tracer):
 
 
 def _graph(model: nn.Module) -> fx.Graph:
+    """The model's forward as a graph of calls. Raises UserError for a forward that decides by values."""
     if _Tracer().is_leaf_module(model, ""):
         # A model that is a single layer, under the empty name.
         graph = fx.Graph()
@@ -239,6 +241,7 @@ def _graph(model: nn.Module) -> fx.Graph:
 
 
 def _check_module(model: nn.Module, node: fx.Node) -> None:
+    """Raise UserError for a module without a counterpart, or one with weights that is called twice."""
     name = str(node.target)
     module = model.get_submodule(name)
     if type(module) not in MODULES:
@@ -251,6 +254,7 @@ def _check_module(model: nn.Module, node: fx.Node) -> None:
 
 
 def _check_function(model: nn.Module, node: fx.Node) -> None:
+    """Raise UserError for a function without a counterpart."""
     if node.target not in FUNCTIONS:
         called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
         there = sorted({str(getattr(each, "__name__", each)) for each in FUNCTIONS})
@@ -260,6 +264,7 @@ def _check_function(model: nn.Module, node: fx.Node) -> None:
 
 
 def _check_inputs(model: nn.Module, node: fx.Node) -> None:
+    """Raise UserError for a model of several inputs."""
     inputs = [other.name for other in node.graph.nodes if other.op == "placeholder"]
     if len(inputs) > 1:
         raise UserError(f"engine keras: the model is called with {', '.join(inputs)}; use one tensor")

@@ -3,6 +3,9 @@
 PyTorch keeps the channels of an image in front, [batch, channels, height, width]; TensorFlow computes on a CPU
 with channels last only. Every tensor of four dimensions is kept as [batch, height, width, channels] here, and
 flattened in PyTorch's order.
+
+Layouts: PyTorch has images as [samples, channels, height, width], TensorFlow on a CPU as [samples, height, width,
+channels]. A weight's `axes` say how its dimensions are permuted from PyTorch's to Keras's.
 """
 
 import math
@@ -70,6 +73,7 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _linear(tools: Tools, module: nn.Linear, given: Any) -> tuple[Any, Sequence[Weight]]:
+    """Dense: its kernel is [in, out], PyTorch's weight [out, in]."""
     if is_image(given):
         raise _refuse(module, "it would slice images along their width; flatten them first")
     layer = tools.layers.Dense(module.out_features, use_bias=module.bias is not None, dtype=tools.dtype)
@@ -82,6 +86,7 @@ def _bias(module: Any, layer: Any) -> list[Weight]:
 
 
 def _conv(tools: Tools, module: nn.Conv2d, given: Any) -> tuple[Any, Sequence[Weight]]:
+    """Conv2D: its kernel is [height, width, in, out], PyTorch's weight [out, in, height, width]."""
     if module.groups != 1 or module.padding_mode != "zeros":
         raise _refuse(module, "TensorFlow's convolution has neither groups nor this padding on a CPU")
     if max(module.stride) > 1 and max(module.dilation) > 1:
@@ -107,6 +112,7 @@ def _conv(tools: Tools, module: nn.Conv2d, given: Any) -> tuple[Any, Sequence[We
 
 
 def _norm_weights(module: Any, layer: Any) -> list[Weight]:
+    """Scale and shift of a norm: gamma and beta in Keras."""
     if module.weight is None:
         return []
     return [Weight(name="weight", variable=layer.gamma), *([] if module.bias is None else [_beta(layer)])]
@@ -140,6 +146,7 @@ def _layer_norm(tools: Tools, module: nn.LayerNorm, given: Any) -> tuple[Any, Se
 
 
 def _max_pool(tools: Tools, module: nn.MaxPool2d, given: Any) -> tuple[Any, Sequence[Weight]]:
+    """Padding by the smallest number of the dtype, which no maximum takes."""
     if module.ceil_mode or _pair(module.dilation) != (1, 1) or module.return_indices:
         raise _refuse(module, "Keras's has neither ceil_mode nor dilation nor return_indices")
     height, width = _pair(module.padding)
@@ -158,6 +165,7 @@ def _average_pool(tools: Tools, module: nn.AvgPool2d, given: Any) -> tuple[Any, 
 
 
 def _adaptive_average_pool(tools: Tools, module: nn.AdaptiveAvgPool2d, given: Any) -> tuple[Any, Sequence[Weight]]:
+    """Only where the output's size divides the input's: the windows are then equal and apart."""
     wanted: Any = module.output_size
     before = given.shape[1:3]
     after = [there if size is None else size for size, there in zip(_pair(wanted), before, strict=True)]
@@ -168,6 +176,7 @@ def _adaptive_average_pool(tools: Tools, module: nn.AdaptiveAvgPool2d, given: An
 
 
 def _flatten(tools: Tools, module: nn.Flatten, given: Any) -> tuple[Any, Sequence[Weight]]:
+    """Through PyTorch's order of dimensions, in which the next layer's weights are."""
     if module.start_dim != 1 or module.end_dim != -1:
         raise _refuse(module, "Keras's flattens everything but the samples; use start_dim=1, end_dim=-1")
     return tools.layers.Flatten(dtype=tools.dtype)(channels_first(tools, given)), []
@@ -233,6 +242,7 @@ _IMAGE_AXES = {0: 0, 1: 3, 2: 1, 3: 2}  # from PyTorch's dimensions to TensorFlo
 
 
 def _mean(tools: Tools, given: Any, dim: Any, keepdim: bool = False) -> Any:
+    """A mean over dimensions, counted as PyTorch does."""
     dims = [dim] if isinstance(dim, int) else list(dim)
     rank = len(given.shape)
     axes = [axis % rank for axis in dims]

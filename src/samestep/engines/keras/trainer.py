@@ -46,6 +46,7 @@ class Copy:
         self._evaluate = tools.tf.function(lambda given: self.converted.model(given, training=False))
 
     def _zeros(self, name: str) -> list[Any]:
+        """State of the optimizer for a weight, on the devices where its replicas are."""
         tf, variable = self.tools.tf, self.converted.weights[name].variable
         with self.strategy.extended.colocate_vars_with(variable):
             return [
@@ -85,6 +86,7 @@ class Copy:
         return torch.from_numpy(self._evaluate(self.tensor(inputs)).numpy()).to(inputs.device)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight as a tensor in PyTorch's layout."""
         for name in self._parameters:
             yield name, self._value(name)
 
@@ -166,6 +168,11 @@ class KerasTrainer(Trainer):
         self._functions: dict[LossOf, Functions] = {}
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        """Add up the micro-batches' sums on each replica, all-reduce them once, clip by the norm, and update every
+        replica.
+
+        Each replica takes [samples / replicas] rows of a micro-batch; rows that only fill it up have weight 0.
+        """
         tf = self._copy.tools.tf
         functions = self._functions_of(counterpart(loss))
         rows = self._rows(batch)
@@ -211,11 +218,13 @@ class KerasTrainer(Trainer):
         return cut(parts[0]), cut(parts[1]), cut(parts[2])
 
     def _functions_of(self, loss: LossOf) -> Functions:
+        """The compiled functions of a loss, which TensorFlow traces once."""
         if loss not in self._functions:
             self._functions[loss] = self._compiled(loss)
         return self._functions[loss]
 
     def _compiled(self, loss: LossOf) -> Functions:
+        """TensorFlow functions of one step: what a replica computes, and what all of them do together."""
         copy = self._copy
         tf, strategy = copy.tools.tf, copy.strategy
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_PACK_BYTES)

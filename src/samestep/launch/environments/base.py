@@ -183,6 +183,7 @@ class Variables:
         return int(text)
 
     def needed(self, name: str, least: int = 0) -> int:
+        """A variable that must be a whole number. Raises UserError where it isn't."""
         self.wanted(name, f"a whole number of {least} or more")
         number = self.number(name, least)
         assert number is not None

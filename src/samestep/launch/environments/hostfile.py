@@ -28,6 +28,7 @@ class Hostfile:
         return False
 
     def find(self, given: PlaceInputs) -> FoundCluster:
+        """The hosts of the file that was named; this one is found among them by its name."""
         assert given.hostfile is not None  # it is found because it was named
         hosts, read = read_hostfile(given.hostfile)
         this = which([host.name for host in hosts], given.host.name)
@@ -79,6 +80,7 @@ def _line(words: list[str], place: str) -> tuple[str, int]:
 
 
 def _count(text: str, word: str, place: str) -> int:
+    """A number of slots. Raises UserError for a port that was taken for one."""
     if not (text.isascii() and text.isdigit()):
         raise UserError(f'{place}: "{word}": slots are a whole number; {_FORM}')
     if int(text) > _LARGEST:

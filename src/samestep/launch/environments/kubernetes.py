@@ -32,6 +32,10 @@ class PyTorchJob:
         return in_pytorchjob(given.environ) or (_is_elastic(given) and "LOCAL_RANK" not in given.environ)
 
     def find(self, given: PlaceInputs) -> FoundCluster:
+        """The pods of a PyTorchJob as hosts, from what the operator sets in each of them.
+
+        An elastic job has PET_* variables and a rendezvous endpoint; a plain one MASTER_ADDR and a rank for each pod.
+        """
         read = Variables(given.environ)
         slots, counted = _processes(read, given)
         pods = _pods(read)
@@ -70,6 +74,7 @@ def _is_elastic(given: PlaceInputs) -> bool:
 
 
 def _endpoint(text: str) -> tuple[str, int]:
+    """Host and port of PET_RDZV_ENDPOINT."""
     host, _, port = text.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()):
         raise UserError(f"PET_RDZV_ENDPOINT is {text!r}; a host and a port such as job-worker-0:23456 are wanted")
@@ -157,6 +162,7 @@ class _Plain(yaml.SafeDumper):
 
 
 def _replicas(wish: Wish, number: int, restart: str) -> dict[str, Any]:
+    """The part of a manifest for so many pods of one kind."""
     container: dict[str, Any] = {
         "name": _CONTAINER,
         "image": wish.image,

@@ -24,6 +24,7 @@ class Lsf:
         return "LSB_JOBID" in given.environ and "LSB_MCPU_HOSTS" in given.environ
 
     def find(self, given: PlaceInputs) -> FoundCluster:
+        """The hosts and slots of LSB_MCPU_HOSTS: pairs of a name and a number."""
         read = Variables(given.environ)
         job = read.wanted("LSB_JOBID", "the job's number")
         listed = _listed(read.wanted("LSB_MCPU_HOSTS", _FORM))

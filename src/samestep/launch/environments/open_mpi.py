@@ -32,6 +32,11 @@ class OpenMpi:
         return "OMPI_COMM_WORLD_SIZE" in given.environ and "OMPI_COMM_WORLD_RANK" in given.environ
 
     def find(self, given: PlaceInputs) -> FoundCluster:
+        """The hosts of an mpirun: with one process a host each is an agent, which starts that host's ranks; else each
+        is a rank.
+
+        Open MPI doesn't list the hosts, so the others stay without a name.
+        """
         read = Variables(given.environ)
         world_size, rank = read.needed("OMPI_COMM_WORLD_SIZE", 1), read.needed("OMPI_COMM_WORLD_RANK")
         local_size = read.needed("OMPI_COMM_WORLD_LOCAL_SIZE", 1)

@@ -40,6 +40,7 @@ class Ray:
         return bool(given.environ.get("RAY_ADDRESS"))
 
     def find(self, given: PlaceInputs) -> FoundCluster:
+        """The live nodes of a Ray cluster, with their GPUs as slots, or their CPUs where none has a GPU."""
         source, address = ("--ray", given.ray) if given.ray else ("RAY_ADDRESS", given.environ.get("RAY_ADDRESS", ""))
         assert address is not None
         if importlib.util.find_spec("ray") is None:
@@ -80,6 +81,7 @@ def _check_answers(source: str, address: str) -> None:
 
 
 def _nodes(source: str, address: str) -> list[dict[str, Any]]:
+    """What Ray says of its nodes; leaves Ray as it found it, connected or not."""
     import ray  # pyright: ignore[reportMissingImports]
 
     ours = not ray.is_initialized()
@@ -102,6 +104,7 @@ def _order(node: dict[str, Any]) -> tuple[bool, str]:
 
 
 def _read(node: dict[str, Any]) -> Read:
+    """What of a node was taken into account."""
     resources = node["Resources"]
     return Read(
         source=f"node {node['NodeManagerAddress']}",
@@ -114,6 +117,7 @@ _MODULE = "samestep.launch.environments.ray"
 
 
 def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
+    """An actor for each node's agent; this host's agent starts without one."""
     return [
         AgentCommand(
             command=tuple(agent_command([sys.executable]))
@@ -137,6 +141,7 @@ class AgentOnNode:
             threading.Thread(target=self._read, args=(number, stream), daemon=True).start()
 
     def _read(self, number: int, stream: Any) -> None:
+        """A thread of the actor: lines of one stream, None at its end."""
         for line in stream:
             self._printed.put((number, line))
         self._printed.put(None)
@@ -194,12 +199,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _pass_input(ray: Any, there: Any) -> None:
+    """A thread here: orders from standard input to the agent."""
     for line in FileIO(0, closefd=False):
         ray.get(there.write.remote(line))
     ray.get(there.write.remote(b""))
 
 
 def _pass_output(ray: Any, there: Any) -> None:
+    """What the agent prints, to standard output and error, until both have ended."""
     ends = 0
     while ends < 2:
         for each in ray.get(there.printed.remote()):

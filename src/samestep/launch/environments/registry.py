@@ -83,6 +83,7 @@ def _shown(given: PlaceInputs) -> ClusterEnvironment:
 
 
 def _called(name: str, given: PlaceInputs, named: Sequence[ClusterEnvironment]) -> ClusterEnvironment:
+    """The place that --place names. Raises UserError where nothing shows it, or another one was named as well."""
     places = {each.name: each for each in PLACES}
     if name not in places:
         raise UserError(f'--place "{name}" is not known; {closest(name, places)}')

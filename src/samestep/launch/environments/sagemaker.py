@@ -25,6 +25,7 @@ class SageMaker:
         )
 
     def find(self, given: PlaceInputs) -> FoundCluster:
+        """The containers of SM_HOSTS, which all number alike: by length, then by name."""
         read = Variables(given.environ)
         config = read.json("SM_RESOURCE_CONFIG", 'a mapping with "hosts" and "current_host"')
         if config is None:
@@ -57,6 +58,7 @@ class SageMaker:
 
 
 def _names(hosts: Any, source: str) -> list[str]:
+    """The hosts' names, checked and in one order."""
     if not isinstance(hosts, list) or not hosts or not all(isinstance(name, str) and name for name in hosts):
         raise UserError(f"{source} is {hosts!r}; {_HOSTS} is wanted")
     if len(set(hosts)) < len(hosts):

@@ -74,6 +74,10 @@ class Slurm:
         return "SLURM_JOB_ID" in given.environ and "SLURM_JOB_NODELIST" in given.environ
 
     def find(self, given: PlaceInputs) -> FoundCluster:
+        """The nodes of a Slurm job, seen from sbatch or salloc, or from a task that srun started.
+
+        In a step with one task a node, each task is that node's agent; else the job's node starts the others by srun.
+        """
         read = Variables(given.environ)
         job = read.wanted("SLURM_JOB_ID", "the job's number")
         step = in_slurm_step(given.environ)
@@ -159,6 +163,7 @@ def _gpus(read: Variables, nodes: int, *, step: bool) -> list[int] | None:
 
 
 def _for_each(read: Variables, name: str, nodes: int) -> list[int]:
+    """A number for each node, of Slurm's short form such as 2(x3),1."""
     text = read.wanted(name, "a number for each node, such as 2(x3),1,")
     found = counts(name, text)
     if len(found) != nodes or 0 in found:
@@ -176,6 +181,7 @@ _OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GP
 
 
 def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
+    """One srun for all nodes: a task each, with all the cores and GPUs of the allocation on its node."""
     # srun gives every task what comes on its standard input.
     step = (
         *("srun", f"--nodes={len(parts)}", f"--ntasks={len(parts)}", "--ntasks-per-node=1"),

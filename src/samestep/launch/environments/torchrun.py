@@ -21,6 +21,7 @@ class Torchrun:
         return all(name in given.environ for name in wanted) and not in_pytorchjob(given.environ)
 
     def find(self, given: PlaceInputs) -> FoundCluster:
+        """The ranks that torchrun has started already: hosts by the number of ranks on each."""
         read = Variables(given.environ)
         world_size, rank = read.needed("WORLD_SIZE", 1), read.needed("RANK")
         local_size = read.needed("LOCAL_WORLD_SIZE", 1)

@@ -15,6 +15,7 @@ _NOT_THE_SCRIPTS = {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 
 
 def _expected(rank: Rank) -> Expected:
+    """torchrun's variables, and Accelerate's own from its configuration file, if there is one."""
     ranks = torch.variables(rank)
     asked = rank.options.get("config")
     file = Path(asked) if asked else environment.accelerate_config(rank.environ)

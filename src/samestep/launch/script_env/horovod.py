@@ -110,6 +110,7 @@ def _handler() -> type:
 
     class Handler(RendezvousHandler):
         def do_DELETE(self) -> None:  # noqa: N802
+            """A rank has finished with a group's meeting; when all have, the group may meet again."""
             server: Any = self.server
             group, _, rank = self.path.removeprefix("/").partition("/")
             if group not in server.scope_size:

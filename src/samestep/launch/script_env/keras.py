@@ -19,6 +19,7 @@ _THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 
 def _expected(rank: Rank) -> Expected:
+    """TF_CONFIG: addresses and ports of all ranks, exchanged through a store, and which of them this is."""
     variables = torch.variables(rank)
     kinds = kinds_of(rank.ranks.world_size, int(rank.options.get("servers", 0)))
     # Each rank holds its port until all have theirs, so no two of a host get the same.

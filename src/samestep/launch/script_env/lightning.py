@@ -8,6 +8,7 @@ from samestep.launch.script_env.base import Contract, Expected, Rank
 
 
 def _expected(rank: Rank) -> Expected:
+    """Variables from which Lightning's Trainer and Fabric take their arguments."""
     from samestep.launch.device import accelerators
 
     ranks = rank.ranks

@@ -104,6 +104,12 @@ class AttentionOverAll(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
+        """Attention of this rank's tokens to those of all ranks, by whichever of three ways fits.
+
+        With a zigzag (attention=ring) by the ring, unless the mask needs a gradient. Where a rank can't have whole
+        heads, by keys and values of all tokens: own queries [batch, heads, own tokens, head_dim] against them. Else
+        by an exchange of tokens for heads, attention of a few heads over all tokens, and the exchange back.
+        """
         ranks, tokens = self._group.size(), self._length.tokens
         shared = {"dropout_p": dropout_p, **options}
         if self._shares.zigzag and (attn_mask is None or not attn_mask.requires_grad):
@@ -122,17 +128,22 @@ class AttentionOverAll(TorchFunctionMode):
                 mask: Any = causal_lower_right(query.shape[2], seen)
             else:
                 mask = _own_rows(attn_mask, tokens, is_causal, self._shares, query)
+            # [batch, key-value heads, seen tokens, head_dim].
             key, value = (_gather_summed(part, self._shares, seen) for part in (key, value))
             with self._now.holding(Portion(attention={2: self._length.positions(query)})):
                 return F.scaled_dot_product_attention(query, key, value, mask, **shared)
+        # [batch, heads, own tokens, head_dim] -> [batch, heads / ranks, all tokens, head_dim]; what fills the last
+        # ranks' parts up is cut off at once.
         to_heads = partial(exchange, group=self._group, split_dim=1, join_dim=2)
         query, key, value = (to_heads(part).narrow(2, 0, tokens) for part in (query, key, value))
         mask = attn_mask
         if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+            # A mask with a dimension of heads: those that this rank has now.
             mask = mask.chunk(ranks, 1)[self._group.rank()]
         with self._now.holding(Portion(attention={1: self._group.rank() * query.shape[1]})):
             output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **shared)
         missing = self._shares.length(tokens) * ranks - tokens
+        # Back to [batch, heads, own tokens, head_dim], filled up again to parts of equal length.
         return exchange(F.pad(output, [0, 0, 0, missing]), self._group, split_dim=2, join_dim=1)
 
 
@@ -158,6 +169,8 @@ def _gather_summed(part: Tensor, shares: Shares, tokens: int) -> Tensor:
 
 
 class _GatherSummed(torch.autograd.Function):
+    """Forward: all-gather along the tokens. Backward: reduce-scatter, since every rank's queries use all keys."""
+
     @staticmethod
     def forward(ctx: Any, part: Tensor, shares: Shares, tokens: int) -> Tensor:
         ctx.shares, ctx.length = shares, part.shape[2]
@@ -171,6 +184,7 @@ class _GatherSummed(torch.autograd.Function):
         shares: Shares = ctx.shares
         if shares.zigzag:
             return summed_part(gradients[0], shares, 2), None, None
+        # A rank that looked at fewer keys has no gradient for the later ones: zeros.
         missing = ctx.length * shares.ranks - gradients[0].shape[2]
         whole = F.pad(gradients[0], [0, 0, 0, missing])
         return reduce_scatter_uneven(whole, shares.group, [ctx.length] * shares.ranks, 2), None, None

@@ -46,6 +46,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 
 class _Kernel(NamedTuple):
+    """How one kind of device and dtype computes a block, forward and backward."""
+
     attend: Callable[[Block], Attended]
     # From a gradient of what attention over all keys gave to those of a block.
     gradients: Callable[[Block, Tensor, Attended], Gradients]
@@ -59,12 +61,14 @@ def attend(block: Block) -> Attended:
 def gradients(block: Block, gradient: Tensor, attended: Attended) -> Gradients:
     """Gradients of a block's queries, keys and values; `attended` is what attention over all keys gave."""
     # A query that sees no key has no gradient: its scores are -inf, and e to the power of that minus 0 is 0.
+    # [batch, heads, queries].
     lse = attended.lse.masked_fill(attended.lse == -math.inf, 0.0)
     return _kernel(block).gradients(block, gradient, Attended(attended.output, lse))
 
 
 def merge(output: Tensor, lse: Tensor, more: Attended) -> None:
     """Put what further keys gave to what others gave, in place (Liu et al. 2023, Ring Attention, appendix A)."""
+    # log(exp(a) + exp(b)); -inf where neither block has a key for the query.
     both = torch.logaddexp(lse, more.lse)
     finite = both.masked_fill(both == -math.inf, 0.0)
     output *= (lse - finite).exp().unsqueeze(-1)
@@ -80,6 +84,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _kernel(block: Block) -> _Kernel:
+    """The fastest kernel that gives the log-sum-exp as well, for this device, dtype and mask."""
     query = block.query
     if query.device.type == "cpu" and block.value.shape[-1] == query.shape[-1]:
         return _FOR_CPU
@@ -90,13 +95,15 @@ def _kernel(block: Block) -> _Kernel:
 
 
 def _fits_flash(block: Block) -> bool:
+    """Whether PyTorch's flash attention takes these heads: a width of at most 256, a multiple of 8."""
     width = block.query.shape[-1]
     fits = width % 8 == 0 and width <= 256 and block.value.shape[-1] == width
     return fits and has_flash_attention(block.query.device)
 
 
 def _attend_for_cpu(block: Block) -> Attended:
-    output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+    """By PyTorch's kernel for CPUs, which takes any dtype and masks."""
+    output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(  # lse [batch, heads, queries]
         block.query, block.key, block.value, 0.0, block.causal, attn_mask=block.mask, scale=block.scale
     )
     if block.mask is not None:  # of a query without keys the kernel gives 0
@@ -121,6 +128,7 @@ def _gradients_for_cpu(block: Block, gradient: Tensor, attended: Attended) -> Gr
 
 
 def _attend_by_flash(block: Block) -> Attended:
+    """On an accelerator, in 16 bits and without a mask. lse: [batch, heads, queries] in float32."""
     key, value = _for_each_head(block)
     output, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
         block.query, key, value, 0.0, block.causal, False, scale=block.scale
@@ -153,12 +161,14 @@ def _gradients_by_flash(block: Block, gradient: Tensor, attended: Attended) -> G
 
 
 def _attend_written_out(block: Block) -> Attended:
-    scores = _scores(block)
+    """By products of matrices: [batch, heads, queries, keys] is in memory for the time of this block."""
+    scores = _scores(block)  # [batch, heads, queries, keys]
+    # Taken away before exp, so that no exponential overflows.
     largest = scores.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0.0)
     weights = (scores - largest).exp_()
-    total = weights.sum(-1, keepdim=True)
-    value = _for_each_head(block)[1]
+    total = weights.sum(-1, keepdim=True)  # [batch, heads, queries, 1]
+    value = _for_each_head(block)[1]  # [batch, heads, keys, value_dim]
     output = (weights @ value.to(weights.dtype)) / total.masked_fill(total == 0, 1.0)
     return Attended(output.to(block.query.dtype), (total.log() + largest).squeeze(-1))
 

@@ -39,7 +39,10 @@ _PRODUCTS = ("__matmul__", "baddbmm", "bmm", "einsum", "matmul")
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """A module that gets all tokens: which leaves of its arguments and output carry some, at which dimension."""
+    """A module that gets all tokens: which leaves of its arguments and output carry some, at which dimension.
+
+    Indices are those of `pytree.tree_leaves` of (arguments, keywords) and of the output.
+    """
 
     name: str
     inputs: Mapping[int, int]
@@ -157,6 +160,7 @@ def _carrying(nest: Any, tokens: int, batch: int, cut: set[int], whole: set[int]
 
 
 def _places_of(nest: Any, given: Collection[int]) -> frozenset[int]:
+    """The indices, among the leaves of a nest, of tensors with one of these identities."""
     leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
     return frozenset(i for i, seen in enumerate(leaves) if isinstance(seen, Seen) and seen.identity in given)
 
@@ -183,8 +187,9 @@ def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now:
                 leaves[index] = messages.share(leaf, index in which.handed)
         arguments, keywords = pytree.tree_unflatten(leaves, form)
         with now.holding(Portion()), messages.pause():
+            # Whole tokens inside, so draws are those of all tokens and attention is PyTorch's own.
             output = inner(*arguments, **keywords)
-        results, form = pytree.tree_flatten(output)
+        results, form = pytree.tree_flatten(output)  # of all tokens
         for index, dim in which.outputs.items():
             results[index] = messages.split(results[index], dim)
         return pytree.tree_unflatten(results, form)
@@ -193,6 +198,7 @@ def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now:
 
 
 def _gathered(tensor: Tensor, messages: Messages, dim: int) -> Tensor:
+    """All tokens of a tensor of which this rank has its part, or a RuntimeError where it is no part."""
     own = messages.own()
     if tensor.shape[dim] != own:  # something that every rank has whole
         raise RuntimeError(f"a module that wants all tokens is given {list(tensor.shape)}, not a rank's {own} tokens")

@@ -42,6 +42,7 @@ def look(model: nn.Module, names: Sequence[str], trace: Trace, layout: Layout, *
         module = model.get_submodule(call.name)
         along = _along(module, call, hidden)
         state = dict(_places(call))[hidden]
+        # [batch, tokens, hidden].
         tokens = state.shape[1]
         cut = [seen for key in along for seen in seen_in(dict(_all(call))[key])]
         gathered = find_gathered(call, trace, tokens, state, cut, attentions=hands_more or whole, products=whole)
@@ -99,6 +100,9 @@ def used_between(calls: Sequence[Call], trace: Trace) -> str | None:
     """A block that gives something with a gradient beside its hidden state, which is used where no block runs.
 
     Its gradient would come whole to every rank, and that of the hidden state in parts.
+
+    A gradient that every rank has whole and one that is in parts can't both be summed over ranks: the former would
+    count as often as there are ranks.
     """
     for call in calls:
         for seen in call.outputs()[1:]:
@@ -129,23 +133,27 @@ def _other_shapes(places: Sequence[tuple[Key, Seen]], call: Call) -> str:
 
 
 def _check_same_tokens(call: Call, hidden: Seen, layout: Layout) -> None:
+    """Raise LayoutError for a block that changes the number of tokens, as pooling does."""
     tokens, given = hidden.shape[1], _first(call.output)[1]
     if tokens != given:
         raise refused(layout, call.name, f"takes {tokens} tokens and gives {given}")
 
 
 def _first(output: Any) -> tuple[int, ...]:
+    """The shape of the first tensor of an output, which is the hidden state by convention; () where it has none."""
     while isinstance(output, (tuple, list)) and output:
         output = output[0]
     return output.shape if isinstance(output, Seen) else ()
 
 
 def _places(call: Call) -> list[tuple[Key, Seen]]:
+    """The tensors that stand directly among a call's arguments, with their position or name."""
     given: list[tuple[Key, Any]] = [*enumerate(call.arguments), *call.keywords.items()]
     return [(key, value) for key, value in given if isinstance(value, Seen)]
 
 
 def _only_call(trace: Trace, name: str, layout: Layout) -> Call:
+    """The one call of a block. Raises LayoutError for a block that a forward calls several times, or never."""
     calls = trace.of(name)
     if len(calls) != 1:
         raise refused(layout, name, f"is called {len(calls)} times in a forward")
@@ -161,6 +169,7 @@ def _attends_to_itself(attention: Attention, call: Call, trace: Trace) -> bool:
 
 
 def refused(layout: Layout, name: str, why: str) -> LayoutError:
+    """Why a module's tokens can't be split, and what to use in place of context parallel."""
     return LayoutError(
         f'layout "{layout}": {name} {why}, so its tokens can\'t be split; use dp{layout.size} or fsdp{layout.size}'
     )
@@ -181,6 +190,7 @@ def _all(call: Call) -> list[tuple[Key, Any]]:
 
 
 def _has_rows(value: Any, tokens: int) -> bool:
+    """Whether a value is a tensor [.., tokens] or [.., tokens, ..], or a nest of such: rotary tables are pairs."""
     if isinstance(value, (tuple, list)):
         return bool(value) and all(_has_rows(inner, tokens) for inner in value)
     return isinstance(value, Seen) and len(value.shape) in (2, 3) and value.shape[1] == tokens

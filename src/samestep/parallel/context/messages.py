@@ -2,6 +2,15 @@
 
 Parts are of one length, as an exchange wants them: the last ones are filled up with zeros, which are cut off when
 tokens are put together.
+
+                       forward             backward
+    split              own part            all-gather           every rank has the whole, and uses its part
+    gather             all-gather          own part             every rank goes on with the whole alike
+    gradient_summed    identity            all-reduce           each rank computes something else from the whole
+    gradient_shared    identity            1 / ranks            all compute alike, and a sum over ranks follows
+    exchange           all-to-all          all-to-all back      heads for tokens
+
+Ranks of the context axis take part in each, in the order in which their forwards (and backwards) come to them.
 """
 
 # PyTorch's stub of backward takes any number of gradients, and its mark of one that is taken once knows no ctx.
@@ -90,6 +99,7 @@ def own_part(whole: Tensor, shares: Shares, dim: int = 1) -> Tensor:
 def _piece(whole: Tensor, first: int, length: int, dim: int) -> Tensor:
     """Some tokens, filled up with zeros behind the last one."""
     first = min(first, whole.shape[dim])
+    # Tokens [first, first + length) of the whole, fewer at its end, none behind it.
     mine = whole.narrow(dim, first, min(length, whole.shape[dim] - first))
     missing = length - mine.shape[dim]
     return F.pad(mine, [0, 0] * (whole.ndim - 1 - dim) + [0, missing]) if missing else mine
@@ -97,7 +107,7 @@ def _piece(whole: Tensor, first: int, length: int, dim: int) -> Tensor:
 
 def all_parts(part: Tensor, shares: Shares, tokens: int, dim: int = 1) -> Tensor:
     """Every rank's part in the order of tokens, without what filled them up; for tensors without gradients."""
-    whole = all_gather(part, shares.group, dim)
+    whole = all_gather(part, shares.group, dim)  # ranks' parts in the order of ranks
     if shares.zigzag:
         length = part.shape[dim] // 2
         ranks = range(shares.ranks)
@@ -120,6 +130,7 @@ def summed_part(whole: Tensor, shares: Shares, dim: int = 1) -> Tensor:
     tokens = whole.shape[dim]
     length = shares.piece_length(tokens)
     numbers = [number for rank in range(shares.ranks) for number in shares.pieces(rank)]
+    # In the order of ranks and their pieces, as the reduce-scatter hands them out.
     in_turn = torch.cat([_piece(whole, number * length, length, dim) for number in numbers], dim)
     return reduce_scatter_uneven(in_turn, shares.group, [shares.length(tokens)] * shares.ranks, dim)
 
@@ -138,6 +149,8 @@ def gradient_shared(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _GradientSummed(torch.autograd.Function):
+    """Forward: identity. Backward: all-reduce."""
+
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -152,6 +165,8 @@ class _GradientSummed(torch.autograd.Function):
 
 
 class _GradientShared(torch.autograd.Function):
+    """Forward: identity. Backward: 1 / ranks of the gradient, without a message."""
+
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.ranks = group.size()
@@ -164,6 +179,8 @@ class _GradientShared(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
+    """Forward: this rank's part. Backward: all-gather of the parts' gradients."""
+
     @staticmethod
     def forward(ctx: Any, whole: Tensor, shares: Shares, dim: int) -> Tensor:
         ctx.shares, ctx.dim, ctx.tokens = shares, dim, whole.shape[dim]
@@ -177,6 +194,8 @@ class _Split(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """Forward: all-gather. Backward: this rank's part of the gradient."""
+
     @staticmethod
     def forward(ctx: Any, part: Tensor, shares: Shares, tokens: int, dim: int) -> Tensor:
         ctx.shares, ctx.dim = shares, dim
@@ -197,6 +216,8 @@ def exchange(tensor: Tensor, group: dist.ProcessGroup, *, split_dim: int, join_d
 
 
 class _Exchange(torch.autograd.Function):
+    """Forward: all-to-all from `split_dim` to `join_dim`. Backward: all-to-all from `join_dim` to `split_dim`."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
         ctx.group, ctx.split_dim, ctx.join_dim = group, split_dim, join_dim
@@ -209,7 +230,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(tensor: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
+    """[..., n * a, ..., b, ...] -> [..., a, ..., n * b, ...]: split along one dimension, joined along another."""
+    # all_to_all_single sends consecutive pieces of the first dimension, so the pieces are laid out there.
     pieces = torch.stack(tensor.chunk(group.size(), split_dim))  # [ranks, ...], one piece for each rank
-    received = torch.empty_like(pieces)
+    received = torch.empty_like(pieces)  # [ranks, ...], piece r from rank r
     dist.all_to_all_single(received, pieces, group=group)
     return torch.cat(list(received), join_dim)

@@ -13,6 +13,16 @@ half of the queries or half of the keys of each further rank.
 PyTorch's own ring (torch.distributed.tensor.experimental, as of 2.13) is not used. It takes no masks and no numbers
 of tokens that the ranks don't divide, has no rule for attention on CPUs, adds up in float32 whatever the precision,
 so that nothing could be proved in float64, and is switched on for a whole process.
+
+One step of a ring of 4, forward (k0 are the keys and values of rank 0's tokens):
+
+    step      0     1     2     3
+    rank 0    k0    k3    k2    k1       sends to rank 1, receives from rank 3
+    rank 1    k1    k0    k3    k2
+
+Messages of a step are posted before its computation and waited for after it; the last step sends nothing. In backward
+the sums of gradients travel one step behind the keys that they are of, and take one more step to get home.
+`batch_isend_irecv` posts send and receive together, so that two ranks that send to each other don't block.
 """
 
 # PyTorch's stub of backward takes any number of gradients, and its mark of one that is taken once knows no ctx.
@@ -66,6 +76,7 @@ def ring_attention(
 ) -> Tensor:
     """What `F.scaled_dot_product_attention` gives this rank's queries over the keys of all ranks."""
     kind = query.device.type
+    # A function of our own isn't in autocast's lists, so the casts that it gives attention are made here.
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
         query, key, value = (part.to(torch.get_autocast_dtype(kind)) for part in (query, key, value))
     if mask is not None:
@@ -102,8 +113,12 @@ class _Ring:
         keys, first = self.shares.filled(source, self.tokens), 0
         if self.causal and source == self.shares.rank:
             keys = own  # what fills up comes last, where no token looks
+        # Pieces of source: s and 2p-1-s, this rank's: r and 2p-1-r. s < r, so piece s is before both of this rank's
+        # pieces and 2p-1-s after both.
         elif self.causal and source < self.shares.rank:
             keys = min(keys, piece)  # its early piece is before both of this rank's, its late one after both
+        # s > r: pieces s and 2p-1-s lie after piece r and before piece 2p-1-r, so only the late half of the queries
+        # looks.
         elif self.causal:
             first = piece  # both of its pieces are between this rank's
         if not keys:
@@ -141,15 +156,22 @@ class _Place:
 
 
 class _RingAttention(torch.autograd.Function):
+    """Attention over a ring, with the two rounds that it takes.
+
+    Saved for backward: own queries, keys, values, output and log-sum-exp, each [batch, heads, own tokens, ...]; keys
+    and values of the other ranks come round again.
+    """
+
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ring: _Ring) -> Tensor:
         with _in_its_dtype(query):
             exact = exact_dtype(query.dtype)
             # [batch, heads, own tokens, value_dim], and without the last dimension
+            # Added up in at least float32: one rounding a block in 16 bits would grow with the number of ranks.
             output = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=exact)
             lse = query.new_full(query.shape[:-1], -math.inf, dtype=exact)
             rows = ring.rows(mask)
-            travelling = _flat(key, value)
+            travelling = _flat(key, value)  # [numbers of own keys and values], one message
             for step, source in enumerate(ring.sources()):
                 on_the_way = _pass_on(travelling, ring.shares) if step < ring.shares.ranks - 1 else None
                 place = ring.block(query, *_parts(travelling, key, value), rows, source)
@@ -188,6 +210,7 @@ class _RingAttention(torch.autograd.Function):
                     of_query[:, :, place.first :] += found[0]
                     for total, more in zip(_parts(sums, key, value), found[1:], strict=True):
                         total[:, :, : place.keys] += more
+                # Only now: this rank has just added its own part.
                 coming = _pass_on(sums, ring.shares)  # at last to the rank whose keys they are of
                 if on_the_way is not None:
                     travelling = on_the_way.wait()
@@ -221,6 +244,7 @@ class _OnTheWay:
     works: list[dist.Work]
 
     def wait(self) -> Tensor:
+        """The message from the rank before, once it is here and this rank's own has left."""
         for work in self.works:
             work.wait()
         return self.received

@@ -4,6 +4,10 @@ From the first block of a list to the last a rank works on its own tokens. Atten
 attention.py. So do other modules in which tokens meet: see gathered.py. Where a list of blocks can't be split, lists
 in its blocks may (the layers of a stage, between two of which patches are merged), and modules that take each token
 by itself: see token_wise.py. The tokens are put together after each, and whatever lies between has all of them.
+
+On a rank, hidden states are [batch, own tokens, features] between the first block's beginning and the last one's end,
+and [batch, tokens, features] elsewhere. Parameters of blocks get gradients of own tokens alone, so they are written
+into the table (`add_sum`); those of modules that get all tokens have whole gradients on every rank, and aren't.
 """
 
 import re
@@ -90,6 +94,7 @@ def split_tokens(
     for name in splitter.names():
         for parameter in model.get_submodule(name).parameters():
             if parameter not in of_all_tokens and parameter in names_of_own:
+                # Popped, so that a parameter that two modules share is summed once.
                 parts.add_sum(names_of_own.pop(parameter), group)
     said = splitter.said()
     if said and dist.get_rank() == 0:
@@ -103,7 +108,11 @@ _NOTHING = "has neither layers that hand on hidden states nor modules that take 
 
 @dataclass(kw_only=True)
 class _Splitter:
-    """Splits what it finds, as long as the model's output stays the same."""
+    """Splits what it finds, as long as the model's output stays the same.
+
+    Each try changes the model, compares and, where it is wrong, restores it (`_held`). All ranks of the context axis
+    try the same things in the same order, since comparing forwards send messages.
+    """
 
     model: nn.Module
     trace: Trace
@@ -175,6 +184,7 @@ class _Splitter:
         return [*without, *(name for each in inner.values() for name in self._search(each))]
 
     def _take_token_wise(self, under: Sequence[str]) -> None:
+        """Split modules that take each token by itself: in runs of several first, then each alone."""
         (call, *_) = self.trace.of("")
         samples = next((seen.shape[0] for seen in call.inputs() if seen.shape), 0)
         self.fill()
@@ -226,6 +236,7 @@ class _Splitter:
             )
 
     def _output(self) -> Output:
+        """The model's output and marks for the example, with every constant parameter varied."""
         with self.precisely(), torch.no_grad(), _varied(self.model):
             return output_of(self.model, self.example)
 
@@ -263,6 +274,7 @@ def _varied(model: nn.Module) -> Iterator[None]:
 
 
 def _is_constant(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is one finite number throughout, as biases and scales are when a model begins."""
     if not parameter.is_floating_point() or parameter.is_meta or not parameter.numel() or not has_values(parameter):
         return False
     first = parameter.detach().flatten()[0]
@@ -274,6 +286,7 @@ def _pattern(name: str) -> str:
 
 
 def _split_chain(model: nn.Module, chain: Sequence[Block], shares: Shares, now: ForwardContext) -> None:
+    """Change the blocks of one list: split before the first, own tokens in each, gather after the last."""
     length = Length(now, shares)
     for block in chain:
         mode = AttentionOverAll(shares, length, now, block.crossing)
@@ -285,6 +298,7 @@ def _split_chain(model: nn.Module, chain: Sequence[Block], shares: Shares, now: 
 
 
 def _messages(shares: Shares, length: Length, mode: AttentionOverAll) -> Messages:
+    """The messages of modules that get all tokens, over the context axis."""
     return Messages(
         own=lambda: shares.length(length.tokens),
         gather=lambda part, dim: gather(part, shares, length.tokens, dim),

@@ -68,6 +68,7 @@ def find_token_wise(
 def _outermost(
     module: nn.Module, name: str, trace: Trace, samples: int, apart: Collection[str]
 ) -> Iterator[TokenWise]:
+    """The largest token-wise modules in a module: itself, or those of its children, and so on."""
     if name in apart:
         return
     calls = trace.of(name)
@@ -108,6 +109,7 @@ def _places(call: Call, samples: int) -> tuple[int, frozenset[int]] | None:
 
 
 def _leaves(nest: Any) -> dict[int, Seen]:
+    """The tensors of a nest, by their index among all of its leaves."""
     leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
     return {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Seen)}
 
@@ -128,6 +130,7 @@ def _works_on_each(module: nn.Module, call: Call, which: TokenWise) -> bool:
         with with_values(), torch.no_grad(), torch.random.fork_rng(devices=[]), evaluating(module):
             torch.manual_seed(0)
             named = [*module.named_parameters(), *module.named_buffers()]
+            # In float64 on the CPU, whatever the model has: `near` can then tell a mixed token from rounding.
             state = {name: _random(tensor.shape, tensor.dtype) for name, tensor in named}
             for leaf in leaves:
                 if isinstance(leaf, Seen):
@@ -155,6 +158,7 @@ def _works_on_each(module: nn.Module, call: Call, which: TokenWise) -> bool:
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Random numbers in a parameter's or an input's place: normal ones of the usual scale, 0 or 1 for integers."""
     if dtype.is_floating_point:
         return torch.randn(*shape, dtype=torch.float64) / (shape[-1] if len(shape) > 1 else 1) ** 0.5
     return torch.randint(0, 2, tuple(shape)).to(dtype)
@@ -203,6 +207,8 @@ def split_run(model: nn.Module, run: Run, shares: Shares, now: ForwardContext) -
 
 
 def _splitting(which: TokenWise, shares: Shares, length: Length) -> Callable[..., Any]:
+    """A hook before a module of a run: its token inputs cut to this rank's, gradients of its others summed."""
+
     def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         leaves, form = pytree.tree_flatten((arguments, keywords))
         for index, leaf in enumerate(leaves):
@@ -217,6 +223,8 @@ def _splitting(which: TokenWise, shares: Shares, length: Length) -> Callable[...
 
 
 def _gathering(dim: int, shares: Shares, length: Length) -> Callable[..., Any]:
+    """A hook after the last module of a run: all tokens of each tensor that it gives."""
+
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda part: gather(part, shares, length.tokens, dim), output)
 
@@ -224,6 +232,8 @@ def _gathering(dim: int, shares: Shares, length: Length) -> Callable[..., Any]:
 
 
 def _on_own_tokens(dim: int, length: Length, now: ForwardContext) -> Callable[..., Any]:
+    """A wrapper that tells draws inside which tokens the module works on."""
+
     def on_own_tokens(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         with now.holding(Portion(activations={dim: length.positions((arguments, keywords))})):
             return forward(*arguments, **keywords)

@@ -7,4 +7,8 @@
   `batch_buffers`: those that are a mean or a sum over the batch, joined over forwards and ranks.
 - `float64`: the mode under which a step of precision fp64 runs. `grouped_product`: the one operator of many models
   that PyTorch has in float32 and below only.
+
+Why all this: a layout takes the step of one process if each number that it computes is the same function of the same
+samples. Sums over samples are so by themselves; what draws random numbers, normalises over the batch, or remembers in
+a buffer depends on how the batch is cut, unless it is told which samples it has. `ForwardContext` tells it.
 """

@@ -8,6 +8,13 @@ before the step; when the step is over, what they made of it is joined over micr
 - sum: the buffer before the step plus what each forward added, such as `counts += hits.sum(0)`.
 - alike: what any micro-batch made of it, since the forward moves it whatever the samples are. So are the vectors of
   spectral norm (Miyato et al. 2018, section 2.1: a power iteration in each forward), which need not be named.
+
+For a buffer b before the step and b_m after the forwards of micro-batch m with n_m samples, over all ranks:
+
+    mean: b + sum_m n_m (b_m - b) / sum_m n_m          sum: b + sum_m (b_m - b)
+
+computed in float64, in one all-reduce for all buffers. What the forward adds is thus independent of how the batch is
+cut, as long as the buffer moves as the mode says.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,13 +115,18 @@ class _Joined:
         return total
 
     def forget(self) -> None:
+        """Between two steps nothing is held of the one before."""
         self.before = None
         self.began.clear()
         self.made.clear()
 
 
 class BatchBuffers:
-    """The buffers of a model that are joined over the forwards of a step."""
+    """The buffers of a model that are joined over the forwards of a step.
+
+    A micro-batch may run a module several times (a shared layer): the first of these calls begins with the buffer
+    from before the step, a further one with what the call before made. What is joined is the state after the last.
+    """
 
     def __init__(
         self, model: nn.Module, joins: Mapping[str, Join], group: dist.ProcessGroup, now: ForwardContext
@@ -123,6 +135,7 @@ class BatchBuffers:
         self._group = group
         self._now = now
         self._places: list[tuple[nn.Module, dict[str, _Joined]]] = []
+        # By the module that owns the buffer, since it is this module's forward that moves it.
         for path, module in model.named_modules():
             mine = {key: f"{path}.{key}" if path else key for key in module._buffers}
             joined = {key: _Joined(join=joins[name]) for key, name in mine.items() if name in joins}
@@ -140,6 +153,12 @@ class BatchBuffers:
         *arguments: Any,
         **keywords: Any,
     ) -> Any:
+        """A module's forward in a training step: its buffers begin as they were before the step, and what it makes is
+        noted.
+
+        Called in place of the module's own. Outside of training steps, and for modules without such buffers, nothing
+        changes.
+        """
         moment = self._now.moment
         if moment is None:
             return forward(*arguments, **keywords)
@@ -192,10 +211,10 @@ class BatchBuffers:
         """Give buffers their means and sums over the micro-batches of all ranks."""
         if not held:
             return
-        moved = [each.moved(buffer) for buffer, each in held]
+        moved = [each.moved(buffer) for buffer, each in held]  # [buffers] of the buffers' shapes, float64
         # Numbers of samples stay on the device, so that no host waits for what all ranks have.
         samples = [moved[0].new_full((1,), each.samples) for _, each in held]
-        message = torch.cat([*samples, *(part.flatten() for part in moved)])
+        message = torch.cat([*samples, *(part.flatten() for part in moved)])  # [buffers + all their numbers]
         dist.all_reduce(message, group=self._group)
         counts, *sums = message.split([len(held), *(part.numel() for part in moved)])
         for (buffer, each), total, count in zip(held, sums, counts.unbind(), strict=True):
@@ -206,6 +225,7 @@ class BatchBuffers:
 
 
 def _buffer(module: nn.Module, key: str) -> Tensor:
+    """A module's own buffer, by its key. Buffers that are None are not joined."""
     buffer = module._buffers[key]
     assert buffer is not None
     return buffer

@@ -1,6 +1,14 @@
 """Batch norm over the global batch: statistics of the samples of all data ranks, as one process would take them.
 
 (Ioffe & Szegedy 2015, algorithm 1.)
+
+For a feature with numbers x of all ranks' samples, n of them:
+
+    mean = sum(x) / n,   variance = sum((x - mean)^2) / n,   y = (x - mean) / sqrt(variance + eps) * weight + bias
+
+A forward sends two all-reduces over the data ranks (sums with the count, then squares), and backward one for each of
+them. Running statistics get the unbiased variance, n / (n - 1) times this one. Every data rank computes the same
+statistics, so every rank's running statistics stay the same without being sent.
 """
 
 from abc import ABC, abstractmethod
@@ -59,10 +67,12 @@ def _forward(
     now: ForwardContext,
     given: Tensor,
 ) -> Tensor:
+    """A plain batch norm's forward, [samples, features, ...]: global statistics in training, its own elsewhere."""
     moment = now.moment
     if not module.training or moment is None:
         return forward(given)
     _check_whole(moment, f"{name or 'the model'} ({type(module).__name__})")
+    # PyTorch's own kernel; with one data rank its statistics are the global batch's already.
     if dist.get_world_size(group) == 1:
         return _untracked(module, given) if now.recomputing else forward(given)
     normed, mean, variance, count = _normed(given, module.weight, module.bias, module.eps, group, moment)
@@ -90,6 +100,7 @@ def _own_forward(
     tracked: Tensor | None = module.num_batches_tracked
     before = None if tracked is None else tracked.clone()
     try:
+        # Such a forward is left as it is: only the call of F.batch_norm in it is answered.
         with _ByGlobalStatistics(f"{name or 'the model'} ({type(module).__name__})", group, now, moment):
             return forward(*arguments, **keywords)
     finally:  # checkpoint ends a recomputation by an exception, once it has all that backward needs
@@ -98,6 +109,7 @@ def _own_forward(
 
 
 def _check_whole(moment: Moment, what: str) -> None:
+    """Raise UserError where a rank has its samples in several forwards, none of which has all of them."""
     if moment.micro_batches > 1:
         raise UserError(
             f"{what} takes its statistics from the whole batch, and a step "
@@ -211,12 +223,16 @@ def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tupl
 
     These three are of each feature over all ranks' samples; the count is of numbers, not of samples.
     """
+    # Lent samples belong to another rank, which counts them; this rank still takes part in the sum.
     weight = 0.0 if moment.lent else 1.0
+    # At least float32: sums of 16-bit numbers lose digits. float64 stays float64.
     numbers = given.to(torch.promote_types(given.dtype, torch.float32))
+    # All dimensions but that of the features: [samples, features, places...].
     others = [dim for dim in range(given.ndim) if dim != 1]
     shape = [1, -1, *(1 for _ in given.shape[2:])]
     own = weight * given.numel() / given.size(1)
     count = numbers.new_full((1,), own)
+    # [features + 1]: sums and the count in one message.
     sums = _SumOverRanks.apply(torch.cat([numbers.sum(others) * weight, count]), group)
     count = sums[-1].detach()
     if own <= 1 and count <= 1:  # a rank that has two numbers itself need not wait for the sum
@@ -224,10 +240,10 @@ def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tupl
             f"batch norm: a global batch of one number for each of {given.size(1)} features has no variance; use "
             "a recipe.batch that doesn't leave one sample for the last step"
         )
-    mean = sums[:-1] / count
+    mean = sums[:-1] / count  # [features]
     # Squares of what is left after the mean: a difference of two large sums would lose digits.
-    centred = numbers - mean.view(shape)
-    squares = centred.square().sum(others) * weight
+    centred = numbers - mean.view(shape)  # [samples, features, ...]
+    squares = centred.square().sum(others) * weight  # [features]
     return centred, mean, _SumOverRanks.apply(squares, group) / count, count
 
 
@@ -263,7 +279,12 @@ class _OfAnyDimensions(BatchNorm):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks, whose gradient is the sum of what every rank's loss asks of it, and so is that one's."""
+    """The sum over ranks, whose gradient is the sum of what every rank's loss asks of it, and so is that one's.
+
+    With L = sum over ranks of L_r, and total = sum over ranks of part_r, each rank's part reaches every L_r through
+    the total: dL / d(part_r) = sum over ranks s of dL_s / d(total). So backward is an all-reduce as well, and all
+    data ranks must run it: also those whose gradient is zero.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore

@@ -2,6 +2,9 @@
 
 Buffers that a forward fills from its samples would differ between ranks; key-value caches would grow in recomputed
 layers; buffers that every forward moves on, such as spectral norm's vectors, would move once a micro-batch.
+
+Who looks when: `keep_no_cache` before the model is spread, `RepeatedForwards` and `check_buffers` in the first step
+alone. What moves a buffer there would move it in later steps too, and each look costs a copy or a message.
 """
 
 import copy
@@ -38,6 +41,7 @@ def check_buffers(model: nn.Module, before: Versions, group: dist.ProcessGroup) 
         sums[place] = _sum(buffer)
     changed = torch.tensor([0, *(_is_filled(before.get(name), each) for name, each in after.items())], device=device)
     # The largest and, with the sign turned, the smallest of all ranks.
+    # [3, 1 + buffers]. The number at index 0 stands for no buffer and is always 0: the message is never empty.
     message = torch.cat([sums, -sums, changed.double()])
     dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
     # Read all at once: each read waits for the accelerator.
@@ -59,6 +63,8 @@ def _is_filled(before: tuple[int, int, torch.Size] | None, after: tuple[int, int
 def _sum(buffer: Tensor) -> Tensor:
     """A number that differs where buffers do, but for rare cases."""
     flat = as_real(buffer.detach()).double().flatten()
+    # Weighted by position, so that a permutation of values is seen. NaN and infinity become numbers, or no two
+    # buffers that hold one would be the same.
     return (flat * torch.arange(1, len(flat) + 1, device=flat.device)).sum().nan_to_num()
 
 
@@ -126,6 +132,7 @@ class RepeatedForwards:
 
 
 def _equal(before: Tensor, after: Tensor) -> bool:
+    """Whether a buffer is what it was, NaN counting as equal to NaN."""
     if not (has_values(before) and has_values(after)):
         return True
     return before.dtype == after.dtype and torch.equal(before.nan_to_num(), after.detach().nan_to_num())

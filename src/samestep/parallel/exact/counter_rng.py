@@ -50,6 +50,7 @@ def split(keys: Tensor | int, positions: Tensor | int) -> Tensor:
 
 def columns(positions: Tensor) -> Tensor:
     """What `draw` wants of the int64 positions in a row: a 32-bit number for each."""
+    # The lower half of each 64-bit number, on a little-endian machine.
     return split(torch.zeros_like(positions), positions).view(torch.int32)[::2]
 
 
@@ -59,6 +60,12 @@ def draw(keys: Tensor, outer: Sequence[Tensor], row: Tensor) -> Tensor:
     `outer` holds the int64 positions of all but the last dimension, `row` the `columns` of that one. An element's
     number depends on its sample's key and its own positions, and on no length: a sample that is padded further
     keeps the numbers that it had.
+
+    With K = split(key of the sample, outer positions) as two 32-bit halves (a, b), and c the number of the column:
+
+        x = a ^ c;  x ^= x >> 16;  x *= M1;  x ^= b;  x ^= x >> 15;  x *= M2;  x ^= x >> 16
+
+    Shifts are logical: PyTorch's are arithmetic on int32, so the bits that come from the sign are masked away.
     """
     rows = keys
     for positions in outer:

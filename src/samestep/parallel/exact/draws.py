@@ -45,7 +45,10 @@ Make = Callable[..., Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One call of a function that draws: what it gives, and how uniform bits become that."""
+    """One call of a function that draws: what it gives, and how uniform bits become that.
+
+    `make` is called with `streams` tensors of `shape`, each of independent int32 bits.
+    """
 
     shape: tuple[int, ...]  # of the bits
     device: torch.device
@@ -130,6 +133,10 @@ def _randn_like(input: Tensor, **options: Any) -> Draw:
 
 
 def _integers(low: int, high: int, dtype: torch.dtype) -> Make:
+    """Whole numbers from `low` to `high` - 1, by a product with 32 uniform bits.
+
+    Each number's probability is off by 2^-32 at most.
+    """
     return lambda bits: (low + (unit(bits, torch.float64) * (high - low)).floor()).to(dtype)
 
 
@@ -158,6 +165,7 @@ def _randint_like(input: Tensor, *numbers: int, **options: Any) -> Draw:
 
 
 def _bernoulli(input: Tensor, p: float | None = None, **_: Any) -> Draw:
+    """One number of bits for each element; `threshold` may be a tensor of probabilities of the same shape."""
     threshold = input if p is None else p
     return Draw(
         shape=tuple(input.shape),

@@ -4,6 +4,14 @@ Whether a number is dropped is a function of the sample and the place alone (see
 decides it for the samples and the part of the model that it has. Attention with dropout writes its weights out,
 tokens x tokens: kernels that never do, such as flash attention, draw numbers of their own.
 `recipe.attention_dropout: false` leaves this dropout out, and these kernels run.
+
+How a number is found: sample key = f(seed, step, number of the sample in the data set); site key = the module's name
+and the running number of its draw in this forward; position = the element's indices in the whole tensor, behind the
+sample. `ForwardContext.part` says where the rank's part of a tensor begins in the whole, so a tensor-parallel rank
+draws for its heads, and a context-parallel rank for its tokens, what one process draws for them.
+
+Why a mode and not modules of our own: models call F.dropout, torch.rand and attention with `dropout_p` in the middle
+of their forwards, and other libraries do so as well. A TorchFunctionMode sees all of these calls.
 """
 
 import inspect
@@ -44,7 +52,7 @@ def explicit_attention(
     (Vaswani et al. 2017, section 3.2.1; grouped queries: Ainslie et al. 2023.)
     """
     if enable_gqa:
-        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)  # [..., query heads, keys, head_dim]
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
     if is_causal:
         attn_mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
@@ -55,7 +63,7 @@ def explicit_attention(
         nothing = ~attn_mask.any(-1, keepdim=True)  # a query that may see no key
         scores = scores.masked_fill(~(attn_mask | nothing), -math.inf)
     else:
-        nothing = (attn_mask == -math.inf).all(-1, keepdim=True)
+        nothing = (attn_mask == -math.inf).all(-1, keepdim=True)  # [..., queries, 1]
         scores = scores + attn_mask.masked_fill(nothing, 0.0)
     # A softmax over nothing is not a number; PyTorch's attention has zeros there.
     return drop(scores.softmax(-1).masked_fill(nothing, 0.0)) @ value
@@ -85,6 +93,7 @@ def _may_drop(module: nn.Module) -> bool:
 
 
 def _check(model: nn.Module) -> None:
+    """Raise UserError for modules that draw in a kernel, or whose samples aren't the first dimension."""
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
             raise UserError(
@@ -123,6 +132,8 @@ class Dropout(TorchFunctionMode):
 
         @wraps(forward)
         def run(*arguments: Any, **keywords: Any) -> Any:
+            # Outside of training steps nothing is drawn by sample. In backward without a moment the model's own
+            # checkpointing runs a forward again, for which `_moment` has a message.
             if not self.now.watches or (self.now.moment is None and not _in_backward()):
                 return forward(*arguments, **keywords)
             before, self._name = self._name, name
@@ -153,6 +164,8 @@ class Dropout(TorchFunctionMode):
                 given.arguments["dropout_p"] = 0.0
                 args, keywords = given.args, given.kwargs
             self._samples_lead = True
+            # PyTorch switches a mode off while its __torch_function__ runs; it is entered again, so that it sees the
+            # dropout in this function's body.
             try:
                 with self:
                     return _MULTI_HEAD_ATTENTION(*args, **keywords)
@@ -165,6 +178,7 @@ class Dropout(TorchFunctionMode):
         call.apply_defaults()
         given, probability, training, *rest = call.arguments.values()
         if not training or not 0 < probability <= 1 or given.numel() == 0:
+            # PyTorch's own function raises where the probability is wrong.
             return func(*args, **keywords)  # nothing to drop, or an error of its own
         return self._drop(given, probability, kind, in_place=kind.in_place or any(rest))
 
@@ -202,6 +216,7 @@ class Dropout(TorchFunctionMode):
                 "[samples, ...], or torch.rand(()) for one number that is the whole step's"
             )
         # A dimension of one element is broadcast over what another rank holds as well.
+        # Positions along dimensions that this rank holds a part of; the others begin at 0.
         spread = {dim: at for dim, at in parts.items() if shape and shape[dim] > 1} if _within(parts, shape) else {}
         numbers = self._numbers(shape, spread, drawn.device, moment, what, of_step=of_step)
         return numbers.reshape(shape)
@@ -217,6 +232,9 @@ class Dropout(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,  # scale, enable_gqa
     ) -> Tensor:
+        """F.scaled_dot_product_attention with our dropout in it: written out where it drops, else
+        PyTorch's kernel.
+        """
         nothing_to_drop = not 0 < dropout_p <= 1
         if nothing_to_drop or (is_causal and attn_mask is not None):  # an error of PyTorch's
             return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
@@ -240,10 +258,12 @@ class Dropout(TorchFunctionMode):
             )
 
     def _drop_weights(self, weights: Tensor, probability: float) -> Tensor:
+        """Dropout of probabilities [samples, heads, queries, keys], by the rank's heads or queries."""
         parts = self.now.part.attention if weights.ndim == 4 else {}
         return weights * self._noise(weights, weights.shape, probability, parts).mul_(_scale(probability))
 
     def _drop(self, given: Tensor, probability: float, kind: "_Kind", *, in_place: bool) -> Tensor:
+        """What one of F's dropout functions gives for a tensor [samples, ...]."""
         shape = given.shape
         if kind.features:  # a channel is dropped as a whole
             shape = (*shape[:2], *(1 for _ in shape[2:]))
@@ -251,6 +271,8 @@ class Dropout(TorchFunctionMode):
         if kind.alpha:
             factor, shift = _alpha(noise, probability)
             return given.mul_(factor).add_(shift) if in_place else given * factor + shift
+        # Inverted dropout: what is kept is divided by 1 - p, so that evaluation needs no factor (Srivastava et al.
+        # 2014).
         noise.mul_(_scale(probability))
         return given.mul_(noise) if in_place else given * noise
 
@@ -263,6 +285,7 @@ class Dropout(TorchFunctionMode):
         return torch.ge(numbers, threshold(probability), out=noise).view(shape)
 
     def _moment(self, what: str) -> Moment:
+        """Whose samples the running forward has. Raises UserError in a recomputation of the model's own."""
         if self.now.moment is None:
             raise UserError(
                 f"{self._name or 'the model'}: the model recomputes this {what} in backward by itself, where "
@@ -288,6 +311,7 @@ class Dropout(TorchFunctionMode):
         if self.notes:
             self.answered.append((self._name, what))
         site = (self._name, self.now.count(self._name))
+        # A key is a hash of the name, computed in Python: once a site, not once a step.
         if site not in self._sites:
             self._sites[site] = key_of(*site)
         place = self._sites[site]
@@ -295,7 +319,10 @@ class Dropout(TorchFunctionMode):
             step = torch.full([1], key_of("step", moment.seed, moment.step), device=device)
             return draw(split(step, place), [], self._table(0, 1, device)[1])
         cut = self._by_sample(shape, len(moment.samples))
+        # [samples] int64, of step, sample and site.
         keys = split(self._sample_keys(moment, device), place)
+        # For every dimension behind the samples its positions in the whole; negative keys of `parts` count from the
+        # end.
         rest = [
             self._table(parts.get(dim, parts.get(dim - len(cut), 0)), size, device)
             for dim, size in enumerate(cut)
@@ -310,6 +337,7 @@ class Dropout(TorchFunctionMode):
             return shape
         doubtful = len(shape) > 2 and shape[1] == samples and not self._samples_lead
         if len(shape) and shape[0] % samples == 0 and not doubtful:
+            # A model may fold tokens (or heads) into the first dimension; samples are the outer one of the two then.
             return samples, shape[0] // samples, *shape[1:]
         raise UserError(
             f"{self._name or 'the model'}: dropout of a tensor of shape {list(shape)}, in which the {samples} "
@@ -319,6 +347,7 @@ class Dropout(TorchFunctionMode):
 
     def _sample_keys(self, moment: Moment, device: torch.device) -> Tensor:
         """A key for each sample of a micro-batch: [samples], int64."""
+        # The same for all draws of a micro-batch's forward.
         if self._keys is None or self._keys[0] is not moment or self._keys[1].device != device:
             step = key_of("dropout", moment.seed, moment.step)
             samples = moment.samples if device.type == "cpu" else moment.samples.pin_memory()

@@ -81,7 +81,10 @@ def in_float64(enabled: bool = True) -> Iterator[None]:
 
 
 class _Float64(TorchFunctionMode):
-    """Answers every call of PyTorch's functions."""
+    """Answers every call of PyTorch's functions.
+
+    `args` and `keywords` are those of the call; what comes back has float64 wherever the code asked for fewer digits.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -92,10 +95,13 @@ class _Float64(TorchFunctionMode):
                 return _BACKWARD[func](*args, **keywords)
         if _copies_float32(func, args, keywords):
             result = self._answer(func, args, keywords)
+            # `x.half()` of a float64 tensor would be x itself under this mode, where the model expects a copy that it
+            # may change.
             return result.clone() if result is args[0] else result
         return self._answer(func, args, keywords)
 
     def _answer(self, func: Any, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        """Call a function with float64 in place of fewer digits, in dtypes and in tensors."""
         if func in _CASTS:
             return _CASTS[func](*args, **keywords)
         if func not in _REINTERPRETING:
@@ -154,6 +160,7 @@ def _is_mixed(args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, also in plain lists of them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -29,7 +29,10 @@ _WHOLE = Portion()
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
+    """Everything that `ForwardContext` says of a running forward; replaced as a whole, never changed in place."""
+
     moment: Moment | None = None
+    # Running numbers of draws by module name: they tell two draws of one module apart.
     calls: dict[str, int] = field(default_factory=dict)
     part: Portion = _WHOLE
     recomputing: bool = False
@@ -51,7 +54,12 @@ class NotesTokens:
 
 
 class ForwardContext:
-    """Which samples the running forward works on; none outside of training. One a model, shared by its parts."""
+    """Which samples the running forward works on; none outside of training. One a model, shared by its parts.
+
+    What follows from it: which random numbers a draw gives, whose statistics batch norm takes, whether a forward may
+    leave a trace. It is the only state that forwards share, and `keep` takes a snapshot of it for a recomputation,
+    which runs when the context has gone on to another micro-batch.
+    """
 
     def __init__(self) -> None:
         self._state = _State()
@@ -145,6 +153,7 @@ class ForwardContext:
 
     @contextmanager
     def _as(self, state: _State) -> Iterator[None]:
+        """Code for which another state holds; the state before comes back, however the code ends."""
         before, self._state = self._state, state
         try:
             yield

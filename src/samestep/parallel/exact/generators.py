@@ -73,7 +73,12 @@ def is_foreign(file: str, passed_over: Sequence[str] = _PASSED_OVER) -> bool:
 
 
 class _Watch:
-    """A trace function: after every line it looks whether that line has moved a generator."""
+    """A trace function: after every line it looks whether that line has moved a generator.
+
+    `sys.settrace` calls `call` for each new frame and the function that it returns before each line of that frame, so
+    a change is seen when the next line begins: `line` is the one before, which made it. Slow, and run once for a
+    message.
+    """
 
     def __init__(self, device: torch.device, who: str) -> None:
         self._device = device

@@ -42,6 +42,7 @@ def grouped_product(
 
 
 def _by_rows(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
+    """[rows, k] and [groups, k, n] -> [rows, n]: one product a group of consecutive rows."""
     ranges = _ranges(offs)
     parts = [rows[first:last] @ matrix for (first, last), matrix in zip(ranges, matrices, strict=True)]
     of_no_group = rows.new_zeros(rows.shape[0] - ranges[-1][1], matrices.shape[-1])
@@ -49,6 +50,7 @@ def _by_rows(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
 
 
 def _ranges(offs: Tensor) -> list[tuple[int, int]]:
+    """From where each group ends to (first, one past the last) of each."""
     ends: list[int] = offs.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 

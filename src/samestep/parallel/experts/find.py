@@ -101,6 +101,7 @@ def has_experts(model: nn.Module, example: Any, given: Mapping[str, str] | None 
 
 
 def _find(model: nn.Module, example: Any, given: Mapping[str, str] | None) -> list[Experts]:
+    """All experts of a model, in the order of its modules; an outer one hides those inside of it."""
     said = _named(model, given or {})
     lists = {name: module for name, module in model.named_modules() if is_list_of_like(module)}
     stacks = {name: module for name, module in model.named_modules() if _stack_of(module)}
@@ -144,6 +145,9 @@ _KINDS = (
 
 
 def _named(model: nn.Module, given: Mapping[str, str]) -> dict[str, str]:
+    """The roles of a user's plan by module name. Raises LayoutError for a wrong role or a pattern
+    without a module.
+    """
     roles: dict[str, str] = {}
     for pattern, role in given.items():
         if role not in (SPLIT, WHOLE):
@@ -161,13 +165,17 @@ def _stack_of(module: nn.Module) -> int:
     """The experts of whose weights a module holds stacks; 0 for one that holds none."""
     own = list(module.parameters(recurse=False))
     counts = {p.shape[0] if p.ndim else 0 for p in own}
+    # All parameters are the module's own, all with one first dimension, and at least one is a stack of matrices.
     alone = len(own) == len(list(module.parameters()))
     stacked = alone and len(counts) == 1 and any(p.ndim == 3 for p in own)
     return counts.pop() if stacked and has_forward(module) else 0
 
 
 def _watch(model: nn.Module, example: Any, names: Sequence[str], lists: Mapping[str, nn.Module]) -> _Watched:
-    """Run one forward of the example, in evaluation mode, and note what modules that may be experts are given."""
+    """Run one forward of the example, in evaluation mode, and note what modules that may be experts are given.
+
+    Inputs are copied before the forward, since a caller may change them in place; outputs after it.
+    """
     watched = _Watched()
     before: dict[str, Any] = {}
 
@@ -204,6 +212,7 @@ def _copied(nest: Any) -> Any:
 
 
 def _stacked(name: str, module: nn.Module, watched: _Watched) -> Stacked | None:
+    """The experts that one module holds as stacks [experts, ...]; None where its call isn't such experts' call."""
     seen = watched.first.get(name)
     if seen is None:
         return None
@@ -218,6 +227,7 @@ def _stacked(name: str, module: nn.Module, watched: _Watched) -> Stacked | None:
 
 
 def _listed(name: str, caller: str, container: nn.Module, watched: _Watched, *, forced: bool) -> Listed | None:
+    """The experts of a list that are called for some of the tokens each; None where all get all of them."""
     children = dict(container.named_children())
     calls = [watched.calls.get(f"{name}.{key}", []) for key in children]
     all_calls = [shapes for each in calls for shapes in each if shapes is not None]

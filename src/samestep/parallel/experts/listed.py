@@ -62,7 +62,13 @@ def rows_of(given: Tensor, *, flat: bool) -> tuple[Tensor, torch.Size]:
 
 
 class ListedExperts:
-    """The experts of a list, of which this rank holds some; answers the calls of all of them."""
+    """The experts of a list, of which this rank holds some; answers the calls of all of them.
+
+    What a layer sends, over the ranks of the expert axis, each of which has its own tokens: an all-to-all of counts
+    [ranks, experts of a rank + 1, 2], one of rows to the experts' ranks, and one of outputs back; in backward the
+    latter two again, the other way round. Every rank runs all of them in every forward, also without any row, and
+    backward reaches them through `depending`: a rank that left one out would make the others wait.
+    """
 
     def __init__(
         self,
@@ -105,6 +111,7 @@ class ListedExperts:
         return partial(self._answer, number)
 
     def _answer(self, number: int, *arguments: Any, **keywords: Any) -> Tensor:
+        """An expert's forward in the caller's code: notes rows in a rehearsal, else gives what came back for them."""
         given = (*arguments, *keywords.values())
         if len(given) != 1 or not isinstance(given[0], Tensor) or (self._noted is None and self._answers is None):
             how = "outside of its caller" if len(given) == 1 else "with more than one tensor"
@@ -156,7 +163,10 @@ class ListedExperts:
         """The outputs of all calls in one tensor, and by expert, each in the order of its calls."""
         ranks = dist.get_world_size(self._group)
         per_rank = self._count // ranks
+        # By expert, and so by rank, as experts lie on ranks in their order.
         ordered = sorted(calls, key=lambda call: call.expert)  # stable
+        # [ranks, experts + 1, (calls, rows)]; the last entry tells the rows' dtype and whether they have a gradient,
+        # which a rank without rows has to know.
         said = torch.zeros(ranks, per_rank + 1, 2, dtype=torch.int64)
         for call in ordered:
             said[call.expert // per_rank, call.expert % per_rank] += torch.tensor([1, len(call.rows)])
@@ -196,6 +206,7 @@ class ListedExperts:
         made: dict[tuple[int, int], Tensor] = {}
         for own, number in enumerate(self._mine):
             if counts.called[own]:
+                # [rows of a rank, features] of every rank for this expert.
                 given = [pieces[rank * experts + own] for rank in range(ranks)]
                 parts = self._inner[number](torch.cat(given)).split([len(each) for each in given])
                 made |= {(rank, own): part for rank, part in enumerate(parts)}

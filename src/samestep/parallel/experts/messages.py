@@ -28,6 +28,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+        """All-to-all of rows; backward is the same with the counts exchanged."""
         ctx.send, ctx.receive, ctx.group = send, receive, group
         # Recomputation ends once it has all tensors that backward wants. Where experts have no row here they want
         # none, and this rank would leave the exchange out.
@@ -38,5 +39,6 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Rows' gradients go back to the ranks that sent the rows, also where there are none."""
         _ = ctx.saved_tensors
         return exchange(gradient, ctx.receive, ctx.send, ctx.group), None, None, None

@@ -42,6 +42,9 @@ def share_experts(
 
     `model` may lack the layers of other pipeline stages. Raises LayoutError where a layer's output is another than
     the whole layer's.
+
+    Stacked experts are slices of the first dimension over the expert axis; of listed ones a rank holds whole modules
+    (`Part.holder`). Ranks along the expert axis are data ranks for everything else in the model.
     """
     units: list[nn.Module] = []
     for experts in found:
@@ -89,6 +92,7 @@ def _key(name: str, experts: Experts) -> str:
 
 
 def _share_stacked(module: nn.Module, experts: Stacked, parts: ShardTable, mesh: Mesh) -> None:
+    """Keep this rank's [experts / ranks, ...] of each stack, and put the exchange around the module's forward."""
     for key, parameter in list(module.named_parameters(recurse=False)):
         cut = parts.part(f"{experts.name}.{key}" if experts.name else key).slice
         assert cut is not None
@@ -99,6 +103,7 @@ def _share_stacked(module: nn.Module, experts: Stacked, parts: ShardTable, mesh:
 
 
 def _share_listed(model: nn.Module, experts: Listed, mesh: Mesh, now: ForwardContext, device: torch.device) -> None:
+    """Keep this rank's modules of the list, with placeholders that answer for the others."""
     container = model.get_submodule(experts.name)
     listed = ListedExperts(
         experts.name,
@@ -137,6 +142,7 @@ def _compare(caller: nn.Module, experts: Experts, parts: ShardTable, mesh: Mesh)
 
 
 def _alike(output: Any, expected: Any) -> bool:
+    """Whether two outputs have the same tensors up to rounding."""
     mine, other = (
         [leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         for each in (output, expected)

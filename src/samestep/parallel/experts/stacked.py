@@ -72,9 +72,12 @@ class StackedExperts:
         flat = chosen.reshape(-1)  # [tokens * chosen]
         ranks = dist.get_world_size(self._group)
         # transformers marks a choice that is none by the number after the last expert.
+        # [tokens * chosen]: the rank of the chosen expert; `ranks` for none.
         owner = torch.where(flat < ranks * self._local, flat // self._local, ranks)
+        # Pairs of (token, choice) in the order of ranks; stable, so that a token's order of sums is the same in every
+        # run.
         order = owner.argsort(stable=True)
-        counts = torch.bincount(owner, minlength=ranks + 1)[:ranks]
+        counts = torch.bincount(owner, minlength=ranks + 1)[:ranks]  # [ranks]: rows for each
         send, receive = counts.tolist(), exchange_counts(counts, self._group).tolist()
         order = order[: sum(send)]
         source = order // max(1, flat.numel() // max(1, len(rows)))  # of each row, the token
@@ -84,7 +87,8 @@ class StackedExperts:
             exchange(weights.reshape(-1)[order], send, receive, self._group),
             given,
         )
-        back = exchange(made, receive, send, self._group)
+        back = exchange(made, receive, send, self._group)  # [rows sent, features of the output]
+        # [tokens, features of the output]: for each token the sum over its choices, already times their weights.
         total = back.new_zeros(len(rows), *back.shape[1:]).index_add(0, source, back)
         return total.reshape(*tokens.shape[:-1], *back.shape[1:])
 

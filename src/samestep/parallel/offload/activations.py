@@ -20,6 +20,9 @@ def offload_activations(blocks: Sequence[nn.Module], memory: HostMemory) -> None
 
     On an accelerator the copies are asynchronous: in the order of the device's work, while the CPU goes on. On a CPU
     they are copies within its memory, so that the same code runs there. Parameters stay where they are.
+
+    By PyTorch's `saved_tensors_hooks`: `pack` is called when an operator saves a tensor for its backward, `unpack`
+    when that backward runs. A tensor saved by two operators is copied twice.
     """
     for block in blocks:
         # The forward is replaced rather than the module, so that every parameter keeps its name.
@@ -27,11 +30,13 @@ def offload_activations(blocks: Sequence[nn.Module], memory: HostMemory) -> None
 
 
 def _offloading(block: nn.Module, forward: Any, memory: HostMemory, *args: Any, **kwargs: Any) -> Any:
+    """A block's forward, during which what autograd saves goes to the host's memory."""
     parameters = {address(local(parameter.detach())) for parameter in block.parameters()}
 
     def pack(tensor: Tensor) -> Any:
         if _stays(tensor) or address(tensor) in parameters:
             return tensor
+        # The device's memory is free as soon as the forward lets go of the tensor.
         return _Away(tensor, memory)
 
     with saved_tensors_hooks(pack, _unpack):
@@ -39,6 +44,7 @@ def _offloading(block: nn.Module, forward: Any, memory: HostMemory, *args: Any, 
 
 
 def _stays(tensor: Tensor) -> bool:
+    """Whether a saved tensor is left where it is: a parameter, a sharded one, a small or an expanded one."""
     base = tensor if tensor._base is None else tensor._base
     return (
         isinstance(base, nn.Parameter)  # also one that FSDP2 gathered
@@ -59,6 +65,7 @@ class _Away:
         self._copy.copy_(tensor.detach(), non_blocking=self._pinned)
 
     def back(self) -> Tensor:
+        """The tensor on its device again: enqueued in the device's stream, after the copy that took it away."""
         # Always a copy: the memory is used again while the result may still be used.
         return self._copy.to(self._device, non_blocking=self._pinned, copy=True)
 

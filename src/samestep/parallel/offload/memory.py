@@ -36,7 +36,11 @@ class HostMemory:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=self.pinned)
 
     def lend(self, like: Tensor, until_gone: object) -> Tensor:
-        """A contiguous tensor of that shape and dtype, whose memory is used again when `until_gone` is gone."""
+        """A contiguous tensor of that shape and dtype, whose memory is used again when `until_gone` is gone.
+
+        Reuse is by reference counting: `weakref.finalize` gives the buffer back when autograd drops the graph's node.
+        Its memory may then be written to at once, so whoever reads it must have copied it (`_Away.back`).
+        """
         size = _rounded(like.nbytes)
         free = self._free.setdefault(size, [])
         if free:
@@ -54,6 +58,7 @@ class HostMemory:
 
 def _rounded(size: int) -> int:
     """A size of which there are eight between a power of two and the next, so that batches of many lengths share."""
+    # An eighth of the power of two below.
     step = 1 << max(0, size.bit_length() - 4)
     return -(-size // step) * step
 
@@ -91,6 +96,7 @@ class MappedFile:
                 f"offload to {self._folder}: {error.strerror} after {self._end / 1e9:.1f} GB; "
                 "set run.offload_folder to a folder with more room"
             ) from None
+        # From the file's offset to that in its last mapping.
         offset = self._end - (self._chunk_end - len(self._chunks[-1]))
         self._end += size
         tensor = torch.frombuffer(self._chunks[-1], dtype=dtype, count=count, offset=offset).view(tuple(shape))
@@ -112,6 +118,7 @@ class MappedFile:
             chunk.madvise(mmap.MADV_DONTNEED)
 
     def _map(self, size: int) -> None:
+        """Add a mapping of `size` bytes at the end of the file; what is left of the one before stays unused."""
         self._end = self._chunk_end
         self._chunk_end += size
         os.ftruncate(self._file.fileno(), self._chunk_end)

@@ -2,6 +2,10 @@
 
 State and copies of the parameters lie in the host's memory, or in a mapped file of which a parameter at a time is
 in use. (Ren et al. 2021, ZeRO-Offload; Rajbhandari et al. 2021, ZeRO-Infinity.)
+
+A step: gradients to the CPU, step there, parameters back. With pinned memory both copies are asynchronous: those to
+the CPU are waited for before the step, those back are in the device's stream before its next kernel. With a mapped
+file one parameter at a time goes through all of it, and its pages are let go afterwards.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -68,6 +72,7 @@ class OffloadedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Fetch, step and put back, lot by lot: all parameters at once, or one at a time with a file."""
         loss = loss_of(closure)
         for lot in self._lots:
             lot.step(self.param_groups)
@@ -80,6 +85,7 @@ class OffloadedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give the copies' optimizers the state, on the CPU or in the file, whatever device it was on."""
         super().load_state_dict(state_dict)
         for lot in self._lots:
             for copy in lot.copies:
@@ -153,6 +159,7 @@ class _Copy:
     def fetch(self) -> None:
         """Bring the gradient to the CPU, and the value where something else than `put` has written it."""
         value = local(self.parameter.detach())
+        # Something else has written the parameter since: a checkpoint that was loaded, a weight average.
         if self._seen != _state_of(value):
             self.host.copy_(value, non_blocking=self._asynchronous)
         if self.parameter.grad is None:

@@ -43,6 +43,7 @@ def move_parameters(model: nn.Module, file: MappedFile) -> None:
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, moved[id(parameter)])
     # A shard that FSDP2 fills up, since the rows don't divide by the ranks, it copies back into memory.
+    # FSDP2 keeps its own views of the local shards, which must be those in the file.
     look_again(model)
 
 
@@ -60,6 +61,7 @@ def keep_state(optimizer: Optimizer, file: MappedFile) -> None:
 
 
 def _moved(file: MappedFile, tensor: Tensor) -> Tensor:
+    """A copy of a tensor, or of this rank's shard of it, whose memory is in the file."""
     there = empty_in(file, tensor.detach())
     local(there).copy_(local(tensor.detach()))
     return there

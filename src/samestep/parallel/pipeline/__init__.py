@@ -7,4 +7,8 @@ In the order of reading:
 - `schedule`: the order of a rank's actions (PyTorch's schedules). `p2p`: the messages between stages.
 - `early_gradients`: replicas average gradients while the last backwards run.
 - `runner`: the whole pipeline as a model that engines step. `timeline`: what each rank did when.
+
+Of a step's samples, micro-batch m goes through stage 0, 1, ... and back. Ranks of one pipeline differ along the
+pipeline axis alone; each has the inputs of its micro-batches (embeddings, masks and targets are made of them where
+they are needed), so that only what stages compute travels. The last stage's rank has the loss.
 """

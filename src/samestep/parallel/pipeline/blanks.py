@@ -80,6 +80,7 @@ def _hooks_for_all(hooks: Mapping[int, Any]) -> "OrderedDict[int, Any]":
 
 def blank(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of any shape that takes no memory. It is not a number, so that no model can learn from it unseen."""
+    # An expanded scalar: stride 0 in every dimension, whatever the shape.
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
@@ -112,6 +113,7 @@ def _writes(function: str, keywords: Mapping[str, Any]) -> bool:
 
 
 def _kept_blank(tensor: Tensor) -> Tensor:
+    """A blank again where a result still takes no memory of its own: one number, expanded."""
     spread = tensor.numel() > 1 and not any(tensor.stride()) and tensor.layout is torch.strided
     return tensor.as_subclass(BlankHidden) if spread and not tensor.requires_grad else tensor
 
@@ -199,6 +201,7 @@ class BlankOutput:
         return map_tensors(lambda seen: found[seen.identity], self._call.output, Seen) if found else None
 
     def _imagine(self, arguments: Any, keywords: Any) -> Any:
+        """Run the module on shapes alone, or with the values that its own code asks for; remembered by shapes."""
         leaves = pytree.tree_leaves((arguments, keywords))
         key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
         if key in self._known:

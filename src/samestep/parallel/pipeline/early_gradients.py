@@ -33,7 +33,12 @@ class _Bucket:
 
 
 class EarlyGradients:
-    """The averages of one rank's gradients over its replicas, as they go out in a step and come back."""
+    """The averages of one rank's gradients over its replicas, as they go out in a step and come back.
+
+    All replicas of a stage (ranks of one pipeline coordinate along the data axes) call `begin`, `before`, `after` and
+    `finish` with the same actions, so their buckets, and hence their messages, are the same. Which parameters are
+    unused may differ; a rank then sends zeros, and `finish` asks whether anyone used one.
+    """
 
     def __init__(
         self,
@@ -62,7 +67,7 @@ class EarlyGradients:
         self._times: dict[nn.Parameter, int] = {}  # how often the first step's last backward added to a gradient
         self._late: set[nn.Parameter] | None = None  # those that it added to more often; None: not known yet
         self._unused: set[nn.Parameter] = set()  # on this rank, in this step
-        self._sent: list[GradientMessage] = []
+        self._sent: list[GradientMessage] = []  # in the order in which they went out
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._added)
 
@@ -117,12 +122,14 @@ class EarlyGradients:
     def _plan(self, actions: Sequence[Action]) -> None:
         """Find when each stage's gradients are final, and what goes together."""
         self._ends = {action.stage: number for number, action in enumerate(actions) if action.kind != "F"}
+        # In the order in which the stages of this rank finish.
         stages = sorted(self._ends, key=lambda stage: self._ends[stage])
         stage_of = dict.fromkeys(self._parameters, stages[-1])  # also what no stage was seen to use
         for stage in stages:  # the last one that uses a parameter has it
             stage_of.update((p, stage) for p in self._of_stages[stage] if p in stage_of)
         self._buckets = []
         for stage in stages:
+            # Reversed: backward reaches the last parameters first.
             own = [parameter for parameter in reversed(self._parameters) if stage_of[parameter] == stage]
             self._buckets += [
                 _Bucket(parameters=some, stage=stage, missing=set()) for some in buckets(own, self._bytes)
@@ -148,6 +155,7 @@ class EarlyGradients:
             self._send_what_is_ready()
 
     def _send_what_is_ready(self) -> None:
+        """Send buckets in their order, as far as they are final: a later one never overtakes."""
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._send(self._buckets[self._next].parameters)
             self._next += 1
@@ -156,6 +164,7 @@ class EarlyGradients:
             self._sent.pop(0).put_back()
 
     def _send(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Send off a bucket's gradients: summed by an all-reduce, or under ZeRO-1 averaged on their owners."""
         self._unused |= {parameter for parameter in parameters if parameter.grad is None}
         if self._owners is None:
             group, device_type = self._mesh.data_group, self._mesh.grid.device_type

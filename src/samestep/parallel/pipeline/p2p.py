@@ -1,4 +1,9 @@
-"""Point-to-point messages: activations and their gradients between ranks that hold neighbouring stages."""
+"""Point-to-point messages: activations and their gradients between ranks that hold neighbouring stages.
+
+Who sends what, for stages s and s + 1 on different ranks: "F" messages go from s to s + 1 with the activations that
+later stages take, "B" messages from s + 1 to s with the gradients of those of them that have one. Shapes are the
+model's own, such as [batch, tokens, features].
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +72,11 @@ class Messages:
     group's own communicator; it would make another for messages one by one, at the first of them, when the other side
     may be waiting for something else. The forms of activations are sent ahead the first time that a
     micro-batch's inputs have their shapes; a gradient has the form of what it is the gradient of.
+
+    Why this can't deadlock: sends are posted and never waited for within a step. A receive waits only for what its
+    sender has in its own order before it, both sides know that order (`begin` gets every rank's sends), and
+    `schedule` gives orders in which no rank waits for one that waits for it (`timeline.ideal_times` plays them and
+    raises otherwise).
     """
 
     def __init__(self, mesh: Mesh, rank_of: Sequence[int], counts: Sequence[int], device: torch.device) -> None:
@@ -80,6 +90,7 @@ class Messages:
         self._from: dict[int, _Line] = {}
         self._turn = 0  # the step or chunk that runs
         # In which turn, and what must stay until it has left.
+        # A tensor that is being sent must not be freed or written to.
         self._sent: list[tuple[int, list[dist.Work], Sequence[Tensor]]] = []
         self._here: dict[MessageId, list[Tensor]] = {}
         self._forms: dict[Any, Forms] = {}  # of activations, by stage and shapes of inputs
@@ -88,6 +99,8 @@ class Messages:
         self._connect(mesh)
 
     def _connect(self, mesh: Mesh) -> None:
+        """Make a process group for each ordered pair of neighbouring ranks, in every pipeline of the grid."""
+        # Every rank makes every pipeline's groups, in one order: `new_group` is a collective of the whole world.
         neighbours = {(a, b) for a, b in zip(self._rank_of, self._rank_of[1:], strict=False) if a != b}
         for a, b in sorted(neighbours | {(b, a) for a, b in neighbours}):
             for line in pipelines(mesh):
@@ -113,12 +126,16 @@ class Messages:
             line.expected += [letter for letter in sends[rank] if self._rank_of[letter.to] == self._me]
 
     def send(self, letter: MessageId, tensors: Sequence[Tensor]) -> None:
+        """Set out to send tensors to a stage; returns at once. The first of an unknown form send it ahead."""
         target = self._rank_of[letter.to]
+        # A message is memory as it lies; the receiver makes a contiguous tensor of this shape.
         sent = [tensor.detach().contiguous() for tensor in tensors]
         forms = tuple(Form.of(tensor) for tensor in sent)
         if letter.kind == "F":
             back = MessageId(to=letter.to - 1, kind="B", micro_batch=letter.micro_batch)
             self._gradient_forms[back] = tuple(form for form in forms if has_gradient(form))
+        # Two stages of one rank: handed over as they are, without a copy. Received tensors become leaves of a new
+        # graph.
         if target == self._me:
             self._here[letter] = sent
             return
@@ -133,6 +150,7 @@ class Messages:
         return [labelled(tensor, (self._turn, letter, number)) for number, tensor in enumerate(tensors)]
 
     def _announced(self, letter: MessageId, forms: Forms) -> Forms | None:
+        """The form that the receiver knows already. Raises RuntimeError where the tensors have another."""
         known = self._forms.get((letter.to, self._key(letter)))
         if known is not None and known != forms:
             now, before = next((a, b) for a, b in zip(forms, known, strict=True) if a != b)
@@ -143,6 +161,7 @@ class Messages:
         return known
 
     def _post(self, target: int, tensors: Sequence[Tensor]) -> None:
+        """Begin to send tensors as one batch, and forget sends that have left."""
         self._sent = [each for each in self._sent if not all(work.is_completed() for work in each[1])]
         peer, group = self._ranks[target], self._to[target]
         works = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, peer, group) for tensor in tensors])
@@ -155,9 +174,12 @@ class Messages:
             self._gradient_forms.pop(letter, None)
             return self._here.pop(letter)
         line = self._from[source]
+        # A line's messages come in its sender's order: those before this one are posted on the way.
         while letter not in line.posted:
             self._ask(line)
         tensors, works = line.posted.pop(letter)
+        # Posted early, so that the transfer runs while this rank computes; only where the forms are known, as an
+        # unknown one would have to be waited for.
         while len(line.posted) < _AHEAD and line.expected and self._forms_of(line.expected[0]) is not None:
             self._ask(line)
         for work in works:
@@ -165,6 +187,7 @@ class Messages:
         return tensors
 
     def _forms_of(self, letter: MessageId) -> Forms | None:
+        """The shapes and dtypes of a message to come; None where its sender has yet to tell them."""
         if letter.kind == "B":
             return self._gradient_forms.get(letter)
         if not self._counts[letter.to - 1]:
@@ -172,6 +195,7 @@ class Messages:
         return self._forms.get((letter.to, self._key(letter)))
 
     def _ask(self, line: _Line) -> None:
+        """Post the receive of the line's next message; waits for its header where its form isn't known."""
         letter = line.expected.pop(0)
         forms = self._forms_of(letter)
         if forms is None:

@@ -71,6 +71,7 @@ class Plan:
 
     @cached_property
     def _by_unit(self) -> dict[str, list[int]]:
+        """Numbers of calls by the unit that is called."""
         found: dict[str, list[int]] = {}
         for number, each in enumerate(self.calls):
             found.setdefault(each.unit, []).append(number)
@@ -110,9 +111,12 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
             cost = memory_cost(trace, blocks, found, model, layout)
         else:
             cost = time_cost(trace, blocks)
+        # What lies between two allowed starts can't be cut, so it is one block for the search.
         edges = [*allowed, len(blocks)]
         chosen = best_starts(len(allowed), stages, lambda stage, a, b: cost(stage, edges[a], edges[b]))
         starts = [allowed[number] for number in chosen]
+    # A stage ends right after the call of its last layer; what is called between two layers belongs to the later
+    # stage.
     ends = [*(at[start - 1] + 1 for start in starts[1:]), len(calls)]
     used, parameters = _of_stages(model, trace, needs, calls, ends)
     by_module, by_parameter = _hold_alike(model, units, calls, ends, parameters)
@@ -131,6 +135,7 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
 
 
 def _too_few(layout: Layout, stages: int, possible: int, layers: Sequence[str], why_not: Mapping[int, str]) -> str:
+    """Why a model has too few places to cut for so many stages, and what to use."""
     if possible > 1:
         but = f", since {next(iter(why_not.values()))}" if why_not else ""
         return f"{stages} pipeline stages for {possible} layers{but}; use {possible} stages or fewer"
@@ -164,6 +169,7 @@ def _allowed_starts(needs: Needs, calls: Sequence[UnitCall], at: Sequence[int]) 
 
 
 def _starts_at(cut_at: Sequence[str], blocks: Sequence[str], stages: int) -> list[int]:
+    """The first layer of each stage as `run.cut_at` names them. Raises UserError for wrong names or order."""
     for name in cut_at:
         if name not in blocks:
             raise UserError(f'run.cut_at: no layer "{name}"; {closest(name, list(dict.fromkeys(blocks)))}')
@@ -183,6 +189,7 @@ def _starts_at(cut_at: Sequence[str], blocks: Sequence[str], stages: int) -> lis
 def _check_starts(
     layout: Layout, starts: Sequence[int], allowed: Sequence[int], blocks: Sequence[Call], why_not: Mapping[int, str]
 ) -> None:
+    """Raise LayoutError where the user cuts at a place through which something hidden passes."""
     for start in starts:
         if start not in allowed:
             names = ", ".join(blocks[other].name for other in allowed[1:4])
@@ -235,6 +242,7 @@ def _handed_on(used: Sequence[frozenset[UnitOutput]], ends: Sequence[int]) -> li
     """What each stage but the last hands on: what any later one takes of what is computed up to there."""
     found = []
     for stage, end in enumerate(ends[:-1]):
+        # Tensors go from stage to stage: one that stage 3 takes of stage 0 is carried along by 1 and 2.
         later = {given for of_stage in used[stage + 1 :] for given in of_stage if given.caller < end}
         found.append(sorted(later, key=UnitOutput.place))
     return found
@@ -254,6 +262,7 @@ def _hold_alike(
     for name, parameter in objects.items():
         by_object[id(parameter)] = by_object.get(id(parameter), frozenset()) | needed.get(name, frozenset())
     by_unit: dict[str, Stages] = {name: frozenset() for name in units}
+    # To a fixed point: a parameter shared by two units makes both be held wherever either is.
     changed = True
     while changed:
         changed = False
@@ -279,6 +288,9 @@ def best_starts(blocks: int, stages: int, cost: Cost) -> list[int]:
 
     Of equally good cuts the one whose stages before the last are best is taken (dynamic programming over the
     stages from the last to the first; blocks^2 x stages costs).
+
+    best(s, i) = min over j of max(cost(s, i, j), best(s + 1, j)): the slowest stage decides how long a pipeline
+    takes. Costs must be such that the maximum over stages is what is to be small: multiplications, or bytes.
     """
 
     @cache
@@ -297,6 +309,7 @@ def best_starts(blocks: int, stages: int, cost: Cost) -> list[int]:
 def time_cost(trace: Trace, blocks: Sequence[Call]) -> Cost:
     """Multiplications of a forward, with those of what stands before, between and after the blocks."""
     ends = [0, *(block.flops_after for block in blocks[:-1]), trace.flops]
+    # Differences of the running count of multiplications between the ends of blocks.
     # A block of no product takes a little time too.
     each = [max(after - before, 1) for before, after in pairwise(ends)]
     return lambda stage, first, last: sum(each[first:last])

@@ -1,4 +1,18 @@
-"""Pipeline: a model whose layers are on several ranks, which work on different micro-batches at the same time."""
+"""Pipeline: a model whose layers are on several ranks, which work on different micro-batches at the same time.
+
+One step on one rank:
+
+    1. `orders_of` gives the actions of all ranks; from them follow all messages (`_sends`), known to both sides.
+    2. The rank runs its own actions one after the other. A forward waits for its activations, runs the stage, sends
+       on; a backward waits for the gradients of what was sent on, runs, and sends back the gradients of its inputs.
+    3. A stage's graph is alive between its forward and its backward (`_alive`): under 1F1B at most as many of them as
+       there are stages from here to the end, under GPipe as many as there are micro-batches.
+    4. After the last action: gradients over tensor and context ranks and over stages that share a parameter
+       (`sum_gradients`), and over replicas (`EarlyGradients` while backward runs; FSDP2 by itself).
+
+The loss is computed on the rank of the last stage. `forwards_done` is called on every rank, as loss and count are
+summed over `loss_group`, in which ranks without the last stage have zeros.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -61,6 +75,7 @@ class Pipeline(ParallelModel):
         backward: Callable[[Tensor], None],
         forwards_done: Callable[[], None],
     ) -> None:
+        """One step of this rank's stages; see the head of this file."""
         orders = orders_of(
             self._layout.schedule,
             ranks=self._layout.pipeline,
@@ -72,6 +87,7 @@ class Pipeline(ParallelModel):
         last_term = _last(mine, lambda action: action.kind == "F" and action.stage == self._last_stage)
         last_backward = _last(mine, lambda action: action.kind == "B")
         keys = [_shapes(micro_batch.batch.inputs) for micro_batch in micro_batches]
+        # Forms of activations depend on the shapes of the micro-batch's inputs, so these are the key.
         self._messages.begin(_sends(orders, self._last_stage), lambda letter: keys[letter.micro_batch])
         early = self._early_gradients()
         if early is not None:
@@ -94,11 +110,16 @@ class Pipeline(ParallelModel):
                     early.after(number, action)
                 if number == last_term:
                     forwards_done()
+        # No last stage here: nothing is added to the totals, and the sum over ranks can begin after the step's
+        # actions.
         if last_term is None:
             forwards_done()
+        # All has left that was sent, so its memory may be freed and written to.
         self._messages.finish()
         self.buffers.settle()
         self.repeated.check(f"a pipeline's step runs {len(micro_batches)} forwards of each stage")
+        # Before averages over replicas, which begin for these parameters only now (`_summed`): the order is the same
+        # on every rank.
         self.parts.sum_gradients(self.model)
         if isinstance(self.cut, FSDPModule):
             average_what_is_whole(self.model, self.parts)
@@ -135,6 +156,8 @@ class Pipeline(ParallelModel):
         """
         plan = self.cut.plan
         before = plan.handed_on[stage - 1] if stage else ()
+        # All that the stage before handed on, also what is only carried along; the forward gets what this stage
+        # takes.
         tensors = dict(zip(before, received, strict=True))
         with self.autocast():
             return self.cut(stage, inputs, [tensors[given] for given in plan.taken(stage)])
@@ -154,6 +177,7 @@ class Pipeline(ParallelModel):
         self._messages.send(letter, tensors)
 
     def predict(self, inputs: Any) -> Any:
+        """The output of a chunk, on the rank of the last stage; None on the others. Every rank calls."""
         output = None
         shapes = _shapes(inputs)
         self._messages.begin(_sends(self._chunk_orders, self._last_stage), lambda letter: shapes)
@@ -166,6 +190,7 @@ class Pipeline(ParallelModel):
                     self.send(letter, self.passed_on(stage, result, received))
                 else:
                     output = result
+        # Evaluation has many chunks: the first stages may run ahead of the last by one of them.
         self._messages.finish(turns_ago=1)  # what was sent for this chunk may take its time
         put_back(self.cut)
         return output
@@ -198,13 +223,16 @@ class _Step:
         self._of_weights: dict[tuple[int, int], Callable[[], None]] = {}
 
     def run(self, action: Action) -> None:
+        """Run one action."""
         {"F": self._forward, "B": self._whole_backward, "I": self._input_backward, "W": self._weight_backward}[
             action.kind
         ](action)
 
     def _forward(self, action: Action) -> None:
+        """Receive, run the stage with a graph, send on. What backward will begin from is kept as `_Alive`."""
         pipeline, stage = self._pipeline, action.stage
         received = self._received("F", action) if stage else []
+        # Leaves of this stage's graph: backward leaves their gradients in `.grad`, and these are sent back.
         for tensor in received:
             tensor.requires_grad_(has_gradient(tensor))
         micro_batch = self._micro_batches[action.micro_batch]
@@ -212,6 +240,7 @@ class _Step:
             roots = pipeline.forward(stage, micro_batch.batch.inputs, received)
             if stage == self._last_stage:
                 with pipeline.autocast():
+                    # The loss's term of the micro-batch, scaled: where backward starts from.
                     roots = [self._term(roots, micro_batch)]
         if stage < self._last_stage:
             letter = MessageId(to=stage + 1, kind="F", micro_batch=action.micro_batch)
@@ -219,6 +248,7 @@ class _Step:
         self._alive[stage, action.micro_batch] = _Alive(received=received, roots=roots)
 
     def _whole_backward(self, action: Action) -> None:
+        """Receive gradients, run backward to weights and inputs, send the inputs' gradients back."""
         alive, gradients, carried = self._ends(action)
         with self._pipeline.times.of(action):
             self._all_gradients(action, alive.roots, gradients)
@@ -233,6 +263,7 @@ class _Step:
             torch.autograd.backward([root for root, _ in known], [gradient for _, gradient in known])
 
     def _input_backward(self, action: Action) -> None:
+        """Backward to what was received alone: the stage before waits for it. Weights come later."""
         alive, gradients, carried = self._ends(action)
         last = action.stage == self._last_stage
         weights = self._pipeline.cut.weights_of(action.stage)
@@ -242,6 +273,7 @@ class _Step:
         self._hand_back(action, alive.received, carried)
 
     def _weight_backward(self, action: Action) -> None:
+        """What `_input_backward` has left: the gradients of the weights, for which nobody waits."""
         with self._pipeline.times.of(action):
             self._of_weights.pop((action.stage, action.micro_batch))()
 
@@ -252,6 +284,7 @@ class _Step:
             return alive, [], {}
         plan = self._pipeline.cut.plan
         handed_on = plan.handed_on[stage]
+        # Gradients in the order in which the activations were handed on, of those that can have one.
         forms = iter(self._received("B", action))
         own = iter(alive.roots)
         carried_along = dict(zip(plan.handed_on[stage - 1] if stage else (), alive.received, strict=True))
@@ -282,6 +315,8 @@ class _Step:
         for given, tensor in zip(self._pipeline.cut.plan.handed_on[action.stage - 1], received, strict=True):
             if not has_gradient(tensor):
                 continue
+            # What this stage's use of the tensor gives, and what the stages after it gave: the chain rule over all
+            # its uses.
             parts = [part for part in (tensor.grad, carried.get(given)) if part is not None]
             gradients.append(sum(parts[1:], parts[0]) if parts else torch.zeros_like(tensor))
         letter = MessageId(to=action.stage - 1, kind="B", micro_batch=action.micro_batch)

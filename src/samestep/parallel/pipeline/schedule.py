@@ -1,6 +1,17 @@
 """Schedules: which rank holds which stage, how many micro-batches a step has, and the order of a rank's actions.
 
 The one file that touches PyTorch's own pipelining.
+
+For p ranks and m micro-batches (F: forward, B: backward; one row a rank, time to the right):
+
+    gpipe, p = 2, m = 3        F0 F1 F2 .  .  B0 B1 B2         activations of m micro-batches are kept
+                               .  F0 F1 F2 B0 B1 B2 .
+    1f1b, p = 2, m = 3         F0 F1 .  B0 F2 B1 .  B2         of at most p - rank
+                               .  F0 B0 F1 B1 F2 B2 .
+
+(in units in which a forward and a backward take equally long). Zero-bubble schedules cut a backward into I (gradients
+of inputs, for which the stage before waits) and W (those of weights, for which nobody does), and run W where a rank
+would wait (Qi et al. 2023, arXiv 2401.10241).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -54,8 +65,12 @@ def micro_batches(layout: Layout, batch: int, micro_batch: int | None) -> int | 
     samples = -(-batch // layout.data_ranks)
     # With 2 p micro-batches, p - 1 of 3 p - 1 slots are idle: a third at most.
     wanted = -(-samples // micro_batch) if micro_batch else min(2 * layout.pipeline, samples)
+    # Fewer micro-batches than ranks would leave a stage without work at any time; micro-batches without samples are
+    # lent.
     wanted = max(wanted, layout.pipeline)
     if SCHEDULES[layout.schedule].in_rounds:
+        # Interleaved stages take the micro-batches in rounds of as many as there are ranks (Narayanan et al. 2021,
+        # section 2.2.2).
         wanted = -(-wanted // layout.pipeline) * layout.pipeline
     return wanted
 
@@ -164,6 +179,7 @@ def _plain(actions: Sequence[Any]) -> list[Action]:
         if action is None or action.computation_type.value not in ("F", "B", "I", "W"):
             continue
         kind, stage, micro_batch = action.computation_type.value, action.stage_index, action.microbatch_index
+        # The first stage has no input to give a gradient to: one whole backward, where the W stands.
         if stage == 0 and kind in ("I", "W"):
             if kind == "I":
                 continue  # no rank waits for a gradient of the first stage's input
@@ -187,6 +203,7 @@ def backward_in_two(
 
     given = [root.new_ones(()) for root in roots] if gradients is None else list(gradients)
     known = [(root, gradient) for root, gradient in zip(roots, given, strict=True) if root.requires_grad]
+    # AccumulateGrad nodes of the received leaves: where a backward of inputs ends.
     beginnings = {get_gradient_edge(tensor).node for tensor in received if tensor.requires_grad}
     split = [(root, gradient) for root, gradient in known if _leads_to(root, beginnings)]
     whole = [pair for pair in known if not any(pair[0] is root for root, _ in split)]

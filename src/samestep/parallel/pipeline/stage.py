@@ -30,6 +30,10 @@ class Cut(nn.Module):
 
     The model's own forward runs on the micro-batch's own inputs, whichever the stage, with every unit replaced by a
     stand-in that asks the running stage what to do: compute, or give what was received and blanks for the rest.
+
+    Why the model's own forward: what stands between layers (masks, reshapes, loops over lists) is user code that no
+    partition can cut out. So each stage runs all of it, on blanks where it isn't its own: expanded scalars without
+    memory (`blanks.blank`). Units of other stages compute nothing.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Cut(nn.Module):
         names = {id(module): name for name, module in model.named_modules()}
         layers = dict.fromkeys(block.name for block in plan.blocks if plan.stages_of(block.name) & set(mine))
         self.blocks: list[nn.Module] = [model.get_submodule(name) for name in layers]
+        # Before stand-ins are made: a placeholder takes the attributes of what it stands for.
         self._drop_parameters(units)
         standing: dict[str, nn.Module] = {}
         for name, unit in units.items():
@@ -73,6 +78,7 @@ class Cut(nn.Module):
             parent._modules[key] = placeholder_module(unit, self._device)
 
     def _forward_of(self, name: str, unit: nn.Module, held: bool) -> Callable[..., Any]:
+        """The forward of a unit's stand-in: hands the call on to the stage that runs."""
         elsewhere = not self.plan.stages_of(name) <= set(self.mine)
         call = next((each.call for each in self.plan.calls if each.unit == name), None)
         several = len(self.mine) > 1
@@ -115,6 +121,7 @@ class Cut(nn.Module):
 
     @contextmanager
     def _standing_in(self, run: StageRun) -> Iterator[None]:
+        """Stand-ins in the model while a stage runs; between runs the model has its own modules."""
         before = [(parent, key, parent._modules[key]) for parent, key, _ in self._places]
         for parent, key, module in self._places:
             parent._modules[key] = module
@@ -160,6 +167,7 @@ def cut(
         if len(ranks) > 1 and parameter.requires_grad:
             of_part = replace(of_part, sum_over=(*of_part.sum_over, groups.of(ranks)))
         parts.table[name] = of_part
+    # Buffers go with the unit that they are in.
     for name in parts.state:
         unit = next((unit for unit in plan.modules if name.startswith(f"{unit}.")), None)
         if name not in parts.table and unit is not None:
@@ -174,7 +182,10 @@ def _ranks(rank_of: Sequence[int], stages: Stages) -> tuple[int, ...]:
 
 
 def pipelines(mesh: Mesh) -> list[list[int]]:
-    """The global ranks of every pipeline of the grid, in one order on every rank."""
+    """The global ranks of every pipeline of the grid, in one order on every rank.
+
+    [pipelines][pipeline ranks]: all lists of ranks that differ along the pipeline axis alone.
+    """
     grid = mesh.grid.mesh.movedim(0, -1)  # [replicate, shard, context, tensor, pipeline]
     return grid.reshape(-1, grid.shape[-1]).tolist()
 
@@ -187,6 +198,7 @@ class _Groups:
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of some pipeline ranks in this rank's own pipeline. Every rank of the world asks."""
         if ranks not in self._made:
             mine: dist.ProcessGroup | None = None
             for line in pipelines(self._mesh):

@@ -22,6 +22,9 @@ class StageRun:
 
     Units call it in place of themselves: a call of the stage itself runs, one of an earlier stage gives what was
     received of it and blanks for the rest, and after the stage's last call the forward ends.
+
+    Calls are numbered over the whole forward, as in the traced one: a call belongs to the stage in whose interval of
+    numbers it lies (`Plan.ends`). A forward that calls units in another order than the traced one ends with an error.
     """
 
     def __init__(self, plan: Plan, stage: int, received: Mapping[UnitOutput, Tensor], now: ForwardContext) -> None:
@@ -38,6 +41,7 @@ class StageRun:
         self, unit: str, module: nn.Module | None, blanks: BlankOutput | None, arguments: Any, keywords: Any
     ) -> Any:
         """What a unit gives in this stage's forward. `module`: the unit itself, where this rank has it."""
+        # Units may call others (a shared embedding used as an output layer): these run as parts of the outer one.
         if self._inside and module is not None:
             return module(*arguments, **keywords)
         number = self._next(unit)
@@ -82,6 +86,9 @@ class StageRun:
         )
 
     def _from_before(self, number: int, output: Any) -> Any:
+        """What a call of an earlier stage gives here: received tensors in their places, blanks in the others."""
+        # The earlier stage drew there; this rank counts these draws, so that later ones have the numbers of one
+        # process.
         for name, draws in self._plan.draws.get(number, {}).items():
             self._now.skip(name, draws)
         places = iter(range(len(tensors_in(output))))
@@ -95,6 +102,7 @@ class StageRun:
         return received.clone() if given.changed else received  # autograd forbids writes to a leaf
 
     def _capture(self, number: int, output: Any) -> None:
+        """Keep what a call gave that later stages take."""
         wanted = self._wanted.get(number, ())
         tensors = tensors_in(output) if wanted else []
         for given in wanted:

@@ -44,6 +44,7 @@ class Timeline:
         self._recording = step == self.step
         if self._recording:
             self._orders, self._spans = orders, []
+            # Of the pipeline's ranks alone, in the recorded step alone.
             dist.barrier(self._group)  # clocks of different hosts have different origins; they leave together
             self._origin = time.perf_counter()
         yield
@@ -60,6 +61,7 @@ class Timeline:
         self._spans.append(Span(**vars(action), start=began, end=self._now()))
 
     def _now(self) -> float:
+        """Seconds, once the device is done with what was asked of it."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
@@ -146,6 +148,7 @@ def ideal_times(orders: Orders, units: Mapping[str, float] = _UNITS) -> list[lis
     times: list[list[Span]] = [[] for _ in orders]
     clocks = [0.0] * len(orders)
     left = sum(len(rank) for rank in orders)
+    # Plays the orders: in each round every rank runs as many of its actions as have what they need.
     while left:
         before = left
         for rank, actions in enumerate(orders):
@@ -167,6 +170,7 @@ def ideal_times(orders: Orders, units: Mapping[str, float] = _UNITS) -> list[lis
 
 
 def _needed(action: Action, last_stage: int) -> list[tuple[int, str, int]]:
+    """What must be done before an action can begin: (stage, half, micro-batch)."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind == "F":
         return [(stage - 1, "F", micro_batch)] if stage else []

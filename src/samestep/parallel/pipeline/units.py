@@ -144,6 +144,7 @@ def unit_calls(model: nn.Module, trace: Trace, units: Mapping[str, nn.Module]) -
     for call in trace.calls:  # sorted by their beginnings
         if call.name not in own or call.began < ended:
             continue
+        # Calls within a unit's call are a part of it: the next one counts after its end.
         ended = call.ended
         number = counts.get(call.name, 0)
         counts[call.name] = number + 1
@@ -184,7 +185,13 @@ _NOTHING = Need()
 
 
 class Needs:
-    """Looked up in a traced forward's dataflow."""
+    """Looked up in a traced forward's dataflow.
+
+    A node of the dataflow is a tensor that was computed at some time of the trace; its parents are what it was
+    computed from. A search from a tensor backwards ends at outputs of units (they can be handed on), at parameters
+    (the stage needs them), or within another unit's call (`hidden`: it can't be handed on, so no cut may lie between
+    the two).
+    """
 
     def __init__(self, trace: Trace, calls: Sequence[UnitCall]) -> None:
         self._nodes = trace.dataflow.nodes
@@ -218,6 +225,7 @@ class Needs:
         return at if at >= 0 and node.time < self._calls[at].call.ended and not node.parameter else None
 
     def _is_hidden(self, number: int) -> bool:
+        """Whether a result is something that a unit computes and doesn't give."""
         node = self._nodes[number]
         if node.output is not None and node.output[0] not in self._of_output and self._caller(number) is None:
             return all(self._is_hidden(parent) for parent in node.parents)
@@ -231,6 +239,7 @@ class Needs:
         return found
 
     def _need(self, number: int) -> Need:
+        """What a node is computed from, by an iterative walk: models are deeper than Python's stack of calls."""
         waiting = [number]
         while waiting:
             node = waiting[-1]

@@ -7,4 +7,8 @@ In the order of reading:
 - `layers`: how a layer computes on its slice. `collectives`: its messages. `compare`: the sliced model against the
   whole one.
 - `sequence_parallel`: tokens split between the sliced layers. `vocab_parallel`: the output layer and the loss.
+
+Ranks of the tensor axis have the same samples, so what isn't sliced they compute alike, random numbers
+included. Their gradients of whole parameters are the same too, and aren't averaged; where each has a part of one
+(`Plan.in_parts`), parts are summed.
 """

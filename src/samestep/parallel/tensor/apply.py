@@ -1,4 +1,11 @@
-"""Tensor parallel applied to a model: parameters cut, layers made to compute with the cuts, output compared."""
+"""Tensor parallel applied to a model: parameters cut, layers made to compute with the cuts, output compared.
+
+How a wrong slice is found. After slicing, every rank runs the example and compares its output, and on the way the
+output of every module, with the whole model's (`compare.Comparison`). All ranks of the context and tensor axes agree
+on the result, so that either all go on or all take the slices back: parameters, forwards and table are restored
+(`Attributes`), the modules to blame stay whole, and the plan is made again. This ends, as each round adds at least
+one module to those that stay whole.
+"""
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -108,6 +115,7 @@ class _Slicing:
 
     @cached_property
     def _expected(self) -> Output:
+        """What the model gives for the example before any of it is sliced; computed once for all tries."""
         with torch.no_grad():
             return output_of(self.model, self.example)
 
@@ -122,8 +130,12 @@ class _Slicing:
         return True
 
     def apply(self, lists: Sequence[Sequence[str]]) -> tuple[Vocabulary, Plan]:
-        """Slice what can be. Raises LayoutError, and leaves the model as it was, where nothing is left to slice."""
+        """Slice what can be. Raises LayoutError, and leaves the model as it was, where nothing is left to slice.
+
+        A rank of a rehearsal (meta tensors) takes what another has found (`known`) and compares nothing.
+        """
         model, layout, group = self.model, self.parts.layout, self.mesh.group("tensor")
+        # Ranks that run one forward together: all of them must decide alike.
         everyone = self.mesh.group("context", "tensor")
         before, table = Attributes(self.model), dict(self.parts.table)
         key = tuple(map(tuple, lists))
@@ -133,6 +145,7 @@ class _Slicing:
         # Columns that are tried head by head, once they were wrong piece by piece.
         by_head: set[str] = set() if known is None else set(known.by_head)
         departure: Departure | None = None
+        # One try a turn; it is left by a return, or by a LayoutError where no further module can be left whole.
         while True:
             try:
                 plan = make_plan(
@@ -192,6 +205,7 @@ class _Slicing:
         return None
 
     def _take_back(self, before: Attributes, table: Mapping[str, Part]) -> None:
+        """The model and the table as they were before a try."""
         before.restore()
         self.parts.table.clear()
         self.parts.table.update(table)
@@ -200,6 +214,7 @@ class _Slicing:
 def _leave_whole(departure: Departure, plan: Plan, group: dist.ProcessGroup) -> list[str]:
     """What any rank of the group would leave whole; where none knows, all of the attentions and pairs."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
+    # Ranks hold other slices, so each may blame another module; the union is taken in the order of ranks.
     dist.all_gather_object(everyone, departure.to_leave_whole, group=group)
     found = list(dict.fromkeys(name for names in everyone for name in names))
     return found or [*plan.multiheads, *(name for unit in plan.units for name in unit.members), *plan.gathered]
@@ -247,6 +262,9 @@ class _Slicer:
         self._now = now
 
     def slice(self, parts: ShardTable) -> None:
+        """Cut all parameters of the plan, then replace forwards: the order matters, since these read the
+        cut sizes.
+        """
         for unit in self._plan.units:
             if unit.heads is not None and unit.owner is not None:
                 rank = dist.get_rank(self._group)
@@ -273,6 +291,7 @@ class _Slicer:
         cuts = self._plan.cuts(self._model)
         in_parts = self._plan.in_parts(self._model)
         by_name = _all_names(self._model)
+        # By identity of the parameter: tied ones have one slice whichever of their names is cut.
         slices = {
             id(self._model.get_parameter(name)): Slice(group=self._group, dim=dim, ranges=ranges)
             for name, (dim, ranges) in cuts.items()
@@ -287,6 +306,8 @@ class _Slicer:
             if id(parameter) in slices:
                 parts.table[name] = replace(parts.part(name), slice=slices[id(parameter)])
                 setattr(self._model.get_submodule(path), own, held[id(parameter)])
+            # Whole on every rank, while a rank's gradient is of its heads, features or tokens alone: `sum_gradients`
+            # adds them.
             elif path in in_parts or self._stream_of(path) is not None:
                 parts.add_sum(name, self._group)
 
@@ -294,12 +315,14 @@ class _Slicer:
         return next((stream for stream in self._streams if stream.holds(name)), None)
 
     def _slice_unit(self, unit: Unit) -> None:
+        """Columns with the message at their input, the region between, and the row layer with the sum."""
         region = self._region(unit.row, unit.width, unit.heads.queries if unit.heads is not None else 0)
         gathered = self._gather_for_owner(unit)
         identities = [self._input(name) for name in unit.columns]
         entries: dict[int | None, InputMessage] = {}
         for name, identity in zip(unit.columns, identities, strict=True):
             if identity not in entries:
+                # Already gathered for the attention as a whole: no message of the single projection's.
                 message = _as_it_is if identity in gathered else self._enter(name, identity)
                 entries[identity] = InputMessage(message, identities.count(identity))
             first = name == unit.columns[0]
@@ -363,11 +386,13 @@ class _Slicer:
         pieces = unit.pieces[unit.columns.index(name)]
         for number, heads in enumerate(pieces):
             mine = queries if len(pieces) == 3 and number == 0 else keys
+            # Row indices of the whole column's output.
             found += [start + head * width + feature for head in mine for feature in range(width)]
             start += heads * width
         return torch.tensor(found)
 
     def _gather_outputs(self, name: str) -> None:
+        """A layer that computes its slice of the outputs: [..., outputs / ranks], gathered at once."""
         module, group = self._model.get_submodule(name), self._group
         ranks = self._plan.parts
         every = [bounds(outputs_of(module), rank, ranks) for rank in range(ranks)]
@@ -378,6 +403,7 @@ class _Slicer:
         )
 
     def _slice_multihead(self, name: str) -> None:
+        """nn.MultiheadAttention by heads. Query, key and value may be one tensor, or come from elsewhere."""
         attention = self._model.get_submodule(name)
         assert isinstance(attention, nn.MultiheadAttention)
         arguments = self._seen.of(name)
@@ -393,6 +419,7 @@ class _Slicer:
         multihead(attention, entries, region, self._group)
 
     def _slice_table(self, name: str) -> None:
+        """An embedding by rows: each rank looks up its own ids, and the sum has all of them."""
         embedding = self._model.get_submodule(name)
         assert isinstance(embedding, nn.Embedding)
         ((first, _),) = vocabulary_ranges(embedding.num_embeddings, self._plan.parts)[dist.get_rank(self._group)]
@@ -411,6 +438,7 @@ class _Slicer:
         """What lies between the columns of a unit and its row layer, which takes so many features over all ranks."""
         stream = self._stream_of(row)
         rank, ranks = dist.get_rank(self._group), self._plan.parts
+        # Where this rank's features begin in the last dimension, and its heads in [batch, heads, queries, keys].
         part = Portion(activations={-1: bounds(width, rank, ranks)[0]}, attention={1: bounds(heads, rank, ranks)[0]})
         leave = stream.sum_and_split if stream is not None else lambda x: collectives.reduce(x, self._group)
         return Region(leave, self._now, part, all_tokens=stream is not None)
@@ -440,6 +468,7 @@ class _Slicer:
         return {identity for identity, places in keys if places}
 
     def _input(self, name: str) -> int | None:
+        """The identity of the tensor that a layer was given in the trace."""
         seen = self._seen.of(name)[0].inputs()
         return seen[0].identity if seen else None
 

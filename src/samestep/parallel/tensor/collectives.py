@@ -1,6 +1,14 @@
 """The messages of sliced layers over whole tokens, forward and backward (Shoeybi et al. 2019, section 3: f and g).
 
 `copy` and `reduce` are each other's backward, so a loss may take gradients of gradients through them.
+
+             forward       backward        where
+    copy     identity      all-reduce      before columns: each rank's gradient is of its own features only
+    reduce   all-reduce    identity        after a row layer: each rank's output is a part of the sum
+    gather   all-gather    own slice       where what follows is computed by every rank alike
+
+"Replicated computation": every rank of the group goes on with the same numbers and so has the same gradient; adding
+these up would count it as often as there are ranks, which is why `reduce` and `gather` don't.
 """
 
 # PyTorch's stub of backward takes any number of gradients; these functions give one.
@@ -34,6 +42,8 @@ def gather(x: Tensor, group: Group, lengths: list[int], dim: int) -> Tensor:
 
 
 class _Copy(torch.autograd.Function):
+    """Forward: identity. Backward: all-reduce."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -45,6 +55,8 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
+    """Forward: all-reduce. Backward: identity."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -56,6 +68,8 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """Forward: all-gather along a dimension. Backward: this rank's slice."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, lengths: list[int], dim: int) -> Tensor:
         ctx.group, ctx.lengths, ctx.dim = group, lengths, dim
@@ -68,6 +82,8 @@ class _Gather(torch.autograd.Function):
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:
+    """The sum over the group, in a tensor of its own."""
+    # The all-reduce works in place, and the forward's own tensor may be needed by backward.
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

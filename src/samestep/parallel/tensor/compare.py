@@ -1,4 +1,8 @@
-"""The sliced model held against the whole one: the same output for an example, or which module departs first."""
+"""The sliced model held against the whole one: the same output for an example, or which module departs first.
+
+Numbers are compared by `near`, in whatever dtype the model has: a slice that is wrong changes outputs in their first
+digits, one that is right in their last.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -159,6 +163,7 @@ class Comparison:
         return bool(logits) and bool(self._trace.behind(whole, up_to=logits))
 
     def _departure(self, expected: Output, found: Output, failed: Exception | None) -> Departure:
+        """Where the sliced model first departs from the whole one, what to leave whole, and what to tell the user."""
         departed = self._first_departure(expected, found)
         where = departed if failed is None else self._failing(failed)
         module = self._model.get_submodule(where) if where else self._model
@@ -208,6 +213,7 @@ class Comparison:
             yield from (each.name for each in self._trace.calls if began < each.ended < row)
 
     def _alike_marks(self, before: Mark, now: Mark) -> bool:
+        """Whether a module gave what it gave before, or, with split tokens, this rank's tokens of it."""
         for whole, mine in zip(before.tensors, now.tensors, strict=False):
             expected = whole
             if self._streams and mine.shape != whole.shape and whole.ndim:
@@ -243,6 +249,8 @@ def pattern_of(name: str) -> str:
 
 
 def _marker(name: str, marks: list[Mark]) -> Any:
+    """A hook that marks what a module gives."""
+
     def mark(module: nn.Module, arguments: Any, output: Any) -> None:
         marks.append(Mark(name=name, tensors=[_mark(leaf) for leaf in _tensors(output) if _has_gradient(leaf)]))
 
@@ -276,6 +284,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def alike_numbers(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether two outputs have the same shapes and numbers, up to rounding."""
     return len(found) == len(expected) and all(
         mine.shape == other.shape and near(mine, other) for mine, other in zip(found, expected, strict=True)
     )

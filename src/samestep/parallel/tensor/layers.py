@@ -1,6 +1,19 @@
 """How a layer computes on its slice. Its forward is replaced, not the module, so that parameters keep their names.
 
 nn.MultiheadAttention computes on one rank's heads.
+
+A unit of columns and a row (Shoeybi et al. 2019, section 3), with p ranks in the tensor group:
+
+    x [batch, tokens, features]           the same on all ranks
+    f: identity, backward all-reduce      `InputMessage`, one for all columns that take this x
+    columns: x W_c.T + b_c                [batch, tokens, width / p], W_c [width / p, features]
+    whatever is element-wise, or by head  `Region`: dropout draws for this rank's part
+    row: h W_r.T                          [batch, tokens, features], a part of the sum; W_r [features, width / p]
+    g: all-reduce, backward identity      `Region.leave`
+    + b_r                                 once, after the sum
+
+With split tokens (`sequence_parallel`) f is an all-gather and g a reduce-scatter along the tokens. All ranks of the
+group run every message of a unit, in forward and in backward, in the same order.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,6 +47,9 @@ class InputMessage:
         self._taken: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        """The message's result for x, sent once for all the layers that take this very tensor."""
+        # Compared by identity: query, key and value projections are called with one tensor, and one all-reduce of the
+        # sum of their gradients takes the place of three.
         if self._taken is None or self._given is not x:
             self._given, self._taken, self._left = x, self._message(x), self._uses
         taken = self._taken
@@ -78,6 +94,7 @@ def column(linear: nn.Module, entry: Message, region: Region, *, begins: bool) -
 
     def forward(x: Tensor) -> Tensor:
         x = entry(x)
+        # Only after the message: with split tokens that is a gather, which isn't part of the region.
         if begins:
             region.begin(linear.training)
         return with_bias(product(x), linear)
@@ -133,6 +150,7 @@ def product_of(linear: nn.Module, around_dropout: Context = nullcontext) -> Mess
 
 
 def _product_with(base: nn.Module) -> Message:
+    """x [..., in] -> [..., out] without a bias, for either layout of the weight."""
     if is_conv1d(base):
         # The weight is [in, out].
         return lambda x: F.linear(x, base.get_parameter("weight").t())
@@ -140,8 +158,10 @@ def _product_with(base: nn.Module) -> Message:
 
 
 def with_bias(x: Tensor, linear: nn.Module) -> Tensor:
+    """Add a linear's bias, in the dtype that the product has."""
     bias = base_of(linear).bias
     # Under autocast the product is in the lower precision, and so is what a whole linear gives.
+    # [..., features or a slice of them] + the same of the bias.
     return x if bias is None else x + bias.to(x.dtype)  # pyright: ignore[reportCallIssue, reportOperatorIssue]
 
 
@@ -159,6 +179,7 @@ def table(embedding: nn.Embedding, first: int, sum_over_ranks: Message) -> None:
             raise IndexError("index out of range in self")
         local = input - first
         foreign = (local < 0) | (local >= rows)  # [batch, tokens]
+        # [batch, tokens, features]: rows of this rank's ids, zeros of the others' ones.
         found = F.embedding(local.masked_fill(foreign, 0), embedding.weight, own_padding)
         return sum_over_ranks(found.masked_fill(foreign.unsqueeze(-1), 0))
 
@@ -202,6 +223,7 @@ def multihead(attention: nn.MultiheadAttention, entries: Mapping[str, Message], 
         batched = query.dim() == 3
         inputs = [_batch_first(tensor, batched, attention.batch_first) for tensor in (query, key, value)]
         mask = local.mask(attn_mask, key_padding_mask, inputs[0])
+        # heads [batch, tokens, local heads * head_dim]; weights [batch, local heads, queries, keys] or None.
         heads, weights = local.attend(inputs, mask, need_weights)
         made = F.linear(heads, attention.out_proj.weight)  # [batch, tokens, features]
         if not batched:
@@ -262,11 +284,15 @@ class _LocalHeads:
         return heads.transpose(1, 2).flatten(2), weights
 
     def of_all_heads(self, weights: Tensor, average: bool) -> Tensor:
+        """The attention weights as the whole module gives them: averaged over heads, or of each."""
         if average:
+            # [batch, queries, keys]: the average over all ranks' heads.
             return collectives.reduce(weights.sum(1), self._group) / self._attention.num_heads
+        # [batch, heads, queries, keys], in the order of the heads.
         return collectives.gather(weights, self._group, [self._count] * self._ranks, 1)
 
     def _split(self, x: Tensor) -> Tensor:
+        """One dimension of heads and features as two."""
         # [batch, tokens, local heads * head_dim] -> [batch, local heads, tokens, head_dim]
         return x.unflatten(-1, (self._count, self._attention.head_dim)).transpose(1, 2)
 
@@ -274,6 +300,7 @@ class _LocalHeads:
         """Weight and bias of queries, keys and values."""
         module = self._attention
         if module.in_proj_weight is not None:
+            # [3 * local heads * head_dim, features]: this rank's queries, then its keys, then its values.
             weights: Any = module.in_proj_weight.chunk(3)
         else:
             weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)

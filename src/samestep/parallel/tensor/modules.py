@@ -22,6 +22,7 @@ def is_linear(module: nn.Module) -> bool:
     """
     if adapted(module) is not None:
         return True
+    # Its product is taken over by `layers`, so nothing else may happen in its forward.
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return (plain or is_conv1d(module)) and _holds(module, "weight", "bias")
 
@@ -46,6 +47,7 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def is_multihead(module: nn.Module) -> bool:
+    """PyTorch's own attention with its own forward, whose projections are plain parameters."""
     return (
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward is nn.MultiheadAttention.forward
@@ -169,6 +171,7 @@ class Heads:
         head, rest = divmod(row, self.queries)
         if rest:
             return None
+        # Queries alone, keys or values alone, keys with values, or all three.
         choices = [[self.queries], [self.keys], [self.keys] * 2, [self.queries, self.keys, self.keys]]
         found = [next((c for c in choices if sum(c) * head == width), None) for width in columns]
         pieces = [piece for piece in found if piece is not None]
@@ -189,6 +192,7 @@ class Heads:
     def keys_of(self, rank: int, parts: int) -> list[int]:
         """The key-value heads that a rank's queries attend to, one for as many consecutive queries each."""
         mine = self.queries // parts
+        # Query head q uses key-value head q * keys // queries: consecutive queries share one.
         needed = [query * self.keys // self.queries for query in range(rank * mine, (rank + 1) * mine)]
         each = list(dict.fromkeys(needed))
         # Where queries of one head are on two ranks, some heads have fewer queries here; then each query has its own.
@@ -220,6 +224,7 @@ def divide(module: nn.Module, heads: Heads, width: int, rank: int, parts: int) -
         **dict.fromkeys(_WIDTHS, (width, width // parts)),
     }
     for name, (whole, mine) in local.items():
+        # Only an attribute that has exactly the whole number is one: another of this name may mean something else.
         if vars(module).get(name) == whole:
             setattr(module, name, mine)
     config = vars(module).get("config")
@@ -234,6 +239,7 @@ def divide(module: nn.Module, heads: Heads, width: int, rank: int, parts: int) -
 
 
 def _first(holder: Any, names: Sequence[str]) -> int | None:
+    """The first of some attributes that is a whole number."""
     values = (getattr(holder, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
 
@@ -308,5 +314,6 @@ def _is_role(value: str) -> TypeGuard[Role]:
 
 
 def _some_names(model: nn.Module) -> list[str]:
+    """A few names of what can be sliced, for a message."""
     names = [name for name, module in model.named_modules() if can_be(module)]
     return [*names[:5], *(["..."] if len(names) > 5 else [])]

@@ -1,4 +1,10 @@
-"""Units: linears that are sliced together, found in a trace. Columns make a width, and one row layer takes it."""
+"""Units: linears that are sliced together, found in a trace. Columns make a width, and one row layer takes it.
+
+What makes a unit: the columns' outputs may only be worked on feature by feature (or head by head) until the row layer
+takes them, since between the two a rank sees its own features alone. The trace tells which modules are called in
+between, and from what each input is computed; it doesn't see plain functions between modules (a softmax over all
+features, say), which is why the sliced model's output is compared with the whole one's in the end (`apply`).
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -78,6 +84,7 @@ class UnitFinder:
         ]
 
     def find(self) -> list[Unit]:
+        """The units of the model, each linear in one of them at most."""
         units = [unit for unit in map(self._attention, self._first) if unit is not None and self._agrees(unit)]
         free = [name for name in self._linears if not any(name in unit.members for unit in units)]
         while free:
@@ -106,6 +113,7 @@ class UnitFinder:
         )
 
     def _attention(self, owner: str) -> Unit | None:
+        """The unit of an attention module: its projections, its output layer, what works by head in between."""
         module = self._modules[owner]
         heads = heads_of(module)
         if heads is None or is_multihead(module):
@@ -162,6 +170,7 @@ class UnitFinder:
         return all(shape[-1] == head for shape in shapes) and all(s.shape[-1] == head for s in seen)
 
     def _is_head_table(self, name: str, owner: str, heads: Heads) -> bool:
+        """Whether an embedding gives one number a head, as T5's relative positions do."""
         module = self._modules[name]
         return (
             isinstance(module, nn.Embedding)
@@ -190,6 +199,8 @@ class UnitFinder:
         if any(not self._is_harmless(name) for name in self._between(columns, row)):
             return None
         width = in_features(self._modules[row])
+        # [columns]: each must make what the row layer takes, or all of them together twice that, as a gated layer
+        # does.
         widths = [out_features(self._modules[name]) for name in columns]
         fused = len(columns) == 1 and widths[0] == 2 * width  # gate and up in one
         if not fused and any(w != width for w in widths):
@@ -235,6 +246,7 @@ class UnitFinder:
         )
 
     def _after(self, columns: Sequence[str]) -> str | None:
+        """The first linear that is called after all of the columns have ended."""
         last = max(self._first[name].ended for name in columns)
         return next((name for name in self._linears if self._first[name].began > last), None)
 

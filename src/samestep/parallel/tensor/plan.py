@@ -1,4 +1,12 @@
-"""The plan: what of a model is sliced over how many ranks, and how; found from the model, or as somebody says."""
+"""The plan: what of a model is sliced over how many ranks, and how; found from the model, or as somebody says.
+
+A cut is (dimension, ranges of each rank): [(first, one past the last), ...] along this dimension of the whole
+parameter. Several ranges where a parameter fuses several things one after the other: rank 0 of 2 takes of a fused
+[queries; keys; values] of 3 x 64 rows the ranges (0, 32), (64, 96), (128, 160).
+
+Which rules apply, later ones over earlier ones: what transformers' own `tp_plan` says, what other modules use (must
+stay whole), what has gone wrong in a try before, what the user says.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -89,7 +97,10 @@ class Plan:
         return found
 
     def _cuts_of_unit(self, model: nn.Module, unit: Unit) -> Iterator[tuple[str, Cut]]:
+        """Each parameter of a unit that is cut: columns along outputs, the row layer along inputs."""
+        # Rows that must stay together: those of a head, or single features.
         step = unit.width // unit.heads.queries if unit.heads is not None else 1
+        # Whole on every rank, so they have no cut; their gradients are sums over the ranks (`in_parts`).
         shared = unit.shared_columns(self.parts)
         for name, pieces in zip(unit.columns, unit.pieces, strict=True):
             if name in shared:
@@ -102,6 +113,7 @@ class Plan:
                 yield f"{_base_name(name, linear)}.bias", (0, ranges)
             for update in _updates(linear):
                 yield f"{name}.{update.up}.weight", (0, ranges)
+        # The row layer's inputs are the queries' heads, whatever number of keys there is.
         heads = [unit.heads.queries if unit.heads is not None else unit.width]
         row, ranges = model.get_submodule(unit.row), even_ranges(heads, self.parts, step)
         yield f"{_base_name(unit.row, row)}.weight", (in_dim(row), ranges)
@@ -120,9 +132,11 @@ class Plan:
         return any(len({sum(last - first for first, last in each) for each in ranges}) > 1 for _, ranges in cuts)
 
     def _cuts_of_multihead(self, model: nn.Module, name: str) -> Iterator[tuple[str, Cut]]:
+        """The same of nn.MultiheadAttention: projections by heads, out_proj along its inputs."""
         attention = model.get_submodule(name)
         assert isinstance(attention, nn.MultiheadAttention)
         heads, step = attention.num_heads, attention.head_dim
+        # in_proj_weight fuses queries, keys and values: [3 * features, features].
         one, three = even_ranges([heads], self.parts, step), even_ranges([heads] * 3, self.parts, step)
         for own in ("in_proj_weight", "in_proj_bias"):
             if getattr(attention, own) is not None:
@@ -192,6 +206,7 @@ def make_plan(
         and (name in forced or (_rows(module) == vocabulary and finder.block_of(name) is None))
     ]
     large = _tied_alike(model, large, {call.name for call in trace.calls})
+    # The way of last resort: a gather after every layer, which saves memory and computation but no message.
     alone = not (units or multiheads or tokens_split)
     gathered = tuple(_gathered(model, trace, parts, forced, large)) if alone else ()
     plan = Plan(
@@ -214,6 +229,7 @@ def _base_name(name: str, linear: nn.Module) -> str:
 
 
 def _updates(linear: nn.Module) -> Sequence[Update]:
+    """The low-rank updates of a linear with adapters."""
     layer = adapted(linear)
     return () if layer is None else layer.updates
 
@@ -232,6 +248,7 @@ def even_ranges(pieces: Sequence[int], parts: int, step: int = 1) -> list[list[R
 
 def vocabulary_ranges(rows: int, parts: int) -> list[list[Range]]:
     """Each rank's rows of a vocabulary: as many for all but the last, which is how DTensor cuts a dimension."""
+    # ceil(rows / parts) for each rank but the last, as torch.chunk does: the loss on slices is DTensor's.
     size = -(-rows // parts)
     return [[(min(rows, rank * size), min(rows, (rank + 1) * size))] for rank in range(parts)]
 
@@ -258,6 +275,7 @@ def _vocabulary(model: nn.Module, trace: Trace) -> int | None:
 
 
 def _rows(module: nn.Module) -> int:
+    """Rows of a table or an output layer that can be cut by the vocabulary; 0 for anything else."""
     if isinstance(module, nn.Embedding) and is_embedding(module):
         return module.num_embeddings
     plain = is_linear(module) and adapted(module) is None
@@ -265,6 +283,7 @@ def _rows(module: nn.Module) -> int:
 
 
 def _can_slice(module: nn.Module) -> bool:
+    """Whether nn.MultiheadAttention has nothing that stands across its heads."""
     return (
         isinstance(module, nn.MultiheadAttention)
         and is_multihead(module)
@@ -363,6 +382,7 @@ def _check(plan: Plan, model: nn.Module, said: Mapping[str, Role], flat: Sequenc
 
 
 def _why_not(module: nn.Module, role: Role) -> str:
+    """Why a module can't have the role that a user gave it."""
     if role == "column":
         return "no row layer takes what it makes, or that is not the queries, keys and values of whole heads"
     if role == "row":

@@ -2,6 +2,16 @@
 
 What works token by token there (norms, dropout, residuals) is neither computed nor kept p times.
 (Korthikanti et al. 2022, section 4.2.)
+
+Hidden states between blocks are [batch, tokens of this rank, features]. At each sliced unit in a block:
+
+    enter   all-gather along the tokens (backward: reduce-scatter, as each rank's gradient is of its own features)
+    leave   reduce-scatter along the tokens (backward: all-gather)
+
+which together send what the two all-reduces of plain tensor parallel send. Parameters that work on split tokens
+(norms, biases after a row layer) are whole on every rank and get gradients of its tokens alone, which
+`ShardTable.sum_gradients` adds up after backward. What comes into a block whole (masks, an encoder's output) is used
+by each rank for its part, so its gradient is summed where the block begins.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,6 +47,7 @@ class Stream:
         self.gathered: list[Gathered] = []  # modules of the blocks that get all tokens
         self._group = group
         self._calls = [_only_call(name, trace, layout) for name in names]
+        # Which argument of a block, and which leaf of a block's output, is the hidden state.
         self._key, self._leaf = _find_hidden(self._calls, layout)
         self._outside = {
             name: {seen.identity for seen in call.inputs()} - {_given(call, self._key).identity}
@@ -110,6 +121,7 @@ class Stream:
         blocks[-1].register_forward_hook(self._gather_output, prepend=True)
 
     def _wrap(self, block: nn.Module, summed: frozenset[Any], now: ForwardContext) -> None:
+        """A block's forward that learns how many tokens there are, and tells draws which of them are here."""
         inner = block.forward
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
 
@@ -119,6 +131,7 @@ class Stream:
             arguments, keywords = self._sum_gradients(arguments, keywords, summed)
             if not block.training:
                 return inner(*arguments, **keywords)
+            # Where this rank's tokens begin, for what draws by position.
             first, _ = bounds(samestep_tokens, rank, ranks)
             with now.holding(Portion(activations={self.dim: first})):
                 return inner(*arguments, **keywords)
@@ -136,11 +149,13 @@ class Stream:
         def summed(path: Any, leaf: Any) -> Any:
             if path not in places or not isinstance(leaf, Tensor) or not leaf.requires_grad:
                 return leaf
+            # One all-reduce for a tensor that stands in several places.
             return done.setdefault(id(leaf), gradient_summed(leaf, self._group))
 
         return pytree.tree_map_with_path(summed, (arguments, keywords))
 
     def _own(self) -> int:
+        """How many tokens this rank has of the block that runs."""
         first, last = bounds(self.total, dist.get_rank(self._group), dist.get_world_size(self._group))
         return last - first
 
@@ -148,13 +163,16 @@ class Stream:
         self.total = argument(arguments, keywords, self._key).shape[self.dim]
 
     def _split(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """A hook before the first block: its hidden state cut to this rank's tokens."""
         hidden = argument(arguments, keywords, self._key)
         return replaced(arguments, keywords, self._key, tokens.split(hidden, self._group, self.dim))
 
     def _tell_total(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """A hook before every block: hands the number of tokens on as an argument."""
         return arguments, {**keywords, "samestep_tokens": self.total}
 
     def _gather_output(self, block: nn.Module, arguments: Any, output: Any) -> Any:
+        """A hook after the last block: the hidden state of all tokens again."""
         leaves, form = pytree.tree_flatten(output)
         leaves[self._leaf] = tokens.gather(leaves[self._leaf], self._group, self.total, self.dim)
         return pytree.tree_unflatten(leaves, form)
@@ -241,6 +259,7 @@ def keys_of(call: Call, identity: int | None) -> list[Key]:
 
 
 def _only_call(name: str, trace: Trace, layout: str) -> Call:
+    """The one call of a block. Raises LayoutError where there are more, or none."""
     calls = trace.of(name)
     if len(calls) != 1:
         raise LayoutError(
@@ -267,6 +286,7 @@ def _find_hidden(calls: Sequence[Call], layout: str) -> tuple[Key, int]:
 
 
 def _hands_on(before: Call, block: Call, key: Key, index: int) -> bool:
+    """Whether a block is given, as its hidden state, the very tensor that the block before gave."""
     leaves = pytree.tree_leaves(before.output, is_leaf=lambda value: isinstance(value, Seen))
     taken = _given(block, key)
     made = leaves[index] if index < len(leaves) else None
