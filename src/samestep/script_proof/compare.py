@@ -297,7 +297,9 @@ class _Comparison:
         )
         return (
             gradient_finding(pair, self.alone, self.split, keys_of(self.alone, self.split))
-            or update_finding(number, found["after"], limits["after"], self.alone, self.split)
+            or update_finding(
+                number, found["after"], limits["after"], self.alone, self.split, gradients=limits["gradient"].common
+            )
             or buffer_finding(number, found["buffer"], limits["buffer"])
         )
 
