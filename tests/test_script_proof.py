@@ -99,6 +99,23 @@ def test_what_all_ranks_do_otherwise_has_a_kind(tmp_path: Path, changed: dict[st
     assert kind in KINDS
 
 
+@pytest.mark.parametrize(
+    ("alone", "factor", "kind"),
+    [
+        ([(0.5, 0), (0.5, 0)], 2.0, "summed"),  # one process has as many micro-batches: the ranks are it
+        ([(0.5, 0), (0.5, 0)], 1.3, "summed"),  # clipped
+        ([(1.0, 0)], 2.0, "accumulation-divisor"),
+        ([(1.0, 0)], 1.3, "accumulation-divisor"),
+    ],
+)
+def test_a_multiple_of_the_ranks_and_of_the_micro_batches_is_told_by_those_of_one_process(
+    tmp_path: Path, alone: list[tuple[float, int]], factor: float, kind: str
+) -> None:
+    twice = [(1.0, 0), (1.0, 0)]
+    ranks = [record(step(row, gradients=times(factor), losses=twice)) for row in "ab"]
+    assert kind_of(verdict(tmp_path, record(step("a", "b", losses=alone)), *ranks)) == kind
+
+
 def test_ranks_with_gradients_of_their_own_are_told_by_the_module(tmp_path: Path) -> None:
     own = {**GRADIENTS, "head.bias": GRADIENTS["head.bias"] + 1}
     found = verdict(tmp_path, record(step("a", "b")), record(step("a")), record(step("b", gradients=own)))

@@ -118,11 +118,13 @@ def prove(proof: ScriptProof, folder: Path, starter: Starter = launched) -> Verd
 def _checked(verdict: Verdict, found: Finding, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
     """The verdict in float64 where it is a clear one there; otherwise the given one, with what came of it.
 
-    What computes in bfloat16 all the same is checked by the rounding of halves of a batch instead.
+    What computes in bfloat16 all the same rounds halves of a batch otherwise than the whole of it: in float64 these
+    differ by nothing that could explain a departure.
     """
     place = folder / IN_FLOAT64
+    exactly = replace(proof, dtype="float64")
     try:
-        run_all(replace(proof, dtype="float64"), place, starter)
+        run_all(exactly, place, starter)
         exact = compare_runs(place, dropout=proof.dropout)
     except UserError as error:
         return replace(verdict, notes=[*verdict.notes, _NOT_IN_FLOAT64.format(error=str(error).partition("\n")[0])])
@@ -130,28 +132,17 @@ def _checked(verdict: Verdict, found: Finding, proof: ScriptProof, folder: Path,
     in_float64 = Run.read(place / ALONE).dtype() == torch.float64
     if in_float64 and _is_clear(exact):
         return replace(exact, notes=[*exact.notes, _ROUNDING.format(**facts)])
-    if not in_float64 or _is_coarse(exact, found.step):
-        if proof.noise == "order" and measure_in_halves(proof, folder, starter):
-            halved = compare_runs(folder, dropout=proof.dropout)
-            if _is_clear(halved):
-                return replace(halved, notes=[*halved.notes, _ROUNDING_OF_HALVES.format(**facts)])
-        return replace(
-            verdict, notes=[*verdict.notes, _NOT_IN_FLOAT64.format(error="--dtype float64 changes nothing")]
-        )
-    return replace(verdict, notes=[*verdict.notes, _ALSO_IN_FLOAT64])
+    if proof.noise == "order" and measure_in_halves(exactly, place, starter):
+        halved = compare_runs(place, dropout=proof.dropout)
+        if _is_clear(halved):
+            return replace(halved, notes=[*halved.notes, _ROUNDING_OF_HALVES.format(**facts)])
+    unchanged = _NOT_IN_FLOAT64.format(error="--dtype float64 changes nothing")
+    return replace(verdict, notes=[*verdict.notes, _ALSO_IN_FLOAT64 if in_float64 else unchanged])
 
 
 def _is_clear(verdict: Verdict) -> bool:
     """The same step, or another one for a reason that is known."""
     return verdict.finding is None or verdict.finding.kind not in _DOUBTFUL
-
-
-_NO_FLOAT64 = 1e-7  # of a gradient; the rounding of float64 is a billionth of that
-
-
-def _is_coarse(verdict: Verdict, step: int) -> bool:
-    """Whether rounding in a step is larger than float64 makes it, as where parts compute in a type of their own."""
-    return any(each.gradient_noise > _NO_FLOAT64 for each in verdict.curve if each.step == step)
 
 
 _NOT_IN_FLOAT64 = Words(
@@ -317,7 +308,9 @@ class _Comparison:
         )
         return (
             gradient_finding(pair, self.alone, self.split, keys_of(self.alone, self.split))
-            or update_finding(number, found["after"], limits["after"], self.alone, self.split)
+            or update_finding(
+                number, found["after"], limits["after"], self.alone, self.split, gradients=limits["gradient"].common
+            )
             or buffer_finding(number, found["buffer"], limits["buffer"])
         )
 

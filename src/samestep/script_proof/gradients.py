@@ -161,9 +161,12 @@ def _multiple(pair: StepPair, ratio: float, ranks: int, micro_batches: int) -> F
         return pair.finding("divided-twice", ratio=ratio, by=ranks)
     if accumulated and any(_is(ratio, each) for each in (ranks / micro_batches, micro_batches / ranks)):
         return pair.finding("accumulation-divisor", ratio=ratio, by=micro_batches)
-    if accumulated and losses is not None and _between(ratio, losses) and _is_of(losses, micro_batches):
+    if losses is not None and _between(ratio, losses):
         # Clipping, of which an engine may tell nothing, has made the larger of both smaller.
-        return pair.finding("accumulation-divisor", ratio=losses, by=micro_batches)
+        if accumulated and _is_of(losses, micro_batches):
+            return pair.finding("accumulation-divisor", ratio=losses, by=micro_batches)
+        if _is_of(losses, ranks):
+            return pair.finding("summed" if losses > 1 else "divided-twice", ratio=losses, by=ranks)
     return pair.finding("gradients-scaled", ratio=ratio)
 
 

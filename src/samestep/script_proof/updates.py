@@ -171,8 +171,14 @@ def _rates(run: Run, name: str) -> list[float]:
     return [float(_settings(run.step(number)).get(name, {}).get("lr", 0.0)) for number in range(run.steps)]
 
 
-def update_finding(number: int, tensors: Sequence[Apart], limits: Limits, alone: Run, split: Run) -> Finding | None:
-    """Weights after a step whose gradients were the same."""
+def update_finding(
+    number: int, tensors: Sequence[Apart], limits: Limits, alone: Run, split: Run, *, gradients: float
+) -> Finding | None:
+    """Weights after a step whose gradients were the same, up to `gradients`, relative.
+
+    AdamW makes a whole step of a number whose sign is rounding, so gradients that are known coarsely, as those of
+    bfloat16, say nothing of the update; the optimizer's settings are compared all the same.
+    """
     own = [each for each in tensors if not each.missing and limits.ranks_exceeded(each)]
     departing = [each for each in tensors if limits.exceeded(each)]
     if (setting := settings_finding(number, alone, split)) is not None:
@@ -186,7 +192,12 @@ def update_finding(number: int, tensors: Sequence[Apart], limits: Limits, alone:
     loaded = [at for rank in split.ranks for at in rank.loaded]
     if _continued(split) and number in (_continued(split), *loaded):
         return _parameters("optimizer-state-lost", number, tensors, departing, worst)
+    if gradients > _COARSE:
+        return None
     return _parameters("update-differs", number, tensors, departing, worst)
+
+
+_COARSE = 0.01  # of a gradient
 
 
 def _continued(split: Run) -> int | None:
