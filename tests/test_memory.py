@@ -259,6 +259,11 @@ def test_the_docs_tables_are_the_formulas_within_three_percent() -> None:
         assert text == formulas.KEPT[name].text
         for n, figure in zip((1, 2, 4, 8), measured, strict=True):
             assert float(figure) == pytest.approx(formulas.KEPT[name].value(n), rel=0.03)
+    for name, held, text, paper in rows(3):
+        formula = formulas.PAPER[name]
+        assert text == formula.text
+        assert float(held) == pytest.approx(formula.value(8), rel=0.03)
+        assert float(paper) == pytest.approx(formula.value(8), abs=0.005)
     for name, precision, text, *measured, times in rows(4):
         formula = formulas.SENT[name, precision]
         assert text == formula.text
