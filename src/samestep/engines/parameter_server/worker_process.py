@@ -91,6 +91,9 @@ class _Life:
         if pid == 0:
             try:
                 serve(self)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         self.handle = Handle(pid)
