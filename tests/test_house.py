@@ -282,6 +282,8 @@ HARMLESS = {
     "np.load": ("allow_pickle", False),
 }
 MAY_LOAD = {
+    # A rank and the process that it forked, over a pair of sockets that only these two have.
+    "engines/parameter_server/worker_process.py": {"pickle.loads"},
     # Ranks read the call that their own starting process wrote, into a folder that only this user opens.
     "launch/worker.py": {"pickle.loads"},
     # With a loader made of PyYAML's SafeLoader.

@@ -229,7 +229,11 @@ class Count(nn.Module):
 
 @pytest.mark.parametrize(
     ("task", "run"),
-    [(Counting(), {}), (Branched(), {"micro_batch": 9}), pytest.param(Tokens(), {}, marks=pytest.mark.slow)],
+    [
+        (Counting(), {}),
+        pytest.param(Branched(), {"micro_batch": 9}, marks=pytest.mark.slow),
+        pytest.param(Tokens(), {}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_process_computes_what_the_rank_would(task: samestep.Task, run: Mapping[str, Any], tmp_path: Path) -> None:
     job = recipe(task, precision="fp64", epochs=2)
@@ -257,6 +261,7 @@ class Steady(Mortal):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("staleness", [1, "infinite"])
 def test_processes_may_be_killed_at_any_moment(staleness: int | str, tmp_path: Path) -> None:
     """Also while they wait for a batch, and soon after they were started."""
@@ -276,7 +281,7 @@ def test_processes_may_be_killed_at_any_moment(staleness: int | str, tmp_path: P
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        job = recipe(task, batch=50, epochs=100, evaluation={"every": 40})
+        job = recipe(task, batch=50, epochs=60, evaluation={"every": 40})
         found = samestep.train(
             job, "dp3", engine_config=config, checkpoint={"every": 60}, folder=tmp_path / "run", **RUN
         )
@@ -284,10 +289,10 @@ def test_processes_may_be_killed_at_any_moment(staleness: int | str, tmp_path: P
         over.set()
         killer.join()
     measured = measured_by(tmp_path / "run")
-    assert len(killed) >= 10
+    assert len(killed) >= 5
     assert len(killed) - 2 <= measured["deaths"] <= len(killed)  # one whose last step was done is not missed
     assert measured["lost_workers"] == 0
-    assert measured["updates"] == 2 * 400 - measured["missed_steps"]
+    assert measured["updates"] == 2 * 240 - measured["missed_steps"]
     assert found.metrics["accuracy"] > 0.4
     assert not (tmp_path / "run" / "faults.jsonl").exists()
     assert all_gone(task.processes())

@@ -38,7 +38,7 @@ from samestep.launch.fork_server import end_with_parent
 
 _STDERR = 2  # the number of its open file
 _READY = b"ready"
-_START_LIMIT = 60.0  # seconds; a fork is ready within a few hundredths
+_START_LIMIT = 60.0  # seconds; a fork is ready within tenths of one
 _APART = 0.2  # seconds between looks whether a process that does not answer is still there
 _LAST_LOOK = 5.0  # seconds that the system has to tell how a process ended
 # Between -1000 and 1000; where memory runs out, Linux ends the process with most memory and the highest value.
@@ -91,6 +91,9 @@ class _Life:
         if pid == 0:
             try:
                 serve(self)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         self.handle = Handle(pid)
