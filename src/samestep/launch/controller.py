@@ -169,9 +169,9 @@ class Controller:
     Events come through one queue, from a thread for each stream of each connection: lines, messages, ends. Everything
     else happens in the one thread that reads the queue, so no state here needs a lock.
 
-    How a job ends: after an agent's outcome other than 0 the controller waits 3 s (the other agents see the end through
-    the store), after a connection that ends without an outcome not at all. Then it sends SIGTERM, after the grace
-    period and 5 s more it has the ranks killed, and 5 s later it cuts the connections.
+    How a job ends: after an agent's outcome other than 0 the controller waits 3 s (the other agents see the end
+    through the store), after a connection that ends without an outcome not at all. Then it sends SIGTERM, after the
+    grace period and 5 s more it has the ranks killed, and 5 s later it cuts the connections.
     """
 
     def __init__(
