@@ -275,8 +275,10 @@ class Controller:
         return outcome.exit_code != 0 and own and bool(others - self._outcomes.keys() - self._gave_up.keys())
 
     def _ended(self, link: AgentConnection) -> None:
-        """A connection ended. Where hosts behind it have told no outcome, they are lost: for an elastic job one that
-        may come back, else the end of the job.
+        """A connection ended.
+
+        Where hosts behind it have told no outcome, they are lost: for an elastic job one that may come back, else the
+        end of the job.
         """
         missing = [part.host for part in link.bring.parts if part.host not in self._outcomes]
         if not missing or self._signal or self._ordered:
