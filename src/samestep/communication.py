@@ -82,9 +82,7 @@ class DiLoCo:
 
     @model_validator(mode="after")
     def _in_turn(self) -> "DiLoCo":
-        """Fragments take turns within a round, so there can't be more of them than steps; the same holds for
-        `overlap`.
-        """
+        """Fragments take turns within a round: no more of them than steps, nor a longer `overlap`."""
         if self.fragments > self.every:
             raise broken_rule(
                 "fragments",

@@ -208,8 +208,7 @@ def reference(
 
 
 def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | None) -> Reference:
-    """Take the steps in one process, in float64, and keep what ranks are held against; in files, as they may be
-    large.
+    """Take the steps in one process, in float64, and keep in files what ranks are held against.
 
     Also noted: the first step as the model's own PyTorch takes it (`as_built`), how far rounding alone may move an
     update that divides by a small number (`rounding`), and what the recipe's own precision rounds (`allowed`).

@@ -167,8 +167,9 @@ def _pretrained(weights: Weights, job: Job | None) -> Pretrained | None:
 
 
 def _merged(weights: Weights, recipe: Recipe | None) -> Weights:
-    """Weights with the adapters added into their base, which the job's task builds. Raises UserError for another
-    base.
+    """Weights with the adapters added into their base, which the job's task builds.
+
+    Raises UserError for another base.
     """
     if recipe is None:
         raise UserError(

@@ -5,8 +5,8 @@ Read `order` first (which samples make a global batch, and which of them a rank 
 files and have the tables of sources. `bundled` reads the sources that installed packages bring, which `package_files`
 finds.
 
-The way of a sample: its number stands in `SampleOrder.global_batch(step)`; `cut` gives it to one rank and
-micro-batch; the loader reads it by its number, the task's `collate` makes tensors of the micro-batch, and these go to
+The way of a sample: its number stands in `SampleOrder.global_batch(step)`; `order.cut` gives it to one rank and
+micro-batch; the loader reads it by its number, `Task.collate` makes tensors of the micro-batch, and these go to
 the device. The numbers and the seed travel along as a `Moment`, so that dropout and batch norm know whose samples a
 forward has.
 """

@@ -204,6 +204,9 @@ class TokenBlocks:
     """Blocks of one length cut from a stream: samples are (inputs, targets), both [length].
 
     Target i is the token behind input i. The last block is filled up with padding, whose targets are ignored.
+
+    Block i has tokens i * length to (i + 1) * length of the stream, the last of which is a target only and the first
+    input of block i + 1.
     """
 
     def __init__(self, stream: NDArray[np.int32], *, length: int, padding: int) -> None:

@@ -7,9 +7,9 @@ Other steps of the native engine: `ordered` (sums in one order), `shared_replica
 what all native trainers are made of. Engines that take the native step with another package's parts: `data_parallel`,
 `accelerate`, `horovod`, `parameter_server`. With a step of their own: `deepspeed`, `keras`.
 
-The life of a trainer: `Engine.check` (in the starting process, before anything is spent) -> `prepare` on every rank
-(model and optimizer spread) -> `step` for each batch, `predict` for evaluations -> `pieces` and `restore` for
-checkpoints. Each is called by all ranks in the same order.
+The life of a trainer: `Engine.check` (in the starting process, before anything is spent) -> `Engine.prepare` on every
+rank (model and optimizer spread) -> `Trainer.step` for each batch, `Trainer.predict` for evaluations; checkpoints by
+`Checkpointed.pieces` and `Checkpointed.restore`. Each is called by all ranks in the same order.
 """
 
 ENGINES = {

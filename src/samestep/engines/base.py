@@ -1,7 +1,7 @@
 """Engine and Trainer: what takes an optimizer step, and what it declares that it can do.
 
 What is checked when: `Abilities` are data, compared with a job before any process starts (`registry`); `check` and
-`check_task` look closer, still before; what only a model shows raises LayoutError in `prepare`, on all ranks alike.
+`check_task` look closer, still before; what only a model shows raises LayoutError in `prepare`.
 """
 
 from abc import ABC, abstractmethod

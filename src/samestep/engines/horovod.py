@@ -146,9 +146,7 @@ class Horovod(Engine):
         check_built(read(config))
 
     def prepare(self, model: nn.Module, how: Preparation) -> "HorovodTrainer":
-        """Parameters and buffers of rank 0 go to all, as Horovod's own scripts have it; the step is the
-        native one.
-        """
+        """Rank 0's parameters and buffers go to all, as in Horovod's own scripts; the step is native."""
         import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
 
         settings = read(how.details.engine_config)

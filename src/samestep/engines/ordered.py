@@ -67,9 +67,7 @@ class OrderedTrainer(NativeTrainer):
         number = {id(each): place for place, each in enumerate(batch.micro_batches, sums.first)}
 
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
-            """As `NativeTrainer`'s, with sum and count kept for each virtual rank, to be added in the
-            tree's order.
-            """
+            """As `NativeTrainer`'s; sum and count of each virtual rank are kept, to be added by the tree."""
             loss_sum, count = sum_and_count(loss(output, micro_batch.batch))
             if not micro_batch.moment.lent:
                 leaf = facts[number[id(micro_batch)]]

@@ -170,9 +170,7 @@ def _together(job: Job, layout: Layout, machine: Machine, stages: Sequence[Mappi
 
 
 def _played(layout: Layout, compute: Sequence[float], number: int) -> float:
-    """Seconds of a pipeline's step: each rank's computation cut into forwards and backwards, played in
-    the schedule.
-    """
+    """Seconds of a pipeline's step: each rank's computation as the schedule's forwards and backwards."""
     owners = pipeline_events.owners(layout.schedule, layout.pipeline, layout.stages_a_rank)
     each = [compute[rank] / number / layout.stages_a_rank for rank in owners]
     stages = [

@@ -169,9 +169,9 @@ class Controller:
     Events come through one queue, from a thread for each stream of each connection: lines, messages, ends. Everything
     else happens in the one thread that reads the queue, so no state here needs a lock.
 
-    How a job ends: after an agent's outcome other than 0 the controller waits 3 s (the other agents see the end through
-    the store), after a connection that ends without an outcome not at all. Then it sends SIGTERM, after the grace
-    period and 5 s more it has the ranks killed, and 5 s later it cuts the connections.
+    How a job ends: after an agent's outcome other than 0 the controller waits 3 s (the other agents see the end
+    through the store), after a connection that ends without an outcome not at all. Then it sends SIGTERM, after the
+    grace period and 5 s more it has the ranks killed, and 5 s later it cuts the connections.
     """
 
     def __init__(
@@ -275,8 +275,10 @@ class Controller:
         return outcome.exit_code != 0 and own and bool(others - self._outcomes.keys() - self._gave_up.keys())
 
     def _ended(self, link: AgentConnection) -> None:
-        """A connection ended. Where hosts behind it have told no outcome, they are lost: for an elastic job one that
-        may come back, else the end of the job.
+        """A connection ended.
+
+        Where hosts behind it have told no outcome, they are lost: for an elastic job one that may come back, else the
+        end of the job.
         """
         missing = [part.host for part in link.bring.parts if part.host not in self._outcomes]
         if not missing or self._signal or self._ordered:

@@ -4,8 +4,9 @@ Every host that ends a round posts what it knows of the reason. The first host o
 among them, and tells it once its ranks take steps again.
 
 The post of a round is one key in the hosts' store for each host. A rank that fails because its peer is gone
-(`Failure.follows`) posts so, and isn't taken for the cause as long as another host has a cause of its own. Hosts get
-2 s to post before the first host of the next round decides.
+(`Failure.follows`) posts so, and isn't taken for the cause as long as another host has a cause of its own; a host
+that is lost comes before ranks that failed, and of equals the earliest counts. At the end of a job that has failed,
+the last round's first host waits 2 s for all posts.
 """
 
 import shutil

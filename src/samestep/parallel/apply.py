@@ -236,9 +236,7 @@ class _Spreading:
         self.buffers = BatchBuffers(self.model, self.joins, self.mesh.data_group, self.now)
 
     def recompute(self) -> None:
-        """Step 7: keep a block's inputs only, and run its forward again in backward (Chen et al. 2016, arXiv
-        1604.06174).
-        """
+        """Step 7: keep a block's inputs, and run its forward again in backward (Chen et al. 2016)."""
         if self.layout.recompute != "none":
             recompute(self.blocks, self.layout.recompute, self.now)
 

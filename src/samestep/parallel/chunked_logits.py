@@ -118,9 +118,7 @@ class ChunkedLogits(Tensor):
 
     @staticmethod
     def __new__(cls, source: _Source) -> "ChunkedLogits":
-        """A tensor of the logits' shape and dtype without memory: PyTorch sees its form, and we answer for its
-        values.
-        """
+        """A tensor of the logits' shape and dtype, without memory: this class answers for its values."""
         inputs = source.inputs
         logits = torch.Tensor._make_wrapper_subclass(
             cls,

@@ -2,6 +2,11 @@
 
 Masks, indices and whatever a model computes under `torch.no_grad` have no autograd graph, and a pipeline must know
 what they come from as well. So every operator is written down with what it read and what it wrote.
+
+How it is kept: a node is written for each operator that writes or makes memory. A tensor is found by its identity
+(its own last node) and by its memory (what was written to that last, by whichever view of it); its sources are both,
+where the write came later. So `mask = ones.triu_(); causal = mask.bool()` is followed through the in-place change,
+and a view made before a write is seen to have changed with it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -116,6 +121,7 @@ class DataflowRecorder(TorchDispatchMode):
             memory.given = memory.node
 
     def found(self) -> Dataflow:
+        """What was recorded; outputs that something wrote to after they were given are marked."""
         changed = {
             node
             for node, key in self._outputs.items()
@@ -149,6 +155,7 @@ class DataflowRecorder(TorchDispatchMode):
         return tuple(dict.fromkeys(node for tensor in tensors for node in self.sources(tensor)))
 
     def _add(self, node: Node) -> int:
+        """Append a node; returns its number."""
         self._nodes.append(node)
         return len(self._nodes) - 1
 
@@ -160,6 +167,7 @@ class DataflowRecorder(TorchDispatchMode):
         self._by_memory[_memory_of(tensor)] = _Memory(node=node, written=node, given=given)
 
     def _keep(self, tensor: Tensor, node: int) -> None:
+        """This node is the tensor's last one; the tensor is kept alive, as its identity would be given again."""
         self._kept.append(tensor)
         self._by_tensor[id(tensor)] = node
 

@@ -93,9 +93,7 @@ class LayoutFailures:
         return failure
 
     def _is_of_layout(self, error: Exception) -> bool:
-        """Whether an error may be the layout's: not one process's, not the task's, not a lost peer's,
-        not memory's.
-        """
+        """Whether an error may be the layout's, and not the task's, a lost peer's or memory's."""
         return not (
             _is_one_plain_process(self._layout)
             or isinstance(error, (*_OWN, OSError, MemoryError, dist.DistError, torch.OutOfMemoryError))

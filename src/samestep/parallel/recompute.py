@@ -35,7 +35,12 @@ _KEPT = frozenset(
 
 
 def recompute(blocks: Sequence[nn.Module], how: Recompute, now: ForwardContext) -> None:
-    """Make each block recompute all of its activations ("full"), or all but matrix products ("selective")."""
+    """Make each block recompute all of its activations ("full"), or all but matrix products ("selective").
+
+    "full" keeps the inputs of a block alone: its activations are there for the time of its backward. "selective" also
+    keeps what products and attention gave, so what is run again is norms, activations and the like: cheap, and most
+    of the memory.
+    """
     for block in blocks:
         # The forward is replaced rather than the module, so that every parameter keeps its name.
         block.forward = partial(_recomputed, block.forward, now, _CONTEXTS[how])

@@ -78,8 +78,7 @@ class EightBits:
         self._known: dict[tuple[bool, torch.device], Tensor] = {}
 
     def kept(self, values: Tensor, chance: Tensor, *, signed: bool) -> dict[str, Tensor]:
-        """Codes [values] in uint8 and a scale [blocks of 256 numbers] in float32, rounded at random between two
-        neighbours.
+        """Codes [values] in uint8 and scales [blocks] in float32, rounded at random to a neighbour.
 
         The last block is filled up with zeros, whose codes are cut off.
         """

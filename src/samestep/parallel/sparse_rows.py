@@ -228,8 +228,7 @@ class RowExchange:
         return found, any_flags
 
     def _sum_own_rows(self, tables: Sequence[_Own]) -> None:
-        """Gather each rank's own rows [at most m, ...] and add them up in the order of the ranks, one rank after the
-        other.
+        """Gather each rank's own rows [at most m, ...], and add them up in the order of the ranks.
 
         Sparse addition in one call (index_add_) would add rows of one number in an order that PyTorch doesn't
         promise.

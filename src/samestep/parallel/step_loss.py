@@ -66,9 +66,7 @@ class JointLoss(StepLoss):
         self._global_counts: Tensor | None = None  # [terms]
 
     def prepare(self) -> None:
-        """With several micro-batches a rank: run all of them without graphs, and learn what the loss
-        needs of them.
-        """
+        """With several micro-batches a rank: rehearse all of them, and learn what the loss needs."""
         micro_batches = self._batch.micro_batches
         if len(micro_batches) == 1:
             return

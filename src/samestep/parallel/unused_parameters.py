@@ -237,8 +237,10 @@ def depending(tensor: Tensor, on: Iterable[Tensor]) -> Tensor:
 
 
 class _Reach(torch.autograd.Function):
-    """Autograd calls a function's backward once all that uses its outputs is done. As an input of it every parameter
-    has an edge, by which backward arrives at its AccumulateGrad node; None adds nothing there, but runs its hooks.
+    """Autograd calls a function's backward once all that uses its outputs is done.
+
+    As an input of it every parameter has an edge, by which backward arrives at its AccumulateGrad node; None adds
+    nothing there, but runs its hooks.
     """
 
     @staticmethod

@@ -51,9 +51,7 @@ class ValuelessReplicas(nn.Module):
             self._sends = before
 
     def _attach(self, bucket: Sequence[nn.Parameter]) -> None:
-        """Buckets and views are made as DDP's reducer makes them, so that a rehearsal counts their bytes and their
-        messages.
-        """
+        """Buckets and views as DDP's reducer makes them, so that their bytes and messages are counted."""
         sizes = [parameter.numel() for parameter in bucket]
         flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
         views = [view.view_as(p) for view, p in zip(flat.split(sizes), bucket, strict=True)]

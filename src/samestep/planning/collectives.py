@@ -3,6 +3,9 @@
 A ring moves 2 (n - 1) / n of an all-reduce's bytes through each rank, an all-gather or a reduce-scatter half of that
 (Patarasuk and Yuan, 2009); a tree needs 2 log n hops instead of 2 (n - 1) (Sanders, Speck and Träff, 2009). Where a
 group has several ranks on each node, a ring for each of them enters the node by another adapter, as NCCL lays them.
+
+The model behind all of them (Hockney 1994): seconds = bytes on the busiest link / its bandwidth + hops * latency,
+plus a fixed time for each call. `size` is the whole message of n ranks, as in nccl-tests, not a rank's part of it.
 """
 
 from dataclasses import dataclass
@@ -68,7 +71,9 @@ def all_reduce(size: float, group: Group, cluster: Cluster) -> float:
     if group.size == 1 or not size:
         return 0.0
     way = route(group, cluster)
+    # A reduce-scatter and an all-gather, each once round the ring.
     ring = 2 * (group.size - 1) / group.size * size / way.bandwidth + 2 * way.ring_seconds
+    # Up to the root and down again: more bytes than a ring, fewer hops.
     tree = 2 * size / way.bandwidth + 2 * way.tree_seconds
     return min(ring, tree) + cluster.device.efficiency.collective_seconds
 
@@ -91,6 +96,7 @@ def all_to_all(size: float, group: Group, cluster: Cluster) -> float:
     if group.size == 1 or not size:
         return 0.0
     near, efficiency = group.on_a_node(cluster), cluster.device.efficiency
+    # The two go on at the same time, over different links: the slower one counts.
     inside = size * (near - 1) / group.size / (efficiency.link * cluster.inside.rate)
     outside = size * (group.size - near) / group.size / (0.9 * cluster.between.rate)
     latency = cluster.between.latency if group.size > near else cluster.inside.latency

@@ -2,6 +2,9 @@
 
 A forward needs the stage before it to have computed the same micro-batch, a backward the stage after it and its own
 forward. What is sent takes time on the link; the sender goes on meanwhile.
+
+Times are seconds of one rank's clock from the step's beginning; the step ends when the last rank has done its last
+action.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,10 @@
-"""The time of one optimizer step of a layout: its stages played, gradients reduced, parameters updated."""
+"""The time of one optimizer step of a layout: its stages played, gradients reduced, parameters updated.
+
+    step = slowest device's factor * (micro-batches of the busiest rank + pipeline bubble)
+           + gradients that nothing hides + optimizer + offload
+
+Parts are the busiest rank's seconds by cause, scaled so that they add up to the step.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,15 +50,18 @@ def step_time(job: Job, layout: Layout, micro_batch: int, cluster: Cluster, *, p
     stages = made.times
     busy = _busiest(layout, stages)
     if layout.pipeline == 1:
+        # No pipeline: one micro-batch after the other.
         run = micro_batches * busy
     elif played:
         run = pipeline_events.elapsed(layout, stages, micro_batches)
     else:
         run = estimated(layout, stages, micro_batches)
+    # Exposed alone: what runs behind the last backward is in `run` already.
     reduce, link = _gradient_reduction(job, layout, cluster, stages)
     update = 0.0 if _steps_on_host(layout) else _update(job, layout, cluster)
     host = offload_seconds(job, layout, micro_batch, micro_batches, cluster)
     parts = _parts(job, layout, made, micro_batches)
+    # What the schedule adds to the busiest rank's own work.
     parts["pipeline bubble"] = max(run - micro_batches * busy, 0.0)
     parts["gradients"] = reduce
     parts["optimizer"] = update
@@ -138,10 +147,12 @@ def _gradient_reduction(
         if layout.replicate == 1:
             return 0.0, link
         group = groups(layout)["replicate"]
+        # FSDP2 has reduce-scattered within the shard axis during backward; replicas of a shard are left.
         seconds = collectives.all_reduce(size / layout.shard, group, cluster)
     elif layout.zero == 2 and layout.shard > 1:
         seconds = collectives.all_gather(2 * held, group, cluster)
     elif layout.zero and layout.shard > 1:
+        # To the owners, and the updated parameters (16 bits, hence 2 bytes each) back to all.
         seconds = collectives.reduce_scatter(size, group, cluster) + collectives.all_gather(2 * held, group, cluster)
     else:
         seconds = collectives.all_reduce(size, group, cluster)

@@ -1,9 +1,9 @@
 """Compare the records of a script alone, alone again, and split: the first difference, beside the noise.
 
-Order of looking, for the first step that differs: samples, initial weights, gradients, updates, buffers. Each is
-judged only where what comes before it is the same: with other samples gradients must differ, and say nothing. A
-difference counts from a multiple of the noise on, which a second run alone shows: same samples, rows in another
-order, so the same sums in another order of rounding.
+Order of looking: the initial weights, then step by step samples, gradients, updates and buffers. Each is judged only
+where what comes before it is the same: with other samples gradients must differ, and say nothing. A difference counts
+from a multiple of the noise on, which a second run alone shows: the same samples with rows in another order, so the
+same sums with another rounding.
 """
 
 import math

@@ -80,8 +80,9 @@ def facts_of(model: nn.Module, recipe: Recipe | None = None) -> AdapterFacts | N
 
 
 def _chosen(model: nn.Module, spec: LoRA) -> _Choice:
-    """Which layers get an adapter, and which modules are trained whole. Raises UserError for patterns without a
-    match.
+    """Which layers get an adapter, and which modules are trained whole.
+
+    Raises UserError for patterns without a match.
     """
     if adapted_layers(model) or facts_of(model) is not None:
         raise UserError(

@@ -94,8 +94,7 @@ class CountedWork(Observer):
             self._count(func, args, kwargs, result)
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Count one operator by its shapes: a matrix product by (rows, columns, inner, batch), others by FLOPs or
-        bytes.
+        """Count one operator: a product by (rows, columns, inner, batch), others by FLOPs or bytes.
 
         FSDP2's copies around its messages are counted apart: their number is that of its messages.
         """

@@ -72,9 +72,7 @@ class _Fragment:
             self._coming = None
 
     def apply_if_due(self, steps: int) -> None:
-        """Take the outer step whose change has been on its way for `overlap` steps, and mix it into the
-        parameters.
-        """
+        """Take the outer step that is due after `overlap` steps, and mix it into the parameters."""
         if self.change is None or int(self.due) != steps:
             return
         self.receive()

@@ -47,8 +47,7 @@ class OneBitMomentum(Method):
         self._steps += 1
 
     def _step_by_one_bit(self) -> None:
-        """Average the ranks' new momenta in one bit a number, and step by them with the variance of the warm-up's
-        end.
+        """Average the ranks' momenta in one bit a number, and step with the frozen variance.
 
         With m the averaged momentum and v the frozen variance: p <- p * (1 - lr * decay) - lr / (1 - beta1^t) * m /
         divisor(v).

@@ -80,9 +80,7 @@ class HierarchicalKernel:
             self._local.barrier()
 
     def all_reduce(self, tensor: Tensor, operation: int) -> None:
-        """Sums are divided once, by the leader and before the last broadcast: an average of averages
-        would be wrong.
-        """
+        """Sums are divided once, by the leader: an average of averages would be wrong."""
         within = OPERATIONS[ReduceOp.SUM] if operation == AVERAGE else operation
         if self._local is not None:
             self._local.all_reduce(tensor, within)

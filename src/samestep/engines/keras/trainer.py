@@ -168,8 +168,7 @@ class KerasTrainer(Trainer):
         self._functions: dict[LossOf, Functions] = {}
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
-        """Add up the micro-batches' sums on each replica, all-reduce them once, clip by the norm, and update every
-        replica.
+        """Add up the micro-batches' sums on each replica, all-reduce once, clip, update every replica.
 
         Each replica takes [samples / replicas] rows of a micro-batch; rows that only fill it up have weight 0.
         """

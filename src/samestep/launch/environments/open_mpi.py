@@ -32,8 +32,7 @@ class OpenMpi:
         return "OMPI_COMM_WORLD_SIZE" in given.environ and "OMPI_COMM_WORLD_RANK" in given.environ
 
     def find(self, given: PlaceInputs) -> FoundCluster:
-        """The hosts of an mpirun: with one process a host each is an agent, which starts that host's ranks; else each
-        is a rank.
+        """The hosts of an mpirun: its processes are agents where there is one a host, else ranks.
 
         Open MPI doesn't list the hosts, so the others stay without a name.
         """

@@ -153,8 +153,7 @@ class BatchBuffers:
         *arguments: Any,
         **keywords: Any,
     ) -> Any:
-        """A module's forward in a training step: its buffers begin as they were before the step, and what it makes is
-        noted.
+        """A module's forward in a training step: begins with the buffers of before the step.
 
         Called in place of the module's own. Outside of training steps, and for modules without such buffers, nothing
         changes.

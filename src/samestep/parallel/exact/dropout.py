@@ -232,9 +232,7 @@ class Dropout(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,  # scale, enable_gqa
     ) -> Tensor:
-        """F.scaled_dot_product_attention with our dropout in it: written out where it drops, else
-        PyTorch's kernel.
-        """
+        """F.scaled_dot_product_attention: written out where it drops, else PyTorch's kernel."""
         nothing_to_drop = not 0 < dropout_p <= 1
         if nothing_to_drop or (is_causal and attn_mask is not None):  # an error of PyTorch's
             return func(query, key, value, attn_mask, dropout_p, is_causal, **options)

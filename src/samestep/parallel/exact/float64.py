@@ -83,7 +83,7 @@ def in_float64(enabled: bool = True) -> Iterator[None]:
 class _Float64(TorchFunctionMode):
     """Answers every call of PyTorch's functions.
 
-    `args` and `keywords` are those of the call; what comes back has float64 wherever the code asked for fewer digits.
+    What comes back is float64 wherever the code asked for fewer digits.
     """
 
     def __torch_function__(

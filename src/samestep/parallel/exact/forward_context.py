@@ -133,7 +133,12 @@ class ForwardContext:
         return self._state.tokens.get(of, 0)
 
     def keep(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function to call once in this forward and again in backward, where it finds what it found before."""
+        """A function to call once in this forward and again in backward, where it finds what it found before.
+
+        The first call is the forward itself, within the running context. Every later one is a recomputation: it gets
+        the context of then, with `recomputing` set and counts of draws as they stood, so that it draws the same
+        numbers.
+        """
         if self._state.moment is None:
             return function
         # Copies, since this forward goes on, and another micro-batch's may come before backward.

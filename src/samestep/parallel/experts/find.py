@@ -145,8 +145,9 @@ _KINDS = (
 
 
 def _named(model: nn.Module, given: Mapping[str, str]) -> dict[str, str]:
-    """The roles of a user's plan by module name. Raises LayoutError for a wrong role or a pattern
-    without a module.
+    """The roles of a user's plan by module name.
+
+    Raises LayoutError for a wrong role or a pattern without a module.
     """
     roles: dict[str, str] = {}
     for pattern, role in given.items():

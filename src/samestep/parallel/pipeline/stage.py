@@ -60,7 +60,6 @@ class Cut(nn.Module):
         names = {id(module): name for name, module in model.named_modules()}
         layers = dict.fromkeys(block.name for block in plan.blocks if plan.stages_of(block.name) & set(mine))
         self.blocks: list[nn.Module] = [model.get_submodule(name) for name in layers]
-        # Before stand-ins are made: a placeholder takes the attributes of what it stands for.
         self._drop_parameters(units)
         standing: dict[str, nn.Module] = {}
         for name, unit in units.items():

@@ -262,9 +262,7 @@ class _Slicer:
         self._now = now
 
     def slice(self, parts: ShardTable) -> None:
-        """Cut all parameters of the plan, then replace forwards: the order matters, since these read the
-        cut sizes.
-        """
+        """Cut all parameters of the plan, then replace forwards, which read the sizes of the cuts."""
         for unit in self._plan.units:
             if unit.heads is not None and unit.owner is not None:
                 rank = dist.get_rank(self._group)
