@@ -6,11 +6,9 @@ from typing import Any, Self, cast
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from samestep.comm.observer import Observer
 from samestep.comm.shared_memory.process_group import KernelGroup
 
 KINDS = (
@@ -26,7 +24,7 @@ KINDS = (
 )
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(Observer):
     """Counts what this rank sends, by the formulas of ring algorithms.
 
     With n ranks, a rank sends 2(n-1)/n of an all-reduce's message, (n-1)/n of the whole of an all-gather, a
@@ -62,16 +60,16 @@ class Traffic(TorchDispatchMode):
         if kind in _DIRECT and not self._in_operator:
             self._add(kind, _DIRECT[kind].sent(message, ranks))
 
+    def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if func.namespace in _NAMESPACES:
+            self._count(func, func._schema.name.partition("::")[2], args, kwargs)
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(each, (DTensor, AsyncCollectiveTensor)) for each in types):
-            return NotImplemented  # its own dispatch comes first, and calls the operators on plain tensors
-        if func.namespace in _NAMESPACES:
-            self._count(func, func._schema.name.partition("::")[2], args, kwargs or {})
         outermost, self._in_operator = self._in_operator, True
         try:
-            return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._in_operator = outermost
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from samestep.comm.observer import HostsObservers, decomposes
 from samestep.comm.operands import operands
 
 _LARGEST = 1 << 22  # elements of a tensor that keeps its values
@@ -99,11 +100,13 @@ class Mail:
         return bool(self._guessed)
 
 
-class Valueless(FakeTensorMode):
+class Valueless(HostsObservers, FakeTensorMode):
     """Code in which tensors have no values, but for small ones of constants, integers, and what is made of those."""
 
     def __init__(self, mail: Mail | None = None) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        HostsObservers.__init__(self)
+        FakeTensorMode.__init__(self, allow_non_fake_inputs=True)
+        self._observed = False  # the operator that runs; what it is made of is no other one
         self._mail = mail or Mail(guesses=True)
         self._replaced: list[Any] = []
         self._twins: Any = WeakTensorKeyDictionary()
@@ -127,6 +130,22 @@ class Valueless(FakeTensorMode):
         given = kwargs or {}
         if func.namespace == "prim":  # a fake tensor's own questions, such as that for its device
             return self.dispatch(func, types, args, given)
+        if not self.observers or self._observed:
+            return self._run(func, types, args, given)
+        if decomposes(types):
+            return NotImplemented
+        self._observed = True
+        try:
+            for observer in self.observers:
+                observer.before(func, args, given)
+            result = self._run(func, types, args, given)
+            for observer in self.observers:
+                observer.after(func, args, given, result)
+        finally:
+            self._observed = False
+        return result
+
+    def _run(self, func: Any, types: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         if func.namespace == "profiler":
             return func(*args, **given)
         tensors = operands(args, given)

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from samestep.comm.observer import Observer
 from samestep.comm.operands import operands
 
 _COUNTED = frozenset({"aten", "prims", "fsdp"})
@@ -71,7 +69,7 @@ class _Sums:
     shard_tensors: int = 0
 
 
-class CountedWork(TorchDispatchMode):
+class CountedWork(Observer):
     """Counts the operators that run inside."""
 
     def __init__(self) -> None:
@@ -90,15 +88,9 @@ class CountedWork(TorchDispatchMode):
             shard_tensors=sums.shard_tensors,
         )
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(each, (DTensor, AsyncCollectiveTensor)) for each in types):
-            return NotImplemented  # its own dispatch comes first, and calls the operators on plain tensors
-        result = func(*args, **(kwargs or {}))
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         if func.namespace in _COUNTED and not func.is_view:
-            self._count(func, args, kwargs or {}, result)
-        return result
+            self._count(func, args, kwargs, result)
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         sums = self._sums

@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from samestep.comm.observer import Observer
 from samestep.comm.operands import operands
 from samestep.comm.traffic import Traffic
 from samestep.parallel.holdings import Holdings
@@ -29,7 +27,7 @@ from samestep.tasks.base import Work
 _GATHERING = frozenset({"fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy"})
 
 
-class Allocations(TorchDispatchMode):
+class Allocations(Observer):
     """Follows every storage that operators make, until it is freed or an optimizer steps.
 
     Operators pass PyTorch's dispatcher, where this mode sees their results; a storage that none of their arguments
@@ -92,22 +90,16 @@ class Allocations(TorchDispatchMode):
                 most = max(most, now)
         return most
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(each, (DTensor, AsyncCollectiveTensor)) for each in types):
-            return NotImplemented  # its own dispatch comes first, and calls the operators on plain tensors
-        result = func(*args, **(kwargs or {}))
-        if not self._over:
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        if self._over:
+            return
+        if made := _storages(result):
             known = {id(storage) for storage in _storages((args, kwargs))}
-            for storage in _storages(result):
+            for storage in made:
                 if id(storage) not in known and storage not in self._numbers:
                     self._begin(storage)
-            if func._schema.name in _GATHERING:
-                self._gathered |= {
-                    self._number(storage) for storage in _storages((result, (kwargs or {}).get("out")))
-                }
-        return result
+        if func._schema.name in _GATHERING:
+            self._gathered |= {self._number(storage) for storage in _storages((result, kwargs.get("out")))}
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         return self._numbers[storage] if storage in self._numbers else self._begin(storage)

@@ -1,0 +1,69 @@
+"""Observer: looks at every operator that a block of code runs, and changes nothing.
+
+PyTorch calls modes one within the other, which takes tens of microseconds an operator and mode. Where a mode runs
+that hosts observers, such as that of steps without values, it calls them itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+
+class HostsObservers:
+    """What a mode has that calls observers of the operators it runs."""
+
+    def __init__(self) -> None:
+        self.observers: list[Observer] = []
+
+
+class Observer(TorchDispatchMode):
+    """A mode that is told of each operator before and after it runs, in any thread of the caller's and autograd's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hosts: list[HostsObservers | None] = []
+
+    def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """An operator is about to run."""
+
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """An operator has run."""
+
+    def __enter__(self) -> Self:
+        modes = _get_current_dispatch_mode_stack()
+        host = modes[-1] if modes and isinstance(modes[-1], HostsObservers) else None
+        self._hosts.append(host)
+        if host is None:
+            return super().__enter__()
+        host.observers.append(self)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        host = self._hosts.pop()
+        if host is None:
+            super().__exit__(*exception)
+        else:
+            host.observers.remove(self)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and every operator would pass another call
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if decomposes(types):
+            return NotImplemented
+        given = kwargs or {}
+        self.before(func, args, given)
+        result = func(*args, **given)
+        self.after(func, args, given, result)
+        return result
+
+
+def decomposes(types: Sequence[type]) -> bool:
+    """Whether tensors have a dispatch of their own that comes first, and calls the operators on plain tensors."""
+    return any(issubclass(each, (DTensor, AsyncCollectiveTensor)) for each in types)
