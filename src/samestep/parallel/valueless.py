@@ -25,6 +25,8 @@ from samestep.comm.operands import operands
 
 _LARGEST = 1 << 22  # elements of a tensor that keeps its values
 _SEND, _RECEIVE = "send", "recv_"
+_DEVICE = torch.ops.prim.device.default
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 # Operators without values that PyTorch keeps no results of, and others that give the same.
 _SAME: Mapping[Any, Any] = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
 
@@ -128,7 +130,9 @@ class Valueless(HostsObservers, FakeTensorMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if func.namespace == "prim":  # a fake tensor's own questions, such as that for its device
+        if func is _DEVICE and not self.in_kernel_invocation and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for more often than there are operators
+        if func.namespace == "prim":  # a fake tensor's own questions
             return self.dispatch(func, types, args, given)
         if not self.observers or self._observed:
             return self._run(func, types, args, given)
@@ -166,6 +170,26 @@ class Valueless(HostsObservers, FakeTensorMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and every operator would pass another call
+
+    def _prep_args_for_hash(self, result: list[Any], args: Any, *rest: Any) -> None:
+        """What PyTorch's cache of results without values tells calls apart by, found faster than by its own code.
+
+        Anything unusual is left to that code, which raises where it keeps no results.
+        """
+        result.append((type(args), len(args)))
+        if isinstance(args, dict):
+            result.append(tuple(args))
+            args = args.values()
+        for each in args:
+            kind = type(each)
+            if kind is FakeTensor and each.fake_mode is self and each.constant is None and _is_strided(each):
+                result.append(_metadata(each))
+            elif kind in _PLAIN:
+                result.append((kind, each))
+            elif kind is list or kind is tuple:
+                self._prep_args_for_hash(result, each, *rest)
+            else:
+                super()._prep_args_for_hash(result, (each,), *rest)
 
     def _twin(self, tensor: Tensor) -> Tensor:
         """A tensor without values for one that has some, the same each time; PyTorch remembers no mixed results."""
@@ -206,6 +230,17 @@ def _as_plain(tensor: Tensor) -> Tensor:
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(Tensor)
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _metadata(tensor: FakeTensor) -> tuple[Any, ...]:
+    """All that the metadata of an operator's results depend on."""
+    flags = (tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(), tensor.is_quantized)
+    place = (tensor.fake_device, tensor.storage_offset(), tensor.untyped_storage().nbytes())
+    return (tensor.dtype, tensor.shape, tensor.stride(), *place, *flags)
 
 
 def _unseen(propagate: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributed import device_mesh
 
 from samestep.comm.mesh import rank_grid
 from samestep.comm.traffic import Traffic, group_of
@@ -309,10 +310,31 @@ def _pretended_group(rank: int, size: int) -> Iterator[None]:
     _forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        yield
+        with _own_groups_alone(rank):
+            yield
     finally:
         dist.destroy_process_group()
         _forget_meshes()
+
+
+@contextmanager
+def _own_groups_alone(rank: int) -> Iterator[None]:
+    """Make no groups that the rank is not in: of thousands of ranks there are tens of thousands."""
+    make = dist.new_group
+
+    def new_group(ranks: Sequence[int] | None = None, *given: Any, **named: Any) -> Any:
+        if ranks is not None and rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return make(ranks, *given, **named)
+
+    places: tuple[Any, ...] = (dist, device_mesh)
+    for place in places:
+        place.new_group = new_group
+    try:
+        yield
+    finally:
+        for place in places:
+            place.new_group = make
 
 
 def _forget_meshes() -> None:
