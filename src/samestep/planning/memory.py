@@ -196,7 +196,6 @@ def kept_activations(
     return shared + products / layout.tensor
 
 
-@lru_cache(maxsize=4096)
 def in_flight(layout: Layout, micro_batches: int, rank: int, layers: tuple[int, ...]) -> int:
     """Layers whose activations a pipeline rank keeps at its peak, summed over micro-batches: counted in its order.
 
@@ -214,14 +213,27 @@ def in_flight(layout: Layout, micro_batches: int, rank: int, layers: tuple[int, 
         number = micro_batches
     elif layout.schedule != "1f1b":
         number = max(number // layout.pipeline, 1) * layout.pipeline
-    made = pipeline_events.orders(
-        layout.schedule, ranks=layout.pipeline, stages_a_rank=layout.stages_a_rank, micro_batches=number
-    )[rank]
-    held = peak = 0
-    for stage, kind, _ in made:
-        held += layers[stage] if kind == "F" else -layers[stage]
-        peak = max(peak, held)
-    return peak
+    return _peaks(layout.schedule, layout.pipeline, layout.stages_a_rank, number, layers)[rank]
+
+
+@lru_cache(maxsize=4096)
+def _peaks(
+    schedule: str, ranks: int, stages_a_rank: int, micro_batches: int, layers: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Of each rank the most layers kept at once, whatever else its layout says."""
+    made = pipeline_events.orders(schedule, ranks=ranks, stages_a_rank=stages_a_rank, micro_batches=micro_batches)
+    found = []
+    for order in made:
+        held = peak = 0
+        for stage, kind, _ in order:
+            if kind == "F":
+                held += layers[stage]
+                if held > peak:
+                    peak = held
+            else:
+                held -= layers[stage]
+        found.append(peak)
+    return tuple(found)
 
 
 def _gathered(model: Transformer, layout: Layout, software: Software) -> float:
