@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_tasks import Points
@@ -15,6 +16,7 @@ from tiny_models import Tiny
 import samestep
 from samestep.api import dry_run_layouts, rehearse_job
 from samestep.cli.main import main
+from samestep.errors import UserError
 from samestep.job import Job, Run
 from samestep.recipe import Recipe
 from samestep.training.rehearsal import Rehearsal
@@ -202,3 +204,67 @@ def test_words_that_do_not_go_together(
     job.write_text("recipe: {task: regression}\n")
     assert main(["train", str(job), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+class Untraced(torch.nn.Module):
+    """A model whose forward can't run on shapes alone, or is none."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 16), torch.nn.Linear(16, 3)
+        self.kind = kind
+
+    def forward(self, points: torch.Tensor) -> Any:
+        hidden = self.first(points)
+        if self.kind == "branch" and hidden.sum() > 0:
+            hidden = hidden * 2
+        if self.kind == "numpy":
+            np.tanh(hidden.detach().numpy(), out=hidden.detach().numpy())
+        if self.kind == "chosen rows":
+            hidden = hidden + hidden[hidden[:, 0] > 0].sum(0)
+        return ("no", "tensor") if self.kind == "words" else self.last(hidden)
+
+
+class UntracedTask(Points):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def model(self) -> torch.nn.Module:
+        return Untraced(self.kind)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("branch", "asks for the values of a tensor.*test_rehearsal.py:.*torch.where"),
+        ("numpy", "asks for the values of a tensor.*numpy.*test_rehearsal.py:.*in place of NumPy's"),
+        ("chosen rows", "asks for the values of a tensor.*test_rehearsal.py:.*samestep compare"),
+        ("words", "fails in it .*must be Tensor, not tuple.*--layout single"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2"])
+def test_a_model_that_shapes_do_not_lead_through_is_told_in_one_message(kind: str, told: str, layout: str) -> None:
+    with pytest.raises(UserError, match=told) as caught:
+        rehearsed(layout, 2, task=UntracedTask(kind))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", ["pp2", "pp2 stages=2 schedule=interleaved-1f1b"])
+def test_stages_of_an_encoder_and_a_decoder_are_rehearsed(layout: str) -> None:
+    recipe = samestep.Recipe(task=Tiny(name="t5"), batch=8, steps=4)
+    really = samestep.dry_run(recipe, layout, threads=1)
+    for found in rehearse_job(Job(recipe=recipe, run=Run(layout=layout)), 2):
+        assert found.usage.parameters == really[found.rank].parameters
+        assert found.usage.optimizer_state == really[found.rank].optimizer_state
+        assert found.usage.activations == pytest.approx(really[found.rank].activations, rel=0.01)
+
+
+@pytest.mark.timeout(300)
+def test_the_last_gradient_of_zero1_counts_while_its_bucket_leaves() -> None:
+    recipe = samestep.Recipe(task="regression", args={"samples": 60, "held_out": 20}, batch=10, steps=4)
+    really = samestep.dry_run(recipe, "zero1x2", threads=1)
+    (found,) = rehearse_job(Job(recipe=recipe, run=Run(layout="zero1x2")), 2)
+    assert found.usage.to_json() == really[0].to_json()

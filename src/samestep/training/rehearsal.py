@@ -21,7 +21,7 @@ from samestep.comm.mesh import rank_grid
 from samestep.comm.traffic import Traffic, group_of
 from samestep.data.loader import StepBatch
 from samestep.engines.precision import parameter_dtype
-from samestep.errors import UserError, one_line
+from samestep.errors import UserError, described, place_of
 from samestep.job import Job
 from samestep.launch.world import World
 from samestep.layout import MESH_DIMENSIONS, Layout
@@ -285,19 +285,42 @@ def _places(grid: torch.Tensor) -> tuple[list[int], torch.Tensor]:
 
 @contextmanager
 def _asking_told() -> Iterator[None]:
-    """Raise UserError where a forward, a loss or an optimizer asked for a value."""
+    """Raise UserError where a forward, a loss or an optimizer asked for a value, or failed by its own code."""
     try:
         yield
     except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, _ASKS):
-            cause = cause.__cause__ or cause.__context__
-        if cause is None:
+        chain = list(_chain(error))
+        asking = next((each for each in reversed(chain) if _asks_for_values(each)), None)
+        place = place_of(chain[-1] if asking is None else asking)
+        if asking is None and (place is None or isinstance(error, (UserError, OSError, MemoryError))):
             raise
+        what = described(chain[-1] if asking is None else asking)
+        why = "fails" if asking is None else "asks for the values of a tensor"
         raise UserError(
-            f"--world takes a step without values, and the job asks for one ({one_line(cause)}): {one_line(error)}; "
-            "use --dry-run without --world, which starts the ranks"
+            f"plans, and dry runs with --world, take a step on shapes alone, and the job {why} in it ({what}); "
+            f"{_INSTEAD[asking is not None]}"
         ) from error
+
+
+# What to use where a job fails on shapes alone: by its own mistake, or since it asks for values.
+_INSTEAD = {
+    False: "run it in one process first, to see whether it fails there too: --layout single",
+    True: "use torch.where in place of a branch and PyTorch's operators in place of NumPy's, or have the ranks run: "
+    "samestep train JOB --dry-run without --world, samestep compare JOB",
+}
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that led to it, the first one last."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _asks_for_values(error: BaseException) -> bool:
+    # The latter is what PyTorch says of a tensor without values that is to become NumPy's.
+    return isinstance(error, _ASKS) or ".numpy() is not supported" in str(error)
 
 
 @contextmanager
