@@ -171,7 +171,9 @@ class Valueless(HostsObservers, FakeTensorMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and every operator would pass another call
 
-    def _prep_args_for_hash(self, result: list[Any], args: Any, *rest: Any) -> None:
+    def _prep_args_for_hash(  # pyright: ignore[reportIncompatibleMethodOverride]  (versions differ in the rest)
+        self, result: list[Any], args: Any, *rest: Any
+    ) -> None:
         """What PyTorch's cache of results without values tells calls apart by, found faster than by its own code.
 
         Anything unusual is left to that code, which raises where it keeps no results.
@@ -226,7 +228,8 @@ def _as_plain(tensor: Tensor) -> Tensor:
 
     PyTorch's tensors without values take no others beside them.
     """
-    if _is_own(tensor) or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    kind, plain = (getattr(each, "__torch_dispatch__", None) for each in (type(tensor), Tensor))
+    if _is_own(tensor) or kind is not plain:
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(Tensor)
