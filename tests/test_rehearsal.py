@@ -165,7 +165,7 @@ class Asking(Points):
         ("dp4", 4, {"sparse_rows": "on"}, "use sparse_rows: auto"),
         ("dp4 offload=optimizer-disk", 4, {}, "offloads to disk; use offload=optimizer"),
         ("ep4", 4, {}, "use a layout without ep"),
-        ("dp4", 4, {"task": Asking()}, "use --dry-run without --world, which starts the ranks"),
+        ("dp4", 4, {"task": Asking()}, "or have the ranks run: samestep train JOB --dry-run without --world"),
     ],
 )
 def test_what_is_refused(layout: str, world: int, further: dict[str, Any], message: str) -> None:
