@@ -6,7 +6,8 @@ In the order of reading:
 - `shared_memory`: the process group of CPU ranks that share a host. `transports`: what may carry messages.
 - `compression`: methods that send less than plain data parallelism.
 - `gather`: all-gather and reduce-scatter of one tensor. `agree`: what the ranks' hosts have to know.
-- `operands`: the tensors of an operator. `observer`: a look at every operator that runs. `traffic`: the bytes that a rank sends.
+- `operands`: the tensors of an operator. `observer`: a look at every operator that runs.
+- `traffic`: the bytes that a rank sends.
 - `collectives`, `correctness`, `measure`, `limits`, `support`, `demo`: what `samestep comm` runs on each rank.
 - `leave`: the end of a process group.
 """
