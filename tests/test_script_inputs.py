@@ -17,7 +17,7 @@ REFUSED = {
     "not-alone": r"(?s)failed \(verify needs one that works with one process.*this script is for several ranks",
     "needs-data": r"(?s)failed.*the following arguments are required: --data",
     "own-processes": r"took no step of an optimizer in its own process, and started others",
-    "exits": r"with 1 process failed",
+    "exits": r"(?s)with 1 process failed.*exit code",
 }
 JUDGED = ("no-module", "forks", "leaves", "traceback", "goes-on", "long")
 RUNS = (*REFUSED, *JUDGED, "places", "places:micro-batches", "module", "rounds", "departs", "coarse")

@@ -106,6 +106,7 @@ def test_what_all_ranks_do_otherwise_has_a_kind(tmp_path: Path, changed: dict[st
         ([(0.5, 0), (0.5, 0)], 1.3, "summed"),  # clipped
         ([(1.0, 0)], 2.0, "accumulation-divisor"),
         ([(1.0, 0)], 1.3, "accumulation-divisor"),
+        ([(2.0, 0), (2.0, 0)], 0.5, "accumulation-divisor"),
     ],
 )
 def test_a_multiple_of_the_ranks_and_of_the_micro_batches_is_told_by_those_of_one_process(

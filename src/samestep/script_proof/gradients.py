@@ -147,8 +147,9 @@ def _scaled(pair: StepPair) -> Finding | None:
 
 def _multiple(pair: StepPair, ratio: float, ranks: int, micro_batches: int) -> Finding:
     """Which number a ratio is: that of the ranks, or of the micro-batches. Where both are equal, the losses say."""
-    # One process with as many micro-batches would have the same wrong divisor.
-    accumulated = micro_batches > 1 and len(pair.alone[0].losses) != micro_batches
+    # One process with as many micro-batches would not divide by them either. Twice may well be the ranks' alone, as
+    # where an engine divides that is not there with one process.
+    accumulated = micro_batches > 1 and (ratio < 1 or len(pair.alone[0].losses) != micro_batches)
     losses = _loss_ratio(pair)
     by_micro = accumulated and (_is(ratio, micro_batches) or _is(ratio, 1 / micro_batches))
     if by_micro and not (_is(ratio, ranks) or _is(ratio, 1 / ranks)):

@@ -260,7 +260,8 @@ def _check(starts: Sequence[Start], outcomes: Sequence[subprocess_group.Outcome]
             )
         if outcome.code != 0:
             hint = _ALONE if start.ranks == 1 else ""
-            raise UserError(f"{start.title} failed{hint}:\n{_reason(outcome.output)}")
+            said = _reason(outcome.output) or f"it ended with exit code {outcome.code} and wrote nothing"
+            raise UserError(f"{start.title} failed{hint}:\n{said}")
 
 
 def _check_ranks(proof: ScriptProof, folder: Path) -> None:
