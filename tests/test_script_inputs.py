@@ -28,25 +28,25 @@ def found() -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "tests/scripts/judge_odd.py"), *RUNS]
     path = os.pathsep.join([str(ROOT / "tools"), str(ROOT / "src")])
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("kind", "message"), REFUSED.items(), ids=REFUSED)
 def test_what_can_not_be_proved_is_told(found: dict[str, Any], kind: str, message: str) -> None:
     assert isinstance(found[kind], str), found[kind]
     assert re.search(message, found[kind])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", JUDGED)
 def test_an_odd_script_is_judged(found: dict[str, Any], kind: str) -> None:
     assert found[kind]["same_step"], found[kind]
     assert found[kind]["steps"] == (3 if kind == "leaves" else 4)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_place_in_the_batch_is_no_rounding(found: dict[str, Any]) -> None:
     places = found["places"]
     assert (places["kind"], places["first_difference"]["step"]) == ("forward-differs", 1), places
@@ -54,7 +54,7 @@ def test_a_place_in_the_batch_is_no_rounding(found: dict[str, Any]) -> None:
     assert any("its place in the batch matters" in note for note in places["notes"])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_module_is_judged_in_float64_and_in_micro_batches(found: dict[str, Any]) -> None:
     module, script = found["module"], found["long"]
     assert (module["same_step"], module["steps"]) == (True, 4), module
@@ -62,14 +62,14 @@ def test_a_module_is_judged_in_float64_and_in_micro_batches(found: dict[str, Any
     assert not any(_WHOLE in note for note in module["notes"])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_model_that_can_not_be_called_with_halves_is_told(found: dict[str, Any]) -> None:
     places, halves = found["places"], found["places:micro-batches"]
     assert any(_WHOLE in note for note in halves["notes"])
     assert (halves["kind"], halves["noise"]) == (places["kind"], places["noise"])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_small_departure_is_rounding_only_where_float64_has_none(found: dict[str, Any]) -> None:
     rounds, departs = found["rounds"], found["departs"]
     assert rounds["same_step"], rounds
@@ -79,23 +79,24 @@ def test_a_small_departure_is_rounding_only_where_float64_has_none(found: dict[s
     assert any("in float64 the runs differ too" in note for note in departs["notes"])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_what_computes_in_bfloat16_is_judged_by_the_rounding_of_halves(found: dict[str, Any]) -> None:
     coarse = found["coarse"]
     assert coarse["same_step"], coarse
     assert any("called with each half of a batch" in note for note in coarse["notes"])
+    assert any("an update that departs for another reason is not told" in note for note in coarse["notes"])
 
 
 _WHOLE = "can't be called with a half of its batch"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_what_was_not_seen_is_said(found: dict[str, Any]) -> None:
     assert any("no samples were seen" in note for note in found["no-module"]["notes"])
     assert any("left without an end that Python knows" in note for note in found["leaves"]["notes"])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_nothing_is_left_running(found: dict[str, Any]) -> None:
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert found

@@ -34,7 +34,7 @@ from samestep.script_proof.runs import (
     run_all,
 )
 from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, rows_in_step, sampling
-from samestep.script_proof.updates import buffer_finding, follows_samples, initial_finding, update_finding
+from samestep.script_proof.updates import COARSE, buffer_finding, follows_samples, initial_finding, update_finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,12 @@ class _Comparison:
                 "parameters": max((each.parameters_noise for each in numbers), default=0.0),
             },
             curve=numbers,
-            notes=[*self._notes(found), *self._schedule_note(finding), *_blunt_note(numbers)],
+            notes=[
+                *self._notes(found),
+                *self._schedule_note(finding),
+                *_blunt_note(numbers),
+                *_coarse_note(limits.get("gradient")),
+            ],
             losses={name: losses_of(run) for name, run in self._runs().items()},
         )
 
@@ -438,6 +443,18 @@ def _blunt_note(steps: Sequence[StepNumbers]) -> Iterator[Words]:
             "从第 {step} 步起，仅舍入就使某个梯度移动百分之一以上：训练在放大舍入，只有之前的步骤能说明问题；"
             "脚本允许时，--dtype float64 能说明更多",
         ).format(step=blunt)
+
+
+def _coarse_note(gradients: Limits | None) -> Iterator[Words]:
+    """What is not told where gradients are known coarsely."""
+    if gradients is not None and gradients.common > COARSE:
+        yield Words(
+            "rounding leaves gradients known to {coarse:.1g}, relative: the optimizer's settings are compared, and "
+            "an update that departs for another reason is not told; --dtype float64 says more, where the script "
+            "allows it",
+            "舍入使梯度只精确到相对 {coarse:.1g}：优化器的设置仍会比较，但因其他原因而不同的更新不会报告；"
+            "脚本允许时，--dtype float64 能说明更多",
+        ).format(coarse=gradients.common)
 
 
 def losses_of(run: Run) -> list[float]:

@@ -171,6 +171,9 @@ def _rates(run: Run, name: str) -> list[float]:
     return [float(_settings(run.step(number)).get(name, {}).get("lr", 0.0)) for number in range(run.steps)]
 
 
+COARSE = 0.01  # of a gradient: where rounding moves it by more, an update says nothing of its own
+
+
 def update_finding(
     number: int, tensors: Sequence[Apart], limits: Limits, alone: Run, split: Run, *, gradients: float
 ) -> Finding | None:
@@ -192,12 +195,9 @@ def update_finding(
     loaded = [at for rank in split.ranks for at in rank.loaded]
     if _continued(split) and number in (_continued(split), *loaded):
         return _parameters("optimizer-state-lost", number, tensors, departing, worst)
-    if gradients > _COARSE:
+    if gradients > COARSE:
         return None
     return _parameters("update-differs", number, tensors, departing, worst)
-
-
-_COARSE = 0.01  # of a gradient
 
 
 def _continued(split: Run) -> int | None:
