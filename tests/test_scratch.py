@@ -1,6 +1,7 @@
 """Folders that end with their process: what a killed one left is removed by a later one, and nothing else."""
 
 import fcntl
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from samestep.fault_tolerance import scratch as module
-from samestep.fault_tolerance.scratch import scratch
+from samestep.fault_tolerance.scratch import folder_in_memory, scratch
 
 KILLED = """
 import os, signal, sys
@@ -37,6 +38,35 @@ def test_a_later_process_removes_what_a_killed_one_left(tmp_path: Path) -> None:
         assert not left.exists()
         assert sorted(tmp_path.iterdir()) == sorted([first, second])  # one that is held stays
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED_WITH_SEMAPHORES = """
+import multiprocessing, os, signal
+from multiprocessing import resource_tracker
+from samestep.fault_tolerance.scratch import folder_in_memory
+
+with folder_in_memory() as folder:
+    event = multiprocessing.get_context("forkserver").Event()  # as PyTorch's agent has one
+    print(folder, len(list(folder.parent.glob(f"sem.{folder.name}-*"))), flush=True)
+    os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="named semaphores are files of /dev/shm on Linux alone")
+def test_a_later_process_removes_semaphores_of_a_killed_one() -> None:
+    command = [sys.executable, "-c", KILLED_WITH_SEMAPHORES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    name, semaphores = done.stdout.split()
+    assert int(semaphores) > 0
+    folder = Path(name)
+    before = multiprocessing.current_process()._config["semprefix"]  # pyright: ignore[reportAttributeAccessIssue]
+    # Another job may start meanwhile, and remove them before this one does.
+    with folder_in_memory():
+        assert not folder.exists()
+        assert list(folder.parent.glob(f"sem.{folder.name}-*")) == []
+    assert multiprocessing.current_process()._config["semprefix"] == before  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_what_may_be_somebody_elses_stays(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """Scratch: a folder for as long as its process lives. That of a killed process is removed by a later one."""
 
 import fcntl
+import multiprocessing
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
@@ -12,9 +13,25 @@ from tempfile import gettempdir, mkdtemp
 _IN_MEMORY = Path("/dev/shm")
 
 
-def folder_in_memory() -> AbstractContextManager[Path]:
-    """It ends with the process that looks after the ranks."""
-    return scratch("samestep-memory-", _IN_MEMORY if _IN_MEMORY.is_dir() else None)
+@contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    """It ends with the process that looks after the ranks, whose semaphores have names by which they are found.
+
+    The queues and the event of PyTorch's agent are semaphores that the ranks open by their names. Where all
+    processes of a job are killed, multiprocessing's resource tracker too, a later start removes them with the folder.
+    """
+    if not _IN_MEMORY.is_dir():
+        with scratch("samestep-memory-") as folder:
+            yield folder
+        return
+    settings = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
+    before = settings["semprefix"]
+    with scratch("samestep-memory-", _IN_MEMORY) as folder:
+        settings["semprefix"] = f"/{folder.name}"
+        try:
+            yield folder
+        finally:
+            settings["semprefix"] = before
 
 
 # A file in the folder that its process holds locked. The system lets go of it when the process ends in whatever way.
@@ -60,6 +77,8 @@ def _remove_unless_held(folder: Path) -> None:
     lock = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for semaphore in folder.parent.glob(f"sem.{folder.name}-*"):
+            semaphore.unlink(missing_ok=True)
         shutil.rmtree(folder)  # no link: it takes none
     finally:
         os.close(lock)
