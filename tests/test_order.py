@@ -1,5 +1,6 @@
 """Sample order and Loader: the same samples at the same step, however many ranks and micro-batches there are."""
 
+import gc
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BatchEncoding
@@ -251,6 +253,43 @@ def test_iterating_leaves_the_random_states_as_they_were(workers: int) -> None:
     before = drawn()
     list(loader(SampleOrder(size=9, batch=4, seed=5), 0, 5, workers=workers))
     assert drawn() == before
+
+
+class Collects:
+    """Samples whose process looks for garbage before each."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, number: int) -> tuple[float, int]:
+        gc.collect()
+        return float(number), number
+
+
+class Held:
+    """A group and what refers to it, each to the other."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)  # pyright: ignore[reportCallIssue]
+        self.group.allreduce([torch.ones(1)]).wait()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_loading_processes_inherit_no_garbage_that_waits_for_threads() -> None:
+    options: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "workers": 2}
+    gc.disable()
+    try:
+        Held()  # garbage that is not collected yet
+        order = SampleOrder(size=9, batch=4, seed=5)
+        steps = Loader(Collects(), collate, order, place=Place(), start=0, stop=2, **options)  # pyright: ignore[reportArgumentType]
+        assert len(list(steps)) == 2
+        Held()
+        chunks = Chunks(Collects(), collate, size=3, place=Place(), **options)  # pyright: ignore[reportArgumentType]
+        assert len(list(chunks)) == 3
+    finally:
+        gc.enable()
 
 
 def test_a_loader_can_be_iterated_again() -> None:

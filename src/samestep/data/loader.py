@@ -4,6 +4,7 @@ Loading processes (`workers`) hand over micro-batches in the order of `_Indices`
 user's mistake comes back as a value and is raised in the rank, since DataLoader would wrap it into its own error.
 """
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,6 +75,17 @@ class StepBatch:
         return [number for each in self.micro_batches for number in each.moment.samples.tolist()]
 
 
+def _begun(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Its iterator, whose loading processes are forked now, if it has some.
+
+    A forked process has this one's garbage. Were it collected there, a process group in it would wait for threads
+    that a fork does not take along, and the loading process would never come to its first sample.
+    """
+    if loader.num_workers:
+        gc.collect()
+    return iter(loader)
+
+
 class Loader:
     """Iterates over a rank's part of the global batches `start` to `stop`."""
 
@@ -110,7 +122,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[StepBatch]:
         """The steps `start` to `stop` in their order, with how long this rank has waited for data (seconds)."""
-        batches = iter(self._data_loader())
+        batches = _begun(self._data_loader())
         for step in range(self.start, self.stop):
             shares = self._shares(step)
             began = time.perf_counter()
@@ -302,6 +314,6 @@ class Chunks:
 
     def __iter__(self) -> Iterator[Chunk]:
         """This rank's chunks in their order; those past the end are lent ones."""
-        for number, batch in zip(self._mine, self._loader, strict=True):
+        for number, batch in zip(self._mine, _begun(self._loader), strict=True):
             parts = (to_device(part, self._device, self._dtype) for part in given(batch))
             yield Chunk(batch=Batch(*parts), lent=number >= self._count)
