@@ -1,6 +1,7 @@
 """Shards: all trained parameters as one sequence of elements, of which each server has a range of equal length."""
 
 import math
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,7 +9,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from samestep.engines.parameter_server.shared_memory import shared_empty
 from samestep.errors import UserError
 from samestep.parallel.state_shards import Box, Piece
 
@@ -140,6 +140,16 @@ def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[i
         first = full * row
     if first < last:
         yield from boxes(shape, first, last)
+
+
+def shared_empty(elements: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of one dimension, on the CPU, in memory that this process shares with those that it forks.
+
+    The memory is anonymous: no file of /dev/shm, whose size is often limited, and nothing that could be left.
+    """
+    if not elements:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize), dtype=dtype, count=elements)
 
 
 class FlatParameters:

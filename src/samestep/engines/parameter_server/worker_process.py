@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss
-from samestep.engines.parameter_server.shards import FlatParameters
-from samestep.engines.parameter_server.shared_memory import shared_copy, shared_empty
+from samestep.engines.parameter_server.shards import FlatParameters, shared_empty
 from samestep.errors import UserError
 from samestep.fault_tolerance.watchdog import Handle
 from samestep.launch.fork_server import end_with_parent
@@ -215,7 +214,7 @@ class WorkerProcess:
         """Have the model's buffers in shared memory, also those that forwards have replaced."""
         for name, buffer in self._model.named_buffers():
             if not _same_memory(self._buffers.get(name), buffer):
-                buffer.data = self._buffers[name] = shared_copy(buffer)
+                buffer.data = self._buffers[name] = _shared_copy(buffer)
 
     def _keep_buffers(self) -> None:
         """What a forward has put in a buffer's place, in the process or in the rank, goes into the shared memory."""
@@ -255,6 +254,12 @@ class WorkerProcess:
         except BaseException:  # whatever it is, the rank decides
             return _Failed(reason=traceback.format_exc())
         return Computed(totals=totals.tolist(), used=frozenset(used), seconds=time.thread_time() - began)
+
+
+def _shared_copy(tensor: Tensor) -> Tensor:
+    """A tensor's values in memory that both processes share."""
+    copy = shared_empty(tensor.numel(), tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor.detach())
 
 
 def _same_memory(one: Tensor | None, other: Tensor) -> bool:
