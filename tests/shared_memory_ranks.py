@@ -157,6 +157,13 @@ def _wrong(group: SharedMemoryGroup, rank: int, n: int) -> Iterator[str]:
                 group._reduce_scatter_base(out, parts[rank].clone(), scatter).wait()
                 if not torch.equal(out, expected[rank * length : (rank + 1) * length]):
                     yield f"reduce-scatter {operation} of {length} {dtype}"
+                for root in range(n):
+                    given = short[rank].clone()
+                    to_root: Any = dist.ReduceOptions()
+                    to_root.reduceOp, to_root.rootRank = operation, root
+                    group.reduce([given], to_root).wait()
+                    if rank == root and not torch.equal(given, expected[:length]):
+                        yield f"reduce {operation} to {root} of {length} {dtype}"
             whole = torch.empty(n * length, dtype=dtype)
             group._allgather_base(whole, short[rank].clone()).wait()
             if not torch.equal(whole, torch.cat(short)):
@@ -246,6 +253,7 @@ def sent_by(transport: Any) -> dict[str, float]:
             dist.all_gather_into_tensor(torch.empty(1000 * world.world_size), torch.ones(1000))
             dist.reduce_scatter_tensor(torch.empty(1000), torch.ones(1000 * world.world_size))
             dist.broadcast(torch.ones(1000), src=0)
+            dist.reduce(torch.ones(1000), dst=0)
             functional.all_reduce(torch.ones(1000), "sum", dist.distributed_c10d._get_default_group()).sum()
             peer = 1 - world.rank
             if world.rank == 0:

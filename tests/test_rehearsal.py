@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_tasks import Points
+from small_tasks import Lines, Points
 from tiny_models import Tiny
 
 import samestep
@@ -65,13 +65,25 @@ def test_every_stage_of_sliced_stages_is_rehearsed_as_it_runs() -> None:
 
 
 @pytest.mark.timeout(300)
+def test_of_data_ranks_the_one_with_the_longest_samples_is_rehearsed() -> None:
+    fullest: set[int] = set()
+    for seed in range(4):
+        job = Job(recipe=samestep.Recipe(task=Lines(), batch=8, steps=4, seed=seed), run=Run(threads=1))
+        really = dry_run_layouts(job, ["dp2"])["dp2"]
+        (found,) = rehearse_job(replace(job, run=replace(job.run, layout="dp2")), 2)
+        assert found.usage.activations == max(usage.activations for usage in really if isinstance(usage, Usage))
+        fullest.add(found.rank)
+    assert fullest == {0, 1}
+
+
+@pytest.mark.timeout(300)
 def test_what_is_offloaded_is_rehearsed_to_the_byte() -> None:
     layouts = ["dp2 offload=activations", "zero1x2 offload=optimizer", "fsdp2 offload=activations+parameters"]
     job = Job(recipe=samestep.Recipe(task=Tiny(name="qwen2"), batch=8, steps=4), run=Run(threads=1))
     really = dry_run_layouts(job, layouts)
     for layout in layouts:
         (found,) = rehearse_job(replace(job, run=replace(job.run, layout=layout)), 2)
-        usage = really[layout][0]
+        usage = really[layout][found.rank]
         assert isinstance(usage, Usage)
         assert replace(found.usage, host=0) == replace(usage, host=0)
         # Buffers of the host stay; those of lengths that only other steps had are not rehearsed.
@@ -85,7 +97,7 @@ def test_many_layouts_are_counted_in_one_start() -> None:
     for layout in ("dp2", "zero1x2"):
         (rank, *_) = rehearse_job(replace(job, run=replace(job.run, layout=layout)), 2)
         assert not isinstance(found[layout], str)
-        assert found[layout][0] == rank.usage
+        assert found[layout][rank.rank] == rank.usage
     assert "tokens" in str(found["cp2"])
 
 
@@ -267,4 +279,4 @@ def test_the_last_gradient_of_zero1_counts_while_its_bucket_leaves() -> None:
     recipe = samestep.Recipe(task="regression", args={"samples": 60, "held_out": 20}, batch=10, steps=4)
     really = samestep.dry_run(recipe, "zero1x2", threads=1)
     (found,) = rehearse_job(Job(recipe=recipe, run=Run(layout="zero1x2")), 2)
-    assert found.usage.to_json() == really[0].to_json()
+    assert found.usage.to_json() == really[found.rank].to_json()

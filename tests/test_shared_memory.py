@@ -81,6 +81,7 @@ def test_what_is_sent_is_counted_alike() -> None:
     # Of a ring of two, a rank sends the whole message of an all-reduce and half of the others.
     assert counted["all-reduce"] == gradients + 2 * small
     assert counted["all-gather"] == counted["reduce-scatter"] == small
+    assert counted["reduce"] == small / 2
     assert counted["point-to-point"] == small
 
 

@@ -160,11 +160,12 @@ _ALL_REDUCE = _Collective(kind="all-reduce", message=_given_whole, sent=_twice_a
 _ALL_GATHER = _Collective(kind="all-gather", message=_given_part, sent=_all_but_own)
 _REDUCE_SCATTER = _Collective(kind="reduce-scatter", message=_given_whole, sent=_all_but_own)
 _BROADCAST = _Collective(kind="broadcast", message=_given_whole, sent=_all_but_own)
+_REDUCE = _Collective(kind="reduce", message=_given_whole, sent=_all_but_own)
 _SEND = _Collective(kind="point-to-point", message=_given_whole, sent=_everything)
 _ALL_TO_ALL = _Collective(kind="all-to-all", message=_given_whole, sent=_all_but_own)
 
 # What a group of our own does by itself.
-_DIRECT = {each.kind: each for each in (_ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _BROADCAST)}
+_DIRECT = {each.kind: each for each in (_ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _BROADCAST, _REDUCE)}
 
 # By the operator's name, without the underscores around it that say that it writes in place.
 _COLLECTIVES: Mapping[str, _Collective] = {
@@ -190,7 +191,7 @@ _COLLECTIVES: Mapping[str, _Collective] = {
     "alltoall_base": _ALL_TO_ALL,
     "all_to_all_single": _ALL_TO_ALL,
     "shard_dim_alltoall": _ALL_TO_ALL,
-    "reduce": _Collective(kind="reduce", message=_given_whole, sent=_all_but_own),
+    "reduce": _REDUCE,
     "gather": _Collective(kind="gather", message=_given_whole, sent=_all_but_own),
     "scatter": _Collective(kind="scatter", message=_taken_part, sent=_all_but_own),
 }

@@ -35,10 +35,15 @@ class Message:
     def send(cls, parameters: Sequence[nn.Parameter], owner: int, group: dist.ProcessGroup) -> "Message":
         """Set out to give parameters of one dtype to every rank; `owner`: its position in the group."""
         values = [parameter.data for parameter in parameters]
-        # On ranks that aren't the owner these are old numbers, over which the broadcast writes.
-        flat = torch.cat([value.reshape(-1) for value in values]) if len(values) > 1 else values[0]
+        own = dist.get_rank(group) == owner
+        if len(values) == 1:
+            flat = values[0]
+        elif own:
+            flat = torch.cat([value.reshape(-1) for value in values])
+        else:
+            flat = values[0].new_empty(sum(value.numel() for value in values))
         work = dist.broadcast(flat, group_src=owner, group=group, async_op=True)
-        return cls(parameters=parameters, flat=flat, work=work, own=dist.get_rank(group) == owner)
+        return cls(parameters=parameters, flat=flat, work=work, own=own)
 
     def put(self) -> None:
         """Wait for the numbers, and give them to the parameters.

@@ -220,8 +220,8 @@ class Training:
 
     @property
     def measured_step(self) -> int:
-        """The step that is measured: the third where there is one; state and buffers are made in the first two."""
-        return min(self.first_step + 2, self.total_steps - 1)
+        """The step whose memory, messages and work are measured."""
+        return measured_step(self.total_steps, self.first_step)
 
     def evaluate(self, bar: Bar | None = None) -> dict[str, Any]:
         """The task's metrics over its held-out samples; nothing where it has none."""
@@ -414,6 +414,11 @@ def _finish(
     if session.is_main:
         results.write(result, session, peaks=peaks, state=state, schedule=schedule)
     return result
+
+
+def measured_step(total_steps: int, first_step: int = 0) -> int:
+    """The third step where there is one: state and buffers are made in the first two."""
+    return min(first_step + 2, total_steps - 1)
 
 
 def try_out(job: Job, task: Task, world: World, layout: Layout) -> Sequence[Usage]:

@@ -7,7 +7,8 @@ sliced layer still gives the same numbers, is taken to be well.
 
 Each rank of the layout is rehearsed in turn in this process, with a process group that sends nothing and tensors
 without values (`parallel.valueless`). What a step allocates, sends and computes is counted as it is taken. Ranks that
-differ only along data axes are alike, so one of them stands for all.
+differ only along data axes hold the same shapes but for their samples, so the one with the largest micro-batches
+stands for all.
 """
 
 import gc
@@ -23,7 +24,8 @@ from torch.distributed import device_mesh
 
 from samestep.comm.mesh import rank_grid
 from samestep.comm.traffic import Traffic, group_of
-from samestep.data.loader import StepBatch
+from samestep.data.loader import Loader, StepBatch
+from samestep.data.order import Place, SampleOrder
 from samestep.engines.precision import parameter_dtype
 from samestep.errors import UserError, described, place_of
 from samestep.job import Job
@@ -31,11 +33,14 @@ from samestep.launch.world import World
 from samestep.layout import MESH_DIMENSIONS, Layout
 from samestep.parallel.deferred_init import InitialModel, forget_values
 from samestep.parallel.findings import Findings
+from samestep.parallel.nests import tensors_in
 from samestep.parallel.parallel_model import Details
+from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.parallel.valueless import Mail, NotSentYet, Valueless
 from samestep.tasks.base import Task
 from samestep.training import usage as usages
-from samestep.training.fit import Training
+from samestep.training.fit import Training, measured_step
+from samestep.training.own_loop import check_lengths
 from samestep.training.step_work import CountedWork, StepWork
 from samestep.training.usage import Usage
 
@@ -93,13 +98,16 @@ def check_rehearsed(job: Job, layout: Layout) -> None:
 
 
 def rehearse(job: Job, task: Task, layout: Layout, ranks: Sequence[int] | None = None) -> list[Rehearsal]:
-    """Take a step of some ranks of a layout, one after the other; of those of `ranks_of_stages` where none is named.
+    """Take a step of some ranks of a layout, one after the other.
+
+    Where none is named: ranks of the pipeline stages (`ranks_of_stages`) with the largest micro-batches in that step.
 
     Raises UserError where the ranks would, and for a model whose forward asks for values of what it has computed.
     """
     check_rehearsed(job, layout)
     job = replace(job, run=replace(job.run, sparse_rows="off"))
-    wanted = ranks_of_stages(layout) if ranks is None else list(ranks)
+    with _asking_told():
+        wanted = ranks_of_stages(layout, _largest_share(job, task, layout)) if ranks is None else list(ranks)
     guessing = _Ranks(job, task, layout, Mail(guesses=True))
     try:
         found = [guessing.of(rank) for rank in wanted]
@@ -157,11 +165,51 @@ class _Ranks:
             self._found[rank] = _rehearse_rank(self._job, self._task, self._layout, rank, mode, self._findings)
 
 
-def ranks_of_stages(layout: Layout) -> list[int]:
-    """Ranks of the first pipeline: all of a short one, else the first, the last and some between, evenly spaced."""
-    line = rank_grid(layout).reshape(layout.pipeline, -1)[:, 0].tolist()
+def ranks_of_stages(layout: Layout, data_index: int = 0) -> list[int]:
+    """Ranks of one pipeline: all of a short one, else the first, the last and some between, evenly spaced.
+
+    Of the pipelines, the first one that takes slice `data_index` of a global batch.
+    """
+    line = rank_grid(layout).reshape(layout.pipeline, layout.data_ranks, -1)[:, data_index, 0].tolist()
     number = min(len(line), _MOST_STAGES)
     return [line[round(place * (len(line) - 1) / max(number - 1, 1))] for place in range(number)]
+
+
+def _largest_share(job: Job, task: Task, layout: Layout) -> int:
+    """Which slice of the measured step's batch takes most memory: samples may differ in length, and slices in number.
+
+    A stage holds the activations of `layout.pipeline` micro-batches at most under 1F1B (Narayanan et al. 2021,
+    section 2.2), so the largest so many are compared, by their elements.
+    """
+    if layout.data_ranks == 1:
+        return 0
+    recipe, run, samples = job.recipe, job.run, task.train_set()
+    lengths = task.sample_lengths() if run.group_by_length else None
+    order = SampleOrder(
+        size=len(samples),
+        batch=recipe.batch,
+        seed=recipe.seed,
+        lengths=None if lengths is None else check_lengths(lengths, samples, "sample_lengths"),
+        virtual_ranks=recipe.virtual_ranks if run.reduction == "ordered" else None,
+    )
+    step = measured_step(recipe.total_steps(order.steps_per_epoch))
+    elements: list[int] = []  # of each slice
+    for index in range(layout.data_ranks):
+        (taken,) = Loader(
+            samples,
+            task.collate,
+            order,
+            place=Place(index=index, of=layout.data_ranks),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            start=step,
+            stop=step + 1,
+            micro_batch=run.micro_batch,
+            micro_batches=micro_batches(layout, recipe.batch, run.micro_batch),
+        )
+        sizes = [sum(part.numel() for part in tensors_in(tuple(each.batch))) for each in taken.micro_batches]
+        elements.append(sum(sorted(sizes, reverse=True)[: layout.pipeline]))
+    return elements.index(max(elements))
 
 
 class _RehearsedTraining(Training):

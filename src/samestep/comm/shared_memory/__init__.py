@@ -3,7 +3,7 @@
 In the order of reading:
 
 - `process_group`: the `ProcessGroup` that DDP, FSDP2, tensor and pipeline parallel call. It owns a gloo group, takes
-  over all-reduce, reduce-scatter, all-gather, broadcast and barrier, and leaves the rest to gloo.
+  over all-reduce, reduce, reduce-scatter, all-gather, broadcast and barrier, and leaves the rest to gloo.
 - `work`: runs a group's collectives one after the other, in the caller's thread or in the group's own.
 - `backend`: makes a group, as `torch.distributed` asks for one, with the fastest kernel that all its ranks can have.
 - `host`: which ranks of a group share a host; asked of the ranks, group by group.

@@ -39,6 +39,7 @@ def load(path: Path) -> Any:
         "barrier": [],
         "all_reduce": [_POINTER, _SIZE, _INT, _INT, _SIZE],
         "reduce_scatter": [_POINTER, _POINTER, _SIZE, _INT, _INT],
+        "reduce": [_POINTER, _SIZE, _INT, _INT, _INT],
         "all_gather": [_POINTER, _POINTER, _SIZE],
         "broadcast": [_POINTER, _SIZE, _INT],
     }.items():
@@ -87,6 +88,13 @@ class CompiledKernel:
         self._check(
             self._functions.samestep_reduce_scatter(
                 self._handle, given.data_ptr(), out.data_ptr(), out.numel(), TYPES[out.dtype], operation
+            )
+        )
+
+    def reduce(self, tensor: Tensor, root: int, operation: int) -> None:
+        self._check(
+            self._functions.samestep_reduce(
+                self._handle, tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], operation, root
             )
         )
 

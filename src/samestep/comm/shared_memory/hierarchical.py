@@ -52,7 +52,7 @@ class HierarchicalKernel:
 
     The leader of a host is its first rank. With h hosts, r ranks on this one:
 
-        all-reduce    sum within the host -> all-reduce of the h leaders -> broadcast within the host
+        all-reduce    reduce to the host's leader -> all-reduce of the h leaders -> broadcast within the host
         all-gather    gather within the host -> all-gather of the leaders' blocks -> broadcast -> put into rank order
         broadcast     from the root to its host and so to its leader -> between leaders -> within the other hosts
         barrier       host, leaders, host again: nobody leaves before everyone has come
@@ -83,7 +83,7 @@ class HierarchicalKernel:
         """Sums are divided once, by the leader: an average of averages would be wrong."""
         within = OPERATIONS[ReduceOp.SUM] if operation == AVERAGE else operation
         if self._local is not None:
-            self._local.all_reduce(tensor, within)
+            self._local.reduce(tensor, 0, within)
         if self._leaders is not None:
             options: Any = dist.AllreduceOptions()
             options.reduceOp = _BY_NUMBER[within]

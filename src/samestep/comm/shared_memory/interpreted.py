@@ -77,6 +77,16 @@ class InterpretedKernel:
             self._meet(first, signature)
             flat[first:last] = self._reduced(slots.view(n, n, -1)[:, rank], operation)
 
+    def reduce(self, tensor: Tensor, root: int, operation: int) -> None:
+        """All write, the root reads; the others' tensors stay as they are."""
+        flat = tensor.view(-1)
+        signature = hash((6, flat.nbytes, TYPES[flat.dtype], operation, root))
+        for first, last, slots in self._chunks(flat, SLOT):
+            slots[self._place.rank].copy_(flat[first:last])
+            self._meet(first, signature)
+            if self._place.rank == root:
+                flat[first:last] = self._reduced(slots, operation)
+
     def all_gather(self, given: Tensor, out: Tensor) -> None:
         """Each rank writes its part into its slot and reads all slots."""
         flat, parts = _as_bytes(given), _as_bytes(out).view(self._place.ranks, -1)

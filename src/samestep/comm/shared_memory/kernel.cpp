@@ -37,7 +37,7 @@ constexpr size_t kBlock = 2048;        // numbers that are summed at a time: the
 constexpr size_t kPage = 4096;
 
 enum Result { kDone = 0, kTimedOut = 1, kPeerLost = 2, kMismatch = 3, kBroken = 4 };
-enum Kind { kBarrier = 0, kAllReduce = 1, kReduceScatter = 2, kAllGather = 3, kBroadcast = 4 };
+enum Kind { kBarrier = 0, kAllReduce = 1, kReduceScatter = 2, kAllGather = 3, kBroadcast = 4, kReduce = 5 };
 enum Type { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 3, kInt32 = 4, kInt64 = 5, kUInt8 = 6, kInt8 = 7 };
 enum Op { kSum = 0, kAverage = 1, kMin = 2, kMax = 3, kProduct = 4 };
 
@@ -417,6 +417,22 @@ Result reduce_scatter(Group& group, const char* in_data, char* out, size_t bytes
   return kDone;
 }
 
+// The others write, the root sums into its own message: one copy on each, one wait a chunk.
+Result reduce_to(Group& group, char* data, size_t bytes, size_t width, Reduce sum, int root, uint64_t signature) {
+  const void* in[kMostRanks];
+  for (size_t done = 0; done < bytes; done += group.slot) {
+    size_t some = std::min(group.slot, bytes - done);
+    uint32_t parity = group.chunk++ & 1;
+    if (group.rank != root) std::memcpy(group.slot_of(group.rank, parity), data + done, some);
+    Result result = done == 0 ? begin(group, signature) : meet(group);
+    if (result != kDone) return result;
+    if (group.rank != root) continue;
+    for (int r = 0; r < group.size; r++) in[r] = r == root ? data + done : group.slot_of(r, parity);
+    sum(data + done, nullptr, in, group.size, some / width);
+  }
+  return kDone;
+}
+
 // `out`: n parts of `bytes`, in the order of the ranks. A broadcast: one part, from its root.
 Result gather(Group& group, const char* in, char* out, size_t bytes, int root, uint64_t signature) {
   for (size_t done = 0; done < bytes; done += group.slot) {
@@ -491,6 +507,13 @@ int samestep_reduce_scatter(void* handle, const void* in, void* out, size_t coun
   size_t width = bytes_of(type), bytes = count * width;
   return ended(group, reduce_scatter(group, static_cast<const char*>(in), static_cast<char*>(out), bytes, width,
                                      reduce_of(type, op), signature_of(kReduceScatter, bytes, type, op, 0)));
+}
+
+int samestep_reduce(void* handle, void* data, size_t count, int type, int op, int root) {
+  Group& group = *static_cast<Group*>(handle);
+  size_t width = bytes_of(type), bytes = count * width;
+  return ended(group, reduce_to(group, static_cast<char*>(data), bytes, width, reduce_of(type, op), root,
+                                signature_of(kReduce, bytes, type, op, root)));
 }
 
 int samestep_all_gather(void* handle, const void* in, void* out, size_t bytes) {

@@ -73,6 +73,10 @@ class HostKernel(Kernel, Protocol):
         """`given`: as many numbers as `out` for each rank, in the order of the ranks; `out`: this rank's sum."""
         ...
 
+    def reduce(self, tensor: Tensor, root: int, operation: int) -> None:
+        """`tensor` of rank `root` becomes the sum over ranks, in the order of the ranks; the others' stay."""
+        ...
+
 
 def lost(rank: int) -> DistBackendError:
     """What a rank raises that waits for one whose process has ended; worded as gloo's, which others look for."""

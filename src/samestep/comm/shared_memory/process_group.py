@@ -213,11 +213,24 @@ class KernelGroup(dist.ProcessGroup):
 
 
 class SharedMemoryGroup(KernelGroup):
-    """Takes over reduce-scatter as well, for ranks that all share one host."""
+    """Takes over reduce and reduce-scatter as well, for ranks that all share one host."""
 
     def __init__(self, gloo: dist.ProcessGroupGloo, kernel: HostKernel) -> None:
         super().__init__(gloo, kernel)
         self._host = kernel
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        """One tensor [numbers], summed (or another of OPERATIONS) on the root alone.
+
+        `torch.distributed.reduce` calls this; C++ code, which in PyTorch calls no reduce, would find gloo's.
+        """
+        opts = dist.ReduceOptions() if opts is None else opts
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        operation = _operation(opts)
+        if operation is None or len(tensors) != 1 or not _summable(tensors[0]):
+            return self.fallback.reduce(tensors, opts)
+        (tensor,), root = tensors, opts.rootRank
+        return self._run("reduce", tensor.nbytes, opts, tensors, lambda: self._host.reduce(tensor, root, operation))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = dist.ReduceScatterOptions() if opts is None else opts
