@@ -188,7 +188,7 @@ def test_addresses_are_forgotten_group_by_group_so_that_ranks_can_meet_once_more
         ("messages: mpi", "messages is mpi, and no mpirun started this process"),
         ("fusion: 3", 'did you mean "fusion_threshold_mb"|known: compression'),
         ("[compression", "no YAML file of Horovod's settings"),
-        ("- compression", "a section of keys"),
+        ("- compression", "write keys and values"),
     ],
 )
 def test_wrong_settings_are_named(text: str, message: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 import torch.distributed as dist
 from annotated_types import Gt, Le
 from pydantic.dataclasses import dataclass
@@ -127,9 +128,6 @@ def _rendezvous() -> Iterator[dict[str, str]]:
         yield variables_of(slots[rank], address, port, environment.gloo_interface() or interface_of(own))
 
 
-# pyright: ignore[reportMissingImports]
-
-
 class Horovod(Engine):
     """Replicas, with gradients averaged by Horovod in fused messages."""
 
@@ -178,16 +176,32 @@ def distributed(optimizer: Optimizer, model: nn.Module, settings: Settings) -> A
     """
     import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
 
+    compression: Any = _Compression(getattr(hvd.Compression, settings.compression))
     made = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
-        compression=getattr(hvd.Compression, settings.compression),
+        compression=compression,
         op=hvd.Average,
     )
     if optimizer.state:
         made.load_state_dict(optimizer.state_dict())
         hvd.broadcast_optimizer_state(made, root_rank=0)
     return made
+
+
+class _Compression:
+    """One of Horovod's, which rounds messages under fp64 too, where what is cast to fewer digits stays float64."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        with torch._C.DisableTorchFunction():
+            return self._kind.compress(tensor)
+
+    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return self._kind.decompress(tensor, context)
 
 
 class HorovodTrainer(NativeTrainer):

@@ -222,15 +222,22 @@ class Recorder:
     # The optimizer
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """An optimizer's step begins: gradients are noted before it changes them. Inner steps don't count."""
+        """An optimizer's step begins: gradients are noted before it changes them. Inner steps don't count.
+
+        But for an optimizer that sums over ranks in its step: its gradients are noted as the step inside begins.
+        """
         self._stepping.append(optimizer)
         if len(self._stepping) > 1:
+            if len(self._stepping) == 2 and optimizer is self._stepping[0] and _sums_in_step(optimizer):
+                self._note_gradients(optimizer)
             return None
         if not any(each is optimizer for each in self._optimizers):
             self._optimizers.append(optimizer)
             self._counts.append(0)
         # The first argument is the optimizer itself.
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if _sums_in_step(optimizer):
+            return None
         if closure is None:
             self._note_gradients(optimizer)
             return None
@@ -384,6 +391,11 @@ class _Noted:
             "tensors": self.tensors or {},
             "dropout": self.dropout,
         }
+
+
+def _sums_in_step(optimizer: Any) -> bool:
+    """Whether its step first sums gradients over ranks, and then calls the step of its base class: Horovod's."""
+    return hasattr(optimizer, "skip_synchronize")
 
 
 def _number(tensor: Tensor) -> float:
