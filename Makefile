@@ -64,6 +64,7 @@ $(VENV)/horovod: tools/build-horovod tools/cxx17 $(VENV)/installed
 # The longest of these may take an hour, more than pytest's last limit of the fast ones, which ends the whole run.
 test-slow: $(VENV)/installed-dev
 	$(PIP) --editable ".[english]"
+	$(PIP) --no-deps lightning
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3700
 
 # Jobs on hosts of our own; what isn't there (root, Slurm, Open MPI, Ray) is skipped with the reason. Installs nothing;
