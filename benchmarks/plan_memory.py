@@ -8,7 +8,7 @@ Each call replaces the jobs and layouts that it is given, and leaves the others 
 
 Predicted are the ranks that `samestep train --dry-run --world N` rehearses, in one process and without memory: one of
 each pipeline stage, three at most. Measured are the same ranks, which run and count every tensor in their third step;
-and the fullest rank of all, which may hold more where samples are longer or parameters are shared out unevenly.
+and the fullest rank of all, which may hold more where parameters are shared out unevenly.
 """
 
 import argparse

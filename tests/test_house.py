@@ -52,6 +52,7 @@ HOUSE = (
     ("matrix",),
     ("display",),
     ("rank_tasks",),
+    ("preflight",),
     ("api",),
     ("job_check",),
     ("job_plan",),

@@ -77,6 +77,14 @@ def test_of_data_ranks_the_one_with_the_longest_samples_is_rehearsed() -> None:
 
 
 @pytest.mark.timeout(300)
+def test_of_replicated_pipelines_the_one_with_the_longest_micro_batches_in_a_row_is_rehearsed() -> None:
+    job = Job(recipe=samestep.Recipe(task=Tiny(name="gpt2"), batch=10, steps=4), run=Run(threads=1))
+    really = dry_run_layouts(job, ["dp2 pp2"])["dp2 pp2"]
+    first, _ = rehearse_job(replace(job, run=replace(job.run, layout="dp2 pp2")), 4)
+    assert first.usage.activations == max(usage.activations for usage in really if isinstance(usage, Usage))
+
+
+@pytest.mark.timeout(300)
 def test_what_is_offloaded_is_rehearsed_to_the_byte() -> None:
     layouts = ["dp2 offload=activations", "zero1x2 offload=optimizer", "fsdp2 offload=activations+parameters"]
     job = Job(recipe=samestep.Recipe(task=Tiny(name="qwen2"), batch=8, steps=4), run=Run(threads=1))

@@ -13,32 +13,24 @@ from samestep.contract.check import check_contract, find_gradients_passed
 from samestep.contract.second_gradients import Passed, can_lack_gradients, check_second_gradients
 from samestep.display.schedule_svg import draw_schedule
 from samestep.engines import registry as engines
-from samestep.engines.precision import Precision
 from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
-from samestep.fault_tolerance.policy import again, check_faults, needs_ranks, smaller
+from samestep.fault_tolerance.policy import again, needs_ranks, smaller
 from samestep.fault_tolerance.rank import RankSupervision, Round
 from samestep.job import Job, Run
 from samestep.launch import fork_server, local
-from samestep.launch.affinity import bindings, chosen, cores, this_machine, threads_of
-from samestep.launch.device import accelerators, check_devices, device_of
-from samestep.launch.environments.registry import check_not_alone
+from samestep.launch.affinity import bindings, cores, this_machine, threads_of
+from samestep.launch.device import accelerators
 from samestep.layout import Layout, unsized
 from samestep.matrix import Row
-from samestep.parallel.compile import check_compile
-from samestep.parallel.offload.memory import check_offload_folder
+from samestep.preflight import preflight
 from samestep.proof import Proof, Reference, proof_job, reference
 from samestep.proof_departure import look
 from samestep.recipe import Recipe
 from samestep.run_folder import RunPlace
-from samestep.tasks import TASKS
-from samestep.tasks.base import Task, check_data
-from samestep.tasks.losses import with_weights
+from samestep.tasks.base import Task
 from samestep.tasks.registry import resolve as resolve_task
-from samestep.tasks.turns import turns_of
 from samestep.training.checkpointing import check_place
-from samestep.training.early_stop import EarlyStopper
 from samestep.training.fit import fit_with_rollbacks
-from samestep.training.optimizer import check_average_start, check_optimizers, check_turns_optimizers
 from samestep.training.rehearsal import Rehearsal, check_rehearsed, rehearse
 from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
 from samestep.training.step_timing import StepTiming
@@ -99,7 +91,7 @@ def train_job(job: Job) -> TrainResult:
     if job.run.profile is not None:
         check_folder(job.run.profile.folder, "run.profile.folder")
     check_place(job.run.checkpoint, job.run.folder)
-    task = _check(job, layout)
+    task = preflight(job, layout)
     fork_server.start_early(job)
     if round_ is None or round_.number == 0:
         _check_contract(job, layout, task)
@@ -162,7 +154,7 @@ def _smaller(job: Job, layout: Layout) -> tuple[Job, Layout] | None:
         found = replace(job, run=replace(job.run, layout=str(candidate), processes=None, inject=()))
         try:
             found, settled = _settled(found)
-            _check(found, settled)
+            preflight(found, settled)
         except UserError:
             continue
         return replace(found, run=replace(found.run, inject=job.run.inject)), settled
@@ -172,7 +164,7 @@ def _smaller(job: Job, layout: Layout) -> tuple[Job, Layout] | None:
 def dry_run_job(job: Job) -> Sequence[Usage]:
     """What each rank of a job would hold and send. Where this process is one of the ranks, it takes its part."""
     job, layout = _settled(job)
-    _check(job, layout)
+    preflight(job, layout)
     return _on_ranks(rank_tasks.dry_run_rank, job, layout)
 
 
@@ -183,7 +175,7 @@ def dry_run_layouts(job: Job, layouts: Sequence[str]) -> dict[str, Sequence[Usag
     for text in layouts:
         try:
             settled, layout = _settled(job, Layout.parse(text, job.run.processes if unsized(text) else None))
-            _check(settled, layout)
+            preflight(settled, layout)
         except UserError as error:
             found[text] = str(error)
         else:
@@ -196,7 +188,7 @@ def dry_run_layouts(job: Job, layouts: Sequence[str]) -> dict[str, Sequence[Usag
 def time_steps_job(job: Job, *, steps: int = 6) -> Sequence[StepTiming]:
     """Seconds of a step on each rank, after the first steps, and what each held: ranks start, and write nothing."""
     job, layout = _settled(job)
-    _check(job, layout)
+    preflight(job, layout)
     return _on_ranks(rank_tasks.time_steps_rank, job, layout, steps)
 
 
@@ -215,7 +207,7 @@ def rehearse_job(job: Job, world_size: int) -> Sequence[Rehearsal]:
     with environment.as_first_of(world_size, world_size):
         job, layout = _settled(job, layout)
         check_rehearsed(job, layout)
-        task = _check(job, layout, here=False)
+        task = preflight(job, layout, here=False)
     return rehearse(job, task, layout)
 
 
@@ -235,7 +227,7 @@ def verify_job(
     if steps < 1:
         raise UserError(f"steps is {steps}; it must be 1 or more")
     job, layout = _settled(job)
-    task = _check(job, layout)
+    task = preflight(job, layout)
     fork_server.start_early(job)
     _check_contract(job, layout, task, dropout=dropout)
     job = proof_job(job, dropout=dropout, precision=precision)
@@ -270,7 +262,7 @@ def verify_layouts(
         raise UserError("--layouts goes without run.engine_config, which is for one layout; use --layout")
     if environment.ranks() is not None:
         raise UserError("--layouts starts its own processes; start it without a launcher")
-    task = _check(_alone(job), Layout())
+    task = preflight(_alone(job), Layout())
     _check_contract(_alone(job), Layout(), task, dropout=dropout)
     passed: Sequence[Passed] | None = None
     job = proof_job(job, dropout=dropout, precision=precision)
@@ -280,7 +272,7 @@ def verify_layouts(
         try:
             layout = Layout.parse(text, job.run.processes if unsized(text) else None)
             settled, layout = _settled(job, layout)
-            _check(settled, layout)
+            preflight(settled, layout)
             if can_lack_gradients(layout, job.run.engine):
                 passed = find_gradients_passed(_alone(job), task) if passed is None else passed
                 check_second_gradients(passed, layout, job.run.engine)
@@ -306,7 +298,7 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
         raise UserError("verify --bits starts its own processes; start it without a launcher")
     job = replace(job, run=replace(job.run, reduction="ordered", checkpoint=None))
     alone, single = _settled(_alone(job))
-    task = _check(alone, single)
+    task = preflight(alone, single)
     _check_contract(alone, single, task)
     rows: list[BitsRow] = []
     with TemporaryDirectory(prefix="samestep-bits-") as folder:
@@ -314,7 +306,7 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
         for number, text in enumerate(layouts):
             try:
                 settled, layout = _settled(job, Layout.parse(text, job.run.processes if unsized(text) else None))
-                _check(settled, layout, task)
+                preflight(settled, layout, task)
                 mine = known
                 if layout.size > 1:
                     place = Path(folder) / str(number)
@@ -404,7 +396,7 @@ def check_job(job: Job, task: Task | None = None, *, here: bool = True) -> Task:
 
     With `here` false all ranks are on other hosts, whose accelerators are not known.
     """
-    return _check(*_settled(job), task, here=here)
+    return preflight(*_settled(job), task, here=here)
 
 
 def _settled(job: Job, layout: Layout | None = None) -> tuple[Job, Layout]:
@@ -416,82 +408,6 @@ def _settled(job: Job, layout: Layout | None = None) -> tuple[Job, Layout]:
         # A product or a sum is cut between threads, so their number must not follow from that of the ranks.
         job = replace(job, run=replace(job.run, threads=1))
     return engine.settle(job, layout)
-
-
-def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = True) -> Task:
-    """Find what can't work before any process starts, and build the task."""
-    recipe = job.recipe
-    engine = engines.resolve(job.run.engine)
-    engines.check(engine, layout, recipe.precision, job.run.engine_config)
-    engines.check_communication(recipe.communication, engine, layout, recipe.precision)
-    engines.check_sparse_rows(job.run.sparse_rows, engine, layout, recipe.communication)
-    engines.check_shared_replicas(job, engine, layout)
-    engines.check_master_weights(job, engine, layout)
-    engines.check_attention_dropout(job, engine)
-    engines.check_reduction(job, engine, layout, device_of(0, job.run.device).type if here else "cpu")
-    check_optimizers(job, engine, layout)
-    if environment.ranks() is None:
-        check_not_alone(environment.snapshot())
-        check_devices(layout.size, job.run.device, may_share=job.run.transport == "gloo")
-        if here and layout.size > 1:
-            chosen(this_machine(), layout.size, job.run.bind, option="run.bind:")
-    if here or job.run.device == "cpu":
-        Precision(recipe.precision, device_of(0, job.run.device))
-    if job.run.compile and not engine.abilities.compiles:
-        raise UserError(f'run.compile is true, and engine "{engine.name}" compiles no blocks; use engine native')
-    if job.run.compile:
-        check_compile(layout)
-    if job.run.float32_matmul != "highest" and not engine.abilities.float32_matmul:
-        raise UserError(
-            f"run.float32_matmul is {job.run.float32_matmul}, which is of PyTorch's products, "
-            f'and engine "{engine.name}" has its own; use highest'
-        )
-    engines.check_loss_chunk(job.run.loss_chunk, engine, layout)
-    engines.check_buckets(job.run.bucket_mb, engine, layout, recipe.communication)
-    if job.run.profile is not None and not engine.abilities.profiles:
-        raise UserError(
-            f'run.profile is given, and engine "{engine.name}" does not tell where its steps\' time goes; '
-            "use engine native"
-        )
-    if job.run.transport == "shared-memory" and not engine.abilities.shared_memory:
-        raise UserError(
-            f'run.transport is shared-memory, and engine "{engine.name}" has transports of its own; '
-            "use engine native, or transport auto"
-        )
-    if recipe.adapter is not None and not engine.abilities.adapters:
-        raise UserError(f'recipe.adapter is given, and engine "{engine.name}" has no adapters; use engine native')
-    if job.run.checkpoint is not None and not engine.abilities.checkpoints:
-        raise UserError(
-            f'run.checkpoint is given, and engine "{engine.name}" saves no checkpoints here; use engine native'
-        )
-    if job.run.cut_at is not None and layout.pipeline == 1:
-        raise UserError(f'run.cut_at names pipeline stages, and layout "{layout}" has none; use pp2, or no cut_at')
-    check_faults(job, layout, skips=engine.abilities.skips)
-    check_offload_folder(job.run.offload_folder)
-    layout.check_batch(recipe.batch, job.run.micro_batch)
-    task = task or resolve_task(recipe)
-    layout.check_model(task.shape())
-    if recipe.task not in [*TASKS]:  # those that ship look at their data themselves
-        check_data(task)
-    task.check()
-    if job.run.group_by_length and task.sample_lengths() is None:
-        raise UserError(
-            "run.group_by_length is true, and the task does not say how long its samples are; give it a method "
-            "sample_lengths() that returns a number for each training sample, or use group_by_length: false"
-        )
-    if task.batch_buffers() and not engine.abilities.batch_buffers:
-        raise UserError(f'engine "{engine.name}" keeps no batch_buffers() of a task; use engine native')
-    engines.check_ordered_task(job, task)
-    engines.check_gather(task.loss, engine, recipe.communication)
-    engines.check_several_losses(with_weights(task.loss, task.loss_weights), engine, recipe.communication)
-    engines.check_turns(task, engine, layout, job)
-    check_turns_optimizers(turns_of(task), job, layout)
-    check_average_start(recipe, len(task.train_set()))
-    EarlyStopper(recipe.early_stop).check(task)
-    engine.check_task(task, layout, job.run.engine_config)
-    if here:
-        engine.make_ready(job, layout)
-    return task
 
 
 def _check_contract(job: Job, layout: Layout, task: Task, *, dropout: bool = True) -> None:

@@ -178,8 +178,8 @@ def ranks_of_stages(layout: Layout, data_index: int = 0) -> list[int]:
 def _largest_share(job: Job, task: Task, layout: Layout) -> int:
     """Which slice of the measured step's batch takes most memory: samples may differ in length, and slices in number.
 
-    A stage holds the activations of `layout.pipeline` micro-batches at most under 1F1B (Narayanan et al. 2021,
-    section 2.2), so the largest so many are compared, by their elements.
+    Under 1F1B a stage holds the activations of at most `layout.pipeline` micro-batches in a row (Narayanan et al.
+    2021, section 2.2), so the largest so many in a row are compared, by their elements.
     """
     if layout.data_ranks == 1:
         return 0
@@ -208,7 +208,7 @@ def _largest_share(job: Job, task: Task, layout: Layout) -> int:
             micro_batches=micro_batches(layout, recipe.batch, run.micro_batch),
         )
         sizes = [sum(part.numel() for part in tensors_in(tuple(each.batch))) for each in taken.micro_batches]
-        elements.append(sum(sorted(sizes, reverse=True)[: layout.pipeline]))
+        elements.append(max(sum(sizes[first : first + layout.pipeline]) for first in range(len(sizes))))
     return elements.index(max(elements))
 
 
