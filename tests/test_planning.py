@@ -432,6 +432,28 @@ def test_experts_are_shared_out() -> None:
     assert {"fsdp4 ep8", "fsdp32"} <= found
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"step_seconds": "fast"}, "row 0 has a value of another kind"),
+        ({"step_seconds": -3}, "give more than 0"),
+        ({"layers": "many"}, "row 0 has a value of another kind"),
+        ({"layout": 7}, "row 0 has a value of another kind"),
+        ({"gpu": 7}, "row 0 has a value of another kind"),
+        (None, "no list of published steps"),
+    ],
+)
+def test_rows_of_another_kind_are_told(changed: dict[str, object] | None, words: str, tmp_path: Path) -> None:
+    row = json.loads((planner.PUBLISHED / "steps.json").read_text(encoding="utf-8"))[0]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(row if changed is None else [{**row, **changed}]), encoding="utf-8")
+    with pytest.raises(UserError, match=words):
+        read_rows(file, None)
+    file.write_text("[]", encoding="utf-8")
+    with pytest.raises(UserError, match="one or more"):
+        read_rows(file, None)
+
+
 def test_tables_of_others_are_read_by_their_words(tmp_path: Path) -> None:
     rows = json.loads((planner.PUBLISHED / "steps.json").read_text(encoding="utf-8"))
     row = next(row for row in rows if row["group"] == "dgxc-h100" and row["precision"] == "bf16")
