@@ -232,6 +232,8 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     ("words", "message"),
     [
         (["JOB", "--model", "llama-3-8b"], "leave --model out"),
+        (["JOB", "--precision", "fp16"], "leave --precision out"),
+        (["JOB", "--program", "megatron-core"], "leave --program out"),
         (["JOB", "--gpu", "h100"], "--devices is missing"),
         (["JOB", "--gpu", "h100", "--devices", "8", "--measure"], "give one of them"),
         (["JOB", "--network", "ndr"], "add --gpu"),

@@ -405,6 +405,16 @@ def test_a_million_tokens_a_sample_are_split() -> None:
     assert best.layout.size == 64
 
 
+def test_the_fewest_devices_for_a_million_tokens_split_them() -> None:
+    levers = minimum(_job(known_model("llama-3-8b", seq=2**20), 1, "samestep"), cluster_of("h100", 8))
+    found = {lever.name: lever for lever in levers}["fsdp, tp, cp, recompute=full"]
+    assert found.devices is not None
+    assert found.devices <= 64
+    assert found.layout is not None
+    assert found.layout.context > 1
+    assert found.layout.size == found.devices
+
+
 def test_experts_are_shared_out() -> None:
     model = known_model("mixtral-8x7b")
     assert model.parameters / 1e9 == pytest.approx(46.7, rel=0.01)  # arXiv 2401.04088: 47 billion, 13 of them active
@@ -420,6 +430,28 @@ def test_experts_are_shared_out() -> None:
     cluster = cluster_of("h100", 32)
     found = {str(layout) for layout, _ in candidates(_job(model, 32, "samestep"), cluster)}
     assert {"fsdp4 ep8", "fsdp32"} <= found
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"step_seconds": "fast"}, "row 0 has a value of another kind"),
+        ({"step_seconds": -3}, "give more than 0"),
+        ({"layers": "many"}, "row 0 has a value of another kind"),
+        ({"layout": 7}, "row 0 has a value of another kind"),
+        ({"gpu": 7}, "row 0 has a value of another kind"),
+        (None, "no list of published steps"),
+    ],
+)
+def test_rows_of_another_kind_are_told(changed: dict[str, object] | None, words: str, tmp_path: Path) -> None:
+    row = json.loads((planner.PUBLISHED / "steps.json").read_text(encoding="utf-8"))[0]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(row if changed is None else [{**row, **changed}]), encoding="utf-8")
+    with pytest.raises(UserError, match=words):
+        read_rows(file, None)
+    file.write_text("[]", encoding="utf-8")
+    with pytest.raises(UserError, match="one or more"):
+        read_rows(file, None)
 
 
 def test_tables_of_others_are_read_by_their_words(tmp_path: Path) -> None:
@@ -472,6 +504,9 @@ def test_usual_batches_have_as_many_tokens_as_published_trainings() -> None:
         ("--model llama-3-405b --gpu h100 --devices 8", "use more devices"),
         ("--model mpt-125m --gpu h100 --devices 8 --global-batch 1", "has no layout"),
         ("--model llama-3-8b --gpu h100 --devices 0", "use 1 or more"),
+        ("--model llama-3-8b --gpu h100 --devices 1000000000000", "use 1048576 or fewer"),
+        ("--model llama-3-8b --gpu h100 --minimum --report page.html", "leave --report out"),
+        ("--model llama-3-8b --gpu h100 --minimum --price 1EUR/hour", "leave --price out"),
         ("--gpu h100 --devices 8", "--model is missing"),
         ("--rows benchmarks/published/vtrain_single.csv", "add --gpu"),
         ("--rows nowhere.json", "nowhere.json"),

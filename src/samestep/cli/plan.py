@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--global-batch", type=int, metavar="N", help="samples of a step (default: 4 or 16 Mi tokens)"
     )
-    parser.add_argument("--precision", choices=_PRECISIONS, default="bf16", help="of matrix products (default: bf16)")
-    parser.add_argument("--program", default="samestep", metavar="NAME", help="samestep (default) or megatron-core")
+    parser.add_argument("--precision", choices=_PRECISIONS, help="of matrix products (default: bf16)")
+    parser.add_argument("--program", metavar="NAME", help="samestep (default) or megatron-core")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="layouts to show (default: 10)")
     parser.add_argument("--minimum", action="store_true", help="the fewest devices that hold the model, by lever")
     parser.add_argument("--price", metavar="PRICE", help='of one device, such as "2.5 USD/hour"')
@@ -74,6 +74,8 @@ def run(options: argparse.Namespace) -> int:
             raise UserError(f"--{flag} is missing; such as samestep plan --model llama-3-8b --gpu h100 --devices 8")
     if options.top < 1:
         raise UserError(f"--top is {options.top}; use 1 or more")
+    if options.minimum:
+        _check_minimum(options)
     job, cluster = _job_and_cluster(options)
     return _minimum(options, job, cluster) if options.minimum else _plan(options, job, cluster, price)
 
@@ -84,6 +86,13 @@ def _check_no_job(options: argparse.Namespace) -> None:
         if getattr(options, name):
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} goes with a job file; such as samestep plan JOB.yaml --{flag} ...")
+
+
+def _check_minimum(options: argparse.Namespace) -> None:
+    """Raise UserError for options that would have nothing to show."""
+    for name in ("price", "report"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name} is of steps, which --minimum does not time; leave --{name} out")
 
 
 def _job_and_cluster(options: argparse.Namespace) -> "tuple[Job, Cluster]":
@@ -98,17 +107,18 @@ def _job_and_cluster(options: argparse.Namespace) -> "tuple[Job, Cluster]":
     cluster = cluster_of(
         options.gpu, devices, node_size=options.node_size, inside=options.link, between=options.network
     )
-    if options.precision not in cluster.device.flops:
+    precision, program = options.precision or "bf16", options.program or "samestep"
+    if precision not in cluster.device.flops:
         raise UserError(
-            f"--precision is {options.precision}, which {cluster.device.name} does not have; "
-            f"{closest(options.precision, cluster.device.flops)}"
+            f"--precision is {precision}, which {cluster.device.name} does not have; "
+            f"{closest(precision, cluster.device.flops)}"
         )
-    if options.program not in PLANNED:
-        raise UserError(f'--program is "{options.program}"; {closest(options.program, PLANNED)}')
+    if program not in PLANNED:
+        raise UserError(f'--program is "{program}"; {closest(program, PLANNED)}')
     batch = options.global_batch if options.global_batch is not None else usual_batch(model, devices)
     if batch < 1:
         raise UserError(f"--global-batch is {batch}; use 1 or more samples")
-    job = Job(model=model, global_batch=batch, precision=options.precision, software=PLANNED[options.program])
+    job = Job(model=model, global_batch=batch, precision=precision, software=PLANNED[program])
     return job, cluster
 
 

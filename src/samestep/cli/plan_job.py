@@ -11,7 +11,18 @@ if TYPE_CHECKING:
     from samestep.job import Job
     from samestep.job_plan.machine import Machine
 
-_OF_MODELS = ("model", "seq", "adapter", "global_batch", "minimum", "price", "rows", "cross_validation")
+_OF_MODELS = (
+    "model",
+    "seq",
+    "adapter",
+    "global_batch",
+    "precision",
+    "program",
+    "minimum",
+    "price",
+    "rows",
+    "cross_validation",
+)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -45,7 +45,7 @@ def _row(candidate: Candidate, plan: Plan) -> list[str]:
         f"{candidate.layout}\n  {'; '.join(part for part in told if part)}",
         str(candidate.micro_batch),
         f"{candidate.peak_bytes / 1e9:.1f}",
-        f"{time.seconds:.3g}",
+        f"{time.seconds:,.0f}" if time.seconds >= 1000 else f"{time.seconds:.3g}",
         f"{plan.job.tokens / time.seconds:,.0f}",
         f"{time.utilisation(plan.cluster.device, plan.job.precision):.1%}",
     ]
@@ -71,7 +71,7 @@ def print_minimum(model: str, device: str, levers: Sequence[Lever], console: Con
     table.add_column("host GB a node", justify="right")
     for lever in levers:
         if lever.devices is None:
-            table.add_row(lever.name, "none", "one device can't hold it", "", "")
+            table.add_row(lever.name, "none", "on no number of devices", "", "")
         else:
             host = f"{lever.host_bytes / 1e9:.0f}" if lever.host_bytes else ""
             table.add_row(lever.name, f"{lever.devices:,}", str(lever.layout), f"{lever.peak_bytes / 1e9:.1f}", host)

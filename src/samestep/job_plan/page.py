@@ -34,7 +34,9 @@ def page(plan: JobPlan, measured: Sequence[Measured], title: str) -> str:
     fullest = max(each.peak_bytes for each in plan.predictions)
     rows = [
         [
-            escape(each.layout) + ("" if each.fits else " (does not fit 放不下)"),
+            escape(each.layout)
+            + (f", micro-batches of 微批 {each.micro_batch}" if each.micro_batch else "")
+            + ("" if each.fits else " (does not fit 放不下)"),
             f"{each.seconds:.3g}",
             _bar(each.parts, _CAUSES, slowest),
             bytes_shown(each.peak_bytes),

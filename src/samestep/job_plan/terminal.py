@@ -17,12 +17,12 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
     console = console or plain_console()
     machine = plan.machine
     table = Table(title=f"layouts on {machine.name}, {machine.devices:,} {_unit(plan)}: predicted")
-    for title in ("layout", "bound by"):
-        table.add_column(title, no_wrap=True)
+    table.add_column("layout", overflow="fold")
+    table.add_column("bound by", no_wrap=True)
     sizes = len({each.micro_batch for each in plan.predictions}) > 1
     for title in (*(["micro-batch"] if sizes else []), "memory a rank", "s a step", "times the best"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("slower by", no_wrap=True)
+    table.add_column("slower by", overflow="fold")
     best = plan.best
     for each in plan.predictions[:most]:
         table.add_row(

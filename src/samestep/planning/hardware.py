@@ -52,6 +52,9 @@ class Link:
     source: str
 
 
+_MOST_DEVICES = 2**20  # for which a plan takes some seconds: ten times the largest cluster there is
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Nodes of equal devices: a link inside a node, one between nodes, and how far the latter's tree tapers."""
@@ -67,6 +70,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.devices < 1:
             raise UserError(f"--devices is {self.devices}; use 1 or more")
+        if self.devices > _MOST_DEVICES:
+            raise UserError(f"--devices is {self.devices}; use {_MOST_DEVICES} or fewer")
         if self.devices > self.node_size and self.devices % self.node_size:
             below = self.devices // self.node_size * self.node_size
             raise UserError(

@@ -94,6 +94,8 @@ def read_rows(file: Path, gpu: str | None) -> list[PublishedRow]:
         records = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"--rows {file}: not JSON ({error}); give a list of published steps") from None
+    if not isinstance(records, list) or not records or not all(isinstance(record, dict) for record in records):
+        raise UserError(f"--rows {file}: no list of published steps; give a list of one or more, each with its keys")
     return [_from_json(record, file) for record in records]
 
 
@@ -177,6 +179,11 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
         )
     except KeyError as error:
         raise UserError(f"--rows {file}: row {record.get('id', '?')} has no {error}; give every row one") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"--rows {file}: row {record.get('id', '?')} has a value of another kind ({error}); "
+            "write sizes and seconds as numbers, names as text"
+        ) from None
 
 
 def _software(record: Mapping[str, Any]) -> Software:
@@ -229,7 +236,9 @@ def _seconds(record: Mapping[str, Any], model: Transformer) -> float:
     """The step's seconds as published, or from the rate that was published instead."""
     for name in ("step_seconds", "step_seconds_derived"):
         if record.get(name):
-            return record[name]
+            if (seconds := float(record[name])) <= 0:
+                raise UserError(f"row {record.get('id', '?')}: {name} is {seconds:g}; give more than 0")
+            return seconds
     tokens = record["global_batch"] * record["seq"]
     if record.get("tokens_per_second_per_gpu"):
         return tokens / record["gpus"] / record["tokens_per_second_per_gpu"]

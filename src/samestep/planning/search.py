@@ -6,6 +6,7 @@ pipeline is estimated from its slowest rank before the best ones are played even
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from samestep.errors import UserError
@@ -282,7 +283,11 @@ _LEVERS: Mapping[str, Mapping[str, Any]] = {
 
 def minimum(job: Job, cluster: Cluster, *, most_devices: int = 65536) -> list[Lever]:
     """For each lever the fewest devices (powers of two) on which one sample a data rank fits."""
-    return [_fewest(name, lever, job, cluster, most_devices) for name, lever in _LEVERS.items()]
+    found = []
+    for name, lever in _LEVERS.items():
+        told = name.replace("tp,", "tp, cp,") if job.model.seq >= _LONG else name
+        found.append(_fewest(told, lever, job, cluster, most_devices))
+    return found
 
 
 def _fewest(name: str, lever: Mapping[str, Any], job: Job, cluster: Cluster, most_devices: int) -> Lever:
@@ -303,16 +308,16 @@ def _levered(lever: Mapping[str, Any], devices: int, node_size: int, model: Tran
     for tensor in (1, 2, 4, 8) if lever["tensor"] else (1,):
         if tensor > node_size or model.heads % tensor or devices % tensor:
             continue
-        data = devices // tensor
-        for zero in lever["zero"]:
-            for recompute in lever["recompute"]:
-                for offload in lever["offload"]:
-                    yield Layout(
-                        replicate=1 if zero else data,
-                        shard=data if zero else 1,
-                        zero=zero,
-                        tensor=tensor,
-                        sequence="split" if tensor > 1 else "whole",
-                        recompute=recompute,
-                        offload=offload,
-                    )
+        for context in _contexts(model, devices // tensor) if lever["tensor"] else (1,):
+            data = devices // (tensor * context)
+            for zero, recompute, offload in product(lever["zero"], lever["recompute"], lever["offload"]):
+                yield Layout(
+                    replicate=1 if zero else data,
+                    shard=data if zero else 1,
+                    zero=zero,
+                    context=context,
+                    tensor=tensor,
+                    sequence="split" if tensor > 1 else "whole",
+                    recompute=recompute,
+                    offload=offload,
+                )
