@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -72,17 +73,34 @@ class Waits:
 
 
 WAITS = Waits()
+HANDING_ON = ("_answer", "__torch_function__")  # of modes
 
 
 def _asked_by() -> str:
-    """The innermost place in samestep of the call that goes on: "parallel/zero1.py:settle"."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(SOURCE):
-            return f"{file[len(SOURCE) + 1 :]}:{frame.f_code.co_name}"
+    """The innermost place in samestep of the call that goes on: "parallel/zero1.py:settle".
+
+    What a mode hands on, such as that of dropout, is asked by the caller, if that is samestep's.
+    """
+    frame = _in_samestep(sys._getframe(1))
+    if frame is None:
+        return "backward" if threading.current_thread() is not threading.main_thread() else "elsewhere"
+    caller = frame
+    while caller is not None and caller.f_code.co_name in HANDING_ON:
+        caller = caller.f_back
+    if caller is not None and caller is not frame and _is_samestep(caller):
+        frame = caller
+    return f"{frame.f_code.co_filename[len(SOURCE) + 1 :]}:{frame.f_code.co_name}"
+
+
+def _in_samestep(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of samestep's."""
+    while frame is not None and not _is_samestep(frame):
         frame = frame.f_back
-    return "backward" if threading.current_thread() is not threading.main_thread() else "elsewhere"
+    return frame
+
+
+def _is_samestep(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(SOURCE)
 
 
 class _Stream:

@@ -51,7 +51,8 @@ def _assert_right(
 ) -> None:
     done = on_device(dict(_jobs(tasks, layouts, recipe, **run)))
     problems = {name: each.problem(MAY_WAIT) for name, each in done.items()}
-    assert {name: problem for name, problem in problems.items() if problem is not None} == {}
+    wrong = [f"{name}: {problem}" for name, problem in problems.items() if problem is not None]
+    assert not wrong, "\n".join(wrong)  # in lines of their own, which undone_mends.py looks for
     assert any(each.refused is None for each in done.values())
 
 
