@@ -128,14 +128,16 @@ class Loader:
             began = time.perf_counter()
             loaded = [given(next(batches)) for _ in shares]
             waited = time.perf_counter() - began
+            global_batch = self.order.global_batch(step)
+            sorting = np.argsort(global_batch)
             yield StepBatch(
                 step=step,
                 epoch=self.order.epoch_of(step),
                 micro_batches=[
-                    self._place_on_device(step, batch, share, len(shares))
+                    self._place_on_device(step, batch, share, len(shares), _rows(global_batch, sorting, share))
                     for batch, share in zip(loaded, shares, strict=True)
                 ],
-                global_samples=len(self.order.global_batch(step)),
+                global_samples=len(global_batch),
                 data_seconds=waited,
             )
 
@@ -159,7 +161,9 @@ class Loader:
             generator=torch.Generator().manual_seed(0),
         )
 
-    def _place_on_device(self, step: int, batch: Batch, share: Share, micro_batches: int) -> MicroBatch:
+    def _place_on_device(
+        self, step: int, batch: Batch, share: Share, micro_batches: int, rows: torch.Tensor
+    ) -> MicroBatch:
         return MicroBatch(
             batch=Batch(*(to_device(part, self._device, self._dtype) for part in batch)),
             moment=Moment(
@@ -168,15 +172,16 @@ class Loader:
                 lent=share.lent,
                 seed=self.order.seed,
                 micro_batches=micro_batches,
-                rows=_rows(self.order.global_batch(step), share),
+                rows=rows,
             ),
         )
 
 
-def _rows(global_batch: Indices, share: Share) -> torch.Tensor:
-    """Where a share's samples stand in the global batch, which has each sample once. [samples] int64"""
-    # The inverse of the permutation, without a table of the data set's size.
-    sorting = np.argsort(global_batch)
+def _rows(global_batch: Indices, sorting: Indices, share: Share) -> torch.Tensor:
+    """Where a share's samples stand in the global batch, which has each sample once. [samples] int64
+
+    `sorting` sorts the batch: the inverse of the permutation, without a table of the data set's size.
+    """
     return torch.from_numpy(sorting[np.searchsorted(global_batch, share.samples, sorter=sorting)])
 
 

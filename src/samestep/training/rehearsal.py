@@ -44,6 +44,7 @@ from samestep.training.own_loop import check_lengths
 from samestep.training.step_work import CountedWork, StepWork
 from samestep.training.usage import Usage
 
+_MOST_SLICES = 512  # of a global batch that are looked at
 _MOST_STAGES = 3  # stages between the first and the last hold less than the first
 _ASKS = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -193,8 +194,8 @@ def _largest_share(job: Job, task: Task, layout: Layout) -> int:
         virtual_ranks=recipe.virtual_ranks if run.reduction == "ordered" else None,
     )
     step = measured_step(recipe.total_steps(order.steps_per_epoch))
-    elements: list[int] = []  # of each slice
-    for index in range(layout.data_ranks):
+    elements: dict[int, int] = {}  # by slice; of many thousands some, evenly spaced
+    for index in range(0, layout.data_ranks, -(-layout.data_ranks // _MOST_SLICES)):
         (taken,) = Loader(
             samples,
             task.collate,
@@ -208,8 +209,8 @@ def _largest_share(job: Job, task: Task, layout: Layout) -> int:
             micro_batches=micro_batches(layout, recipe.batch, run.micro_batch),
         )
         sizes = [sum(part.numel() for part in tensors_in(tuple(each.batch))) for each in taken.micro_batches]
-        elements.append(max(sum(sizes[first : first + layout.pipeline]) for first in range(len(sizes))))
-    return elements.index(max(elements))
+        elements[index] = max(sum(sizes[first : first + layout.pipeline]) for first in range(len(sizes)))
+    return max(elements, key=elements.__getitem__)
 
 
 class _RehearsedTraining(Training):
