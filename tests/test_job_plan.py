@@ -240,6 +240,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
         (["JOB", "--measure", "0"], "--measure is 0"),
         (["JOB", "--devices", "0"], "--devices is 0; use 1 or more"),
         (["--measure"], "--measure goes with a job file"),
+        (["--rows", "rows.json", "--devices", "8"], "--devices does not go with --rows"),
         (["--set", "recipe.batch=3"], "--set goes with a job file"),
     ],
 )

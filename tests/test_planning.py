@@ -432,6 +432,14 @@ def test_experts_are_shared_out() -> None:
     assert {"fsdp4 ep8", "fsdp32"} <= found
 
 
+@pytest.mark.parametrize("devices", [1, 7, 12, 512])
+def test_the_usual_batch_gives_every_device_as_many_samples(devices: int) -> None:
+    model = known_model("llama-3-8b")
+    batch = usual_batch(model, devices)
+    assert batch % devices == 0
+    assert 0 <= batch * model.seq - 4 * 2**20 < devices * model.seq
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -440,6 +448,7 @@ def test_experts_are_shared_out() -> None:
         ({"layers": "many"}, "row 0 has a value of another kind"),
         ({"layout": 7}, "row 0 has a value of another kind"),
         ({"gpu": 7}, "row 0 has a value of another kind"),
+        ({"gpus": 7}, "is of 7 devices, and its layout of"),
         (None, "no list of published steps"),
     ],
 )

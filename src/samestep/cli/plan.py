@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
         return job_options.print_config(job_options.load(options)) if options.print_config else plan_job.run(options)
     _check_no_job(options)
     if options.rows is not None:
+        _check_rows(options)
         return _rows(options)
     from samestep.planning.price import Price
 
@@ -86,6 +87,15 @@ def _check_no_job(options: argparse.Namespace) -> None:
         if getattr(options, name):
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} goes with a job file; such as samestep plan JOB.yaml --{flag} ...")
+
+
+def _check_rows(options: argparse.Namespace) -> None:
+    """Raise UserError for options that say something of a model or a cluster, which the rows name themselves."""
+    names = ("model", "devices", "node_size", "link", "network", "seq", "adapter", "global_batch")
+    for name in (*names, "precision", "program", "minimum", "price", "report"):
+        if getattr(options, name):
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} does not go with --rows, whose rows say it or don't use it; leave it out")
 
 
 def _check_minimum(options: argparse.Namespace) -> None:

@@ -77,6 +77,18 @@ class PredictedRow:
 
 def read_rows(file: Path, gpu: str | None) -> list[PublishedRow]:
     """Rows of a JSON file of published steps, or of a CSV file as vTrain publishes them, measured on `gpu`."""
+    rows = _read(file, gpu)
+    for number, row in enumerate(rows, 1):
+        gpus = float(row.source.get("gpus", row.source.get("# GPUs", row.layout.size)))
+        if gpus != row.layout.size:
+            raise UserError(
+                f"--rows {file}: row {row.source.get('id', number)} is of {gpus:g} devices, and its layout of "
+                f"{row.layout.size}; give a layout whose sizes multiply to the devices"
+            )
+    return rows
+
+
+def _read(file: Path, gpu: str | None) -> list[PublishedRow]:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -78,10 +78,15 @@ class Plan:
 
 
 def usual_batch(model: Transformer, devices: int) -> int:
-    """Samples of a step as published trainings have them: 4 Mi tokens, 16 Mi from 100 billion parameters."""
+    """Samples of a step as published trainings have them: 4 Mi tokens, 16 Mi from 100 billion parameters.
+
+    Rounded up to as many for each device, so that 7 or 12 devices can be data ranks too.
+    """
     tokens = _TOKENS_A_STEP * (4 if model.parameters >= _LARGE else 1)
     samples = max(1, tokens // model.seq)
-    return samples if samples >= devices or model.parameters >= _LARGE else devices
+    if samples < devices and model.parameters >= _LARGE:
+        return samples
+    return -(-samples // devices) * devices
 
 
 def plan(job: Job, cluster: Cluster, *, most: int = 10) -> Plan:
