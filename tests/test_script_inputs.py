@@ -17,9 +17,11 @@ REFUSED = {
     "not-alone": r"(?s)failed \(verify needs one that works with one process.*this script is for several ranks",
     "needs-data": r"(?s)failed.*the following arguments are required: --data",
     "own-processes": r"took no step of an optimizer in its own process, and started others",
+    "waits": r"waits with 1 process started processes of its own and took no step of an optimizer within 3 s",
+    "modules": r"--modules \*\.nowhere: no parameter has such a name; there are weight, bias",
     "exits": r"(?s)with 1 process failed.*exit code",
 }
-JUDGED = ("no-module", "forks", "leaves", "traceback", "goes-on", "long")
+JUDGED = ("no-module", "alike", "forks", "leaves", "traceback", "goes-on", "long")
 RUNS = (*REFUSED, *JUDGED, "places", "places:micro-batches", "module", "rounds", "departs", "coarse")
 
 
@@ -93,6 +95,10 @@ _WHOLE = "can't be called with a half of its batch"
 @pytest.mark.timeout(300)
 def test_what_was_not_seen_is_said(found: dict[str, Any]) -> None:
     assert any("no samples were seen" in note for note in found["no-module"]["notes"])
+    equal = [
+        "losses of all ranks are equal" in " ".join(found[kind]["notes"]) for kind in ("no-module", "alike", "long")
+    ]
+    assert equal == [False, True, False]
     assert any("left without an end that Python knows" in note for note in found["leaves"]["notes"])
 
 

@@ -1,7 +1,8 @@
 """What `verify --script` says of odd_training.py, for each kind that is asked for: JSON, by kind.
 
 A kind may be followed by how rounding is measured: places:micro-batches. The kind "module" is the kind "long" of
-the script as a module, in float64 and in micro-batches.
+the script as a module, in float64 and in micro-batches; "modules" is the kind "long" with --modules that matches no
+parameter.
 """
 
 import json
@@ -23,10 +24,11 @@ found = {}
 for kind in sys.argv[1:]:
     with TemporaryDirectory() as place:
         name, _, noise = kind.partition(":")
-        limit = 3 if kind == "endless" else 60
+        limit = 3 if kind in ("endless", "waits") else 60
         asked = ScriptProof(script=(str(SCRIPT), name), steps=4, time_limit=limit, noise=noise or "order")
         module = replace(asked, script=("-m", SCRIPT.stem, "long"), dtype="float64", noise="micro-batches")
-        proof = module if name == "module" else asked
+        unnamed = replace(asked, script=(str(SCRIPT), "long"), modules="*.nowhere")
+        proof = {"module": module, "modules": unnamed}.get(name, asked)
         try:
             found[kind] = prove(proof, Path(place) / "runs", forked).to_json()
         except UserError as error:

@@ -60,13 +60,15 @@ def train(kind: str) -> None:
     if kind == "not-alone":
         assert size > 1, "this script is for several ranks"
     layer = {"places": Placed, "rounds": Rounded, "coarse": Coarse}.get(kind, nn.Linear)
-    model = Lines() if kind == "no-module" else DistributedDataParallel(layer(4, 2))
+    model = Lines() if kind in ("no-module", "alike") else DistributedDataParallel(layer(4, 2))
     parameters = [model.weight] if isinstance(model, Lines) else list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     data = torch.randn(6, 8, 4)
     batches = iter(DataLoader(data.flatten(0, 1), batch_size=8))  # pyright: ignore[reportArgumentType]
     for step in range(1000 if kind == "long" else 6):
         rows = next(batches)[rank::size] if kind == "places" else data[step % 6, rank::size]
+        if kind == "alike":  # on every rank, and in the run alone
+            rows = data[step % 6]
         loss = model(rows).square().mean()
         if kind == "departs" and rank > 0:
             loss = loss + sum(1e-3 * each.sum() for each in parameters)
@@ -96,6 +98,10 @@ def train(kind: str) -> None:
 
 if given.kind == "endless":
     time.sleep(600)
+elif given.kind == "waits":
+    waiting = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    waiting.start()
+    waiting.join()
 elif given.kind in ("forks", "own-processes"):
     if __name__ == "__main__":  # a process that is spawned reads this file again
         forked, spawned = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")

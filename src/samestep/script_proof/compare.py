@@ -355,6 +355,11 @@ class _Comparison:
         states = {step.forwards[0]["random"] for step in self.split.step(0) if step.forwards}
         return len(self.split.ranks) > 1 and len(states) == 1 and self._drops()
 
+    def _ranks_have_equal_losses(self) -> bool:
+        """Whether each rank gave the same losses to backward as the others, in every step."""
+        ranks = [[each["value"] for step in rank.steps for each in step.losses] for rank in self.split.ranks]
+        return len(ranks) > 1 and any(ranks[0]) and all(losses == ranks[0] for losses in ranks)
+
     def _notes(self, found: Sampling) -> Iterator[Words]:
         """What a reader should know of how the runs were made comparable."""
         if not found.seen:
@@ -362,6 +367,11 @@ class _Comparison:
                 "no samples were seen: no model that is an nn.Module was called with tensors before the first step",
                 "没有看到样本：第一步之前没有以张量调用任何 nn.Module 模型",
             )
+            if self._ranks_have_equal_losses():
+                yield Words(
+                    "the losses of all ranks are equal in every step: they may all train on the same samples",
+                    "所有 rank 的损失在每一步都相等：它们可能都在用相同的样本训练",
+                )
         if self.own is not None:
             alone, split = (rows_in_step(run, 0) for run in (self.own, self.split))
             yield Words(

@@ -358,6 +358,8 @@ class Recorder:
 
     def process_started(self) -> None:
         self._processes += 1
+        if self._processes == 1:  # a run that is ended by its time limit has no end that could say it
+            self._writer.event("process", after=sum(self._counts))
 
     def gathered(self, given: Any, kept: Any) -> None:
         """Rows before and after what filled the last batch up was dropped."""

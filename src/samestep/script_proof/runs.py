@@ -1,5 +1,6 @@
 """The runs of a proof: the script alone, alone once more with its rows in another order, and split over ranks."""
 
+import fnmatch
 import re
 import shlex
 import sys
@@ -157,6 +158,7 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
     if proof.then is not None:
         _run(proof, starter, make_start(proof, folder, f"{SPLIT}-then", proof.then, proof.settings, proof.processes))
     _check_steps(folder)
+    _check_modules(proof, folder)
     _check_ranks(proof, folder)
     followed = following(folder / ALONE, folder / SPLIT) if proof.then is None else None
     if followed is None:
@@ -254,6 +256,12 @@ def _check(starts: Sequence[Start], outcomes: Sequence[subprocess_group.Outcome]
     for start, outcome in zip(starts, outcomes, strict=False):
         (start.place / "output.txt").write_text(outcome.output, encoding="utf-8")
         if outcome.code is None:
+            if _waits_for_processes(start.place):
+                raise UserError(
+                    f"{start.title} started processes of its own and took no step of an optimizer within "
+                    f"{proof.time_limit:g} s; use a script that is one rank, as torchrun starts it, without "
+                    "torch.multiprocessing.spawn, or leave it more time with --time-limit SECONDS"
+                )
             raise UserError(
                 f"{start.title} did not end within {proof.time_limit:g} s; --steps N stops it after N steps of its "
                 "optimizer, --time-limit SECONDS leaves it more time"
@@ -262,6 +270,12 @@ def _check(starts: Sequence[Start], outcomes: Sequence[subprocess_group.Outcome]
             hint = _ALONE if start.ranks == 1 else ""
             said = _reason(outcome.output) or f"it ended with exit code {outcome.code} and wrote nothing"
             raise UserError(f"{start.title} failed{hint}:\n{said}")
+
+
+def _waits_for_processes(place: Path) -> bool:
+    """Whether rank 0 of a run has started processes and has not taken a step itself."""
+    kinds = {each["event"] for each in events(place / "rank-0")}
+    return "process" in kinds and "step" not in kinds
 
 
 def _check_ranks(proof: ScriptProof, folder: Path) -> None:
@@ -283,6 +297,20 @@ def _check_steps(folder: Path) -> None:
     except UserError as error:
         said = _last_words(folder)
         raise UserError(f"{error}" + (f"; its last words:\n{said}" if said else "")) from None
+
+
+def _check_modules(proof: ScriptProof, folder: Path) -> None:
+    """Raise UserError where no parameter has a name of --modules: nothing would be compared."""
+    if proof.modules is None:
+        return
+    steps = [step for rank in Run.read(folder / ALONE).ranks for step in rank.steps]
+    names = list(dict.fromkeys(name for step in steps for name in step.settings))
+    if names and not any(fnmatch.fnmatch(name, proof.modules) for name in names):
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+        raise UserError(f"--modules {proof.modules}: no parameter has such a name; there are {shown}")
+
+
+_NAMES_SHOWN = 8
 
 
 def _last_words(folder: Path) -> str:
