@@ -117,6 +117,7 @@ def _bits(folder: Path) -> Mapping[str, bytes]:
         ([EXAMPLE, "--precision", "fp8"], "a proof in fp8: use fp64, fp32, bf16"),
         ([EXAMPLE, EXAMPLE, "--bits"], "is a second job file, and --bits takes one"),
         ([EXAMPLE, "--bits", "--layout", "tp2"], 'layout "tp2": run.reduction is ordered, which is for data ranks'),
+        ([EXAMPLE, "--bits", "--layouts", "tp2"], 'layout "tp2": run.reduction is ordered, which is for data ranks'),
         ([EXAMPLE, "--bits", "--engine", "accelerate"], 'engine "accelerate" does not have; use engine native'),
     ],
 )

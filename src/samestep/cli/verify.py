@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _bits(options: argparse.Namespace, loaded: "LoadedJob") -> int:
-    """A line for each layout. A refused layout is a failure where it is the only one that was asked for."""
+    """A line for each layout. Refused layouts are a mistake where no other one was asked for."""
     if options.more:
         raise UserError(f"{options.more[0]} is a second job file, and --bits takes one; prove them one by one")
     if options.precision is not None:
@@ -86,8 +86,9 @@ def _bits(options: argparse.Namespace, loaded: "LoadedJob") -> int:
 
     layouts = [loaded.job.run.layout] if options.layouts is None else layouts_of(options.layouts)
     rows = verify_bits(loaded.job, layouts, steps=options.steps)
-    if options.layouts is None and rows[0].reason is not None:
-        raise UserError(rows[0].reason)
+    reasons = [row.reason for row in rows if row.reason is not None]
+    if len(reasons) == len(rows):  # nothing was compared
+        raise UserError("\n".join(dict.fromkeys(reasons)))
     output_files.write_json(options.json, [row.to_json() for row in rows])
     print_bits(rows)
     return 0 if all(row.passed for row in rows) else 1
