@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
+from torch.utils.data._utils.worker import _worker_loop
 
 from samestep.recording.calls import Call, listen_to_modules
 
@@ -234,12 +235,13 @@ def _indices(listener: Listener) -> None:
 
 
 def _processes(listener: Listener) -> None:
-    """Processes that the script starts: the recorder isn't in them."""
+    """Processes that the script starts, but those of a DataLoader: the recorder isn't in them."""
     base = multiprocessing.process.BaseProcess
     call = base.start
 
     def start(self: Any) -> None:
-        listener.process_started()
+        if getattr(self, "_target", None) is not _worker_loop:
+            listener.process_started()
         call(self)
 
     base.start = start
