@@ -107,6 +107,45 @@ def test_every_layout_takes_the_same_step_and_waits_nowhere(task: str) -> None:
     _assert_right([task], LAYOUTS)
 
 
+@pytest.mark.slow
+def test_offloaded_parameters_go_to_other_stages_from_the_device() -> None:
+    # Ranks that give one broadcast tensors of unlike devices wait for each other in two back ends.
+    (job,) = dict(_jobs(["language"], ["pp2 fsdp2 offload=parameters"])).values()
+    assert local.start(_devices_of_whole_state, (job,), 4) == ["pretend"]
+
+
+def _devices_of_whole_state(job: Job) -> list[str]:
+    """The kinds of devices from and to which whole parameters are broadcast, on all ranks."""
+    import os
+
+    import pretended_device
+    import torch.distributed as dist
+
+    from samestep.launch.world import join
+    from samestep.tasks.registry import resolve
+    from samestep.training.fit import Training
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # each rank sees its own device alone
+    pretended_device.install()
+    kinds: set[str] = set()
+    broadcast = dist.broadcast
+
+    def noted(tensor: Any, *rest: Any, **named: Any) -> Any:
+        kinds.add(tensor.device.type)
+        return broadcast(tensor, *rest, **named)
+
+    with join(threads=1) as world:
+        group: Any = dist.group.WORLD
+        group.bound_device_id = None  # gloo can't split a group as NCCL does where one is bound to its device
+        training = Training(job, resolve(job.recipe), world, Layout.parse(job.run.layout))
+        dist.broadcast = noted
+        training.session.trainer.state_to_write(kept=world.rank == 0)
+        dist.broadcast = broadcast
+        everyone: list[Any] = [None] * world.world_size
+        dist.all_gather_object(everyone, kinds)
+    return sorted(set().union(*everyone))
+
+
 def test_a_step_that_is_logged_is_read_without_a_wait_for_the_next_one() -> None:
     built, read, values = local.start(_read_out, (), 1)
     assert (built, values) == ([], (1.5, 2.5, {"first": 0.5}))

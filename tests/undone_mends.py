@@ -208,6 +208,14 @@ MENDS = (
         seen="assert",
     ),
     Mend(
+        what="offloaded parameters go to other pipeline stages from the device, on which these receive them",
+        file="parallel/sharding.py",
+        now="value = value.to(self.mesh.grid.device_type).contiguous()",
+        before="value = value.contiguous()",
+        test="test_accelerator.py::test_offloaded_parameters_go_to_other_stages_from_the_device",
+        seen="assert ['cpu', 'pretend'] == ['pretend']",
+    ),
+    Mend(
         what="the reference of a proof leaves its device's memory",
         file="proof.py",
         now="release_memory(device_of(0, job.run.device))",

@@ -167,7 +167,8 @@ class ShardTable:
 
     def _from(self, axis: str, position: int, value: Tensor) -> Tensor:
         """What the rank at a position of an axis holds; every rank along the axis must ask."""
-        value = value.contiguous()
+        # From the device, also where it is offloaded: the others receive there, by the device's back end.
+        value = value.to(self.mesh.grid.device_type).contiguous()
         dist.broadcast(value, src=self.mesh.ranks(axis)[position], group=self.mesh.group(axis))
         return value
 
