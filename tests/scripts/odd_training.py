@@ -37,7 +37,7 @@ class Placed(nn.Linear):
 
 
 class Rounded(nn.Linear):
-    """One, if nothing is rounded: in float32 it is three ten-thousandths more for some batches, whatever the order of rows."""
+    """One, if nothing is rounded: in float32 it is 3e-4 more for some batches, whatever the order of rows."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         angle = 1e3 * input.abs().max()
