@@ -449,6 +449,7 @@ def test_the_usual_batch_gives_every_device_as_many_samples(devices: int) -> Non
         ({"layout": 7}, "row 0 has a value of another kind"),
         ({"gpu": 7}, "row 0 has a value of another kind"),
         ({"gpus": 7}, "is of 7 devices, and its layout of"),
+        ({"gpus": "some"}, "row 0 has a value of another kind"),
         (None, "no list of published steps"),
     ],
 )

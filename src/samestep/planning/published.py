@@ -77,18 +77,6 @@ class PredictedRow:
 
 def read_rows(file: Path, gpu: str | None) -> list[PublishedRow]:
     """Rows of a JSON file of published steps, or of a CSV file as vTrain publishes them, measured on `gpu`."""
-    rows = _read(file, gpu)
-    for number, row in enumerate(rows, 1):
-        gpus = float(row.source.get("gpus", row.source.get("# GPUs", row.layout.size)))
-        if gpus != row.layout.size:
-            raise UserError(
-                f"--rows {file}: row {row.source.get('id', number)} is of {gpus:g} devices, and its layout of "
-                f"{row.layout.size}; give a layout whose sizes multiply to the devices"
-            )
-    return rows
-
-
-def _read(file: Path, gpu: str | None) -> list[PublishedRow]:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -130,11 +118,13 @@ def _from_vtrain(record: Mapping[str, str], file: Path, gpu: str, line: int) -> 
         positions=sizes["seq"],
         dropout=True,
     )
+    layout = Layout(pipeline=sizes["pp"], replicate=sizes["dp"], tensor=sizes["tp"])
+    _check_devices(f"--rows {file}, line {line}: the row", sizes["gpus"], layout)
     return PublishedRow(
         group="vtrain",
         model_name=model.name,
         model=model,
-        layout=Layout(pipeline=sizes["pp"], replicate=sizes["dp"], tensor=sizes["tp"]),
+        layout=layout,
         global_batch=sizes["global_batch"],
         micro_batch=sizes["micro_batch"],
         recompute_known=False,
@@ -175,11 +165,13 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
         )
         if record.get("parameters"):
             model = with_parameters(model, record["parameters"])
+        layout = _layout(record["layout"], record["recompute"], software)
+        _check_devices(f"--rows {file}: row {record.get('id', '?')}", int(record.get("gpus", layout.size)), layout)
         return PublishedRow(
             group=record.get("group", ""),
             model_name=record["model"],
             model=model,
-            layout=_layout(record["layout"], record["recompute"], software),
+            layout=layout,
             global_batch=record["global_batch"],
             micro_batch=record["micro_batch"],
             recompute_known=True,  # where it is not, programs offload as often as they recompute
@@ -196,6 +188,15 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
             f"--rows {file}: row {record.get('id', '?')} has a value of another kind ({error}); "
             "write sizes and seconds as numbers, names as text"
         ) from None
+
+
+def _check_devices(row: str, devices: int, layout: Layout) -> None:
+    """Raise UserError where a row's layout is not of as many ranks as the row has devices."""
+    if devices != layout.size:
+        raise UserError(
+            f"{row} is of {devices} devices, and its layout of {layout.size}; "
+            "give a layout whose sizes multiply to the devices"
+        )
 
 
 def _software(record: Mapping[str, Any]) -> Software:
