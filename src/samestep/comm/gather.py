@@ -27,7 +27,7 @@ def all_gather(part: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
         return whole
     dim %= part.ndim
     # [ranks * rows, ...] -> [ranks, rows, ...] -> ranks next to `dim` -> joined there: one copy.
-    return whole.unflatten(0, (ranks, part.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
+    return whole.view(ranks, *part.shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def all_gather_uneven(part: Tensor, group: dist.ProcessGroup, lengths: Sequence[int], dim: int) -> Tensor:

@@ -57,7 +57,7 @@ from samestep.parallel.parallel_model import Context, Details, ParallelModel, Wh
 from samestep.parallel.pipeline.blanks import without_numbers
 from samestep.parallel.pipeline.runner import Pipeline
 from samestep.parallel.pipeline.stage import Cut, cut
-from samestep.parallel.recompute import recompute
+from samestep.parallel.recompute import in_graph, recompute
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.sparse_rows import SMALLEST, Choice, RowExchange, Table, find_tables
 from samestep.parallel.tensor.apply import slice_tensors
@@ -151,6 +151,7 @@ class _Spreading:
         self.initial = details.initial  # None: nothing of the model is on the meta device any more
         self.own_tokens: Sequence[str] = ()  # modules that work on this rank's tokens
         self.vocabulary: Vocabulary | None = None  # where the output layer is sliced
+        self.compiler_recomputes = False  # selectively, as a part of what it compiles
         self.shared_logits: SharedLogits | None = None  # where ranks share out the rows of the output layer
         # What pipeline stages are cut by: the shapes of the whole model.
         self.unsliced = without_numbers(model) if layout.pipeline > 1 else model
@@ -237,7 +238,8 @@ class _Spreading:
 
     def recompute(self) -> None:
         """Step 7: keep a block's inputs, and run its forward again in backward (Chen et al. 2016)."""
-        if self.layout.recompute != "none":
+        self.compiler_recomputes = self.details.compile and in_graph(self.blocks, self.layout)
+        if self.layout.recompute != "none" and not self.compiler_recomputes:
             recompute(self.blocks, self.layout.recompute, self.now)
 
     def offload_activations(self) -> None:
@@ -246,9 +248,9 @@ class _Spreading:
             offload_activations(self.blocks, self.host)
 
     def compile(self) -> None:
-        """Step 9: outermost, so that the compiler sees what the steps before made of a block."""
+        """Step 9: what a block computes itself, inside of what the steps before put around it."""
         if self.details.compile:
-            compile_blocks(self.blocks)
+            compile_blocks(self.blocks, recomputing=self.compiler_recomputes)
 
     def sharded(self) -> ParallelModel:
         """ZeRO-2, ZeRO-3 or FSDP: each rank holds a part of every parameter, of its stages where there are some."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import update_wrapper
+from functools import wraps
 from typing import Any
 
 from torch import nn
@@ -41,34 +41,46 @@ class Attributes:
             (holder.extend if isinstance(holder, list) else holder.update)(content)
 
 
-class WrappedForward:
-    """A module's forward with something around it, which stays when the forward itself is replaced later.
+def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Put something around a module's forward, which stays when the forward itself is replaced later.
 
-    Order in which wrappers are put on: the first is innermost. `replace_forward` later swaps what is inside of all of
-    them, so splitting tokens (a wrapper) and slicing (a replacement) can come in either order.
+    `around` is called with the forward and its arguments. The wrapper that is put on first is innermost.
+    `replace_forward` swaps what is inside of all of them, so splitting tokens (a wrapper) and slicing (a replacement)
+    can come in either order.
     """
-
-    def __init__(self, inner: Callable[..., Any], around: Callable[..., Any]) -> None:
-        """`around` is called with the inner forward and its arguments."""
-        self._inner = inner
-        self._around = around
-        update_wrapper(self, inner)
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._around(self._inner, *arguments, **keywords)
-
-    def with_inner(self, forward: Callable[..., Any]) -> "WrappedForward":
-        """The same around another forward."""
-        inner = self._inner
-        return WrappedForward(
-            inner.with_inner(forward) if isinstance(inner, WrappedForward) else forward, self._around
-        )
+    module.forward = _wrapped(module.forward, around)
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Replace what a module computes, and keep what was put around it."""
-    given = module.forward
-    module.forward = given.with_inner(forward) if isinstance(given, WrappedForward) else forward
+    module.forward = _with_innermost(module.forward, forward)
+
+
+def innermost_forward(module: nn.Module) -> Callable[..., Any]:
+    """What a module computes, without what was put around it."""
+    forward = module.forward
+    while (inside := getattr(forward, _INSIDE, None)) is not None:
+        forward = inside[0]
+    return forward
+
+
+_INSIDE = "samestep_inside"  # an attribute of a wrapper: the forward inside, and what goes around it
+
+
+def _wrapped(inner: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    # A function, as the compiler takes objects that can be called, and partial(), for another with each module: it
+    # would compile each of a list of like blocks anew.
+    @wraps(inner)
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        return around(inner, *arguments, **keywords)
+
+    setattr(forward, _INSIDE, (inner, around))
+    return forward
+
+
+def _with_innermost(given: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    inside = getattr(given, _INSIDE, None)
+    return forward if inside is None else _wrapped(_with_innermost(inside[0], forward), inside[1])
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from samestep.data.order import bounds
 from samestep.errors import UserError
 from samestep.parallel import tokens
-from samestep.parallel.attributes import WrappedForward
+from samestep.parallel.attributes import wrap_forward
 from samestep.parallel.blocks import repeated_layers
 from samestep.parallel.calls import Trace
 from samestep.parallel.context.messages import gradient_summed
@@ -438,7 +438,7 @@ def _chunk(head: nn.Linear, rows: int | None, group: dist.ProcessGroup | None, a
             _Source(inputs=inputs, layer=forward, classes=classes, dtypes=(dtype,), rows=rows, shared=shared)
         )
 
-    head.forward = WrappedForward(head.forward, chunked)
+    wrap_forward(head, chunked)
 
 
 def output_layer(model: nn.Module) -> nn.Linear:

@@ -6,12 +6,16 @@ tokens meet in attention, their exchange (parallel/context) breaks a block into 
 """
 
 from collections.abc import Sequence
+from functools import partial
 
+import torch
 from torch import nn
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.parallel.attributes import innermost_forward, replace_forward
 from samestep.parallel.pipeline.schedule import SCHEDULES
+from samestep.parallel.recompute import selectively
 
 
 def check_compile(layout: Layout) -> None:
@@ -32,7 +36,11 @@ def check_compile(layout: Layout) -> None:
         )
 
 
-def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Compile blocks in place, at their first call."""
+def compile_blocks(blocks: Sequence[nn.Module], *, recomputing: bool) -> None:
+    """Compile what blocks compute, in place, at their first call; `recomputing`: selectively, in what is compiled.
+
+    What the other steps put around a block's own forward stays around what is compiled.
+    """
     for block in blocks:
-        block.compile()
+        inner = innermost_forward(block)
+        replace_forward(block, partial(torch.compile(selectively), inner) if recomputing else torch.compile(inner))

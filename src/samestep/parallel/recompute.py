@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from samestep.layout import Recompute
+from samestep.layout import Layout, Recompute
+from samestep.parallel.attributes import wrap_forward
 from samestep.parallel.exact.forward_context import ForwardContext
 
 _aten = torch.ops.aten
@@ -43,11 +44,29 @@ def recompute(blocks: Sequence[nn.Module], how: Recompute, now: ForwardContext) 
     """
     for block in blocks:
         # The forward is replaced rather than the module, so that every parameter keeps its name.
-        block.forward = partial(_recomputed, block.forward, now, _CONTEXTS[how])
+        wrap_forward(block, partial(_recomputed, now, _CONTEXTS[how]))
+
+
+def in_graph(blocks: Sequence[nn.Module], layout: Layout) -> bool:
+    """Whether the compiler takes selective recomputation over.
+
+    What `recompute` keeps are operators that a block calls, and a compiled block calls none. Traced as a part of the
+    block, the policy tells the compiler what to keep. Nothing of ours may be in the block then that has a state:
+    messages of tensor and context parallelism, batch norm's statistics. There the whole block is computed again.
+    """
+    if layout.recompute != "selective" or layout.tensor > 1 or layout.context > 1:
+        return False
+    parts = (part for block in blocks for part in block.modules())
+    return not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
+
+
+def selectively(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """What `recompute` makes of a forward, for the compiler: it runs Python once, so that no state comes back."""
+    return checkpoint(forward, *arguments, use_reentrant=False, **_CONTEXTS["selective"], **keywords)
 
 
 def _recomputed(
-    forward: Callable[..., Any], now: ForwardContext, contexts: dict[str, Any], *arguments: Any, **keywords: Any
+    now: ForwardContext, contexts: dict[str, Any], forward: Callable[..., Any], *arguments: Any, **keywords: Any
 ) -> Any:
     """A block's forward as a checkpoint of PyTorch's."""
     # use_reentrant=False: what is run again in backward is a part of the same graph, so that hooks (FSDP2's, DDP's)

@@ -62,6 +62,10 @@ class AttentionOverAll(TorchFunctionMode):
         self._shares = shares
         self._group = shares.group
         self._length = length
+        # The compiler leaves both alone and goes on behind them: it can't look into a group, nor into messages of
+        # two ranks (batch_isend_irecv), and attention is a kernel of its own anyway.
+        self._over_all: Any = torch.compiler.disable(self._attention)
+        self._over_another: Any = torch.compiler.disable(self._to_another)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -69,8 +73,8 @@ class AttentionOverAll(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and not self._paused:
             self._calls += 1
             if self._calls <= len(self._crossing) and self._crossing[self._calls - 1]:
-                return self._to_another(*args, **(kwargs or {}))
-            return self._attention(*args, **(kwargs or {}))
+                return self._over_another(*args, **(kwargs or {}))
+            return self._over_all(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def begin(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from samestep.parallel.attributes import WrappedForward
+from samestep.parallel.attributes import wrap_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.recorder import along
@@ -194,7 +194,7 @@ def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now:
             results[index] = messages.split(results[index], dim)
         return pytree.tree_unflatten(results, form)
 
-    module.forward = WrappedForward(module.forward, on_all_tokens)
+    wrap_forward(module, on_all_tokens)
 
 
 def _gathered(tensor: Tensor, messages: Messages, dim: int) -> Tensor:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.parallel.attributes import Attributes
+from samestep.parallel.attributes import Attributes, wrap_forward
 from samestep.parallel.blocks import repeated_layers, with_forward
 from samestep.parallel.calls import Trace
 from samestep.parallel.context.attention import AttentionOverAll, Length
@@ -293,7 +293,7 @@ def _split_chain(model: nn.Module, chain: Sequence[Block], shares: Shares, now: 
         messages = _messages(shares, length, mode)
         for each in block.gathered:
             give_all_tokens(model.get_submodule(each.name), each, messages, now)
-        block.module.forward = _on_own_tokens(block.module.forward, block, shares, length, now, mode)
+        wrap_forward(block.module, _on_own_tokens(block, shares, length, now, mode))
     _at_the_edges([block.module for block in chain], chain[0].hidden, shares, length)
 
 
@@ -328,19 +328,17 @@ def _at_the_edges(blocks: Sequence[nn.Module], hidden: Key, shares: Shares, leng
 
 
 def _on_own_tokens(
-    forward: Callable[..., Any],
     which: Block,
     shares: Shares,
     length: Length,
     now: ForwardContext,
     mode: AttentionOverAll,
 ) -> Callable[..., Any]:
-    """A block's forward with its further arguments cut to this rank's tokens, and attention over all tokens."""
+    """What goes around a block's forward: further arguments cut to this rank's tokens, attention over all tokens."""
     mine = partial(_own_tokens, shares=shares)
     cut = {which.hidden, *which.along}
 
-    @wraps(forward)
-    def on_own_tokens(*arguments: Any, **keywords: Any) -> Any:
+    def on_own_tokens(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         arguments = tuple(v if key in cut else _summed(v, shares.group) for key, v in enumerate(arguments))
         keywords = {key: v if key in cut else _summed(v, shares.group) for key, v in keywords.items()}
         arguments, keywords = _with(arguments, keywords, dict.fromkeys(which.along, mine))

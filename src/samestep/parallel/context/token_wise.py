@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from samestep.parallel.attributes import Attributes, WrappedForward, evaluating
+from samestep.parallel.attributes import Attributes, evaluating, wrap_forward
 from samestep.parallel.blocks import has_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.context.attention import Length
@@ -202,7 +202,7 @@ def split_run(model: nn.Module, run: Run, shares: Shares, now: ForwardContext) -
     for module, each in zip(modules, run, strict=True):
         module.register_forward_pre_hook(_splitting(each, shares, length), with_kwargs=True)
         if any(True for _ in module.children()):  # a lone linear layer draws nothing
-            module.forward = WrappedForward(module.forward, _on_own_tokens(each.dim, length, now))
+            wrap_forward(module, _on_own_tokens(each.dim, length, now))
     modules[-1].register_forward_hook(_gathering(run[-1].dim, shares, length))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from samestep.parallel.attributes import wrap_forward
 from samestep.parallel.offload.memory import HostMemory, address
 from samestep.parallel.sharding import local
 
@@ -26,10 +27,10 @@ def offload_activations(blocks: Sequence[nn.Module], memory: HostMemory) -> None
     """
     for block in blocks:
         # The forward is replaced rather than the module, so that every parameter keeps its name.
-        block.forward = partial(_offloading, block, block.forward, memory)
+        wrap_forward(block, partial(_offloading, block, memory))
 
 
-def _offloading(block: nn.Module, forward: Any, memory: HostMemory, *args: Any, **kwargs: Any) -> Any:
+def _offloading(block: nn.Module, memory: HostMemory, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """A block's forward, during which what autograd saves goes to the host's memory."""
     parameters = {address(local(parameter.detach())) for parameter in block.parameters()}
 

@@ -21,7 +21,7 @@ from samestep.comm.mesh import Mesh
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.parallel.attributes import Attributes, WrappedForward
+from samestep.parallel.attributes import Attributes, wrap_forward
 from samestep.parallel.blocks import are_of_one_kind
 from samestep.parallel.calls import Seen, Trace, seen_in
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
@@ -370,7 +370,7 @@ class _Slicer:
                     arguments, keywords = sequence_parallel.replaced(arguments, keywords, key, own)
             return inner(*arguments, **keywords)
 
-        module.forward = WrappedForward(module.forward, with_own_heads)
+        wrap_forward(module, with_own_heads)
 
     def _features(self, unit: Unit, name: str) -> Tensor:
         """Which outputs of a column this rank needs, of the queries, keys and values that it fuses. [n]"""
@@ -452,9 +452,11 @@ class _Slicer:
         keys = [(identity, sequence_parallel.keys_of(call, identity)) for identity in split]
         owner = self._model.get_submodule(unit.owner)
         inner: Callable[..., Any] = owner.forward
+        # Without the identities, which differ from block to block: the compiler would compile each anew.
+        all_places = [places for _, places in keys]
 
         def forward(*arguments: Any, **keywords: Any) -> Any:
-            for _, places in keys:
+            for places in all_places:
                 gathered: Tensor | None = None
                 for key in places:
                     if gathered is None:

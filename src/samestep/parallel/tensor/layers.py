@@ -294,7 +294,7 @@ class _LocalHeads:
     def _split(self, x: Tensor) -> Tensor:
         """One dimension of heads and features as two."""
         # [batch, tokens, local heads * head_dim] -> [batch, local heads, tokens, head_dim]
-        return x.unflatten(-1, (self._count, self._attention.head_dim)).transpose(1, 2)
+        return x.reshape(*x.shape[:-1], self._count, self._attention.head_dim).transpose(1, 2)
 
     def _weights(self) -> list[tuple[Any, Any]]:
         """Weight and bias of queries, keys and values."""

@@ -14,7 +14,7 @@ which together send what the two all-reduces of plain tensor parallel send. Para
 by each rank for its part, so its gradient is summed where the block begins.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.parallel import tokens
+from samestep.parallel.attributes import wrap_forward
 from samestep.parallel.blocks import repeated_layers, with_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.context.gathered import Gathered, Messages, find_gathered, give_all_tokens
@@ -122,11 +123,10 @@ class Stream:
 
     def _wrap(self, block: nn.Module, summed: frozenset[Any], now: ForwardContext) -> None:
         """A block's forward that learns how many tokens there are, and tells draws which of them are here."""
-        inner = block.forward
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
 
         # The number comes as an argument, so that a block that is computed again in backward gets its own.
-        def forward(*arguments: Any, samestep_tokens: int, **keywords: Any) -> Any:
+        def forward(inner: Callable[..., Any], *arguments: Any, samestep_tokens: int, **keywords: Any) -> Any:
             self.total = samestep_tokens
             arguments, keywords = self._sum_gradients(arguments, keywords, summed)
             if not block.training:
@@ -136,7 +136,7 @@ class Stream:
             with now.holding(Portion(activations={self.dim: first})):
                 return inner(*arguments, **keywords)
 
-        block.forward = forward
+        wrap_forward(block, forward)
 
     def _sum_gradients(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any], places: frozenset[Any]
