@@ -1,6 +1,7 @@
 """run.compile: compiled blocks take the same step, under whichever layout, and what can't be compiled is refused."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,14 +11,17 @@ from unittest.mock import patch
 
 import proving
 import pytest
+import torch
 from proving import same
 from small_tasks import Points
 from tiny_models import Tiny
+from torch import nn
 
 import samestep
 from samestep.job import Job, Run
 from samestep.launch import local
 from samestep.layout import Layout
+from samestep.parallel.compile import compile_blocks
 from samestep.proof import proof_job, reference
 from samestep.tasks.registry import resolve
 
@@ -29,9 +33,23 @@ Count = Callable[[int], Callable[[], None]]
 TracedBy = Callable[[Count], Callable[..., Any]]  # makes a backend of the compiler's that counts
 
 
-def recipe(name: str, **values: object) -> samestep.Recipe:
+def recipe(model: str | Tiny, **values: object) -> samestep.Recipe:
+    task = Tiny(name=model) if isinstance(model, str) else model
     settings = {"batch": BATCH, "steps": 3, "clip": 0.5, "optimizer": samestep.AdamW(lr=1e-2)}
-    return samestep.Recipe(task=Tiny(name=name), **{**settings, **values})  # pyright: ignore[reportArgumentType]
+    return samestep.Recipe(task=task, **{**settings, **values})  # pyright: ignore[reportArgumentType]
+
+
+class Normed(Tiny):
+    """Blocks with batch norm, more than the compiler would compile one by one (its recompile_limit is 8)."""
+
+    LAYERS = 10
+
+    def __init__(self) -> None:
+        super().__init__(name="mlp")
+
+    def model(self) -> nn.Module:
+        layers = (nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20), nn.ReLU()) for _ in range(self.LAYERS))
+        return nn.Sequential(nn.Linear(20, 20), nn.Sequential(*layers), nn.Linear(20, 1))
 
 
 @pytest.mark.slow
@@ -65,6 +83,23 @@ def test_blocks_call_what_was_traced_of_one_of_them(layouts: Sequence[str]) -> N
     _assert_compiled(layouts, steps=1, traced_by=as_it_is)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(170)
+def test_blocks_with_batch_norm_share_what_was_traced() -> None:
+    """Statistics over the ranks are a part of the block; a compiled one is computed again as a whole."""
+    layouts = ("dp2", "fsdp2 recompute=selective")
+    _assert_compiled(
+        layouts, steps=1, traced_by=as_it_is, model=Normed(), layers=Normed.LAYERS, products=1, micro_batch=None
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(170)
+def test_blocks_that_gather_their_tokens_share_what_was_traced() -> None:
+    """gpt-oss has attention with sinks, which gets all tokens; what differs from call to call is no part of it."""
+    _assert_compiled(("cp2",), steps=1, traced_by=as_it_is, model="gpt-oss", layers=2, products=5)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(600)
@@ -74,26 +109,34 @@ def test_blocks_are_cut_into_forward_and_backward(layouts: Sequence[str]) -> Non
     _assert_compiled(layouts, steps=2, traced_by=in_forward_and_backward)
 
 
-def _assert_compiled(layouts: Sequence[str], *, steps: int, traced_by: TracedBy) -> None:
+def _assert_compiled(
+    layouts: Sequence[str],
+    *,
+    steps: int,
+    traced_by: TracedBy,
+    model: str | Tiny = "llama",
+    layers: int = LAYERS,
+    products: int = PRODUCTS,
+    micro_batch: int | None = MICRO_BATCH,
+) -> None:
     """The step is that of one process, and every block's products of matrices ran in what was traced of a few."""
-    run = Run(compile=True, threads=1, micro_batch=MICRO_BATCH, check=False)
-    jobs = {layout: proof_job(Job(recipe=recipe("llama"), run=replace(run, layout=layout))) for layout in layouts}
+    run = Run(compile=True, threads=1, micro_batch=micro_batch, check=False)
+    jobs = {layout: proof_job(Job(recipe=recipe(model), run=replace(run, layout=layout))) for layout in layouts}
     with TemporaryDirectory() as folder:
         first = jobs[layouts[0]]
         known = reference(first, resolve(first.recipe), steps, Path(folder))
         found = {layout: local.start(_traced, (jobs[layout], known, steps, traced_by), 2) for layout in layouts}
     assert same({layout: proof for layout, (proof, *_) in found.items()}, layouts) == {}
     # A stage has half of the layers; ranks with half of the tokens or features have all of them.
-    least = steps * (BATCH // MICRO_BATCH) * LAYERS * PRODUCTS
+    least = steps * (BATCH // (micro_batch or BATCH)) * layers * products
     for layout, (_, traced, ran) in found.items():
         assert ran >= least // Layout.parse(layout).pipeline, layout
         # One graph (or its pieces) for a shape, one for any shape, and one without gradients; not one a layer.
-        assert traced <= 3 * PRODUCTS, layout
+        assert traced <= 3 * products, layout
 
 
 def as_it_is(count: Count) -> Callable[..., Any]:
     """A backend of the compiler's that runs what was traced as it is, and tells the products of matrices in it."""
-    import torch
 
     product: Any = torch._C._nn.linear  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -111,7 +154,6 @@ def as_it_is(count: Count) -> Callable[..., Any]:
 
 def in_forward_and_backward(count: Count) -> Callable[..., Any]:
     """The same, cut into forward and backward of which PyTorch's operators are left."""
-    import torch
     from torch._dynamo.backends.common import aot_autograd
 
     targets = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
@@ -138,7 +180,6 @@ def in_forward_and_backward(count: Count) -> Callable[..., Any]:
 
 def _traced(job: Job, known: Any, steps: int, traced_by: TracedBy) -> tuple[Any, int, int]:
     """A layout's proof, and how many products of matrices this rank's compiled forwards have, and computed."""
-    import torch
 
     traced: list[int] = []
     ran: list[int] = []
@@ -150,6 +191,22 @@ def _traced(job: Job, known: Any, steps: int, traced_by: TracedBy) -> tuple[Any,
     with patch.object(torch, "compile", partial(torch.compile, backend=traced_by(count))):
         proofs = proving._on_each_rank({"": job}, {"": known}, steps)
     return proofs[""], sum(traced), sum(ran)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recomputing", [False, True])
+def test_a_copy_of_a_compiled_block_has_weights_of_its_own(recomputing: bool) -> None:
+    linear = nn.Linear(3, 3)
+    block = nn.Sequential(linear, nn.ReLU())
+    with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        compile_blocks([block], recomputing=recomputing)
+    copied = deepcopy(block)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    given = torch.ones(2, 3, requires_grad=True)
+    assert torch.equal(block(given), linear(given).relu())
+    assert not copied(given).any()
 
 
 @pytest.mark.parametrize(

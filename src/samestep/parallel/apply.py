@@ -240,7 +240,9 @@ class _Spreading:
         """Step 7: keep a block's inputs, and run its forward again in backward (Chen et al. 2016)."""
         self.compiler_recomputes = self.details.compile and in_graph(self.blocks, self.layout)
         if self.layout.recompute != "none" and not self.compiler_recomputes:
-            recompute(self.blocks, self.layout.recompute, self.now)
+            # The whole of a compiled block: PyTorch's selective checkpoint fails where a piece is compiled in forward
+            # alone, or in backward alone, since it looks for each operator of the one in the other.
+            recompute(self.blocks, "full" if self.details.compile else self.layout.recompute, self.now)
 
     def offload_activations(self) -> None:
         """Step 8: keep what backward needs of a block in the host's memory meanwhile."""

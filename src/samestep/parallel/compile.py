@@ -5,8 +5,9 @@ parameters of shards and replicas, messages between pipeline stages, which call 
 tokens meet in attention, their exchange (parallel/context) breaks a block into graphs before attention and behind it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +42,11 @@ def compile_blocks(blocks: Sequence[nn.Module], *, recomputing: bool) -> None:
 
     What the other steps put around a block's own forward stays around what is compiled.
     """
+    what = selectively if recomputing else _itself
     for block in blocks:
-        inner = innermost_forward(block)
-        replace_forward(block, partial(torch.compile(selectively), inner) if recomputing else torch.compile(inner))
+        # partial(), whose arguments copy.deepcopy copies: a copy of a block must not compute with this one's weights.
+        replace_forward(block, partial(torch.compile(what), innermost_forward(block)))
+
+
+def _itself(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    return forward(*arguments, **keywords)

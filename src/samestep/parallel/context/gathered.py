@@ -177,12 +177,16 @@ def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now:
 
     def on_all_tokens(inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         leaves, form = pytree.tree_flatten((arguments, keywords))
-        taken: dict[int, Tensor] = {}  # a tensor that is given twice is gathered once
+        # A tensor that is given twice is gathered once. It is not found by its id(), which the compiler takes for a
+        # constant: it would compile the block anew for every tensor.
+        taken: list[tuple[Tensor, Tensor]] = []
         for index, leaf in enumerate(leaves):
             if index in which.inputs:
-                if id(leaf) not in taken:
-                    taken[id(leaf)] = _gathered(leaf, messages, which.inputs[index])
-                leaves[index] = taken[id(leaf)]
+                whole = next((whole for part, whole in taken if part is leaf), None)
+                if whole is None:
+                    whole = _gathered(leaf, messages, which.inputs[index])
+                    taken.append((leaf, whole))
+                leaves[index] = whole
             elif isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
                 leaves[index] = messages.share(leaf, index in which.handed)
         arguments, keywords = pytree.tree_unflatten(leaves, form)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.data.loader import Moment
 from samestep.errors import UserError
+from samestep.parallel.attributes import wrap_forward
 from samestep.parallel.exact.forward_context import ForwardContext
 
 BatchNorm = nn.modules.batchnorm._BatchNorm  # BatchNorm1d, 2d, 3d and SyncBatchNorm
@@ -37,7 +38,17 @@ def global_batch_norm(model: nn.Module, group: dist.ProcessGroup, now: ForwardCo
             module.__class__ = _OfAnyDimensions  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(module, BatchNorm):
             run = _forward if type(module).forward is BatchNorm.forward else _own_forward
-            vars(module)["forward"] = partial(run, module, name, module.forward, group, now)
+            wrap_forward(module, _over_ranks(run, module, name, group, now))
+
+
+def _over_ranks(
+    run: Callable[..., Tensor], module: Any, name: str, group: dist.ProcessGroup, now: ForwardContext
+) -> Callable[..., Tensor]:
+    # A function, not partial(), with which the compiler would compile each of a list of like blocks anew.
+    def over_ranks(forward: Callable[..., Tensor], *arguments: Any, **keywords: Any) -> Tensor:
+        return run(module, name, forward, group, now, *arguments, **keywords)
+
+    return over_ranks
 
 
 @contextmanager
@@ -71,7 +82,7 @@ def _forward(
     moment = now.moment
     if not module.training or moment is None:
         return forward(given)
-    _check_whole(moment, f"{name or 'the model'} ({type(module).__name__})")
+    _check_whole(moment, name, module)
     # PyTorch's own kernel; with one data rank its statistics are the global batch's already.
     if dist.get_world_size(group) == 1:
         return _untracked(module, given) if now.recomputing else forward(given)
@@ -101,18 +112,23 @@ def _own_forward(
     before = None if tracked is None else tracked.clone()
     try:
         # Such a forward is left as it is: only the call of F.batch_norm in it is answered.
-        with _ByGlobalStatistics(f"{name or 'the model'} ({type(module).__name__})", group, now, moment):
+        with _ByGlobalStatistics(name, module, group, now, moment):
             return forward(*arguments, **keywords)
     finally:  # checkpoint ends a recomputation by an exception, once it has all that backward needs
         if now.recomputing and tracked is not None and before is not None:
             tracked.copy_(before)
 
 
-def _check_whole(moment: Moment, what: str) -> None:
+def _described(name: str, module: nn.Module) -> str:
+    # Called for messages alone: names differ from block to block, and what the compiler has seen used must not.
+    return f"{name or 'the model'} ({type(module).__name__})"
+
+
+def _check_whole(moment: Moment, name: str, module: nn.Module) -> None:
     """Raise UserError where a rank has its samples in several forwards, none of which has all of them."""
     if moment.micro_batches > 1:
         raise UserError(
-            f"{what} takes its statistics from the whole batch, and a step "
+            f"{_described(name, module)} takes its statistics from the whole batch, and a step "
             f"of {moment.micro_batches} micro-batches a rank never has it at once; use run.micro_batch: null, "
             "group norm or layer norm"
         )
@@ -145,9 +161,12 @@ class _BatchNormCalls(TorchFunctionMode, ABC):
 class _ByGlobalStatistics(_BatchNormCalls):
     """Takes the statistics over the ranks of a group, as one process would."""
 
-    def __init__(self, what: str, group: dist.ProcessGroup, now: ForwardContext, moment: Moment) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, group: dist.ProcessGroup, now: ForwardContext, moment: Moment
+    ) -> None:
         super().__init__()
-        self._what = what
+        self._name = name
+        self._module = module
         self._group = group
         self._recomputing = now.recomputing
         self._moment = moment
@@ -166,12 +185,13 @@ class _ByGlobalStatistics(_BatchNormCalls):
     ) -> Tensor:
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-        _check_whole(self._moment, self._what)
+        _check_whole(self._moment, self._name, self._module)
         self._calls += 1
         if self._calls > 1:
             raise UserError(
-                f"{self._what} takes batch norm more than once in a forward, such as of parts of the batch, of which "
-                "every layout would have others; use one of the whole batch, group norm or layer norm"
+                f"{_described(self._name, self._module)} takes batch norm more than once in a forward, such as of "
+                "parts of the batch, of which every layout would have others; use one of the whole batch, group norm "
+                "or layer norm"
             )
         if self._recomputing:
             # Copies to throw away, as many tensors for backward as at first.
