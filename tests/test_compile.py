@@ -1,5 +1,6 @@
 """run.compile: compiled blocks take the same step, under whichever layout, and what can't be compiled is refused."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -22,6 +23,8 @@ from samestep.job import Job, Run
 from samestep.launch import local
 from samestep.layout import Layout
 from samestep.parallel.compile import compile_blocks
+from samestep.parallel.exact.forward_context import ForwardContext
+from samestep.parallel.recompute import recompute
 from samestep.proof import proof_job, reference
 from samestep.tasks.registry import resolve
 
@@ -198,8 +201,10 @@ def _traced(job: Job, known: Any, steps: int, traced_by: TracedBy) -> tuple[Any,
 def test_a_copy_of_a_compiled_block_has_weights_of_its_own(recomputing: bool) -> None:
     linear = nn.Linear(3, 3)
     block = nn.Sequential(linear, nn.ReLU())
+    recompute([block], "full", ForwardContext())
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         compile_blocks([block], recomputing=recomputing)
+    assert list(inspect.signature(block.forward).parameters) == ["input"]  # models ask which arguments there are
     copied = deepcopy(block)
     with torch.no_grad():
         for parameter in copied.parameters():

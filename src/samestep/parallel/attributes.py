@@ -1,8 +1,11 @@
 """Attributes of a model's modules as they were, so that what a look or a try has changed can be taken back."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from dataclasses import dataclass
+from functools import update_wrapper
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -56,31 +59,46 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = _with_innermost(module.forward, forward)
 
 
-def innermost_forward(module: nn.Module) -> Callable[..., Any]:
-    """What a module computes, without what was put around it."""
+def wrap_innermost(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Put something around what a module computes, inside of all wrappers."""
     forward = module.forward
-    while (inside := getattr(forward, _INSIDE, None)) is not None:
-        forward = inside[0]
-    return forward
+    while isinstance(inside := getattr(forward, "__self__", None), _Inside):
+        forward = inside.inner
+    replace_forward(module, _wrapped(forward, around))
 
 
-_INSIDE = "samestep_inside"  # an attribute of a wrapper: the forward inside, and what goes around it
+@dataclass(frozen=True, kw_only=True)
+class _Inside:
+    """What a wrapper calls: the forward inside of it, and what goes around that."""
+
+    inner: Callable[..., Any]
+    around: Callable[..., Any]
 
 
 def _wrapped(inner: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    # A function, as the compiler takes objects that can be called, and partial(), for another with each module: it
-    # would compile each of a list of like blocks anew.
-    @wraps(inner)
-    def forward(*arguments: Any, **keywords: Any) -> Any:
-        return around(inner, *arguments, **keywords)
+    # A method of a small object. An object that can be called, and partial(), the compiler takes for another with
+    # each module, and compiles each of a list of like blocks anew. A nested function copy.deepcopy hands on as it is:
+    # a copy of a module would compute with the weights of the first.
+    def forward(inside: _Inside, *arguments: Any, **keywords: Any) -> Any:
+        return inside.around(inside.inner, *arguments, **keywords)
 
-    setattr(forward, _INSIDE, (inner, around))
-    return forward
+    def unbound(*_: Any) -> None:
+        """Has the parameters of `inner` and, as a method's, the object before them."""
+
+    update_wrapper(forward, inner)
+    of_inner = inspect.signature(inner)
+    first = inspect.Parameter("inside", inspect.Parameter.POSITIONAL_ONLY)
+    vars(unbound)["__signature__"] = of_inner.replace(parameters=[first, *of_inner.parameters.values()])
+    # Not an attribute of `forward` itself: whoever wraps it in turn copies those.
+    vars(forward)["__wrapped__"] = unbound
+    return MethodType(forward, _Inside(inner=inner, around=around))
 
 
 def _with_innermost(given: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    inside = getattr(given, _INSIDE, None)
-    return forward if inside is None else _wrapped(_with_innermost(inside[0], forward), inside[1])
+    inside = getattr(given, "__self__", None)
+    if not isinstance(inside, _Inside):
+        return forward
+    return _wrapped(_with_innermost(inside.inner, forward), inside.around)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ tokens meet in attention, their exchange (parallel/context) breaks a block into 
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.parallel.attributes import innermost_forward, replace_forward
+from samestep.parallel.attributes import wrap_innermost
 from samestep.parallel.pipeline.schedule import SCHEDULES
 from samestep.parallel.recompute import selectively
 
@@ -44,8 +43,7 @@ def compile_blocks(blocks: Sequence[nn.Module], *, recomputing: bool) -> None:
     """
     what = selectively if recomputing else _itself
     for block in blocks:
-        # partial(), whose arguments copy.deepcopy copies: a copy of a block must not compute with this one's weights.
-        replace_forward(block, partial(torch.compile(what), innermost_forward(block)))
+        wrap_innermost(block, torch.compile(what))
 
 
 def _itself(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

@@ -38,17 +38,7 @@ def global_batch_norm(model: nn.Module, group: dist.ProcessGroup, now: ForwardCo
             module.__class__ = _OfAnyDimensions  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(module, BatchNorm):
             run = _forward if type(module).forward is BatchNorm.forward else _own_forward
-            wrap_forward(module, _over_ranks(run, module, name, group, now))
-
-
-def _over_ranks(
-    run: Callable[..., Tensor], module: Any, name: str, group: dist.ProcessGroup, now: ForwardContext
-) -> Callable[..., Tensor]:
-    # A function, not partial(), with which the compiler would compile each of a list of like blocks anew.
-    def over_ranks(forward: Callable[..., Tensor], *arguments: Any, **keywords: Any) -> Tensor:
-        return run(module, name, forward, group, now, *arguments, **keywords)
-
-    return over_ranks
+            wrap_forward(module, partial(run, module, name, group, now))
 
 
 @contextmanager
@@ -73,9 +63,9 @@ def by_running_statistics(model: nn.Module) -> Iterator[None]:
 def _forward(
     module: Any,
     name: str,
-    forward: Callable[[Tensor], Tensor],
     group: dist.ProcessGroup,
     now: ForwardContext,
+    forward: Callable[[Tensor], Tensor],
     given: Tensor,
 ) -> Tensor:
     """A plain batch norm's forward, [samples, features, ...]: global statistics in training, its own elsewhere."""
@@ -98,9 +88,9 @@ def _forward(
 def _own_forward(
     module: Any,
     name: str,
-    forward: Callable[..., Tensor],
     group: dist.ProcessGroup,
     now: ForwardContext,
+    forward: Callable[..., Tensor],
     *arguments: Any,
     **keywords: Any,
 ) -> Tensor:
