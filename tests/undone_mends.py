@@ -54,12 +54,12 @@ MENDS = (
     ),
     Mend(
         what="ranks tell each other on the CPU what their hosts have to know",
-        file="comm/agree.py",
+        file="comm/messages.py",
         now="return cpu if cpu in group._device_types else torch.device(device_type)",
         before="return torch.device(device_type)",
         task="text",
         layout="dp2",
-        seen="waits for the device: comm/agree.py:largest",
+        seen="waits for the device: comm/messages.py:largest",
     ),
     Mend(
         what="numbers of samples go to the device from pinned memory",
@@ -225,7 +225,7 @@ MENDS = (
     ),
     Mend(
         what="the end of a group finds its gloo beside another back end",
-        file="comm/leave.py",
+        file="launch/world.py",
         now='backend = group._get_backend(torch.device("cpu"))',
         before='backend = group._get_backend(torch.device("cpu")) if dist.get_backend(group) == "gloo" else None',
         test="test_leave.py::test_gloo_is_found_beside_another_back_end",

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from samestep.comm.leave import leave_process_group
 from samestep.handwritten.loop import Loop, Step
 from samestep.job import Job
 from samestep.launch.affinity import threads_of
 from samestep.launch.device import backend_of, device_of, peak_memory
+from samestep.launch.world import leave_process_group
 from samestep.ranks import Ranks
 from samestep.tasks.registry import resolve
 from samestep.training import usage as usages

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from samestep.comm.gather import all_gather_uneven
+from samestep.comm.messages import all_gather_uneven
 
 Group = dist.ProcessGroup
 

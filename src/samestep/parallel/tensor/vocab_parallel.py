@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from samestep.comm.agree import largest
+from samestep.comm.messages import largest
 from samestep.parallel.attributes import replace_forward
 from samestep.parallel.chunked_logits import ChunkedLogits
 from samestep.parallel.sharding import whole
