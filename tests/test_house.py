@@ -20,7 +20,7 @@ SOURCE = Path(samestep.__file__).parent
 # From the ground up: a module may import from its own row and from the rows above it here.
 HOUSE = (
     ("errors",),
-    ("ranks", "visible_devices"),
+    ("ranks",),
     ("environment",),
     ("layout",),
     ("field_types",),

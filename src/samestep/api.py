@@ -25,6 +25,7 @@ from samestep.matrix import Row
 from samestep.preflight import preflight
 from samestep.proof import Proof, Reference, proof_job, reference
 from samestep.proof_departure import look
+from samestep.ranks import DeviceChoice
 from samestep.recipe import Recipe
 from samestep.run_folder import RunPlace
 from samestep.tasks.base import Task
@@ -36,7 +37,6 @@ from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
 from samestep.training.step_timing import StepTiming
 from samestep.training.usage import Usage
 from samestep.validation import checked
-from samestep.visible_devices import DeviceChoice
 
 
 def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainResult:

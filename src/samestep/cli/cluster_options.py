@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from samestep.launch.environments.base import FoundCluster
-    from samestep.visible_devices import DeviceChoice
+    from samestep.ranks import DeviceChoice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

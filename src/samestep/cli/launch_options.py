@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from samestep.launch.environments.base import FoundCluster
     from samestep.launch.forwarded_env import Variables
     from samestep.launch.launcher import LaunchRequest
-    from samestep.visible_devices import DeviceChoice
+    from samestep.ranks import DeviceChoice
 
 # What `samestep train` has from its job, under names of its own.
 OF_LAUNCH = ("device", "engine", "threads", "max_restarts", "grace_period")
