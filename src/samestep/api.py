@@ -25,6 +25,7 @@ from samestep.matrix import Row
 from samestep.preflight import preflight
 from samestep.proof import Proof, Reference, proof_job, reference
 from samestep.proof_departure import look
+from samestep.rank_tasks import StepTiming
 from samestep.ranks import DeviceChoice
 from samestep.recipe import Recipe
 from samestep.run_folder import RunPlace
@@ -34,7 +35,6 @@ from samestep.training.checkpointing import check_place
 from samestep.training.fit import fit_with_rollbacks
 from samestep.training.rehearsal import Rehearsal, check_rehearsed, rehearse
 from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
-from samestep.training.step_timing import StepTiming
 from samestep.training.usage import Usage
 from samestep.validation import checked
 
