@@ -90,12 +90,12 @@ MENDS = (
     ),
     Mend(
         what="whether gradients are clipped is not asked on the host",
-        file="engines/native.py",
+        file="engines/native/trainer.py",
         now='if self._device.type != "cpu" or not has_values(coefficient) or coefficient != 1:',
         before="if coefficient != 1:",
         task="regression",
         layout="single",
-        seen="waits for the device: engines/native.py:scale_and_clip",
+        seen="waits for the device: engines/native/trainer.py:scale_and_clip",
     ),
     Mend(
         what="sums of buffers lie beside offloaded parameters",
@@ -201,7 +201,7 @@ MENDS = (
     ),
     Mend(
         what="the rank that writes the model alone keeps it at a training's end",
-        file="engines/native.py",
+        file="engines/native/trainer.py",
         now="return self._whole_state(kept=kept)",
         before="return self._whole_state(kept=True)",
         test="test_written_state.py::test_the_rank_that_writes_the_model_alone_keeps_it[fsdp2]",
