@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from samestep.checkpoint.save import Saver
 from samestep.comm.mesh import new_group
-from samestep.engines.native import NativeTrainer
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.job import Job
 from samestep.jobfile import load
 from samestep.launch import local

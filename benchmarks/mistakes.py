@@ -23,7 +23,8 @@ from torchmetrics.classification import MulticlassAccuracy
 import samestep
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
-from samestep.engines.native import Native, NativeTrainer
+from samestep.engines.native.engine import Native
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.setup import TrainerSetup
 
 BATCH = 33  # 17 samples for one rank and 16 for the other

@@ -13,7 +13,8 @@ from samestep.engines.deepspeed.trainer import DeepSpeedTrainer
 from samestep.engines.horovod import Horovod, HorovodTrainer
 from samestep.engines.keras.engine import Mirrored, MultiWorker
 from samestep.engines.keras.trainer import Copy, KerasTrainer
-from samestep.engines.native import Native, NativeTrainer
+from samestep.engines.native.engine import Native
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.parameter_server.engine import ParameterServer
 from samestep.engines.parameter_server.server import SynchronousServer
 

@@ -12,7 +12,7 @@ from small_tasks import Points, Slow
 from torch import Tensor
 
 import samestep
-from samestep.fault_tolerance.collective_counts import Counts, counts
+from samestep.fault_tolerance.status import Counts, entered_collectives
 
 _LONGER_THAN_ANY_TEST = 300.0  # seconds
 
@@ -38,10 +38,10 @@ class HeldBack(Slow):
 
     def _hold(self, file: Path) -> None:
         if dist.get_rank() == 1:
-            _leave(file, counts(), "its own loss")
+            _leave(file, entered_collectives(), "its own loss")
             time.sleep(_LONGER_THAN_ANY_TEST)
         else:
-            about = file, threading.get_ident(), counts()
+            about = file, threading.get_ident(), entered_collectives()
             threading.Thread(target=_tell_when_it_waits, args=about, daemon=True).start()
 
 
@@ -49,7 +49,7 @@ def _tell_when_it_waits(file: Path, thread: int, before: Counts) -> None:
     """Leave the file when the thread is in backward and has entered the two collectives of a step."""
     while True:
         time.sleep(0.02)
-        entered, frame = counts(), sys._current_frames()[thread]
+        entered, frame = entered_collectives(), sys._current_frames()[thread]
         if sum(entered.values()) >= sum(before.values()) + 2 and "torch/autograd/" in frame.f_code.co_filename:
             _leave(file, entered, frame.f_code.co_name)
             return

@@ -9,7 +9,8 @@ from torch import nn
 
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, Preparation, StepReport
-from samestep.engines.native import Native, NativeTrainer
+from samestep.engines.native.engine import Native
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.tasks.base import Batch
 
 

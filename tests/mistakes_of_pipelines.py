@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.engines.base import Preparation
-from samestep.engines.native import Native, NativeTrainer
+from samestep.engines.native.engine import Native
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.parallel.pipeline.p2p import MessageId
 from samestep.parallel.pipeline.runner import Pipeline
 

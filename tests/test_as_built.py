@@ -16,7 +16,7 @@ import samestep
 from samestep.cli.main import main
 from samestep.data.order import SampleOrder
 from samestep.display.tables import print_proof
-from samestep.engines.native import NativeTrainer
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.proof import Proof, as_real
 from samestep.training import session
 from samestep.training.nonfinite_values import first_metric

@@ -12,7 +12,8 @@ from torch.nn.utils import parametrizations
 
 import samestep
 from samestep.engines.base import Preparation
-from samestep.engines.native import Native, NativeTrainer
+from samestep.engines.native.engine import Native
+from samestep.engines.native.trainer import NativeTrainer
 
 BATCH, STEPS = 13, 5
 

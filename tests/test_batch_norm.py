@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.engines.base import Preparation
-from samestep.engines.native import Native, NativeTrainer
+from samestep.engines.native.engine import Native
+from samestep.engines.native.trainer import NativeTrainer
 
 BATCH, STEPS = 13, 7
 

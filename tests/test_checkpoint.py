@@ -324,7 +324,7 @@ def test_a_metric_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_an_engine_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    from samestep.engines.native import Native
+    from samestep.engines.native.engine import Native
 
     class Forgetful(Native):
         name = "forgetful"

@@ -49,7 +49,7 @@ def test_every_pair_has_its_page() -> None:
 
 
 # PyTorch's own race with gloo's threads, once in many ends of a process, after the program's last line; samestep's
-# programs leave their groups without it (samestep.comm.leave).
+# programs leave their groups without it (samestep.launch.world).
 _GLOO_AT_EXIT = "terminate called without an active exception"
 
 

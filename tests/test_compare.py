@@ -26,7 +26,7 @@ from samestep.comparison.methods import METHODS, Method, chosen
 from samestep.comparison.page.plots import json_in_html
 from samestep.comparison.results import BFLOAT16_TOLERANCE, PUBLISHED, Comparison, Row, SameStep
 from samestep.comparison.terminal import print_comparison
-from samestep.engines.native import Native
+from samestep.engines.native.engine import Native
 from samestep.handwritten.loop import Loop
 from samestep.job import Job, Run
 from samestep.tasks.regression import Regression

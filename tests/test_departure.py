@@ -8,7 +8,7 @@ import pytest
 from small_tasks import Points
 
 import samestep
-from samestep.engines.native import Native
+from samestep.engines.native.engine import Native
 from samestep.job import Job, Run
 from samestep.launch import local
 from samestep.launch.world import join

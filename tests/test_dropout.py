@@ -18,7 +18,8 @@ import samestep
 from samestep.data.loader import Moment, StepBatch
 from samestep.data.order import SampleOrder
 from samestep.engines.base import Loss, StepReport
-from samestep.engines.native import Native, NativeTrainer
+from samestep.engines.native.engine import Native
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.parallel.exact.counter_rng import columns, draw, key_of, split, threshold
 from samestep.parallel.exact.dropout import explicit_attention, same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext, Portion

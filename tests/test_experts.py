@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.parallel.asking import check_asking
+from samestep.parallel.checks import check_asking
 from samestep.parallel.experts.find import find_experts
 from samestep.parallel.trace import trace
 from samestep.proof import Proof

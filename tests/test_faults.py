@@ -18,7 +18,7 @@ from small_tasks import Points
 import samestep
 from samestep.data.order import SampleOrder
 from samestep.engines.base import Abilities
-from samestep.engines.native import Native
+from samestep.engines.native.engine import Native
 from samestep.fault_tolerance import watchdog
 from samestep.fault_tolerance.injection import InjectedFaultError, Injection
 from samestep.job import Inject

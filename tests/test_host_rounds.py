@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from small_jobs import faults_in, wait_until
 
-from samestep.fault_tolerance import job_info, watchdog
-from samestep.fault_tolerance.job_info import JobInfo
-from samestep.fault_tolerance.status import RankStatus
+from samestep.fault_tolerance import watchdog
+from samestep.fault_tolerance.status import JobInfo, RankStatus, write_job_info
 from samestep.launch.rendezvous import HostRound, Member
 from samestep.launch.rounds import NodeRounds, RanksEnded
 
@@ -85,7 +84,7 @@ def rounds(tmp_path: Path, run: Path, told: None, monkeypatch: pytest.MonkeyPatc
 
 def say(folder: Path, run: Path, *, steps: list[int], begins: int | None = None) -> None:
     """What the rank of a round says when it takes these steps."""
-    job_info.write(folder, 0, JobInfo(hang_limit=None, grace_period=0.0, layout=LAYOUT, run_folder=str(run)))
+    write_job_info(folder, 0, JobInfo(hang_limit=None, grace_period=0.0, layout=LAYOUT, run_folder=str(run)))
     beat = RankStatus(folder, 0)
     for step in steps:
         beat.begin(step)

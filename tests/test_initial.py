@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import samestep
 from samestep.engines.base import Preparation
-from samestep.engines.native import Native, NativeTrainer
+from samestep.engines.native.engine import Native
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.parallel.deferred_init import InitialModel, build_recorded, move
 
 Make = Callable[[], nn.Module]

@@ -9,9 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from samestep import environment
-from samestep.comm import leave
-from samestep.comm.leave import leave_process_group
-from samestep.launch import local
+from samestep.launch import local, world
+from samestep.launch.world import leave_process_group
 
 ENDS = 40  # without care, one of some thirty waits
 
@@ -38,11 +37,11 @@ def test_gloo_is_found_beside_another_back_end(tmp_path: Path) -> None:
     """As on accelerators, whose groups have NCCL as well; of it no message is asked for at the end."""
     dist.init_process_group("cpu:gloo,cuda:fake", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        assert isinstance(leave._gloo_of(dist.group.WORLD), dist.ProcessGroupGloo)
+        assert isinstance(world._gloo_of(dist.group.WORLD), dist.ProcessGroupGloo)
     finally:
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
-        assert leave._gloo_of(dist.group.WORLD) is None
+        assert world._gloo_of(dist.group.WORLD) is None
     finally:
         dist.destroy_process_group()

@@ -22,7 +22,6 @@ from samestep.planning.collectives import Group
 from samestep.planning.hardware import DEVICES, Cluster, cluster_of, device_of
 from samestep.planning.memory import in_flight, memory_of, state_bytes, whole_activations
 from samestep.planning.module_memory import module_memory
-from samestep.planning.offload import offload_seconds
 from samestep.planning.pipeline_events import StageTimes
 from samestep.planning.price import Price
 from samestep.planning.published import PredictedRow, kendall_tau, predict, read_rows
@@ -30,7 +29,7 @@ from samestep.planning.search import Plan, candidates, minimum, plan, usual_batc
 from samestep.planning.shapes import KNOWN, Transformer, known_model
 from samestep.planning.software import SOFTWARE
 from samestep.planning.stage_time import Job, layers_of_stages
-from samestep.planning.step_time import step_time
+from samestep.planning.step_time import offload_seconds, step_time
 
 pytestmark = pytest.mark.quick
 

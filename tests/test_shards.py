@@ -16,7 +16,8 @@ from torch import nn
 import samestep
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, Preparation, StepReport
-from samestep.engines.native import Native, NativeTrainer
+from samestep.engines.native.engine import Native
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.sharding import local
 from samestep.proof import Proof

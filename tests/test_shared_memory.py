@@ -29,7 +29,7 @@ from shared_memory_ranks import (
 from small_tasks import Points
 
 import samestep
-from samestep.comm.shared_memory import build, host, region
+from samestep.comm.shared_memory import build, region
 from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup
 from samestep.launch import local
 from samestep.launch.world import join
@@ -181,10 +181,10 @@ def test_a_compiler_that_fails_is_told_once_and_another_kernel_is_used() -> None
 
 
 def test_ranks_of_other_hosts_share_none() -> None:
-    store, own = dist.HashStore(), host.host_identity()
+    store, own = dist.HashStore(), region.host_identity()
     store.set("host/1", "another one")
     store.set("host/2", own)
-    assert host.host_of_each(store, 0, 3, own) == [0, 1, 0]
+    assert region.host_of_each(store, 0, 3, own) == [0, 1, 0]
 
 
 def test_the_kernel_is_built_once_and_kept(tmp_path: Path) -> None:

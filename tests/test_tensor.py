@@ -17,10 +17,12 @@ from torch.nn.utils import parametrizations
 import samestep
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, Preparation, StepReport
-from samestep.engines.native import Native, NativeTrainer
+from samestep.engines.native.engine import Native
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.layout import ModelShape
+from samestep.parallel import collectives
 from samestep.parallel.sharding import Part
-from samestep.parallel.tensor import apply, collectives, plan
+from samestep.parallel.tensor import apply, plan
 from samestep.proof import Proof
 
 

@@ -182,14 +182,14 @@ def _sizes(settings: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def _copied(x: Tensor) -> Tensor:
-    from samestep.parallel.tensor import collectives
+    from samestep.parallel import collectives
 
     assert dist.group.WORLD is not None
     return collectives.copy(x, dist.group.WORLD)
 
 
 def _summed(x: Tensor) -> Tensor:
-    from samestep.parallel.tensor import collectives
+    from samestep.parallel import collectives
 
     assert dist.group.WORLD is not None
     return collectives.reduce(x, dist.group.WORLD)

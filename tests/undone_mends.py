@@ -54,12 +54,12 @@ MENDS = (
     ),
     Mend(
         what="ranks tell each other on the CPU what their hosts have to know",
-        file="comm/agree.py",
+        file="comm/messages.py",
         now="return cpu if cpu in group._device_types else torch.device(device_type)",
         before="return torch.device(device_type)",
         task="text",
         layout="dp2",
-        seen="waits for the device: comm/agree.py:largest",
+        seen="waits for the device: comm/messages.py:largest",
     ),
     Mend(
         what="numbers of samples go to the device from pinned memory",
@@ -90,12 +90,12 @@ MENDS = (
     ),
     Mend(
         what="whether gradients are clipped is not asked on the host",
-        file="engines/native.py",
+        file="engines/native/trainer.py",
         now='if self._device.type != "cpu" or not has_values(coefficient) or coefficient != 1:',
         before="if coefficient != 1:",
         task="regression",
         layout="single",
-        seen="waits for the device: engines/native.py:scale_and_clip",
+        seen="waits for the device: engines/native/trainer.py:scale_and_clip",
     ),
     Mend(
         what="sums of buffers lie beside offloaded parameters",
@@ -201,7 +201,7 @@ MENDS = (
     ),
     Mend(
         what="the rank that writes the model alone keeps it at a training's end",
-        file="engines/native.py",
+        file="engines/native/trainer.py",
         now="return self._whole_state(kept=kept)",
         before="return self._whole_state(kept=True)",
         test="test_written_state.py::test_the_rank_that_writes_the_model_alone_keeps_it[fsdp2]",
@@ -225,7 +225,7 @@ MENDS = (
     ),
     Mend(
         what="the end of a group finds its gloo beside another back end",
-        file="comm/leave.py",
+        file="launch/world.py",
         now='backend = group._get_backend(torch.device("cpu"))',
         before='backend = group._get_backend(torch.device("cpu")) if dist.get_backend(group) == "gloo" else None',
         test="test_leave.py::test_gloo_is_found_beside_another_back_end",

@@ -25,6 +25,8 @@ from samestep.matrix import Row
 from samestep.preflight import preflight
 from samestep.proof import Proof, Reference, proof_job, reference
 from samestep.proof_departure import look
+from samestep.rank_tasks import StepTiming
+from samestep.ranks import DeviceChoice
 from samestep.recipe import Recipe
 from samestep.run_folder import RunPlace
 from samestep.tasks.base import Task
@@ -33,10 +35,8 @@ from samestep.training.checkpointing import check_place
 from samestep.training.fit import fit_with_rollbacks
 from samestep.training.rehearsal import Rehearsal, check_rehearsed, rehearse
 from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
-from samestep.training.step_timing import StepTiming
 from samestep.training.usage import Usage
 from samestep.validation import checked
-from samestep.visible_devices import DeviceChoice
 
 
 def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainResult:

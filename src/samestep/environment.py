@@ -1,6 +1,6 @@
 """The process's environment variables: read and written here, and nowhere else.
 
-Modules that know variables of their own are given a mapping of them: `ranks` (launchers), `visible_devices`,
+Modules that know variables of their own are given a mapping of them: `ranks` (launchers, accelerators),
 `launch/environments` (places), `launch/script_env` (what scripts expect).
 """
 
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from samestep.ranks import Ranks, by_horovodrun, integer
+from samestep.ranks import DEVICE_VARIABLES, Ranks, VisibleDevices, by_horovodrun, integer
 from samestep.ranks import read as read_ranks
-from samestep.visible_devices import VARIABLES, VisibleDevices
-from samestep.visible_devices import read as read_visible
+from samestep.ranks import visible_devices as read_visible
 
 # What this process began with. In a rank: what the server that it was forked from had at its start.
 _AT_FIRST: Final = dict(os.environ)
@@ -222,13 +221,13 @@ def devices(chosen: Sequence[int], environ: Mapping[str, str] = os.environ) -> d
     """What leaves these accelerators to the ranks, counted among those that are left to this process."""
     visible = visible_devices(environ)
     if visible is None:
-        return {VARIABLES[0]: ",".join(map(str, chosen))}
+        return {DEVICE_VARIABLES[0]: ",".join(map(str, chosen))}
     return {visible.variable: ",".join(visible.devices[number] for number in chosen)}
 
 
 def no_devices(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What leaves no accelerator to the ranks, whichever variable leaves some to this process."""
-    return dict.fromkeys([VARIABLES[0], *(name for name in VARIABLES[1:] if name in environ)], "")
+    return dict.fromkeys([DEVICE_VARIABLES[0], *(name for name in DEVICE_VARIABLES[1:] if name in environ)], "")
 
 
 _ERROR_FILE = "SAMESTEP_ERROR_FILE"

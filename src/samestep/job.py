@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
+from samestep.ranks import DeviceChoice
 from samestep.recipe import STRICT, Positive, Real, Recipe, Whole
 
 TensorRole = Literal["column", "row", "vocabulary", "whole"]
@@ -109,7 +110,7 @@ class Run:
     reduction: Literal["fast", "ordered"] = "fast"
     group_by_length: bool = False  # a rank's micro-batches are of samples of like length
     cut_at: tuple[str, ...] | None = None  # layers with which pipeline stages begin, but the first; None: found
-    device: Literal["auto", "cpu"] = "auto"  # auto: the accelerator where there is one
+    device: DeviceChoice = "auto"  # auto: the accelerator where there is one
     # Of messages between ranks on CPUs; auto: shared memory where ranks share a host, and gloo between hosts. On
     # accelerators gloo goes through the host's memory, and several ranks may share one.
     transport: Literal["auto", "gloo", "shared-memory"] = "auto"

@@ -40,6 +40,7 @@ from samestep.proof_steps import (
     take,
     weights_of,
 )
+from samestep.ranks import DeviceChoice
 from samestep.recipe import SGD
 from samestep.tasks.base import Task
 from samestep.training.as_built import AsBuilt, FirstStep, hold_as_built
@@ -67,7 +68,6 @@ from samestep.training.rounding import (
     worst_of,
 )
 from samestep.training.update_rule import UpdateRule
-from samestep.visible_devices import DeviceChoice
 
 TOLERANCE = 1e-10
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from samestep.engines.base import StepReport, Trainer
-from samestep.engines.native import NativeTrainer
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.errors import UserError
 from samestep.job import Job, Run
 from samestep.launch.world import World

@@ -6,9 +6,14 @@ Each function is called in every rank with the same job and layout, and joins th
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from samestep import environment
 from samestep.bits import BitsTaken, take_bits
@@ -21,12 +26,15 @@ from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.proof import Proof, Reference, hold_against
 from samestep.proof_departure import Departure, Looked, find
+from samestep.tasks.base import Task
 from samestep.tasks.registry import resolve as resolve_task
-from samestep.training.fit import try_out
-from samestep.training.step_timing import StepTiming, time_steps
+from samestep.training.fit import Training, try_out
 from samestep.training.usage import Usage
 
 T = TypeVar("T")
+
+# Steps that are not timed: state and buffers are made in two of them, and bytes are counted in the third.
+_UNTIMED = 3
 
 
 @contextmanager
@@ -72,6 +80,37 @@ def _or_refusal(attempt: Callable[[], T]) -> T | str:
         if isinstance(error, LayoutError) and not error.on_every_rank:
             raise
         return str(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTiming:
+    """One rank's steps."""
+
+    seconds: float  # the median step
+    usage: Usage
+
+
+def time_steps(job: Job, task: Task, world: World, layout: Layout, steps: int) -> Sequence[StepTiming]:
+    """Take some steps beside the first ones and time each; every rank returns all ranks' timings."""
+    last = _UNTIMED + max(steps, 1)
+    recipe = replace(job.recipe, steps=last, epochs=None)
+    training = Training(replace(job, recipe=recipe), task, world, layout)
+    seconds: list[float] = []
+    began = time.perf_counter()
+    for _, report in training.steps(measured=_UNTIMED - 1):
+        report.loss.item()
+        if world.device.type != "cpu":
+            torch.accelerator.synchronize(world.device)
+        now = time.perf_counter()
+        seconds.append(now - began)
+        began = now
+    assert training.usage is not None  # there are more steps than those before it
+    mine = StepTiming(seconds=median(seconds[_UNTIMED:]), usage=training.usage)
+    if world.world_size == 1 and not dist.is_initialized():
+        return (mine,)
+    ranks: list[Any] = [None] * world.world_size
+    dist.all_gather_object(ranks, mine)
+    return tuple(ranks)
 
 
 def time_steps_rank(job: Job, layout: Layout, steps: int) -> Sequence[StepTiming]:

@@ -1,4 +1,4 @@
-"""Ranks: which rank a process is, as the launcher that started it says in environment variables."""
+"""Ranks: what environment variables say of a process, which rank it is and which accelerators are left to it."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -8,6 +8,7 @@ from typing import Literal
 from samestep.errors import UserError
 
 Environ = Mapping[str, str]
+DeviceChoice = Literal["auto", "cpu"]  # what a job wants; auto: the accelerator where there is one
 Launcher = Literal["torchrun", "horovodrun", "pytorchjob", "open-mpi", "pmi", "slurm"]
 
 # Slurm numbers the steps that are not srun's, such as the batch script, from here on.
@@ -203,6 +204,37 @@ def has_a_tasks_accelerators(environ: Environ, seen: int) -> bool:
     if found is None or found.launcher != "slurm" or "SLURM_GPUS_ON_NODE" not in environ:
         return False
     return integer(environ, "SLURM_GPUS_ON_NODE") == seen * found.local_world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisibleDevices:
+    """The accelerators that a variable leaves to this process, as their makers number or name them."""
+
+    variable: str
+    devices: tuple[str, ...]
+
+
+# Of NVIDIA's, AMD's, Intel's and Huawei's accelerators.
+DEVICE_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)
+
+_NO_DEVICE = ("-1", "NoDevFiles")  # the second is what some versions of Slurm set for a task without accelerators
+
+
+def visible_devices(environ: Mapping[str, str]) -> VisibleDevices | None:
+    """Which accelerators a variable chooses for this process; None where none does. An empty one chooses none."""
+    name = next((name for name in DEVICE_VARIABLES if name in environ), None)
+    if name is None:
+        return None
+    devices = tuple(device.strip() for device in environ[name].split(",") if device.strip())
+    # The makers' own libraries take what is no device for the end of the list.
+    end = next((index for index, device in enumerate(devices) if device in _NO_DEVICE), len(devices))
+    return VisibleDevices(variable=name, devices=devices[:end])
 
 
 def integer(environ: Environ, name: str, default: int | None = None) -> int:

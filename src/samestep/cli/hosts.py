@@ -2,22 +2,22 @@
 
 import argparse
 
-from samestep.cli import cluster_options, job_options, output_files
+from samestep.cli import job_options, launch_options, output_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cluster_options.add_arguments(parser)
+    launch_options.add_hosts(parser)
     parser.add_argument(
         "--layout", metavar="LAYOUT", help='show who is near to whom under a layout, such as "pp2 dp2 tp2"'
     )
-    cluster_options.add_device(parser)
+    launch_options.add_device(parser)
     parser.add_argument("--bind", default="auto", help="show cores as samestep launch --bind would give them")
     output_files.add_arguments(parser, json="write everything that is shown to a file")
 
 
 def run(options: argparse.Namespace) -> int:
     output_files.check(options, "json")
-    found = cluster_options.cluster_from(options, options.device)
+    found = launch_options.cluster_from(options, options.device)
 
     from samestep.display.hosts import hosts_shown, print_hosts
     from samestep.launch.affinity import bindings, check_choice, in_words, this_machine

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from samestep.cli import cluster_options, launch_options
+from samestep.cli import launch_options
 from samestep.errors import UserError
 
 
@@ -51,7 +51,7 @@ def _manifest(options: argparse.Namespace, command: tuple[str, ...]) -> int:
 
     if options.image is None:
         raise UserError("--k8s needs --image, the image of the pods' containers")
-    if named := [flag for flag in cluster_options.named(options) if flag not in ("--num-nodes", "--num-procs")]:
+    if named := [flag for flag in launch_options.named_hosts(options) if flag not in ("--num-nodes", "--num-procs")]:
         raise UserError(f"--k8s names no hosts, which Kubernetes chooses; leave {' and '.join(named)} out")
     if options.num_procs is not None and options.num_procs < 1:
         raise UserError(f"--num-procs is {options.num_procs}; it should be 1 or more")

@@ -1,4 +1,7 @@
-"""Options that say how ranks are started on hosts, for `samestep launch` and `samestep train`; and the start."""
+"""Options that say on which hosts ranks are started, and how, for `samestep launch` and `train`; and the start.
+
+`samestep hosts` has those alone that name the hosts: it shows where ranks would be.
+"""
 
 import argparse
 import shlex
@@ -7,7 +10,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.cli import cluster_options
 from samestep.errors import UserError
 from samestep.launch.node_spec import Limits
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from samestep.launch.environments.base import FoundCluster
     from samestep.launch.forwarded_env import Variables
     from samestep.launch.launcher import LaunchRequest
-    from samestep.visible_devices import DeviceChoice
+    from samestep.ranks import DeviceChoice
 
 # What `samestep train` has from its job, under names of its own.
 OF_LAUNCH = ("device", "engine", "threads", "max_restarts", "grace_period")
@@ -26,7 +28,7 @@ ELASTIC_RESTARTS = 3
 
 def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
     """All options of a launch, but those of `without`."""
-    cluster_options.add_arguments(parser)
+    add_hosts(parser)
     start = parser.add_argument_group("start", "over SSH, or by the same command on each host")
     add = _Adder(start, without)
     add("--nodes", metavar="MIN:MAX", help="a job that goes on with MIN hosts and takes up to MAX")
@@ -72,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] =
     ranks = parser.add_argument_group("ranks")
     add = _Adder(ranks, without)
     if "device" not in without:
-        cluster_options.add_device(ranks)
+        add_device(ranks)
     add("--engine", default="torch", help="whose scripts: torch, deepspeed, accelerate, horovod, keras, lightning")
     add("--bind", default="auto", metavar="WAY", help="ranks to cores: auto, none, cores or numa")
     add("--threads", type=_positive, metavar="N", help="threads a rank (default: the cores shared out)")
@@ -94,6 +96,27 @@ def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] =
     add("--print-variables", action="store_true", help="print what goes to every host, and stop")
 
 
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """The options that name the hosts of a job."""
+    group = parser.add_argument_group("hosts", "found in what the place offers, unless they are named here")
+    group.add_argument("--hostfile", type=Path, metavar="FILE", help="hosts, one a line: worker-1 slots=4")
+    group.add_argument("--ray", metavar="ADDRESS", help="the hosts of a Ray cluster, such as auto or 10.0.0.5:6379")
+    group.add_argument("--place", metavar="NAME", help="take the hosts of this place, such as slurm")
+    group.add_argument(
+        "--include", metavar="HOSTS", help='these hosts and slots alone: "worker-2:0,1@worker-3", "localhost:0,1"'
+    )
+    group.add_argument("--exclude", metavar="HOSTS", help='all but these hosts and slots: "worker-2:0@worker-3:0,1"')
+    group.add_argument("--num-nodes", type=int, metavar="N", help="the first N of the hosts")
+    group.add_argument("--num-procs", type=int, metavar="N", help="N ranks on each host")
+
+
+def add_device(parser: "argparse._ActionsContainer") -> None:
+    """For a command that has no job, which would say it."""
+    parser.add_argument(
+        "--device", choices=("auto", "cpu"), default="auto", help="cpu: slots are cores, and ranks see no accelerator"
+    )
+
+
 class _Adder:
     def __init__(self, group: "argparse._ArgumentGroup", without: Collection[str]) -> None:
         self._group = group
@@ -104,10 +127,42 @@ class _Adder:
             self._group.add_argument(flag, **settings)  # pyright: ignore[reportArgumentType]
 
 
+def named_hosts(options: argparse.Namespace) -> list[str]:
+    """The flags with which hosts were named or filtered."""
+    names = ("hostfile", "ray", "place", "include", "exclude", "num_nodes", "num_procs")
+    return [flag(name) for name in names if getattr(options, name) is not None]
+
+
+def flag(name: str) -> str:
+    """An option as the user writes it, of the name that it has here."""
+    return "--" + name.replace("_", "-")
+
+
+def cluster_from(options: argparse.Namespace, device: "DeviceChoice") -> "FoundCluster":
+    """The hosts that a job on such devices takes, and how they came to be known. Raises UserError."""
+    from samestep import environment
+    from samestep.launch.environments.base import PlaceInputs
+    from samestep.launch.environments.registry import find
+    from samestep.launch.filters import Filters, apply
+
+    environ = environment.snapshot()
+    found = find(
+        PlaceInputs(environ=environ, hostfile=options.hostfile, ray=options.ray, device=device), options.place
+    )
+    filters = Filters(
+        include=options.include,
+        exclude=options.exclude,
+        num_nodes=options.num_nodes,
+        num_procs=options.num_procs,
+        device=device,
+    )
+    return apply(found, filters, environ)
+
+
 def found_from(options: argparse.Namespace, device: "DeviceChoice") -> "FoundCluster":
     """The hosts of a job on such devices. Raises UserError."""
     if not options.no_ssh or options.hostfile is not None or options.ray is not None:
-        return cluster_options.cluster_from(options, device)
+        return cluster_from(options, device)
     # Each host by itself: how many there are is said, not found, and this is one of them.
     from samestep import environment
     from samestep.launch.environments.base import PlaceInputs
@@ -246,7 +301,7 @@ def words_in_a_pod(options: argparse.Namespace) -> list[str]:
     add_arguments(parser)
     usual = parser.parse_args([])
     if refused := [name for name in _OF_NO_POD if getattr(options, name) != getattr(usual, name)]:
-        flags = " and ".join("--pass" if name == "passed" else cluster_options.flag(name) for name in refused)
+        flags = " and ".join("--pass" if name == "passed" else flag(name) for name in refused)
         raise UserError(
             f"{flags} would have no effect with --k8s: Kubernetes starts the pods and tells them of each other, and "
             "their variables are those of the manifest; leave out what has none"
@@ -256,7 +311,7 @@ def words_in_a_pod(options: argparse.Namespace) -> list[str]:
         value = getattr(options, name)
         if value != getattr(usual, name):
             text = f"{value:g}" if isinstance(value, float) else str(value)
-            words += [cluster_options.flag(name), text]
+            words += [flag(name), text]
     return words
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from samestep.cli import job_options, output_files, verify_script
 from samestep.errors import UserError
-from samestep.visible_devices import DeviceChoice
+from samestep.ranks import DeviceChoice
 
 if TYPE_CHECKING:
     from samestep.jobfile import LoadedJob

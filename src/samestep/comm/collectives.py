@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.comm.gather import ALL_GATHER, REDUCE_SCATTER
+from samestep.comm.messages import ALL_GATHER, REDUCE_SCATTER
 
 Chunks = Literal["none", "one", "all"]
 Who = Literal["every rank", "rank 0"]

@@ -7,6 +7,7 @@ that hosts observers, such as that of steps without values, it calls them itself
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -67,3 +68,16 @@ class Observer(TorchDispatchMode):
 def decomposes(types: Sequence[type]) -> bool:
     """Whether tensors have a dispatch of their own that comes first, and calls the operators on plain tensors."""
     return any(issubclass(each, (DTensor, AsyncCollectiveTensor)) for each in types)
+
+
+def operands(*arguments: Any) -> list[Tensor]:
+    """The tensors of an operator's arguments or results, also in lists and dictionaries, in their order."""
+    found: list[Tensor] = []
+    for each in arguments:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            found += operands(*each)
+        elif isinstance(each, dict):
+            found += operands(*each.values())
+    return found

@@ -15,7 +15,7 @@ from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators, check_devices
 from samestep.launch.environments.registry import check_not_alone
 from samestep.launch.memory import available_memory
-from samestep.visible_devices import DeviceChoice
+from samestep.ranks import DeviceChoice
 
 # 1 KB to 256 MB by powers of 4.
 USUAL = tuple(1024 * 4**power for power in range(10))

@@ -25,7 +25,7 @@ from samestep.launch import local
 from samestep.launch.device import backend_of
 from samestep.launch.network import agreed_in_group, interface_of
 from samestep.launch.world import World, join
-from samestep.visible_devices import DeviceChoice
+from samestep.ranks import DeviceChoice
 
 _STREAM_SECONDS = 1.0  # that the link between hosts is filled
 

@@ -12,8 +12,8 @@ from samestep.comm.support import GROUP, OF_A_DEVICE, Notes, try_all
 from samestep.comm_bench.run import meet, on_ranks
 from samestep.comm_bench.try_ranks import read_notes, run_ranks
 from samestep.errors import StartError
+from samestep.ranks import DeviceChoice
 from samestep.subprocess_group import Outcome, signals_raise
-from samestep.visible_devices import DeviceChoice
 
 _START = 120.0  # seconds for ranks to start, beside their attempts
 

@@ -20,6 +20,6 @@ ENGINES = {
     "keras-mirrored": "samestep.engines.keras.engine:Mirrored",
     "keras-multi-worker": "samestep.engines.keras.engine:MultiWorker",
     "keras-parameter-server": "samestep.engines.keras.parameter_server:ParameterServer",
-    "native": "samestep.engines.native:Native",
+    "native": "samestep.engines.native.engine:Native",
     "parameter-server": "samestep.engines.parameter_server.engine:ParameterServer",
 }

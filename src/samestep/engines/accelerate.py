@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from samestep import environment
 from samestep.engines.base import Abilities, Engine, Preparation
-from samestep.engines.native import NativeTrainer
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.engines.setup import TrainerSetup, spread_by_engine
 from samestep.errors import LayoutError, UserError, closest

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import nn
 
 from samestep.engines.base import Abilities, Engine, Preparation
-from samestep.engines.native import NativeTrainer
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.engines.setup import TrainerSetup, spread_by_engine
 from samestep.errors import UserError

@@ -21,7 +21,7 @@ from samestep.comm.compression.wire import Wire
 from samestep.communication import Communication
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, Preparation, StepReport
-from samestep.engines.native import NativeTrainer
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.engines.setup import TrainerSetup, spread_as
 from samestep.errors import UserError

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, Preparation
-from samestep.engines.native import NativeTrainer
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.engines.setup import TrainerSetup, spread_as
 from samestep.errors import UserError

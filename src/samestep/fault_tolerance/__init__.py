@@ -2,13 +2,13 @@
 
 In the order of reading:
 
-- `rank`: what a rank does for it, step by step; `status`: what it writes where its starter can read it.
-- `watchdog`: reads that in the starting process, and ends a round that makes no progress; `stacks`, `pace` and
-  `collective_counts` tell who is at fault.
+- `rank`: what a rank does for it, step by step; `status`: what it writes where its starter can read it, of
+  itself and of its job.
+- `watchdog`: reads that in the starting process, and ends a round that makes no progress; `stacks` and `pace`
+  tell who is at fault.
 - `policy`: what a job asks for, and how it goes on; `fault`: how it is told. Rounds: `launch/rounds.py`.
 - `preemption` (signals with notice), `nonfinite` (losses that are NaN), `injection` (faults on purpose, for drills).
-- `scratch`: folders that don't outlive their process. `job_info`: what ranks tell the process that
-  started them about their job.
+- `scratch`: folders that don't outlive their process.
 
 Who runs where. In each rank: the loop's thread writes a status at each step (a store into mapped memory, no system
 call), and one thread (`Heartbeat`) writes counts and looks for a notice twice a second. In the starting process of

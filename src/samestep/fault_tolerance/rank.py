@@ -9,11 +9,11 @@ from typing import IO, Any, Self
 
 from samestep import environment
 from samestep.errors import UserError
-from samestep.fault_tolerance import job_info, stacks
+from samestep.fault_tolerance import stacks
 from samestep.fault_tolerance.injection import Injection, spoiled
 from samestep.fault_tolerance.pace import Pace
 from samestep.fault_tolerance.preemption import Notice
-from samestep.fault_tolerance.status import Heartbeat, Phase, RankStatus
+from samestep.fault_tolerance.status import Heartbeat, Phase, RankStatus, job_info_of, write_job_info
 from samestep.job import Job, Run
 from samestep.layout import Layout
 
@@ -65,7 +65,7 @@ class RankSupervision:
     def __enter__(self) -> Self:
         folder = self._round.folder
         if folder is not None:
-            job_info.write(folder, self._rank, job_info.about(self._run))
+            write_job_info(folder, self._rank, job_info_of(self._run))
             self._stack_file = stacks.answer(folder, self._rank)
             self._beat = RankStatus(folder, self._rank)
             limit = self._run.hang_limit
@@ -108,8 +108,8 @@ class RankSupervision:
     def runs(self, layout: Layout, folder: Path) -> None:
         """The ranks have met, and agree on the run's folder."""
         if self._round.folder is not None:
-            said = replace(job_info.about(self._run), layout=str(layout), run_folder=str(folder.absolute()))
-            job_info.write(self._round.folder, self._rank, said)
+            said = replace(job_info_of(self._run), layout=str(layout), run_folder=str(folder.absolute()))
+            write_job_info(self._round.folder, self._rank, said)
 
     def check(self, total_steps: int) -> None:
         """Raise UserError for a fault that would never be committed."""

@@ -1,22 +1,28 @@
-"""A rank's status: the step it is in and the collectives it has entered, in memory that outlives the rank.
+"""What a rank and the process that started it tell each other, by files in the round's folder.
 
-The process that started the rank reads it at any time; a thread of the rank writes it, and hears that the job is to
-stop.
+A rank's status is the step it is in and the collectives it has entered, in memory that outlives the rank: the process
+that started the rank reads it at any time; a thread of the rank writes it, and hears that the job is to stop. Ranks
+also say what their job is.
 """
 
+import json
 import mmap
 import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from samestep.fault_tolerance import collective_counts, pace
+import torch.distributed as dist
+
+from samestep.fault_tolerance import pace
 from samestep.fault_tolerance.pace import Pace
+from samestep.job import Run
 
 Phase = Literal["start", "first step", "step", "evaluation", "checkpoint", "end", "left", "failed"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -142,6 +148,53 @@ def read(folder: Path, ranks: Iterable[int]) -> list[Progress]:
     return found
 
 
+# A group -> collectives entered. The group's key is its ranks and which of the groups of those ranks it is, since
+# names of groups need not be the same on all ranks.
+Counts = Mapping[str, int]
+
+
+def entered_collectives() -> Counts:
+    """How many collectives this rank has entered in each of its process groups, asked from any thread.
+
+    Reads the counters that process groups keep by themselves; a message between two ranks is not counted.
+    """
+    if not dist.is_initialized():
+        return {}
+    groups: dict[Any, Any] = dist.distributed_c10d._world.pg_group_ranks
+    found: dict[str, int] = {}
+    seen: Counter[str] = Counter()
+    for group, members in list(groups.items()):
+        if not isinstance(group, dist.ProcessGroup):  # the mark of groups that this rank is not in
+            continue
+        ranks = ",".join(map(str, sorted(members)))
+        seen[ranks] += 1
+        with suppress(RuntimeError):  # a back end that does not count
+            of: Any = group
+            found[f"{ranks}#{seen[ranks]}"] = of._get_sequence_number_for_group()
+    return found
+
+
+def write_counts(folder: Path, rank: int, entered: Counts) -> None:
+    """Leave the counts where `read_counts` finds them, never half-written."""
+    new = folder / f"counts-{rank}.new"
+    new.write_text(json.dumps(entered), encoding="utf-8")
+    new.replace(folder / f"counts-{rank}.json")
+
+
+def read_counts(folder: Path, ranks: Iterable[int]) -> dict[int, Counts]:
+    """The counts of some ranks, as their files say; a rank that has written none is left out."""
+    found: dict[int, Counts] = {}
+    for rank in ranks:
+        with suppress(FileNotFoundError):
+            found[rank] = json.loads((folder / f"counts-{rank}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def members(key: str) -> list[int]:
+    """The ranks of a group's key."""
+    return [int(rank) for rank in key.partition("#")[0].split(",")]
+
+
 _PACE_BEATS = 20  # between two words on how long steps take
 _NOTICE_FILE = "notice"  # holds the number of the signal
 
@@ -161,12 +214,12 @@ class Heartbeat:
 
     def _beat(self) -> None:
         """The thread: writes what collectives the rank has entered, how long steps take, and looks for a notice."""
-        last: collective_counts.Counts = {}
+        last: Counts = {}
         beats = 0
         while not self._stop.wait(self._apart):
-            entered = collective_counts.counts()
+            entered = entered_collectives()
             if entered != last:
-                collective_counts.write(self._folder, self._rank, entered)
+                write_counts(self._folder, self._rank, entered)
                 last = entered
             beats += 1
             if beats % _PACE_BEATS == 0:
@@ -191,5 +244,38 @@ def notice_in(folder: Path) -> int | None:
     """The number of the signal that was left for the ranks; None where none was."""
     try:
         return int((folder / _NOTICE_FILE).read_text(encoding="ascii"))
+    except FileNotFoundError:
+        return None
+
+
+_JOB_INFO_FILE = "about.json"  # in the round's folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobInfo:
+    """What a training's ranks tell the process that started them about it; it has started just some command."""
+
+    hang_limit: float | None  # seconds
+    grace_period: float  # seconds that they need to save and end
+    layout: str | None = None  # once the ranks have met
+    run_folder: str | None = None
+
+
+def job_info_of(run: Run) -> JobInfo:
+    """What is known before the ranks have met."""
+    return JobInfo(hang_limit=run.hang_limit, grace_period=run.grace_period)
+
+
+def write_job_info(folder: Path, rank: int, said: JobInfo) -> None:
+    """Leave it where `read_job_info` finds it, never half-written."""
+    new = folder / f"about-{rank}.new"
+    new.write_text(json.dumps(asdict(said)), encoding="utf-8")
+    new.replace(folder / _JOB_INFO_FILE)
+
+
+def read_job_info(folder: Path) -> JobInfo | None:
+    """What this host's ranks have said; None where they have not, or are not samestep's."""
+    try:
+        return JobInfo(**json.loads((folder / _JOB_INFO_FILE).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None

@@ -25,10 +25,9 @@ from typing import Any, Self
 
 import psutil
 
-from samestep.fault_tolerance import collective_counts, pace, stacks, status
-from samestep.fault_tolerance.collective_counts import Counts, members
+from samestep.fault_tolerance import pace, stacks, status
 from samestep.fault_tolerance.pace import Slowest
-from samestep.fault_tolerance.status import Progress
+from samestep.fault_tolerance.status import Counts, Progress, members
 
 
 class Clock:
@@ -169,7 +168,7 @@ class Elsewhere:
     """How far the ranks of other hosts are, and what they have entered."""
 
     ranks: Sequence[Progress] = ()
-    entered: Mapping[int, collective_counts.Counts] = field(default_factory=dict)
+    entered: Mapping[int, Counts] = field(default_factory=dict)
 
 
 class Watchdog:
@@ -197,7 +196,7 @@ class Watchdog:
         self.hang: Hang | None = None
         self._died_at: float | None = None
         self.last: Sequence[Progress] = ()  # how far the ranks were at the last look
-        self.entered: Mapping[int, collective_counts.Counts] = {}  # and which collectives they had entered
+        self.entered: Mapping[int, Counts] = {}  # and which collectives they had entered
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -262,7 +261,7 @@ class Watchdog:
             if seconds - looked_at > _PACE_APART:
                 looked_at = seconds
                 slowest.look(pace.read(self._folder, self._ranks))
-            self.entered = collective_counts.read(self._folder, self._ranks)
+            self.entered = status.read_counts(self._folder, self._ranks)
             others = self._elsewhere()
             everyone, entered = [*ranks, *others.ranks], {**others.entered, **self.entered}
             state = [(each.phase, each.step, each.done, each.moved_at) for each in everyone], entered
@@ -311,7 +310,7 @@ class Watchdog:
     def _find(
         self,
         everyone: Sequence[Progress],
-        entered: Mapping[int, collective_counts.Counts],
+        entered: Mapping[int, Counts],
         seconds: float,
         *,
         alone: bool,

@@ -1,22 +1,66 @@
-"""A whole handwritten training on one rank: steps, evaluations, and the files that samestep would leave."""
+"""A whole handwritten training: its ranks, steps, evaluations, and the files that samestep would leave.
 
+A launcher has started the ranks, or torch.multiprocessing.spawn does here.
+"""
+
+import sys
 import time
+import traceback
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
-from samestep.comm.leave import leave_process_group
+from samestep.errors import UserError
+from samestep.handwritten import FAILED, REFUSED
 from samestep.handwritten.loop import Loop, Step
 from samestep.job import Job
+from samestep.jobfile import load
 from samestep.launch.affinity import threads_of
 from samestep.launch.device import backend_of, device_of, peak_memory
+from samestep.launch.world import leave_process_group
 from samestep.ranks import Ranks
 from samestep.tasks.registry import resolve
 from samestep.training import usage as usages
 from samestep.training.metrics_log import Records
 from samestep.training.result import MODEL_FILE, TrainResult, write_report, write_weights
+
+
+def spawn_ranks(job: Path, folder: Path, processes: int) -> None:
+    """Start ranks as torch.multiprocessing.spawn does, and wait for all of them."""
+    with TemporaryDirectory(prefix="samestep-spawn-") as meeting:
+        # A file to meet at: no port that another job could take.
+        store = f"file://{Path(meeting).resolve()}/store"
+        spawn(_spawned, (processes, job, folder, store), nprocs=processes)
+
+
+def _spawned(rank: int, processes: int, job: Path, folder: Path, store: str) -> None:
+    """One of them."""
+    code = run_rank(
+        job, folder, Ranks(rank=rank, world_size=processes, local_rank=rank, local_world_size=processes), store
+    )
+    if code:
+        raise SystemExit(code)
+
+
+def run_rank(job: Path, folder: Path, ranks: Ranks, meet_at: str | None = None) -> int:
+    """Train as one rank; the exit code. Why a job can't be trained so, and what failed, is left in `folder`."""
+    try:
+        train(load(job).job, folder, ranks=ranks, meet_at=meet_at)
+    except UserError as error:
+        if ranks.rank == 0:
+            print(f"samestep: {error}", file=sys.stderr)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / REFUSED).write_text(str(error), encoding="utf-8")
+        return 2
+    except Exception:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{FAILED}{ranks.rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        raise
+    return 0
 
 
 def train(job: Job, folder: Path, *, ranks: Ranks, meet_at: str | None = None) -> None:

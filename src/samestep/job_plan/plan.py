@@ -1,14 +1,13 @@
 """The plan of a job: its layouts rehearsed one after the other, ranked by the time of a step."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from samestep.api import rehearse_job
 from samestep.errors import UserError
 from samestep.job import Job
-from samestep.job_plan.layouts import layouts_of
 from samestep.job_plan.machine import Machine
 from samestep.job_plan.predict import Prediction, predict
 from samestep.layout import Layout
@@ -16,13 +15,22 @@ from samestep.training.rehearsal import Rehearsal
 
 LIMIT = 120.0  # seconds of rehearsing
 
-
 _FINEST = 4  # micro-batches a pipeline rank of which more are tried: bubbles are an eighth of the step then
 _SCHEDULES = (
     "interleaved-1f1b",
     "zbv-zero-bubble",
 )  # tried with two stages a rank where a pipeline is among the best
 _REFINED = 2  # of the best pipelines, how many are tried so
+
+# Layouts that are looked at, simple ones first, and the most slices and stages that models are cut into.
+_DATA = ("dp{}", "zero1x{}", "zero2x{}", "fsdp{}")
+_OTHERS = ("tp{}", "tp{} sequence=split", "pp{}", "cp{}", "cp{} attention=ring")
+_PAIRS = (
+    "dp{0} tp{1}", "zero1x{0} tp{1}", "fsdp{0} tp{1}", "fsdp{0} tp{1} sequence=split", "pp{0} dp{1}",
+    "pp{0} zero1x{1}", "dp{0} fsdp{1}", "pp{0} tp{1}", "fsdp{0} cp{1}", "dp{0} cp{1}",
+)  # fmt: skip
+_TRIPLES = ("pp{0} dp{1} tp{2}", "pp{0} zero1x{1} tp{2}", "dp{0} fsdp{1} tp{2}")
+_LARGEST_TENSOR, _LARGEST_PIPELINE = 8, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +131,32 @@ def plan_job(
         untried=[str(each) for each in queue],
         rehearsed=[(candidate, ranks) for candidate, ranks, _ in found],
     )
+
+
+def layouts_of(devices: int) -> Iterator[str]:
+    """Layouts over so many devices: along one axis, along two, along three."""
+    if devices == 1:
+        yield "single"
+        return
+    for form in (*_DATA, *_OTHERS):
+        if _sensible(text := form.format(devices)):
+            yield text
+    pairs = [(a, devices // a) for a in range(2, devices) if devices % a == 0]
+    for form in _PAIRS:
+        yield from filter(_sensible, (form.format(*pair) for pair in pairs))
+    triples = [(a, b // c, c) for a, b in pairs for c in range(2, b) if b % c == 0]
+    for form in _TRIPLES:
+        yield from filter(_sensible, (form.format(*triple) for triple in triples))
+
+
+def _sensible(text: str) -> bool:
+    """Whether slices and stages are no more than models are cut into."""
+    for part in text.split():
+        if part.startswith("tp") and int(part[2:]) > _LARGEST_TENSOR:
+            return False
+        if part.startswith("pp") and int(part[2:]) > _LARGEST_PIPELINE:
+            return False
+    return True
 
 
 def _smaller(job: Job, candidate: Candidate, layout: Layout) -> list[Candidate]:

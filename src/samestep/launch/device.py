@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from samestep import environment
 from samestep.errors import UserError
-from samestep.ranks import has_a_tasks_accelerators
-from samestep.visible_devices import DeviceChoice
+from samestep.ranks import DeviceChoice, has_a_tasks_accelerators
 
 
 def accelerators() -> int:

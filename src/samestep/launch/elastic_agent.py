@@ -24,9 +24,9 @@ from torch.distributed.launcher.api import WorkerSpec
 
 from samestep import environment
 from samestep.errors import JobOverError
-from samestep.fault_tolerance.job_info import JobInfo
 from samestep.fault_tolerance.preemption import Signals
 from samestep.fault_tolerance.scratch import folder_in_memory, scratch
+from samestep.fault_tolerance.status import JobInfo
 from samestep.fault_tolerance.watchdog import Handle, Hang
 from samestep.launch import fork_server
 from samestep.launch.logs import RankFiles

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from samestep import environment
 from samestep.errors import UserError, closest
 from samestep.launch.environments.base import Cluster, FoundCluster, Host
-from samestep.visible_devices import DeviceChoice
+from samestep.ranks import DeviceChoice
 
 _SLOTS = re.compile(r"\d{1,6}(?:,\d{1,6})*", re.ASCII)
 _FORM = 'write HOST, or HOST:SLOT,SLOT, with @ between hosts, such as "worker-2:0,1@worker-3"'

@@ -19,8 +19,8 @@ from samestep.launch.environments.base import Cluster, FoundCluster, Host
 from samestep.launch.failure import Outcome
 from samestep.launch.forwarded_env import Variables
 from samestep.launch.node_spec import LaunchOptions, Limits, NodeSpec, Output, Starter
+from samestep.ranks import DeviceChoice
 from samestep.run_folder import RunPlace
-from samestep.visible_devices import DeviceChoice
 
 STARTERS: Mapping[str, Starter] = {
     "slurm": slurm.STARTER,

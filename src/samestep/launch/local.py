@@ -19,9 +19,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from samestep import environment
 from samestep.errors import InterruptedJobError, RankFailedError, UserError
-from samestep.fault_tolerance.job_info import JobInfo
 from samestep.fault_tolerance.preemption import TAKEN, Signals
 from samestep.fault_tolerance.scratch import scratch
+from samestep.fault_tolerance.status import JobInfo
 from samestep.job import Job
 from samestep.launch import fork_server
 from samestep.launch.elastic_agent import AgentSpec, HungError, Supervision, silent_agent

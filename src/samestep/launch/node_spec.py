@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from samestep.errors import UserError
 from samestep.launch.affinity import BindChoice
+from samestep.ranks import DeviceChoice
 from samestep.run_folder import RunPlace
-from samestep.visible_devices import DeviceChoice
 
 _SIGNS = 4  # heartbeats that must be missing before a host is silent
 

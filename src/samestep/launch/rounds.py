@@ -20,11 +20,9 @@ from typing import Any
 
 from samestep import environment
 from samestep.environment import ToldRound
-from samestep.fault_tolerance import job_info
 from samestep.fault_tolerance.fault import Fault, PendingFault, cause_of, first_step, tell
-from samestep.fault_tolerance.job_info import JobInfo
 from samestep.fault_tolerance.preemption import Signals
-from samestep.fault_tolerance.status import Progress
+from samestep.fault_tolerance.status import JobInfo, Progress, read_job_info
 from samestep.fault_tolerance.watchdog import Elsewhere, Hang, Watchdog
 from samestep.launch.rendezvous import HostRound, NodeRendezvous
 from samestep.run_folder import RunPlace
@@ -151,7 +149,7 @@ class NodeRounds:
 
     def look(self) -> None:
         """See what the ranks say of their job; to be called again and again."""
-        said = job_info.read(self._folder)
+        said = read_job_info(self._folder)
         if said is None:
             return
         if self._known is not None and said.layout is None:
@@ -304,7 +302,7 @@ class NodeRounds:
 
     def _said(self) -> JobInfo | None:
         """What the ranks have said by now: short steps are done before the agent looks again."""
-        return job_info.read(self._folder) or self._about
+        return read_job_info(self._folder) or self._about
 
 
 def say(text: str) -> None:

@@ -30,11 +30,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from samestep.comm.mesh import Mesh
-from samestep.errors import LayoutError, UserError
+from samestep.errors import UserError
 from samestep.layout import Layout
-from samestep.parallel.asking import check_asking
 from samestep.parallel.blocks import find_blocks, with_forward
 from samestep.parallel.calls import Trace
+from samestep.parallel.checks import check_asking, check_batch_norm, check_hooks
 from samestep.parallel.chunked_logits import SharedLogits, chunk_logits, share_logits
 from samestep.parallel.compile import check_compile, compile_blocks
 from samestep.parallel.complex_parameters import check_complex
@@ -126,11 +126,11 @@ class _Spreading:
         keep_no_cache(model)
         check_complex(model, layout, precision)
         if layout.zero >= 2 or layout.tensor > 1 or layout.pipeline > 1 or layout.expert > 1:
-            _check_hooks(model, layout)
+            check_hooks(model, layout)
         if layout.cuts_model or layout.zero or layout.expert > 1:
             _make_contiguous(model)
         if layout.pipeline > 1:
-            _check_batch_norm(model, layout)
+            check_batch_norm(model, layout)
         self.joins = find_batch_buffers(model, details.batch_buffers, layout)
         # The table is made while the model is still whole: its shapes and names are what checkpoints and proofs go
         # by.
@@ -396,24 +396,3 @@ def _make_contiguous(model: nn.Module) -> None:
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-
-
-def _check_hooks(model: nn.Module, layout: Layout) -> None:
-    """Raise LayoutError for hooks on gradients: here other tensors, or parts of them, take the parameters' place."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise LayoutError(
-                f'layout "{layout}": {name} has a hook on its gradient (register_hook), which would not be called '
-                "with the whole of it; use dp or zero1, or change the gradient in the forward, such as by a mask on "
-                "the parameter"
-            )
-
-
-def _check_batch_norm(model: nn.Module, layout: Layout) -> None:
-    """Raise LayoutError for batch norm in a pipeline, of which no rank ever has the whole batch at once."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise LayoutError(
-                f'layout "{layout}": {name} ({type(module).__name__}) would take its statistics from one '
-                "micro-batch's samples, which is another step than one process takes; use group norm"
-            )

@@ -30,13 +30,12 @@ from torch.utils.checkpoint import checkpoint
 
 from samestep.data.order import bounds
 from samestep.errors import UserError
-from samestep.parallel import tokens
+from samestep.parallel import collectives, tokens
 from samestep.parallel.attributes import wrap_forward
 from samestep.parallel.blocks import repeated_layers
 from samestep.parallel.calls import Trace
 from samestep.parallel.context.messages import gradient_summed
 from samestep.parallel.sharding import whole
-from samestep.parallel.tensor import collectives
 
 # What a tensor is asked without its values.
 _FACTS = frozenset(

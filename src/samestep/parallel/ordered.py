@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from samestep.comm.agree import largest
 from samestep.comm.mesh import Mesh
+from samestep.comm.messages import largest
 from samestep.data.loader import MicroBatch
 from samestep.data.order import bounds
 from samestep.errors import UserError

@@ -1,7 +1,7 @@
 """ParallelModel: a model spread over ranks. How it takes micro-batches, and where its parameters are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from samestep.data.loader import MicroBatch
 from samestep.layout import Layout
+from samestep.parallel.calls import Trace
 from samestep.parallel.chunked_logits import SharedLogits
 from samestep.parallel.ddp import average_experts, average_what_is_whole
 from samestep.parallel.deferred_init import InitialValues
@@ -19,7 +20,6 @@ from samestep.parallel.exact import generators
 from samestep.parallel.exact.batch_buffers import BatchBuffers
 from samestep.parallel.exact.buffers import RepeatedForwards, check_buffers, versions
 from samestep.parallel.exact.forward_context import ForwardContext
-from samestep.parallel.findings import Findings
 from samestep.parallel.fsdp import put_back
 from samestep.parallel.late_parameters import LateParameters
 from samestep.parallel.offload.memory import HostMemory, MappedFile
@@ -34,6 +34,27 @@ from samestep.tasks.base import call
 # From the model's output for a micro-batch to what backward starts from.
 Term = Callable[[Any, MicroBatch], Tensor]
 Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slices:
+    """With which modules left whole a sliced model has given the output of the whole one."""
+
+    whole: Mapping[str, str]  # module -> why
+    by_head: Collection[str]  # columns that are laid out head by head
+    able: bool  # whether logits can stay in slices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What the first of the ranks that are rehearsed one after the other has found out about their model.
+
+    Ranks of one pipeline build the same model and follow the same example, of a Llama of 80 layers for seconds each
+    time. What that tells is the same for all of them. Ranks that run find out by themselves, each for its own.
+    """
+
+    traces: list[Trace] = field(default_factory=list)  # none or one
+    slices: dict[Sequence[Any], Slices] = field(default_factory=dict)  # by the lists whose tokens are split
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from samestep.comm.agree import largest
-from samestep.comm.gather import all_gather_uneven
 from samestep.comm.mesh import Mesh
+from samestep.comm.messages import all_gather_uneven, largest
 from samestep.layout import Layout
 from samestep.parallel.zero1 import Owners, buckets
 

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore
 
 from samestep.comm.shared_memory import region
-from samestep.comm.shared_memory.host import host_identity, host_of_each
-from samestep.comm.shared_memory.region import NoRegionError
+from samestep.comm.shared_memory.region import NoRegionError, host_identity, host_of_each
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.parallel.sharding import Part, ShardTable, Slice

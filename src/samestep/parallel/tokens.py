@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from samestep.comm.gather import all_gather_uneven, reduce_scatter_uneven
+from samestep.comm.messages import all_gather_uneven, reduce_scatter_uneven
 from samestep.data.order import bounds
 
 Group = dist.ProcessGroup

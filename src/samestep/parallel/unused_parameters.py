@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from samestep.comm.agree import largest
+from samestep.comm.messages import largest
 from samestep.errors import UserError
 from samestep.parallel.sharding import local
 from samestep.parallel.valueless import has_values

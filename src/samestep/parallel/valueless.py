@@ -20,8 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from samestep.comm.observer import HostsObservers, decomposes
-from samestep.comm.operands import operands
+from samestep.comm.observer import HostsObservers, decomposes, operands
 
 _LARGEST = 1 << 22  # elements of a tensor that keeps its values
 _SEND, _RECEIVE = "send", "recv_"

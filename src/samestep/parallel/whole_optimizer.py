@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.comm.agree import largest
 from samestep.comm.mesh import Mesh
+from samestep.comm.messages import largest
 from samestep.parallel.joined_optimizer import follow
 from samestep.parallel.optimizer_kinds import Make
 from samestep.parallel.sharding import Placed, ShardTable, local, places_of

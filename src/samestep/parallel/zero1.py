@@ -28,8 +28,8 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from samestep.comm.agree import largest
 from samestep.comm.mesh import Mesh
+from samestep.comm.messages import largest
 from samestep.parallel.joined_optimizer import rebuild
 from samestep.parallel.late_parameters import LateParameters, Message
 from samestep.parallel.optimizer_kinds import Make

@@ -13,12 +13,11 @@ from samestep.errors import UserError
 from samestep.layout import Layout, Recompute, Schedule
 from samestep.planning.hardware import Cluster
 from samestep.planning.memory import RankMemory, fits, memory_of, offloaded_bytes
-from samestep.planning.offload import offloads_of
 from samestep.planning.pipeline_events import SPLIT_BACKWARD
 from samestep.planning.shapes import Transformer
 from samestep.planning.software import Software
 from samestep.planning.stage_time import Job
-from samestep.planning.step_time import StepTime, step_time
+from samestep.planning.step_time import StepTime, offloads_of, step_time
 
 _PLAYED = 24  # of the best by estimate, how many are played event by event
 _MOST_STAGES = 64

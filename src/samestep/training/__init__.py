@@ -9,7 +9,7 @@ In the order of reading:
 - `checkpointing`, `state`: when a checkpoint is saved, and what of a training goes into it.
 - `model_checks`: what is checked of the model on the ranks. `as_built`, `rounding`, `update_rule`,
   `nonfinite_values`: parts of a proof.
-- `step_timing`: a few steps of a job, timed. `rehearsal`, `step_work`: steps without values, and the work in them.
+- `rehearsal`, `step_work`: steps without values, and the work in them.
 
 What a training is made of, and who calls whom: `fit` builds a `Training` (task, loader, session, optimizer), `loop`
 takes its steps, and hands each step's values to `metrics_log` a step later. `checkpointing` and `evaluation` are

@@ -32,9 +32,8 @@ from samestep.job import Job
 from samestep.launch.world import World
 from samestep.layout import MESH_DIMENSIONS, Layout
 from samestep.parallel.deferred_init import InitialModel, forget_values
-from samestep.parallel.findings import Findings
 from samestep.parallel.nests import tensors_in
-from samestep.parallel.parallel_model import Details
+from samestep.parallel.parallel_model import Details, Findings
 from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.parallel.valueless import Mail, NotSentYet, Valueless
 from samestep.tasks.base import Task

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from samestep.comm.observer import Observer
-from samestep.comm.operands import operands
+from samestep.comm.observer import Observer, operands
 
 _COUNTED = frozenset({"aten", "prims", "fsdp"})
 # FSDP2's copies into a gathered buffer, out of it, and of gradients into what is scattered: one a message of a unit.

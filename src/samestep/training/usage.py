@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from samestep.comm.observer import Observer
-from samestep.comm.operands import operands
+from samestep.comm.observer import Observer, operands
 from samestep.comm.traffic import Traffic
 from samestep.parallel.holdings import Holdings
 from samestep.parallel.valueless import has_values

@@ -17,11 +17,10 @@ from samestep.comm.shared_memory import build, compiled, interpreted, region
 from samestep.comm.shared_memory.build import NoKernelError
 from samestep.comm.shared_memory.compiled import CompiledKernel
 from samestep.comm.shared_memory.hierarchical import HierarchicalKernel, Hosts
-from samestep.comm.shared_memory.host import host_identity, host_of_each
 from samestep.comm.shared_memory.interpreted import InterpretedKernel
 from samestep.comm.shared_memory.kernel import MOST_RANKS, HostKernel, Place
 from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup, gloo_group
-from samestep.comm.shared_memory.region import NoRegionError
+from samestep.comm.shared_memory.region import NoRegionError, host_identity, host_of_each
 
 NAME = "samestep"
 

@@ -2,7 +2,7 @@
 
 Why no name: a named segment in /dev/shm stays when all its processes are killed, and fills the memory of the host. A
 memfd is freed by the kernel when its last descriptor and its last mapping are gone. Other ranks open it through
-/proc/<pid>/fd of rank 0, which works within one PID namespace for one user (`host.host_identity` asks for both).
+/proc/<pid>/fd of rank 0, which works within one PID namespace for one user (`host_identity` asks for both).
 Liveness: each rank holds a POSIX lock on byte `rank` of the file. Such locks belong to a process and end with it, so
 that a peer that was killed is noticed without a heartbeat.
 """
@@ -10,6 +10,7 @@ that a peer that was killed is noticed without a heartbeat.
 import fcntl
 import mmap
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from pathlib import Path
 from torch.distributed import Store
 
 _SHARED_MEMORY = Path("/dev/shm")
+# Two containers on one machine have other network namespaces, and the same boot identity.
+_IDENTITIES = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/pid", "/proc/self/ns/user")
 
 
 class NoRegionError(Exception):
@@ -112,3 +115,22 @@ def share(store: Store, rank: int, ranks: int, size: int, make: Callable[[int], 
             os.close(file)
         raise NoRegionError(found)
     return Region(file=file, memory=memory)
+
+
+def host_identity() -> str:
+    """What is the same for two processes that can share memory: the machine's start, its namespaces, the user."""
+    found = [socket.gethostname(), str(os.getuid())]
+    for path in map(Path, _IDENTITIES):
+        if path.is_symlink():
+            found.append(str(path.readlink()))
+        elif path.is_file():
+            found.append(path.read_text(encoding="ascii").strip())
+    return " ".join(found)
+
+
+def host_of_each(store: Store, rank: int, ranks: int, identity: str) -> list[int]:
+    """The host of each rank, numbered in the order of the ranks. Every rank of the group must call this."""
+    store.set(f"host/{rank}", identity)
+    found = [store.get(f"host/{each}").decode() for each in range(ranks)]
+    hosts = list(dict.fromkeys(found))
+    return [hosts.index(each) for each in found]

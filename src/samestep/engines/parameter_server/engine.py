@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from samestep.comm.mesh import new_group
 from samestep.data.order import Place
 from samestep.engines.base import Abilities, Engine, Preparation
-from samestep.engines.native import NativeTrainer
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.parameter_server import settings as reading
 from samestep.engines.parameter_server.member import ServerSetup
 from samestep.engines.parameter_server.messages import PointToPoint

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.engines.native import NativeTrainer
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.parameter_server.messages import PointToPoint
 from samestep.engines.parameter_server.settings import Roles, Settings
 from samestep.engines.parameter_server.shards import Chunk, FlatParameters

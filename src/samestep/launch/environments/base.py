@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from samestep.errors import UserError
 from samestep.launch.network import is_address, is_ours
-from samestep.visible_devices import DeviceChoice
+from samestep.ranks import DeviceChoice
 
 # What a host's slots were counted from. Ranks may share cores; an accelerator, or a slot that somebody wrote down, is
 # for one rank.

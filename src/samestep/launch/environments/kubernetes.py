@@ -9,8 +9,7 @@ import yaml
 
 from samestep.errors import UserError
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Slots, Variables, unnamed
-from samestep.ranks import in_pytorchjob
-from samestep.visible_devices import DeviceChoice
+from samestep.ranks import DeviceChoice, in_pytorchjob
 
 
 class PyTorchJob:

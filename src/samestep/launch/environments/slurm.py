@@ -21,8 +21,7 @@ from samestep.launch.environments.base import (
 )
 from samestep.launch.node_spec import AgentCommand, LaunchOptions, NodeSpec, Starter
 from samestep.launch.remote_agent import agent_command
-from samestep.ranks import accelerators, counts, in_slurm_step
-from samestep.visible_devices import DeviceChoice
+from samestep.ranks import DeviceChoice, accelerators, counts, in_slurm_step
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 _PLAIN = re.compile(r"[\w.-]*", re.ASCII)

@@ -22,7 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from samestep.comm.gather import all_gather, reduce_scatter_uneven
+from samestep.comm.messages import all_gather, reduce_scatter_uneven
 from samestep.errors import UserError
 from samestep.parallel.context.messages import Shares, all_parts, exchange, own_part, summed_part
 from samestep.parallel.context.ring import WITHOUT_DROPOUT, ring_attention

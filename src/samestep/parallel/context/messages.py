@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from samestep.comm.gather import all_gather, reduce_scatter_uneven
+from samestep.comm.messages import all_gather, reduce_scatter_uneven
 from samestep.parallel.exact.forward_context import Positions
 
 # The fewest tokens of a part: attention takes a lone query for one that is decoded after others.

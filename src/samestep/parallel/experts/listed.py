@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from samestep.data.order import bounds
 from samestep.errors import UserError
+from samestep.parallel.collectives import exchange, exchange_counts
 from samestep.parallel.exact.forward_context import ForwardContext
-from samestep.parallel.experts.messages import exchange, exchange_counts
 from samestep.parallel.trace import imagine
 from samestep.parallel.unused_parameters import depending
 

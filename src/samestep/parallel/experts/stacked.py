@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from samestep.parallel.experts.messages import exchange, exchange_counts
+from samestep.parallel.collectives import exchange, exchange_counts
 from samestep.parallel.unused_parameters import depending
 
 Key = int | str  # of an argument: its position, or its name

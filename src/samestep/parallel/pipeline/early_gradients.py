@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from samestep.comm.agree import largest
 from samestep.comm.mesh import Mesh
+from samestep.comm.messages import largest
 from samestep.parallel.pipeline.schedule import Action
 from samestep.parallel.sharding import GradientMessage
 from samestep.parallel.zero1 import BUCKET_BYTES, Owners, buckets

@@ -21,13 +21,14 @@ from samestep.comm.mesh import Mesh
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.parallel import collectives
 from samestep.parallel.attributes import Attributes, wrap_forward
 from samestep.parallel.blocks import are_of_one_kind
 from samestep.parallel.calls import Seen, Trace, seen_in
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
-from samestep.parallel.findings import Findings, Slices
+from samestep.parallel.parallel_model import Findings, Slices
 from samestep.parallel.sharding import Part, ShardTable, Slice
-from samestep.parallel.tensor import collectives, layers, sequence_parallel
+from samestep.parallel.tensor import layers, sequence_parallel
 from samestep.parallel.tensor.compare import Comparison, Departure, Output, output_of, pattern_of
 from samestep.parallel.tensor.layers import InputMessage, Message, Region, multihead
 from samestep.parallel.tensor.modules import divide, outputs_dim, outputs_of

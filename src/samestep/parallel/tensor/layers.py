@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from samestep.parallel import collectives
 from samestep.parallel.attributes import replace_forward
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.low_rank import base_of, updates_of
-from samestep.parallel.tensor import collectives
 from samestep.parallel.tensor.modules import is_conv1d
 from samestep.parallel.valueless import has_values
 

@@ -22,11 +22,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from samestep.comm.agree import largest
+from samestep.comm.messages import largest
+from samestep.parallel import collectives
 from samestep.parallel.attributes import replace_forward
 from samestep.parallel.chunked_logits import ChunkedLogits
 from samestep.parallel.sharding import whole
-from samestep.parallel.tensor import collectives
 from samestep.parallel.tensor.layers import product_of, with_bias
 from samestep.parallel.valueless import has_values
 from samestep.tasks.base import Batch, sum_and_count

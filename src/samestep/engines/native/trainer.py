@@ -1,4 +1,4 @@
-"""The native engine: samestep's own step on torch.distributed, the same code for one rank and for many.
+"""The native trainer: samestep's own step on torch.distributed, the same code for one rank and for many.
 
 How a step is weighed. A task's loss gives a sum and a count for a micro-batch: sum_m over its terms (samples, or
 tokens that aren't masked) and count_m. One process would minimise sum / count over the global batch. Here:
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,20 +24,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.data.loader import MicroBatch, StepBatch
-from samestep.engines.base import Abilities, Checkpointed, Engine, Loss, Preparation, Skipping, StepReport, TurnTaking
-from samestep.engines.precision import Precision, parameter_dtype
-from samestep.engines.setup import TrainerSetup, spread_as
+from samestep.engines.base import Checkpointed, Loss, Skipping, StepReport, TurnTaking
+from samestep.engines.setup import TrainerSetup
 from samestep.errors import UserError, index_errors_explained
-from samestep.layout import AttentionOption, Layout, Offload
 from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
 from samestep.parallel.joined_optimizer import Joined
-from samestep.parallel.layout_failure import LayoutFailures
 from samestep.parallel.master_weights import MasterWeights
 from samestep.parallel.offload.optimizer import OffloadedOptimizer
 from samestep.parallel.rounded_state import RoundedState
 from samestep.parallel.sharding import Entry, ShardTable, local
-from samestep.parallel.spread_optimizer import spread_optimizer
 from samestep.parallel.state_shards import (
     OptimizerToFill,
     Piece,
@@ -475,86 +471,3 @@ def _alike(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     yield from kinds.values()
-
-
-class Native(Engine):
-    """Layouts by PyTorch's own parts, optimizer and step by samestep."""
-
-    name = "native"
-    abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"pipeline", "replicate", "shard", "expert", "context", "tensor"}),
-        precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
-        recompute=frozenset({"none", "selective", "full"}),
-        offload=frozenset(get_args(Offload)),
-        attention=frozenset(get_args(AttentionOption)),
-        checkpoints=True,
-        batch_buffers=True,
-        complex_parameters=True,
-        compiles=True,
-        chunks_loss=True,
-        profiles=True,
-        buckets=True,
-        shared_memory=True,
-        sparse_rows=True,
-        shares_replicas=True,
-        ordered=True,
-        skips=True,
-        sends_less=True,
-        adapters=True,
-        own_optimizers=True,
-        averages=True,
-        master_weights=True,
-        attention_dropout=True,
-        gathers=True,
-        several_losses=True,
-        turns=True,
-    )
-    trainer_class: type[NativeTrainer] = NativeTrainer
-
-    def can_fill(self, layout: Layout) -> bool:
-        """Whether the model may be built without memory, and filled by `spread` with what a rank holds."""
-        # Slicing holds the sliced model's output against the whole one's, which takes the whole one.
-        # So does sharing out experts.
-        return layout.tensor == layout.expert == 1 and (layout.zero >= 2 or layout.pipeline > 1)
-
-    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
-        """Spread model and optimizer. What PyTorch raises meanwhile becomes a LayoutError with a module's name."""
-        failures = LayoutFailures(model, how.layout)
-        with failures.told():
-            return self._prepare(model, how, failures)
-
-    def _prepare(self, model: nn.Module, how: Preparation, failures: LayoutFailures) -> NativeTrainer:
-        """The trainer for what the job asks: one of three special steps, or the native one."""
-        if how.communication is not None:
-            from samestep.engines.less_communication import prepare
-
-            return prepare(model, how, how.communication, failures)
-        if how.details.virtual_ranks is not None:
-            from samestep.engines.ordered import prepare as prepare_ordered
-
-            return prepare_ordered(model, how, failures)
-        if how.details.share_replicas and how.layout.size > 1:
-            from samestep.engines.shared_replicas import prepare as prepare_shared
-
-            return prepare_shared(model, how, failures)
-        in_precision = Precision(how.precision, how.device)
-        spread_model = spread_as(model, how, in_precision)
-        optimizer = spread_optimizer(
-            how.optimizer_of(model.named_parameters()),
-            how.layout,
-            how.mesh,
-            how.device,
-            spread_model=spread_model,
-            offload_folder=how.details.offload_folder,
-            master_dtype=parameter_dtype(how.precision) if how.master_weights else None,
-        )
-        setup = TrainerSetup(
-            how=how,
-            model=model,
-            spread_model=spread_model,
-            optimizer=optimizer,
-            schedule=how.schedule_of(optimizer),
-            precision=in_precision,
-            failures=failures,
-        )
-        return self.trainer_class(setup)

@@ -1,7 +1,7 @@
-"""Forwards that ask for values: where ranks with parts of a model or of its tokens decide the same, and where not.
+"""What a model has that a layout would not keep as one process has it: refused in one sentence, before any step.
 
-Why it matters: ranks of one model that took different branches would wait for each other's messages for ever, or take
-another step than one process. Values of the inputs alone are the same on all ranks of a model, and don't count here.
+Hooks on gradients and batch norm are seen in the model as it is built; whether its forward decides by values, in the
+trace of it.
 """
 
 from functools import partial
@@ -14,8 +14,32 @@ from samestep.parallel.blocks import caller_of, find_blocks, is_list_of_like, wi
 from samestep.parallel.calls import Trace
 
 
+def check_hooks(model: nn.Module, layout: Layout) -> None:
+    """Raise LayoutError for hooks on gradients: here other tensors, or parts of them, take the parameters' place."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise LayoutError(
+                f'layout "{layout}": {name} has a hook on its gradient (register_hook), which would not be called '
+                "with the whole of it; use dp or zero1, or change the gradient in the forward, such as by a mask on "
+                "the parameter"
+            )
+
+
+def check_batch_norm(model: nn.Module, layout: Layout) -> None:
+    """Raise LayoutError for batch norm in a pipeline, of which no rank ever has the whole batch at once."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise LayoutError(
+                f'layout "{layout}": {name} ({type(module).__name__}) would take its statistics from one '
+                "micro-batch's samples, which is another step than one process takes; use group norm"
+            )
+
+
 def check_asking(model: nn.Module, layout: Layout, seen: Trace) -> None:
     """Raise LayoutError where what a forward decides by values would be decided otherwise by a part of the model.
+
+    Ranks of one model that took different branches would wait for each other's messages for ever, or take another
+    step than one process. Values of the inputs alone are the same on all ranks of a model, and don't count here.
 
     A stage of a pipeline has the values of its own blocks alone. A rank with a part of the tokens may decide for each
     token, as a mixture of experts does, and not for all. Slices of matrices change no value.

@@ -1,11 +1,13 @@
-"""The messages of sliced layers over whole tokens, forward and backward (Shoeybi et al. 2019, section 3: f and g).
+"""The messages of sliced layers and of shared experts, forward and backward.
 
-`copy` and `reduce` are each other's backward, so a loss may take gradients of gradients through them.
+               forward       backward           where
+    copy       identity      all-reduce         before columns: each rank's gradient is of its own features only
+    reduce     all-reduce    identity           after a row layer: each rank's output is a part of the sum
+    gather     all-gather    own slice          where what follows is computed by every rank alike
+    exchange   all-to-all    all-to-all back    rows for experts that other ranks hold
 
-             forward       backward        where
-    copy     identity      all-reduce      before columns: each rank's gradient is of its own features only
-    reduce   all-reduce    identity        after a row layer: each rank's output is a part of the sum
-    gather   all-gather    own slice       where what follows is computed by every rank alike
+`copy` and `reduce` (Shoeybi et al. 2019, section 3: f and g) are each other's backward, and `exchange` its own, so a
+loss may take gradients of gradients through them.
 
 "Replicated computation": every rank of the group goes on with the same numbers and so has the same gradient; adding
 these up would count it as often as there are ranks, which is why `reduce` and `gather` don't.
@@ -14,6 +16,7 @@ these up would count it as often as there are ranks, which is why `reduce` and `
 # PyTorch's stub of backward takes any number of gradients; these functions give one.
 # pyright: reportIncompatibleMethodOverride=false
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from samestep.comm.gather import all_gather_uneven
+from samestep.comm.messages import all_gather_uneven
 
 Group = dist.ProcessGroup
 
@@ -39,6 +42,21 @@ def reduce(x: Tensor, group: Group) -> Tensor:
 def gather(x: Tensor, group: Group, lengths: list[int], dim: int) -> Tensor:
     """All ranks' parts along a dimension, for replicated computation; backward takes this rank's part."""
     return _Gather.apply(x, group, lengths, dim)  # pyright: ignore[reportReturnType]
+
+
+def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """The rows [sum(receive), ...] that the ranks of a group have for this one, in the order of the ranks.
+
+    `rows` [sum(send), ...]: those for rank 0 first. Backward sends every gradient back to where its row came from.
+    """
+    return _Exchange.apply(rows, list(send), list(receive), group)  # pyright: ignore[reportReturnType]
+
+
+def exchange_counts(counts: Tensor, group: Group) -> Tensor:
+    """What every rank of a group says to this one: [ranks, ...] from [ranks, ...], one row for each."""
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts.contiguous(), group=group)
+    return received
 
 
 class _Copy(torch.autograd.Function):
@@ -79,6 +97,27 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient.split(ctx.lengths, ctx.dim)[dist.get_rank(ctx.group)].contiguous(), None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Every rank runs it in every forward and in every backward, also with no row to send and none to receive."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+        """All-to-all of rows; backward is the same with the counts exchanged."""
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        # Recomputation ends once it has all tensors that backward wants. Where experts have no row here they want
+        # none, and this rank would leave the exchange out.
+        ctx.save_for_backward(rows.new_empty(0))
+        received = rows.new_empty((sum(receive), *rows.shape[1:]))
+        dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Rows' gradients go back to the ranks that sent the rows, also where there are none."""
+        _ = ctx.saved_tensors
+        return exchange(gradient, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:

@@ -1,10 +1,14 @@
-"""All-gather and reduce-scatter of one tensor: a message is one tensor, not a list of them, and is copied no oftener.
+"""Messages of one tensor: all-gather and reduce-scatter of parts, and the largest of flags and small numbers.
 
-A back end such as NCCL sends a list of tensors through a buffer of its own, which it fills and empties by copies.
+A back end such as NCCL sends a list of tensors through a buffer of its own, which it fills and empties by copies. So
+a message is one tensor here, not a list of them, and is copied no oftener.
 
 Shapes, for n ranks and parts [..., length r of rank r, ...] along `dim`: all-gather gives [..., sum of the lengths,
 ...]; reduce-scatter takes that and gives [..., own length, ...]. Messages go along dimension 0, so that each rank's
 part is one piece of memory; parts of unlike lengths are padded to the longest with zeros, which are cut off again.
+
+Flags and small numbers are for the ranks' hosts to act on, and no host waits for an accelerator. A few integers cost
+what a wait costs: they go along with other messages where that can be.
 """
 
 from collections.abc import Sequence
@@ -59,3 +63,22 @@ def padded(part: Tensor, length: int, dim: int) -> Tensor:
         shape[dim] = missing
         part = torch.cat([part, part.new_zeros(shape)], dim)
     return part.contiguous()
+
+
+def host_of(group: dist.ProcessGroup, device_type: str) -> torch.device:
+    """Where a group's ranks tell each other what the host has to know: on the CPU, where the group can.
+
+    To read what came out of a message on an accelerator, the host would wait until all that was asked of the device
+    before is done.
+    """
+    cpu = torch.device("cpu")
+    return cpu if cpu in group._device_types else torch.device(device_type)
+
+
+def largest(values: Sequence[int], group: dist.ProcessGroup, device_type: str) -> list[int]:
+    """The largest of what the ranks give in each place; every rank must ask, for as many."""
+    # MAX answers "does any rank ...?" for flags, and "do all say the same?" for a number and its negative: they do
+    # where the two largest are each other's negatives.
+    message = torch.tensor(values, dtype=torch.int64, device=host_of(group, device_type))
+    dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+    return message.tolist()
