@@ -46,11 +46,11 @@ class HeldBack(Slow):
 
 
 def _tell_when_it_waits(file: Path, thread: int, before: Counts) -> None:
-    """Leave the file when the thread is in backward and has entered the two collectives of a step."""
+    """Leave the file when the thread is in backward and has entered the collective of its gradients."""
     while True:
         time.sleep(0.02)
         entered, frame = entered_collectives(), sys._current_frames()[thread]
-        if sum(entered.values()) >= sum(before.values()) + 2 and "torch/autograd/" in frame.f_code.co_filename:
+        if sum(entered.values()) >= sum(before.values()) + 1 and "torch/autograd/" in frame.f_code.co_filename:
             _leave(file, entered, frame.f_code.co_name)
             return
 
