@@ -170,7 +170,7 @@ class OnHosts:
         file.write_text(yaml.safe_dump(jobfile.plain(job), allow_unicode=True), encoding="utf-8")
         command = [sys.executable, "-W", "ignore", "-m", "samestep", "launch", "--hostfile", str(self._hostfile)]
         command += ["--nodes", f"1:{len(self._bed.workers)}", "--bind", "none"]
-        # Those of the job are for `train` without hosts.
+        # `launch` does not read the job's max_restarts.
         command += ["--max-restarts", str(job.run.max_restarts), "--", "-m", "samestep", "train"]
         variables = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
         running = self._bed.controller.start([*command, str(file)], env=variables, cwd=self._place)

@@ -76,9 +76,9 @@ class _Inside:
 
 
 def _wrapped(inner: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    # A method of a small object. An object that can be called, and partial(), the compiler takes for another with
-    # each module, and compiles each of a list of like blocks anew. A nested function copy.deepcopy hands on as it is:
-    # a copy of a module would compute with the weights of the first.
+    # A bound method of a small object, for two reasons. The compiler guards callable objects and partial() by their
+    # identity, so it would recompile for every block. copy.deepcopy doesn't copy a nested function, so the copy of a
+    # module would compute with the original's weights.
     def forward(inside: _Inside, *arguments: Any, **keywords: Any) -> Any:
         return inside.around(inside.inner, *arguments, **keywords)
 
@@ -89,7 +89,7 @@ def _wrapped(inner: Callable[..., Any], around: Callable[..., Any]) -> Callable[
     of_inner = inspect.signature(inner)
     first = inspect.Parameter("inside", inspect.Parameter.POSITIONAL_ONLY)
     vars(unbound)["__signature__"] = of_inner.replace(parameters=[first, *of_inner.parameters.values()])
-    # Not an attribute of `forward` itself: whoever wraps it in turn copies those.
+    # `__signature__` is not set on `forward` itself: functools.wraps would copy it to a function around this one.
     vars(forward)["__wrapped__"] = unbound
     return MethodType(forward, _Inside(inner=inner, around=around))
 

@@ -3,7 +3,7 @@
                forward       backward           where
     copy       identity      all-reduce         before columns: each rank's gradient is of its own features only
     reduce     all-reduce    identity           after a row layer: each rank's output is a part of the sum
-    gather     all-gather    own slice          where what follows is computed by every rank alike
+    gather     all-gather    own slice          where all ranks compute the same from here on
     exchange   all-to-all    all-to-all back    rows for experts that other ranks hold
 
 `copy` and `reduce` (Shoeybi et al. 2019, section 3: f and g) are each other's backward, and `exchange` its own, so a

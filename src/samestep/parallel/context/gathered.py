@@ -177,8 +177,8 @@ def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now:
 
     def on_all_tokens(inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         leaves, form = pytree.tree_flatten((arguments, keywords))
-        # A tensor that is given twice is gathered once. It is not found by its id(), which the compiler takes for a
-        # constant: it would compile the block anew for every tensor.
+        # A tensor that is given twice is gathered once. It is compared with `is`: the compiler guards the value of
+        # id(), and would recompile the block for every tensor.
         taken: list[tuple[Tensor, Tensor]] = []
         for index, leaf in enumerate(leaves):
             if index in which.inputs:

@@ -453,7 +453,7 @@ class _Slicer:
         keys = [(identity, sequence_parallel.keys_of(call, identity)) for identity in split]
         owner = self._model.get_submodule(unit.owner)
         inner: Callable[..., Any] = owner.forward
-        # Without the identities, which differ from block to block: the compiler would compile each anew.
+        # Without the identities: the compiler would guard their values, and recompile for each block.
         all_places = [places for _, places in keys]
 
         def forward(*arguments: Any, **keywords: Any) -> Any:
