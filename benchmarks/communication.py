@@ -49,7 +49,7 @@ FASTER = Words("times as fast as {}", "是 {} 的几倍快")
 BUS = Words("bus bandwidth, GB/s", "总线带宽，GB/s")
 COPY = Words("memory copy, GB/s", "内存拷贝，GB/s")
 RANKS = Words("{} ranks:", "{} 个 rank：")
-TAKEN_OVER = "all-reduce,reduce-scatter,all-gather,broadcast,barrier"  # by shared memory, from gloo
+TAKEN_OVER = "all-reduce,reduce,reduce-scatter,all-gather,broadcast,barrier"  # by shared memory, from gloo
 FITS = (
     COLLECTIVE,
     TRANSPORT,
