@@ -27,6 +27,7 @@ from samestep.parallel.init_recorder import Record, Recording, Region, Unrecorda
 from samestep.parallel.valueless import has_values
 
 _CPU = torch.device("cpu")
+_MANY_OBJECTS = 100_000  # what PyTorch alone has made once it is imported is three times as many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ def build_recorded(make: Callable[[], nn.Module]) -> InitialModel:
 
 def _record(make: Callable[[], nn.Module]) -> InitialModel:
     """Build under the recorder. Raises Unrecordable where a tensor's values can't be repeated."""
-    with _new_objects_alone():
+    with new_objects_alone():
         with recorded() as recording:
             model = make()
         if recording.trouble:
@@ -201,9 +202,13 @@ def _regions(model: nn.Module, recording: Recording) -> dict[str, Region]:
 
 
 @contextmanager
-def _new_objects_alone() -> Iterator[None]:
-    """Leave all that was there before to the side of Python's garbage collector, which is slow to walk through it."""
-    if gc.get_freeze_count():  # somebody else's, who would find it unfrozen
+def new_objects_alone() -> Iterator[None]:
+    """Freeze all that was there before: Python's garbage collector takes tenths of a second to walk through it.
+
+    What somebody else has frozen stays so. `gc.get_freeze_count` counts object by object, so it comes second: where
+    few are left to walk through, there is nothing to gain.
+    """
+    if len(gc.get_objects()) < _MANY_OBJECTS or gc.get_freeze_count():
         yield
         return
     gc.freeze()

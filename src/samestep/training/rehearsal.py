@@ -31,7 +31,7 @@ from samestep.errors import UserError, described, place_of
 from samestep.job import Job
 from samestep.launch.world import World
 from samestep.layout import MESH_DIMENSIONS, Layout
-from samestep.parallel.deferred_init import InitialModel, forget_values
+from samestep.parallel.deferred_init import InitialModel, forget_values, new_objects_alone
 from samestep.parallel.nests import tensors_in
 from samestep.parallel.parallel_model import Details, Findings
 from samestep.parallel.pipeline.schedule import micro_batches
@@ -257,21 +257,11 @@ class _RehearsedTraining(Training):
                     take()
                 else:
                     stack.enter_context(work)
-                    stack.enter_context(_old_objects_left())
+                    gc.collect()
+                    stack.enter_context(new_objects_alone())
                     _, usage = usages.measured(session.trainer, take, counted)
         assert usage is not None  # a job has at least a sample, and steps go over its samples again and again
         return usage, counted.found(), work.found()
-
-
-@contextmanager
-def _old_objects_left() -> Iterator[None]:
-    """Garbage collection that leaves alone what is there already: hundreds of thousands of objects."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _few_of(batch: StepBatch, layout: Layout) -> StepBatch:
