@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of garbage collections: several hundred thousand objects, and many tests collect."""
+    """Leave what was imported, several hundred thousand objects, out of the garbage collections of all tests."""
     gc.collect()
     gc.freeze()
 
