@@ -32,10 +32,18 @@ WORDS = {
         "files",
         "of them with 40 lines or fewer",
         "lines of code",
+        "lines of code a file",
         "comments and docstrings, of all lines that aren't blank",
         "files from `train` to `backward`",
     ),
-    "zh": ("文件", "其中不超过 40 行的", "代码行", "注释和 docstring 占非空行", "从 `train` 到 `backward` 的文件"),
+    "zh": (
+        "文件",
+        "其中不超过 40 行的",
+        "代码行",
+        "每个文件的代码行",
+        "注释和 docstring 占非空行",
+        "从 `train` 到 `backward` 的文件",
+    ),
 }
 HEADS = {"en": ("", "before", "today"), "zh": ("", "以前", "现在")}
 _BLANK = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING}
@@ -91,7 +99,13 @@ def main() -> None:
 
 
 def shown(found: Figures) -> list[str]:
-    return [f"{found.files:,}", f"{found.short:,}", f"{found.code:,}", f"{found.comments:.1%}", str(found.stack)]
+    a_file = f"{found.code / found.files:.0f}"
+    return [
+        *(f"{number:,}" for number in (found.files, found.short, found.code)),
+        a_file,
+        f"{found.comments:.1%}",
+        str(found.stack),
+    ]
 
 
 def figures(source: Path) -> Figures:
