@@ -136,7 +136,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when they are first asked for: `import samestep` alone doesn't wait for PyTorch."""
+    """Import a public name on first access, so that `import samestep` alone doesn't import PyTorch."""
     if name == "__version__":
         from importlib.metadata import version
 

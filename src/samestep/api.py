@@ -74,7 +74,7 @@ def verify(
 
 
 def dry_run(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> Sequence[Usage]:
-    """What each rank of a job would hold and send: its ranks start, build, take three steps, and write nothing.
+    """Measure what each rank of a job holds and sends: the ranks start, build, take three steps, and write nothing.
 
     `run` is as for `train`, and so are the errors.
     """
@@ -82,7 +82,7 @@ def dry_run(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> Sequ
 
 
 def train_job(job: Job) -> TrainResult:
-    """Train a job. Where this process is already one of many ranks, it takes its part; else it starts them."""
+    """Train a job: as one rank where a launcher has started this process, else on ranks that are started here."""
     round_ = Round.told()
     if round_ is not None:
         job = _of_round(job, round_)
@@ -102,7 +102,7 @@ def train_job(job: Job) -> TrainResult:
 
 
 def _of_round(job: Job, round_: Round) -> Job:
-    """The job of ranks that their hosts' agents have started, perhaps again and with fewer or more hosts."""
+    """Adapt a job to the round of its ranks: resume after a restart, and take a layout that fits the world size."""
     job = again(job) if round_.number > 0 else job
     if round_.run_folder is not None:
         job = replace(job, run=replace(job.run, folder=round_.run_folder))
@@ -119,7 +119,7 @@ def _of_round(job: Job, round_: Round) -> Job:
 
 
 def _trained(job: Job, layout: Layout) -> TrainResult | InterruptedJobError | NonFiniteError:
-    """Train in this process where it is a rank already, or one is enough; else start ranks, with restarts."""
+    """Train in this process where it is a rank already or one rank is enough; else start ranks, with restarts."""
     if environment.ranks() is not None or not needs_ranks(job, layout):
         return _train_rank(job, layout)
     folder = RunPlace.of(job).chosen()  # the same for every round
@@ -130,7 +130,7 @@ def _trained(job: Job, layout: Layout) -> TrainResult | InterruptedJobError | No
 def _train_rank(
     job: Job, layout: Layout, round_: Round | None = None
 ) -> TrainResult | InterruptedJobError | NonFiniteError:
-    """`round_`: None for that which this rank was told, where it was told one."""
+    """Train on this rank. `round_`: None for the round that the node's agent has told this rank, if any."""
     round_ = round_ or Round.told() or Round()
     if round_.number > 0:
         job = again(job)
@@ -141,7 +141,7 @@ def _train_rank(
         supervision.joined()
         try:
             result = fit_with_rollbacks(job, resolve_task(job.recipe), world, layout, supervision)
-        except (InterruptedJobError, NonFiniteError) as error:  # they leave in good order, as after the last step
+        except (InterruptedJobError, NonFiniteError) as error:  # all ranks handle it, and leave the group in order
             return error
         if world.rank == 0 and (result.folder / SCHEDULE_FILE).exists():
             draw_schedule(result.folder)
@@ -149,7 +149,7 @@ def _train_rank(
 
 
 def _smaller(job: Job, layout: Layout) -> tuple[Job, Layout] | None:
-    """The job with the largest layout of fewer ranks that it can have."""
+    """Return the job with the largest smaller layout that passes the preflight checks; None if there is none."""
     for candidate in smaller(layout, job.run.min_processes):
         found = replace(job, run=replace(job.run, layout=str(candidate), processes=None, inject=()))
         try:
@@ -162,14 +162,14 @@ def _smaller(job: Job, layout: Layout) -> tuple[Job, Layout] | None:
 
 
 def dry_run_job(job: Job) -> Sequence[Usage]:
-    """What each rank of a job would hold and send. Where this process is one of the ranks, it takes its part."""
+    """Measure what each rank of a job holds and sends. In a process that is already a rank, run that rank's part."""
     job, layout = _settled(job)
     preflight(job, layout)
     return _on_ranks(rank_tasks.dry_run_rank, job, layout)
 
 
 def dry_run_layouts(job: Job, layouts: Sequence[str]) -> dict[str, Sequence[Usage] | str]:
-    """`dry_run_job` under each of some layouts, or why the job can't have it. Ranks start once for each size."""
+    """Run `dry_run_job` under each layout; refused layouts map to the reason. Ranks start once for each size."""
     found: dict[str, Sequence[Usage] | str] = {}
     fitting: dict[str, Layout] = {}
     for text in layouts:
@@ -186,17 +186,17 @@ def dry_run_layouts(job: Job, layouts: Sequence[str]) -> dict[str, Sequence[Usag
 
 
 def time_steps_job(job: Job, *, steps: int = 6) -> Sequence[StepTiming]:
-    """Seconds of a step on each rank, after the first steps, and what each held: ranks start, and write nothing."""
+    """Time steps on each rank (seconds), and report what each held: ranks start, and write nothing."""
     job, layout = _settled(job)
     preflight(job, layout)
     return _on_ranks(rank_tasks.time_steps_rank, job, layout, steps)
 
 
 def rehearse_job(job: Job, world_size: int) -> Sequence[Rehearsal]:
-    """What ranks of a job of so many processes would hold and send, of a pipeline some stages'; none of them starts.
+    """Rehearse ranks of a job with `world_size` processes in this process: what each would hold and send.
 
-    See `samestep.training.rehearsal`. Raises UserError for what would fail on the cluster, and for what can't be
-    rehearsed.
+    None of the ranks is started; of a pipeline some stages are rehearsed. See `samestep.training.rehearsal`. Raises
+    UserError for what would fail on the cluster, and for what can't be rehearsed.
     """
     if world_size < 1:
         raise UserError(f"--world is {world_size}; use the number of processes, 1 or more")
@@ -219,10 +219,10 @@ def verify_job(
     precision: str | None = None,
     reference_device: DeviceChoice = "auto",
 ) -> Proof:
-    """Hold a job's layout against one process. Rank 0, or this process, takes the reference's steps first.
+    """Compare a layout's first steps with those of one process, which rank 0 or this process takes first.
 
-    They are taken on `reference_device`: the job's own device, or the CPU. Where the steps are others, and this
-    process starts the ranks, both sides take them once more, and the proof says where they depart.
+    The reference runs on `reference_device`: the job's own device, or the CPU. If the steps differ and this process
+    starts the ranks, both sides take them once more to find where they depart.
     """
     if steps < 1:
         raise UserError(f"steps is {steps}; it must be 1 or more")
@@ -253,10 +253,10 @@ def verify_layouts(
     held_out: int | None = None,
     reference_device: DeviceChoice = "auto",
 ) -> list[Row]:
-    """Hold each layout against one process, which takes its steps once for all of them.
+    """Compare each layout's first steps with those of one process, which takes its steps once for all layouts.
 
-    `held_out` is how many held-out samples are evaluated, None: all; `reference_device` as for `verify_job`. A
-    layout that this job can't have is a row with the reason. Raises UserError for what is wrong with the job.
+    `held_out` is how many held-out samples are evaluated, None: all; `reference_device` as for `verify_job`. A layout
+    that this job can't have is a row with the reason. Raises UserError for what is wrong with the job.
     """
     if job.run.engine_config is not None:
         raise UserError("--layouts goes without run.engine_config, which is for one layout; use --layout")
@@ -288,7 +288,7 @@ def verify_layouts(
 
 
 def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[BitsRow]:
-    """Hold the bits of a job's ordered steps under each layout against those of one process, and time both ways.
+    """Compare the bits of a job's ordered steps under each layout with those of one process, and time both kinds.
 
     A layout that this job can't have is a row with the reason. Raises UserError for what is wrong with the job.
     """
@@ -321,7 +321,7 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
 
 
 def _rows(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, Row]:
-    """Layouts of one number of ranks, in one start of them. Where any goes wrong, in a start each."""
+    """Verify layouts of one world size with one start of ranks; after a failure, with a start for each layout."""
     try:
         return _in_one_start(job, layouts, steps, known)
     except (UserError, RankFailedError) as error:
@@ -330,7 +330,7 @@ def _rows(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference)
             for text, layout in layouts.items():
                 rows |= _rows(job, {text: layout}, steps, known)
             return rows
-        # The job is fine with one process, so what a user could have got wrong is the layout.
+        # The job has passed with one process, so a UserError is about the layout.
         (text,), message = layouts, str(error)
         if isinstance(error, UserError):
             row = Row(job=_name_of(job), layout=text, reason=message)
@@ -340,7 +340,7 @@ def _rows(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference)
 
 
 def _usages(job: Job, layouts: Mapping[str, Layout]) -> dict[str, Sequence[Usage] | str]:
-    """What ranks hold under layouts of one size, in one start of them; where any goes wrong, in a start each."""
+    """Dry-run layouts of one world size with one start of ranks; after a failure, with a start for each layout."""
     try:
         found = _on_ranks(rank_tasks.dry_run_rank_many, job, next(iter(layouts.values())), list(layouts.values()))
     except (UserError, RankFailedError) as error:
@@ -354,7 +354,7 @@ def _usages(job: Job, layouts: Mapping[str, Layout]) -> dict[str, Sequence[Usage
 
 
 def _in_one_start(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, Row]:
-    """Proofs of several layouts of one size in one start of ranks: starting costs more than the steps."""
+    """Verify several layouts of one world size with one start of ranks, which takes longer than the steps."""
     size = next(iter(layouts.values()))
     proofs = _on_ranks(rank_tasks.verify_rank_many, job, size, list(layouts.values()), steps, known)
     rows: dict[str, Row] = {}
@@ -367,7 +367,7 @@ def _in_one_start(job: Job, layouts: Mapping[str, Layout], steps: int, known: Re
 
 
 def _alone(job: Job) -> Job:
-    """The job as one process does it, which sends nothing."""
+    """Return the job with the layout `single` and without compressed communication."""
     run = replace(job.run, layout="single", processes=None)
     return replace(job, recipe=replace(job.recipe, communication=None), run=run)
 
@@ -381,7 +381,7 @@ def _run(layout: str | Layout, run: dict[str, Any]) -> Run:
 
 
 def layout_of(job: Job) -> Layout:
-    """The job's layout, with what it left open filled from the number of processes."""
+    """Return the job's layout; a size that its text leaves open is filled in from the number of processes."""
     ranks = environment.ranks()
     text, processes = job.run.layout, job.run.processes
     if ranks is not None:
@@ -392,7 +392,7 @@ def layout_of(job: Job) -> Layout:
 
 
 def check_job(job: Job, task: Task | None = None, *, here: bool = True) -> Task:
-    """Find what can't work before any process starts, and return the task, which is built where none is given.
+    """Check a job before any process starts, and return its task, which is built unless given.
 
     With `here` false all ranks are on other hosts, whose accelerators are not known.
     """
@@ -400,7 +400,7 @@ def check_job(job: Job, task: Task | None = None, *, here: bool = True) -> Task:
 
 
 def _settled(job: Job, layout: Layout | None = None) -> tuple[Job, Layout]:
-    """The job and its layout, or another, with what the engine's configuration says where the job leaves it open."""
+    """Return the job and its layout (or the given one), completed by the engine's own configuration."""
     engine = engines.resolve(job.run.engine)
     layout = layout_of(job) if layout is None else layout
     engines.check(engine, layout, job.recipe.precision, job.run.engine_config)
@@ -411,7 +411,7 @@ def _settled(job: Job, layout: Layout | None = None) -> tuple[Job, Layout]:
 
 
 def _check_contract(job: Job, layout: Layout, task: Task, *, dropout: bool = True) -> None:
-    """Check the task's contract once for all ranks: in the process that starts them, or as the first of them."""
+    """Check the task's contract once for all ranks: in the process that starts them, or on rank 0."""
     ranks = environment.ranks()
     if job.run.check and (ranks is None or ranks.rank == 0):
         recipe = replace(job.recipe, dropout=job.recipe.dropout and dropout)
@@ -420,14 +420,14 @@ def _check_contract(job: Job, layout: Layout, task: Task, *, dropout: bool = Tru
 
 
 def _on_ranks(function: Callable[..., Any], job: Job, layout: Layout, *arguments: Any) -> Any:
-    """Call a function in every rank: here where this process is one of them, or the only one."""
+    """Call a function on every rank: here if this process is a rank or the only one, else on ranks started here."""
     if environment.ranks() is not None or layout.size == 1:
         return function(job, layout, *arguments)
     return local.start(*_call(function, job, layout, *arguments), layout.size)
 
 
 def _call(function: Callable[..., Any], job: Job, layout: Layout, *arguments: Any) -> local.Call:
-    """What each of the ranks of a layout on this host does: the function, on cores and with threads of its own."""
+    """Return the call for each rank of a layout on this host: the function, on the rank's cores and threads."""
     threads = threads_of(layout.size, job.run.threads)
     own = bindings(this_machine(), layout.size, job.run.bind)
     if job.run.threads is None and environment.asked_threads() is None:

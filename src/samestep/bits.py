@@ -26,7 +26,7 @@ _WARM_UP = 2  # steps that are not timed: state and buffers are made in them
 
 @dataclass(frozen=True, kw_only=True)
 class BitsTaken:
-    """What some steps gave on one side; parameters and optimizer state are in a checkpoint."""
+    """Results of one side's steps; parameters and optimizer state are in the checkpoint."""
 
     losses: Sequence[float]
     grad_norms: Sequence[float]
@@ -38,7 +38,7 @@ class BitsTaken:
 
 @dataclass(frozen=True, kw_only=True)
 class BitsRow:
-    """A layout held against one process: what has other bits, and the price of having the same."""
+    """One layout compared with one process: what differs in its bits, and the step times of both kinds of sum."""
 
     layout: str
     steps: int = 0
@@ -54,7 +54,7 @@ class BitsRow:
 
     @property
     def passed(self) -> bool:
-        """Whether it has the same bits, or had a reason not to be there."""
+        """Whether the bits are the same, or the layout was refused."""
         return self.reason is not None or self.same_bits
 
     @property
@@ -68,7 +68,7 @@ class BitsRow:
 
     @property
     def cost(self) -> float | None:
-        """How many times as long an ordered step takes as a fast one."""
+        """Time of an ordered step / time of a fast step."""
         return self.ordered_seconds / self.fast_seconds if self.ordered_seconds and self.fast_seconds else None
 
     def to_json(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class BitsRow:
 def take_bits(
     job: Job, task: Task, world: World, layout: Layout, steps: int, folder: Path, threads: int
 ) -> BitsTaken:
-    """Take a job's first steps in order, save them into `folder`, and time fast ones with so many threads a rank."""
+    """Take a job's first steps with ordered sums, save them into `folder`, and time fast steps with `threads`."""
     ordered = Training(job, task, world, layout)
     losses: list[float] = []
     grad_norms: list[float] = []
@@ -152,7 +152,7 @@ def compare_bits(layout: str, mine: BitsTaken, theirs: BitsTaken) -> BitsRow:
 
 
 def _numbers(of: str, mine: Sequence[float], theirs: Sequence[float]) -> list[str]:
-    """Which of some numbers differ in their bits: `hex` tells 0.0 from -0.0."""
+    """Return the numbers whose bits differ; `hex` distinguishes 0.0 from -0.0."""
     if len(mine) != len(theirs):
         return [f"{len(mine)} of {len(theirs)} {of}s"]
     return [f"{of} {number}" for number, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a.hex() != b.hex()]
@@ -172,6 +172,6 @@ def _tensors(ours: Tensors, whole: Tensors, names: Sequence[str]) -> Iterator[st
 
 
 def _other_bits(mine: Tensor, theirs: Tensor) -> int:
-    """How many numbers have other bits."""
+    """Count the numbers whose bits differ."""
     a, b = (as_real(each).reshape(-1, 1).contiguous().view(torch.uint8) for each in (mine, theirs))
     return int((a != b).any(1).sum())

@@ -83,7 +83,7 @@ def _measure(options: argparse.Namespace) -> int:
     check_sizes(asked, processes)
     report = measured(asked, processes)
     if report is None:
-        return 0  # the first rank tells it
+        return 0  # only rank 0 prints
     output_files.write_json(options.json, report.to_json())
     if options.plot is not None:
         write_plot(report, options.plot)

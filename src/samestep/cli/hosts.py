@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     cores = [in_words(each) for each in bindings(this_machine(), ranks, options.bind)] if ranks else []
     shown = hosts_shown(found, options.layout, cores)
     if not job_options.is_main():
-        return 0  # of many that a launcher has started, one tells it
+        return 0  # of many processes that a launcher has started, rank 0 alone prints
     output_files.write_json(options.json, shown.to_json())
     print_hosts(shown)
     return 0

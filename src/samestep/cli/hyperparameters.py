@@ -18,11 +18,11 @@ _THEIRS = ("sagemaker_", "_tuning")
 
 
 def overrides(environ: Mapping[str, str], flags: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Dotted key, value and source of each hyperparameter in SM_HPS; none where that is not set.
+    """Return dotted key, value and source of each hyperparameter in SM_HPS; empty if it is not set.
 
     A name is a dotted key (recipe.optimizer.lr), a flag of the command line (layout, micro-batch: `flags` has their
-    keys), or a key of the recipe or its optimizer alone (seed, lr); dashes and underscores are the same.
-    Raises UserError for what is none of them.
+    keys), or a key of the recipe or its optimizer alone (seed, lr); dashes and underscores are the same. Raises
+    UserError for any other name.
     """
     found: dict[str, tuple[str, str, str]] = {}
     names = _names(flags)
@@ -37,9 +37,9 @@ def overrides(environ: Mapping[str, str], flags: Mapping[str, str]) -> list[tupl
 
 
 def without(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """A command line without the hyperparameters that SageMaker has put behind it: SM_HPS says them all.
+    """Remove from a command line the hyperparameters that SageMaker has appended: SM_HPS holds them all.
 
-    What stands behind a -- is the command of another program, which may want them.
+    With a -- in the command line nothing is removed: what follows it is another program's command.
     """
     given = _json(environ, "SM_USER_ARGS", list, 'a list such as ["--lr","1e-3"]') or []
     words = [str(word) for word in given]
@@ -66,7 +66,7 @@ def _json(environ: Mapping[str, str], name: str, kind: type, wanted: str) -> Any
 
 
 def _names(flags: Mapping[str, str]) -> dict[str, str]:
-    """Every short name and its key."""
+    """Map each short name to its dotted key."""
     from dataclasses import fields
 
     from samestep.recipe import AdamW, Recipe

@@ -36,13 +36,13 @@ _OWN_FLAGS = {
     "profile": ("run.profile.folder", ""),
 }
 
-# What a flag has as its value where it stands without one, and the key and the value that it then sets.
+# The value of a flag that is given without one, and the key and value that such a flag sets.
 BARE = ""
 _BARE_FLAGS = {"profile": ("run.profile", "{}")}
 
 
 class Once(argparse.Action):
-    """A flag that may stand once, since its second value would take the place of the first in silence."""
+    """Action of a flag that may be given once; argparse would silently take the last value."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         if getattr(namespace, self.dest) is not None:
@@ -51,7 +51,7 @@ class Once(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = (), *, job: bool = True) -> None:
-    """`job`: whether there must be a job file."""
+    """Add the options of a job. `job`: whether the job file is required."""
     parser.add_argument("job", type=Path, nargs=None if job else "?", metavar="JOB.yaml", help="the job file")
     for flag, (_, text) in _FLAGS.items():
         if flag in without:
@@ -79,7 +79,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace, file: Path | None = None) -> "LoadedJob":
-    """The job file, or another one, with the command line's values over it. Raises UserError."""
+    """Load the job file (or `file`) with the command line's overrides. Raises UserError."""
     from samestep import environment, jobfile
     from samestep.cli import hyperparameters
 
@@ -100,9 +100,10 @@ def load(options: argparse.Namespace, file: Path | None = None) -> "LoadedJob":
 
 
 def prepare(job: "Job", options: argparse.Namespace) -> None:
-    """Import what trains a job, which takes seconds, and start the server that its ranks will be forked from.
+    """Import what training needs (this takes seconds), and start the fork server for the job's ranks.
 
-    The server is a fork of this process, unless that runs a program of a user's: then it imports meanwhile.
+    The server is a fork of this process. Where a user's program called `main`, it is a new process, which imports
+    meanwhile.
     """
     with _uncollected():
         from samestep.launch import fork_server
@@ -116,10 +117,10 @@ def prepare(job: "Job", options: argparse.Namespace) -> None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Import inside, without garbage collection.
+    """Suspend garbage collection during imports, and freeze what they made.
 
-    Imports make hundreds of thousands of objects that stay. To look for garbage among them takes a tenth of their
-    time, and tenths of a second in the collections after them and at the process's end, unless they are frozen.
+    Imports make hundreds of thousands of objects that stay. Collections during the imports take a tenth of their
+    time; those after them and at exit take tenths of a second unless the objects are frozen.
     """
     was_enabled = gc.isenabled()
     first = "samestep.api" not in sys.modules
@@ -141,7 +142,7 @@ def print_config(loaded: "LoadedJob") -> int:
 
 
 def is_main() -> bool:
-    """Whether this process is the one that talks: rank 0, or one that no launcher started."""
+    """Whether this process prints messages: rank 0, or one that no launcher started."""
     from samestep import environment
 
     try:
@@ -152,10 +153,7 @@ def is_main() -> bool:
 
 
 def tell_launcher(message: str) -> bool:
-    """Leave a message for samestep's agent, which ends this rank as soon as another one has ended.
-
-    Whether there is such an agent.
-    """
+    """Write a message to the error file that samestep's agent reads; return whether this rank has one."""
     from samestep import environment
 
     if (file := environment.error_file()) is None:

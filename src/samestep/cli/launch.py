@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _launch(options)
     except UserError as error:
-        # Told here: in a pod, variables call this process a rank, and only the first rank would tell it.
+        # Printed here: in a pod, variables make this process a rank, and `main` prints on rank 0 only.
         print(f"samestep: {error}", file=sys.stderr)
         return 2
 

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from samestep.launch.launcher import LaunchRequest
     from samestep.ranks import DeviceChoice
 
-# What `samestep train` has from its job, under names of its own.
+# Options that `samestep train` takes from its job, by their names in the job.
 OF_LAUNCH = ("device", "engine", "threads", "max_restarts", "grace_period")
 
-# Rounds that may follow a fault where hosts may come and go: with none, no host could be lost.
+# Default of --max-restarts for an elastic job: with 0, the loss of one host would end it.
 ELASTIC_RESTARTS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
-    """All options of a launch, but those of `without`."""
+    """Add all options of a launch except those in `without`."""
     add_hosts(parser)
     start = parser.add_argument_group("start", "over SSH, or by the same command on each host")
     add = _Adder(start, without)
@@ -128,18 +128,18 @@ class _Adder:
 
 
 def named_hosts(options: argparse.Namespace) -> list[str]:
-    """The flags with which hosts were named or filtered."""
+    """Return the flags by which the user named or filtered hosts."""
     names = ("hostfile", "ray", "place", "include", "exclude", "num_nodes", "num_procs")
     return [flag(name) for name in names if getattr(options, name) is not None]
 
 
 def flag(name: str) -> str:
-    """An option as the user writes it, of the name that it has here."""
+    """Return the flag on the command line for an option's name in the namespace."""
     return "--" + name.replace("_", "-")
 
 
 def cluster_from(options: argparse.Namespace, device: "DeviceChoice") -> "FoundCluster":
-    """The hosts that a job on such devices takes, and how they came to be known. Raises UserError."""
+    """Find the hosts of a job, filtered by the options, and how they were found. Raises UserError."""
     from samestep import environment
     from samestep.launch.environments.base import PlaceInputs
     from samestep.launch.environments.registry import find
@@ -160,7 +160,7 @@ def cluster_from(options: argparse.Namespace, device: "DeviceChoice") -> "FoundC
 
 
 def found_from(options: argparse.Namespace, device: "DeviceChoice") -> "FoundCluster":
-    """The hosts of a job on such devices. Raises UserError."""
+    """Find the hosts of a job; with --no-ssh, this host alone. Raises UserError."""
     if not options.no_ssh or options.hostfile is not None or options.ray is not None:
         return cluster_from(options, device)
     # Each host by itself: how many there are is said, not found, and this is one of them.
@@ -176,7 +176,7 @@ def found_from(options: argparse.Namespace, device: "DeviceChoice") -> "FoundClu
 
 
 def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwise: Any) -> "LaunchRequest":
-    """What the options say of the start; `otherwise`: what is known from elsewhere. Raises UserError."""
+    """Build a LaunchRequest from the options; values in `otherwise` take precedence. Raises UserError."""
     from samestep.launch.launcher import LaunchRequest, parse_nodes
 
     own: dict[str, Any] = {name: otherwise.get(name, getattr(options, name, None)) for name in OF_LAUNCH}
@@ -226,7 +226,7 @@ def launch(options: argparse.Namespace, found: "FoundCluster", wanted: "LaunchRe
 
 
 def check(wanted: "LaunchRequest") -> None:
-    """Raise UserError for what can be seen to be wrong before any host is."""
+    """Raise UserError for a wrong engine, binding or time limit, before any host is looked for."""
     from samestep.launch.affinity import check_choice
     from samestep.launch.script_env import registry
 
@@ -236,7 +236,7 @@ def check(wanted: "LaunchRequest") -> None:
 
 
 def variables_from(options: argparse.Namespace) -> "Variables":
-    """What goes to every host. Raises UserError."""
+    """Gather the environment variables for every host. Raises UserError."""
     from samestep import environment
     from samestep.launch.forwarded_env import files_of, gather
 
@@ -265,13 +265,13 @@ def _words(flag: str, text: str) -> tuple[str, ...]:
 
 
 def wishes(options: argparse.Namespace) -> bool:
-    """Whether any option of a launch is given, in a command that has them beside its own."""
+    """Whether any option of a launch differs from its default."""
     parser = _own_parser()
     return any(getattr(options, name) != value for name, value in vars(parser.parse_args([])).items())
 
 
 def words_of_others(words: Sequence[str]) -> list[str]:
-    """The words of a command line that are no options of a launch, in their order."""
+    """Return the words of a command line that are not options of a launch, in their order."""
     return _own_parser().parse_known_args(words)[1]
 
 
@@ -293,9 +293,9 @@ _OF_NO_POD = ("no_ssh", "node_rank", "master_addr", "master_port", "ssh", "remot
 
 
 def words_in_a_pod(options: argparse.Namespace) -> list[str]:
-    """The options of a launch that go into the command of a pod, where they are not as they are anyway.
+    """Return the options of a launch for the command in a pod, except those at their defaults.
 
-    Raises UserError for one that means nothing there.
+    Raises UserError for an option that has no effect there.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_arguments(parser)

@@ -51,7 +51,7 @@ COMMANDS = (
     doctor,
 )
 
-_FIRST_TELLS = 2.0  # seconds in which rank 0 makes the same mistake, and tells it
+_FIRST_TELLS = 2.0  # seconds that other ranks wait, so that rank 0 prints the message that all have
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.own_process = arguments is None  # else a program of a user's has called
         return options.run(options)
     except UserError as error:
-        # A launcher's ranks make the same mistake together, before they meet; one of them tells it.
+        # All ranks of a launcher raise the same error before they meet; rank 0 prints it.
         told = job_options.tell_launcher(f"samestep: {error}")
         if job_options.is_main():
             print(f"samestep: {error}", file=sys.stderr)
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells a mistake as every other one is told: in one message, without the usage before it."""
+    """Parser that raises UserError, which is printed as one message without the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; `{self.prog} --help` says what there is")

@@ -13,7 +13,7 @@ from samestep.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser, **helps: str) -> None:
-    """An option for each file, by its name, and --force, by which they replace what is there."""
+    """Add an option for each output file, and --force, which lets them replace existing files."""
     for name, text in helps.items():
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
     flags = " and ".join(f"--{name}" for name in helps)

@@ -16,7 +16,7 @@ _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    # What a plan looks for, and what does not change it.
+    # Options that the plan itself decides, and options that don't affect it.
     without = ("layout", "processes", "engine", "device", "checkpoint-every", "max-restarts", "folder")
     job_options.add_arguments(parser, without=without, job=False)
     parser.add_argument(

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise UserError for options that don't go with a job file."""
+    """Raise UserError for options that can't be combined with a job file."""
     if options.top < 1:
         raise UserError(f"--top is {options.top}; use 1 or more")
     for name in _OF_MODELS:
@@ -71,7 +71,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def machine_of(options: argparse.Namespace, job: "Job") -> "Machine":
-    """The machine that options name, or this one."""
+    """Return the cluster that --gpu and its options describe, or this machine."""
     from samestep.job_plan.machine import devices_of, this_machine
     from samestep.launch.device import accelerators
     from samestep.planning.hardware import cluster_of

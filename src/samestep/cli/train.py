@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _with_layout(options: argparse.Namespace, job: "Job") -> "Chosen":
-    """The job with the layout that is found for it, which is told, and why."""
+    """Find a layout for the job, and print why it was chosen."""
     if options.world is not None:
         raise UserError("layout auto is of the processes of this machine, and --world of others; name a layout")
     job_options.prepare(job, options)
@@ -113,7 +113,7 @@ def _with_layout(options: argparse.Namespace, job: "Job") -> "Chosen":
 
 
 def _print_beside(chosen: "Chosen", result: "TrainResult") -> None:
-    """The plan beside the run, which keeps it for samestep doctor."""
+    """Print the plan beside the run's measurements, and save it into the run's folder for `samestep doctor`."""
     from samestep.doctor.run_files import read_run
     from samestep.job_plan.auto import beside_lines
     from samestep.job_plan.beside import terms, write_plan
@@ -125,7 +125,7 @@ def _print_beside(chosen: "Chosen", result: "TrainResult") -> None:
 
 
 def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
-    """The same command as ranks on hosts, checked here before any of them starts."""
+    """Start this command as ranks on the hosts found; the job is checked here first."""
     from samestep import environment
     from samestep.launch.launcher import world_of
     from samestep.run_folder import RunPlace
@@ -137,7 +137,7 @@ def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
         options,
         ("-m", "samestep", *launch_options.words_of_others(options.command_line)),
         device=job.run.device,
-        engine="torch",  # what every engine of samestep finds its ranks by
+        engine="torch",  # the variables from which each engine of samestep reads its rank
         threads=job.run.threads,
         max_restarts=job.run.max_restarts if ("run", "max_restarts") in loaded.sources else None,
         grace_period=job.run.grace_period,

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _bits(options: argparse.Namespace, loaded: "LoadedJob") -> int:
-    """A line for each layout. Refused layouts are a mistake where no other one was asked for."""
+    """Print a row for each layout. Raises UserError if all layouts were refused."""
     if options.more:
         raise UserError(f"{options.more[0]} is a second job file, and --bits takes one; prove them one by one")
     if options.precision is not None:
@@ -95,7 +95,7 @@ def _bits(options: argparse.Namespace, loaded: "LoadedJob") -> int:
 
 
 def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
-    """Every job under every layout. A refused layout is no failure; a step that is not the same is one."""
+    """Verify every job under every layout. A refused layout does not count as a failure; a different step does."""
     from samestep.api import verify_layouts
     from samestep.display.tables import print_matrix
     from samestep.matrix import layouts_of
@@ -109,7 +109,7 @@ def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
 
 
 def _how(options: argparse.Namespace) -> dict[str, Any]:
-    """What proofs of one layout and of many both take."""
+    """Return the arguments common to the proofs of one layout and of many."""
     return {
         "steps": options.steps,
         "dropout": options.dropout,

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _proof(options: argparse.Namespace) -> "ScriptProof":
-    """What is asked for. Raises UserError for what can be seen to be wrong before anything is started."""
+    """Build a ScriptProof from the options. Raises UserError for wrong options before anything is started."""
     from samestep.launch.launcher import parse_command
     from samestep.launch.script_env import registry
     from samestep.script_proof.runs import ScriptProof, words
@@ -99,7 +99,7 @@ def _proof(options: argparse.Namespace) -> "ScriptProof":
         raise UserError("--bits is for run.reduction: ordered of a job file, which a script has not; leave it out")
     engine = options.engine or "torch"
     registry.check(engine)
-    registry.check_installed(engine)  # the run alone is on this host
+    registry.check_installed(engine)  # the script alone runs on this host
     commands: Mapping[str, Any] = {
         name: words(f"--{name}", getattr(options, name)) if getattr(options, name) is not None else None
         for name in ("script", "alone", "then")

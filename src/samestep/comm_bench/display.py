@@ -31,7 +31,7 @@ def console() -> Console:
 
 
 def print_report(report: Report, out: Console | None = None) -> None:
-    """Times beside the limit, the fitted models, and what went wrong."""
+    """Print times beside the limit, the fitted models, and wrong results."""
     out = out or console()
     out.print(_times(report))
     if report.fits:
@@ -102,7 +102,7 @@ def _fits(report: Report) -> Table:
 
 
 def limit_lines(limits: Limits) -> list[str]:
-    """The link between hosts, in words; nothing on one host."""
+    """Describe the link between hosts in words; empty on one host."""
     if limits.interface is None and limits.stream is None:
         return []
     told = f"link between hosts: {limits.interface or 'interface not known'}"
@@ -136,7 +136,7 @@ def _numbers(values: Sequence[int]) -> str:
 
 
 def print_support(found: Support, out: Console | None = None) -> None:
-    """A table for each back end and device, then why some can't be had and what does not work."""
+    """Print a table for each back end and device, then the transports left out and the reasons of failures."""
     out = out or console()
     for (transport, device), rows in found.tables().items():
         out.print(_support_table(f"{transport} with tensors on {device}, tried on {found.ranks} ranks", rows))
@@ -191,7 +191,7 @@ def rate_in_words(rate: float | None) -> str:
 
 
 def _share(bus: float, limit: float) -> str:
-    """A share of the limit in percent, with a digit more where it is small."""
+    """Format bus bandwidth / limit in percent, with one decimal below 10 %."""
     share = bus / limit
     return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}" if share >= 0.00095 else "<0.1%"
 
@@ -200,7 +200,7 @@ _PLOTLY_DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def check_file(file: Path | None) -> None:
-    """Raise UserError for a kind of picture that can't be made."""
+    """Raise UserError for a file format that can't be written."""
     if file is None:
         return
     if file.suffix not in (".svg", ".html"):

@@ -25,7 +25,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?", re.IGNORECASE | re.ASC
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes of each size in a list such as "1KB,1MB", ascending, none twice. Raises UserError."""
+    """Parse a list of sizes such as "1KB,1MB" to bytes, ascending, without duplicates. Raises UserError."""
     sizes = [_parse(word.strip()) for word in text.split(",")]
     return tuple(sorted(set(sizes)))
 
@@ -52,23 +52,23 @@ def size_in_words(size: float) -> str:
 
 
 def in_words(sizes: Sequence[int]) -> str:
-    """The first and the last of sizes, and how many there are."""
+    """Describe a range of sizes: how many, the first and the last."""
     if len(sizes) == 1:
         return size_in_words(sizes[0])
     return f"{len(sizes)} sizes, {size_in_words(sizes[0])} to {size_in_words(sizes[-1])}"
 
 
-# Of the largest message that a rank holds: what it gives, what it takes, and what a back end puts beside them.
+# Buffers of the largest message that a rank holds: input, output, and one of the back end.
 _COPIES = 3
 _OF_A_PROCESS = 300 * 2**20  # bytes of a process that has imported PyTorch
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommRequest:
-    """What should be run, on how many ranks."""
+    """What `samestep comm` measures: collectives, message sizes, device and time."""
 
     collectives: tuple[str, ...] = tuple(COLLECTIVES)
-    sizes: tuple[int, ...] = USUAL  # bytes
+    sizes: tuple[int, ...] = USUAL  # seconds of samples for one row
     device: DeviceChoice = "auto"
     seconds: float = 0.3  # that the samples of one row may take
 
@@ -82,9 +82,9 @@ def check_collectives(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def processes_of(wanted: int | None, device: DeviceChoice) -> int:
-    """How many ranks take part: those that a launcher has started, or as many as are to be started here.
+    """Return the number of ranks: those that a launcher has started, or those to start here.
 
-    Raises UserError where they are fewer than 2, or more than the accelerators of this host.
+    Raises UserError if they are fewer than 2, or more than this host's accelerators.
     """
     ranks = environment.ranks()
     if ranks is not None:
@@ -105,7 +105,7 @@ def processes_of(wanted: int | None, device: DeviceChoice) -> int:
 
 
 def check_sizes(asked: CommRequest, processes: int) -> None:
-    """Raise UserError for a size of which a rank would have no part, or that this host's memory can't hold."""
+    """Raise UserError for sizes with less than one float32 a rank, or beyond this host's memory."""
     smallest = processes * DTYPE.itemsize
     if asked.sizes[0] < smallest:
         raise UserError(

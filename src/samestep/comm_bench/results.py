@@ -9,13 +9,13 @@ from samestep.comm.measure import Fit, Row
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A collective tried with one dtype through one transport."""
+    """The result of one collective with one dtype through one transport."""
 
     transport: str
     collective: str
     dtype: str
-    reason: str | None  # why it does not work; None where its result is right on every rank
-    wrong: bool = False  # it gave a result, and that is not right
+    reason: str | None  # why it failed; None if the result is right on every rank
+    wrong: bool = False  # it returned a wrong result
 
     def to_json(self) -> dict[str, Any]:
         named = {"transport": self.transport, "collective": self.collective, "dtype": self.dtype}
@@ -24,16 +24,16 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What bounds bus bandwidth: bytes a second."""
+    """Upper limits of bus bandwidth, in bytes a second."""
 
-    copies: Mapping[int, float]  # by the bytes of a copy: of each rank, while all ranks of its host copy
+    copies: Mapping[int, float]  # bytes of a copy -> rate of each rank, while all ranks of its host copy
     interface: str | None = None  # between hosts
     adapter: float | None = None  # what its driver says
     stream: float | None = None  # one TCP connection
 
     @property
     def link(self) -> float | None:
-        """What the link between hosts carries: what its driver says, and otherwise what was measured."""
+        """Bandwidth of the link between hosts: the rate that its driver reports, else the measured one."""
         return self.adapter or self.stream
 
     def of(self, size: int, *, one_host: bool) -> float | None:
@@ -44,7 +44,7 @@ class Limits:
         return None if nearest is None or not size else self.copies[nearest]
 
     def to_json(self) -> dict[str, Any]:
-        """Bytes a second that memory, adapter and one stream allow."""
+        """Return the rates of memory, adapter and one TCP stream as JSON."""
         return {
             "memory_copy": [{"bytes": size, "bytes_per_second": rate} for size, rate in self.copies.items()],
             "interface": self.interface,
@@ -55,11 +55,11 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that was measured, by all ranks together."""
+    """The measurements of all ranks."""
 
     hosts: tuple[str, ...]  # the host of each rank
     transports: tuple[str, ...]
-    missing: Mapping[str, str]  # a transport that can't be had here, and why
+    missing: Mapping[str, str]  # transport -> why it is unavailable here
     checks: Sequence[Check]
     rows: Sequence[Row]
     fits: Sequence[Fit]
@@ -77,13 +77,13 @@ class Report:
         return not any(check.wrong for check in self.checks)
 
     def limit(self, row: Row) -> float | None:
-        """Bytes a second that bound a row; None where they aren't known, as between a host's accelerators."""
+        """Upper limit of a row's bandwidth; None if unknown, as between accelerators of one host."""
         if self.one_host and row.device != "cpu":
             return None
         return self.limits.of(row.bytes, one_host=self.one_host)
 
     def to_json(self) -> dict[str, Any]:
-        """What `samestep comm --json` writes: seconds, bytes, and bytes a second."""
+        """Return what `samestep comm --json` writes: seconds, bytes, and bytes a second."""
         return {
             "ranks": len(self.hosts),
             "hosts": list(self.hosts),

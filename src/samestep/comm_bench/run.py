@@ -31,7 +31,7 @@ _STREAM_SECONDS = 1.0  # that the link between hosts is filled
 
 
 def measured(asked: CommRequest, processes: int) -> Report | None:
-    """Check every collective asked for, then time it; None on every rank but the first.
+    """Check the results of every requested collective, then time them; None except on rank 0.
 
     Raises UserError and RankFailedError as `samestep.launch.local.start` does.
     """
@@ -39,7 +39,7 @@ def measured(asked: CommRequest, processes: int) -> Report | None:
 
 
 def demonstrated(names: Sequence[str], device: DeviceChoice, processes: int) -> list[Demonstration] | None:
-    """Show collectives on small numbers, through the first transport of this place; None but on the first rank."""
+    """Run collectives on small numbers through the first available transport; None except on rank 0."""
     return on_ranks(_demonstrate_rank, processes, tuple(names), device)
 
 
@@ -52,16 +52,16 @@ def on_ranks(function: Callable[..., Any], processes: int, *arguments: Any) -> A
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """The joined ranks: the process group of all, and where they are."""
+    """The joined ranks: their world, a control group, and their hosts."""
 
     world: World
-    control: dist.ProcessGroup  # of gloo, of all ranks: for agreement, and to gather results
+    control: dist.ProcessGroup  # gloo, all ranks: to agree on outcomes and gather results
     place: Place
 
 
 @contextmanager
 def meet(device: DeviceChoice) -> Iterator[Meeting]:
-    """Join the other ranks, and learn where they are."""
+    """Join the process group, and gather the ranks' host names."""
     with join(device=device) as world:
         control = new_group(range(world.world_size), backend="gloo")
         hosts = [""] * world.world_size
@@ -72,7 +72,7 @@ def meet(device: DeviceChoice) -> Iterator[Meeting]:
 
 
 def _channels(place: Place) -> list[Channel]:
-    """Every transport that can be had here, opened."""
+    """Open a channel for each available transport."""
     return [
         Channel(transport=title_of(name, place), group=TABLE[name].group(place), device=TABLE[name].devices(place)[0])
         for name in available(place)
@@ -80,7 +80,7 @@ def _channels(place: Place) -> list[Channel]:
 
 
 def _demonstrate_rank(names: Sequence[str], device: DeviceChoice) -> list[Demonstration] | None:
-    """What one rank does to show collectives: what they do to small numbers, on rank 0."""
+    """Run the demonstrations on one rank; the results on rank 0, None on the others."""
     with meet(device) as met:
         channel = _channels(met.place)[0]
         shown = [demonstrate(name, channel, met.control) for name in names]
@@ -88,7 +88,7 @@ def _demonstrate_rank(names: Sequence[str], device: DeviceChoice) -> list[Demons
 
 
 def _measure_rank(asked: CommRequest) -> Report | None:
-    """What one rank does: check, time and find limits. The report on rank 0, None on the others."""
+    """Check, time and find limits on one rank; the report on rank 0, None on the others."""
     with meet(asked.device) as met:
         say = _say if met.world.rank == 0 else lambda text: None
         channels = _channels(met.place)
@@ -114,14 +114,14 @@ def _measure_rank(asked: CommRequest) -> Report | None:
 
 
 def _stops(check: Check) -> bool:
-    """Whether a collective is not to be timed: it fails with the dtype that is."""
+    """Whether a failed check excludes a collective from timing: it failed with the dtype that is timed."""
     return check.dtype == short(DTYPE) and check.reason is not None
 
 
 def _checks(
     asked: CommRequest, channels: Sequence[Channel], control: dist.ProcessGroup, say: Callable[[str], None]
 ) -> list[Check]:
-    """Every collective with every dtype on small messages."""
+    """Check every collective with every dtype on small messages."""
     checks = []
     for channel in channels:
         for name in asked.collectives:

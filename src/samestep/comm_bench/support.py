@@ -20,14 +20,14 @@ _START = 120.0  # seconds for ranks to start, beside their attempts
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """Every attempt, and how it ended."""
+    """All attempts and their outcomes."""
 
     ranks: int
-    missing: Mapping[str, str]  # transports that can't be had here, and why
+    missing: Mapping[str, str]  # transport -> why it is unavailable here
     attempts: Sequence[Mapping[str, Any]]  # transport, device, collective, dtype, verdict, reason
 
     def tables(self) -> dict[tuple[str, str], dict[str, dict[str, str]]]:
-        """Verdicts by transport and device, then by collective, then by dtype."""
+        """Group verdicts by transport and device, then by collective, then by dtype."""
         found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
         for each in self.attempts:
             if each["collective"] != GROUP:
@@ -36,7 +36,7 @@ class Support:
         return found
 
     def reasons(self) -> list[str]:
-        """What does not work, in lines: each reason once, with the dtypes that it holds for."""
+        """Describe failures, a line for each reason with the collectives and dtypes that it applies to."""
         dtypes: dict[tuple[str, str, str, str], list[str]] = {}
         for each in self.attempts:
             if each["verdict"] != "works":
@@ -55,9 +55,9 @@ class Support:
 
 
 def supported(device: DeviceChoice, ranks: int, *, limit: float) -> Support | None:
-    """Try everything; `limit` seconds are for one attempt. None on every rank but the first.
+    """Try every collective, dtype and device, for `limit` seconds an attempt; None except on rank 0.
 
-    In ranks that a launcher has started no process could start them again: there a crash ends the job.
+    Ranks that a launcher has started can't be restarted here: a crash ends the job.
     """
     if environment.ranks() is not None:
         lines = on_ranks(_try_as_launched, ranks, device)
@@ -68,7 +68,7 @@ def supported(device: DeviceChoice, ranks: int, *, limit: float) -> Support | No
 
 
 def _support(lines: Sequence[Mapping[str, Any]], ranks: int) -> Support:
-    """Put the lines of all starts together: of an attempt that was made twice, the last verdict counts."""
+    """Merge the lines of all starts; for an attempt made twice, the last verdict counts."""
     attempts = {line["index"]: line for line in lines if "verdict" in line}
     return Support(
         ranks=ranks,
@@ -80,7 +80,7 @@ def _support(lines: Sequence[Mapping[str, Any]], ranks: int) -> Support:
 
 
 def _try_as_launched(device: DeviceChoice) -> list[dict[str, Any]] | None:
-    """Try everything in the ranks that a launcher has started; the lines on rank 0, None on the others."""
+    """Run all attempts in ranks that a launcher has started; the lines on rank 0, None on the others."""
     with meet(device) as met:
         notes = Notes(None)
         try_all(met.place, met.control, notes, first=0, limit=None)
@@ -88,13 +88,13 @@ def _try_as_launched(device: DeviceChoice) -> list[dict[str, Any]] | None:
 
 
 def try_rank(file: str, device: DeviceChoice, first: int, limit: float) -> None:
-    """What each rank of ours does: attempts from `first` on, of `limit` seconds each; the first rank notes them."""
+    """Run the attempts from number `first` on this rank, `limit` seconds each; rank 0 writes them to `file`."""
     with meet(device) as met:
         try_all(met.place, met.control, Notes(Path(file)), first=first, limit=limit)
 
 
 def _tried(folder: Path, device: DeviceChoice, ranks: int, limit: float) -> list[dict[str, Any]]:
-    """Start ranks until they have come to the last attempt, each time behind the one that stopped those before."""
+    """Start ranks until all attempts are done; new ranks resume after the attempt that stopped the previous ones."""
     lines: list[dict[str, Any]] = []
     first = 0
     print(f"samestep: {ranks} ranks try every collective with every dtype", file=sys.stderr)
@@ -113,14 +113,14 @@ def _tried(folder: Path, device: DeviceChoice, ranks: int, limit: float) -> list
         lines.append(stopped)
         tried = f"{stopped['collective']} of {stopped['dtype']} over {stopped['transport']}"
         print(f"samestep: {tried} {stopped['verdict']}; new ranks go on behind it", file=sys.stderr)
-        # Without a group there is nothing to try with this transport and device.
+        # If the process group itself fails, skip all attempts with this transport and device.
         first = stopped["index"] + (OF_A_DEVICE if stopped["collective"] == GROUP else 1)
         if total is not None and first >= total:
             return lines
 
 
 def _stopped(lines: Sequence[Mapping[str, Any]], outcome: Outcome) -> dict[str, Any] | None:
-    """The attempt that was begun and not ended; None where none was."""
+    """Return the unfinished attempt with its verdict, hangs or crashes; None if there is none."""
     ended = {line["index"] for line in lines if "verdict" in line}
     begun = [line for line in lines if "collective" in line and line["index"] not in ended]
     if not begun:
@@ -132,6 +132,6 @@ def _stopped(lines: Sequence[Mapping[str, Any]], outcome: Outcome) -> dict[str, 
 
 
 def _why(output: str) -> str:
-    """The line that says how the first rank ended."""
+    """Return the output line that says how the first rank ended."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if "ended" in line), lines[-1] if lines else "it said nothing")

@@ -21,14 +21,14 @@ _MODULE = "samestep.comm_bench.try_ranks"
 def run_ranks(
     function: Callable[..., None], arguments: tuple[str | int | float, ...], ranks: int, *, limit: float
 ) -> Outcome:
-    """Call a module's function in every one of new ranks, for `limit` seconds at most; none is left behind."""
+    """Call a module-level function in each of `ranks` new ranks; after `limit` seconds all of them are ended."""
     name = f"{function.__module__}:{function.__qualname__}"
     command = [sys.executable, "-m", _MODULE, name, str(ranks), json.dumps(arguments)]
     return subprocess_group.run(command, limit=limit)
 
 
 def read_notes(file: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of notes; the last may have been cut. Nothing where there is no file."""
+    """Read the complete lines of a notes file; the last one may be truncated. Empty if the file is missing."""
     if not file.is_file():
         return []
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -43,18 +43,18 @@ class MethodJob:
 
 
 def entries(job: Job, task: Task, methods: Sequence[Method], budget: int) -> list[MethodJob]:
-    """An entry a method, each with its part of `budget` cores."""
+    """Build a job for each method, with its share of `budget` cores."""
     return [_entry(job, task, method, budget) for method in methods]
 
 
 def cores_of(job: Job, processes: int) -> int:
-    """Cores that all processes of a method share: as many as there are, unless the user asked for threads."""
+    """Return the cores that all processes of a method share: all of the machine's, unless threads were requested."""
     asked = job.run.threads or environment.asked_threads()
     return asked * processes if asked else cores()
 
 
 def _entry(job: Job, task: Task, method: Method, budget: int) -> MethodJob:
-    """A method's job: the same recipe, with the run that this method is started by; or why it can't be measured."""
+    """Build a method's job: the recipe with the method's `run:` section; or give the reason why it can't run."""
     size = Layout.parse(method.layout).size
     threads = max(1, (method.cores or budget) // size)
     recipe = job.recipe if method.precision is None else replace(job.recipe, precision=method.precision)
@@ -69,7 +69,7 @@ def _entry(job: Job, task: Task, method: Method, budget: int) -> MethodJob:
         threads=threads,
         cut_at=job.run.cut_at if Layout.parse(method.layout).pipeline > 1 else None,
         check=False,
-        bucket_mb=None,  # of replicas alone
+        bucket_mb=None,  # DDP's gradient buckets only
         profile=None,
         tensorboard=False,
         rank_lines=False,
@@ -90,7 +90,7 @@ def _entry(job: Job, task: Task, method: Method, budget: int) -> MethodJob:
 
 
 def _missing(engine: str) -> str | None:
-    """What installs an engine that is not installed."""
+    """Return why an engine is missing here, with the command that installs it; None if it is installed."""
     if engine not in ENGINES:
         return f'engine "{engine}" is not part of this samestep'
     for module, command in resolve(engine).abilities.packages.items():
@@ -100,7 +100,7 @@ def _missing(engine: str) -> str | None:
 
 
 def _refused(job: Job, task: Task, method: Method) -> str | None:
-    """Why a method can't train this job; None where it can."""
+    """Return why a method can't train this job; None if it can."""
     if method.cores is not None and job.run.device == "auto" and accelerators():
         return "it is for CPUs, and the job runs on an accelerator; use --device cpu"
     if method.start.precisions is not None:
@@ -150,7 +150,7 @@ def compare_job(
     evaluations: int = 1,
     time_limit: float = TIME_LIMIT,
 ) -> Comparison:
-    """Compare methods on a job, whose own layout and engine are not looked at."""
+    """Compare methods on a job; the job's own layout and engine are ignored."""
     processes = _processes(job, processes)
     _check_numbers(repeats=repeats, evaluations=evaluations, time_limit=time_limit)
     picked = chosen(methods, processes)
@@ -182,7 +182,7 @@ def _check_numbers(**numbers: float) -> None:
 
 
 def _check(job: Job) -> Task:
-    """The job's task. Raises UserError for a job that one process couldn't train either."""
+    """Check the job with one process, and return its task. Raises UserError if one process can't train it."""
     if environment.ranks() is not None:
         raise UserError("compare starts its own processes; start it without a launcher")
     if not isinstance(job.recipe.task, str):
@@ -203,7 +203,7 @@ def _check(job: Job) -> Task:
 
 
 def _evaluated(job: Job, task: Task, evaluations: int) -> Job:
-    """The job with so many evaluations, unless it says itself how often."""
+    """Return the job with `evaluations` evaluations, unless `recipe.evaluation.every` is set."""
     recipe = job.recipe
     if evaluations == 1 or recipe.evaluation.every is not None:
         return job
@@ -213,14 +213,14 @@ def _evaluated(job: Job, task: Task, evaluations: int) -> Job:
 
 
 def _reference_entry(job: Job, task: Task, budget: int) -> MethodJob:
-    """One process in float64, beside which methods' steps are held."""
+    """Build the reference job: one process in float64, for the first steps."""
     single = next(method for method in METHODS if method.name == SINGLE)
     (entry,) = entries(short_job(job, "fp64"), task, [single], budget)
     return entry
 
 
 class _Runner:
-    """Runs methods one at a time, in a folder whose files live no longer than a run."""
+    """Runs the methods' jobs one at a time, each in a new subfolder of `folder`."""
 
     def __init__(self, folder: Path, time_limit: float, references: References) -> None:
         self._references = references
@@ -229,7 +229,7 @@ class _Runner:
         self._count = 0
 
     def all_rows(self, planned: Sequence[MethodJob], reference: MethodJob, repeats: int) -> list[Row]:
-        """The same step of every method first, which also warms the machine; then the repeats, interleaved."""
+        """Run the first steps of every method, which also warms up the machine; then the repeats, interleaved."""
         rows = {entry.row.method: entry.row for entry in planned}
         runnable = [entry for entry in planned if entry.row.status == "measured"]
         with Bar("compare", 1 + len(runnable) * (1 + repeats), lines=True) as bar:
@@ -246,7 +246,7 @@ class _Runner:
         return list(rows.values())
 
     def _reference(self, entry: MethodJob) -> list[float]:
-        """The losses of one process in float64. What stops it is wrong with the job, not with a method."""
+        """Return the losses of one process in float64. A failure here is the job's, not a method's, and is raised."""
         folder, outcome = self._run(entry.row.method, entry.job)
         if outcome.code == 0:
             return results.losses(folder)
@@ -256,13 +256,13 @@ class _Runner:
         raise RankFailedError(0, outcome.output or reason)
 
     def _held(self, entry: MethodJob, row: Row, known: Sequence[float]) -> Row:
-        """The row with its first steps held against the reference."""
+        """Run the method's first steps, and add their comparison with the reference to the row."""
         if not row.synchronous:
             return row
         precision = row.method.precision or best(entry.precisions)
 
         def read(folder: Path, seconds: float) -> Row:
-            """What a short run left, beside the reference: losses, norms, parameters."""
+            """Compare the losses, gradient norms and parameters of a short run with the reference."""
             held = SameStep(
                 precision=precision,
                 losses=results.losses(folder),
@@ -275,9 +275,9 @@ class _Runner:
         return self._ended(row, short_job(entry.job, precision), read)
 
     def _measured(self, entry: MethodJob, row: Row) -> Row:
-        """The row with one more repeat.
+        """Run one more repeat, and add its figures to the row.
 
-        The first one alone evaluates: the others take the same steps. An early stop wants to see each evaluation.
+        Only the first repeat evaluates, since the others take the same steps; with early stopping every repeat does.
         """
         known = row.runs and entry.job.recipe.early_stop is None
         job = unevaluated(entry.job) if known else entry.job
@@ -288,18 +288,18 @@ class _Runner:
         return self._ended(row, job, read)
 
     def _ended(self, row: Row, job: Job, read: Callable[[Path, float], Row]) -> Row:
-        """Run a job and read what it left; whatever goes wrong becomes a row with a reason."""
+        """Run a job and read its results; on any failure the row has the reason."""
         folder, outcome = self._run(row.method, job)
         try:
             if outcome.code == 0:
                 return read(folder, outcome.seconds)
             status, reason = explain(folder, outcome, self._time_limit)
-        except (OSError, ValueError, KeyError) as error:  # it said that it was done, and left no whole run
+        except (OSError, ValueError, KeyError) as error:  # exit code 0, but the run's files are incomplete
             status, reason = "failed", f"what it left can't be read: {error!r}"
         return replace(row, status=status, reason=reason, output=outcome.output)
 
     def _run(self, method: Method, job: Job) -> tuple[Path, subprocess_group.Outcome]:
-        """Run a job in a folder of its own, from the kept server where that can be."""
+        """Run a job in a folder of its own, with ranks forked from the kept server where possible."""
         self._count += 1
         place = self._folder / str(self._count)
         place.mkdir()
@@ -316,7 +316,7 @@ def _size(job: Job) -> int:
 
 
 def _turns(planned: Sequence[MethodJob], repeats: int) -> Iterator[tuple[int, MethodJob]]:
-    """Take 0 of every method, then each repeat of all; the method that comes first in one comes last in the next."""
+    """Yield take 0 (the first steps) of every method, then each repeat; the order rotates by one method a take."""
     order = deque(planned)
     for take in range(repeats + 1):
         for entry in order:

@@ -23,7 +23,7 @@ from samestep.training.rounding import beside_rounding, largest, pairs, relative
 
 @dataclass(frozen=True, kw_only=True)
 class ParametersHeld:
-    """The parameter that is farthest from one process's, by what is allowed: below 1 it may be rounding."""
+    """The largest parameter error relative to its tolerance; below 1 it may be rounding."""
 
     worst: float
     parameter: str
@@ -46,10 +46,10 @@ class NormsHeld:
 
 
 class References:
-    """The steps of one process in float64, and their rounding in each precision: taken when first asked for."""
+    """Reference steps of one process in float64, with the rounding of each precision; computed on first use."""
 
     def __init__(self, job: Job, task: Task, steps: int, folder: Path) -> None:
-        """`job`: as its steps are compared, whatever its precision."""
+        """Keep the job whose steps are compared; its own precision is ignored."""
         self._job = job
         self._task = task
         self._steps = steps
@@ -57,7 +57,7 @@ class References:
         self._known: dict[str, Reference] = {}
 
     def hold(self, weights: Path, precision: str) -> ParametersHeld | None:
-        """The weights that a run in this precision has left; None where it left none that can be read."""
+        """Compare a run's saved weights with the reference; None if it left no readable ones."""
         try:
             mine = load_file(weights)
         except (OSError, SafetensorError):
@@ -73,7 +73,7 @@ class References:
         return ParametersHeld(worst=found[name], parameter=name)
 
     def hold_norms(self, norms: Sequence[float | None], precision: str) -> NormsHeld | None:
-        """The norms that a run in this precision has recorded; None where it has none of some step."""
+        """Compare a run's gradient norms with the reference; None if a step has none."""
         mine = [each for each in norms if each is not None]
         if len(mine) < len(norms) or not mine:
             return None
@@ -84,7 +84,7 @@ class References:
         )
 
     def _of(self, precision: str) -> Reference:
-        """The reference in a precision, computed once."""
+        """Return the reference for a precision, computed once."""
         if precision not in self._known:
             place = self._folder / f"reference-{precision}"
             place.mkdir()
@@ -95,7 +95,7 @@ class References:
 
 
 def _in_float64(mine: dict[str, Tensor], theirs: dict[str, Tensor], known: Reference) -> dict[str, float]:
-    """Differences of parameters in units of the proof's tolerance."""
+    """Return each parameter's difference in units of the proof's tolerance."""
     moves = load_file(known.rounding) if known.rounding is not None else {}
     squares = sum(theirs[name].double().square().sum().item() for name in mine)
     floor = math.sqrt(squares / sum(value.numel() for value in mine.values()))
@@ -106,7 +106,7 @@ def _in_float64(mine: dict[str, Tensor], theirs: dict[str, Tensor], known: Refer
 
 
 def _beside_rounding(mine: dict[str, Tensor], theirs: dict[str, Tensor], known: Reference) -> dict[str, float]:
-    """Differences as a share of what rounding may have made."""
+    """Return each parameter's difference as a share of the measured rounding."""
     assert known.allowed is not None
     moves = load_file(known.allowed.moves)
     typical = known.allowed.typical

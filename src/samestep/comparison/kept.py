@@ -26,13 +26,14 @@ from samestep.subprocess_group import Outcome
 
 
 class _LimitError(Exception):
-    """A run has taken longer than it may."""
+    """A run has exceeded its time limit."""
 
 
 def can_be(method: Method) -> bool:
-    """Whether a method's ranks can be started from here: several ones of samestep's own engine, and a clock for them.
+    """Whether a method's ranks can be forked here: several ranks of the native engine, and an interval timer.
 
-    One process alone has all that it trains with in itself; other engines keep state in the process that starts them.
+    A single process would train in this one and leave its state here; other engines keep state in the process that
+    starts their ranks.
     """
     several = Layout.parse(method.layout).size > 1
     clock = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
@@ -40,7 +41,7 @@ def can_be(method: Method) -> bool:
 
 
 def run(job: Job, folder: Path, *, limit: float) -> Outcome:
-    """Train a job into a folder, for `limit` seconds at most. Raises InterruptedJobError where a signal comes."""
+    """Train a job into a folder, for `limit` seconds at most. Raises InterruptedJobError on a signal."""
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
         code: int | None = 0
@@ -61,7 +62,7 @@ def run(job: Job, folder: Path, *, limit: float) -> Outcome:
 
 @contextmanager
 def _output_into(file: IO[bytes]) -> Iterator[None]:
-    """What this process and those that it starts print goes into a file."""
+    """Redirect the output of this process and its children to a file."""
     kept = {number: os.dup(number) for number in (1, 2)}
     try:
         for number in kept:
@@ -77,7 +78,7 @@ def _output_into(file: IO[bytes]) -> Iterator[None]:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Code that a timer interrupts after so many seconds of wall-clock time."""
+    """Raise _LimitError after `seconds` of wall-clock time."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _LimitError

@@ -17,11 +17,11 @@ Command = Callable[[Path, Path, int], Sequence[str]]  # job file, the run's fold
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A way to start processes; each makes rank 0 leave the run in the folder it is given."""
+    """A way to start processes. The command makes rank 0 write the run into the folder that it is given."""
 
     name: str
     command: Command
-    # What the started program computes in, where it is not an engine that says so.
+    # The precisions of the started program; None: the engine's own.
     precisions: frozenset[str] | None = None
     compiles: bool = True  # whether it takes run.compile
 
@@ -60,22 +60,22 @@ LAUNCH = replace(TORCHRUN, name="torch.distributed.launch", command=_by_launcher
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One row of a comparison. `{n}` in a text stands for the number of processes."""
+    """One row of a comparison. `{n}` in a text is replaced by the number of processes."""
 
     name: str
     title: Words
-    engine: str  # "handwritten" is plain PyTorch, and no engine of samestep
+    engine: str  # "handwritten" is plain PyTorch, without samestep's engines
     layout: str
     start: Start = SAMESTEP
     precision: str | None = None  # None: the job's
-    cores: int | None = None  # of all its processes; None: as many as every other method has
+    cores: int | None = None  # shared by all its processes; None: those of every other method
     run: Mapping[str, Any] = field(
         default_factory=dict, hash=False
     )  # keys of a job's `run:` section that are this method's own
     default: bool = True  # whether it is compared where no methods are named
 
     def of(self, processes: int) -> "Method":
-        """This method for so many processes."""
+        """Return this method for a number of processes."""
         return replace(
             self,
             name=self.name.format(n=processes),
@@ -88,7 +88,7 @@ def _method(name: str, en: str, zh: str, engine: str, layout: str, start: Start 
     return Method(name=name, title=Words(en, zh), engine=engine, layout=layout, start=start, **more)  # pyright: ignore[reportArgumentType]
 
 
-SINGLE_CORE, SINGLE = "single-core", "single"  # what speed-ups are counted from
+SINGLE_CORE, SINGLE = "single-core", "single"  # the baseline of speed-ups
 
 # fmt: off
 METHODS = (

@@ -41,7 +41,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One training. Seconds are those of its steps, unless their name says otherwise."""
+    """Results of one training. Seconds are those of its steps, unless the name says otherwise."""
 
     seconds: float
     evaluation_seconds: float
@@ -103,12 +103,12 @@ def _scores(folder: Path, name: str, times: Sequence[float]) -> Iterator[Score]:
 
 
 def losses(folder: Path) -> list[float]:
-    """The loss of every step of a run."""
+    """Read the loss of every step of a run."""
     return [line["loss"] for line in _lines(folder / "metrics.jsonl")]
 
 
 def grad_norms(folder: Path) -> list[float | None]:
-    """The gradient norm of every step of a run; None where a step has none."""
+    """Read the gradient norm of every step of a run; None for a step without one."""
     return [line.get("grad_norm") for line in _lines(folder / "metrics.jsonl")]
 
 
@@ -123,7 +123,7 @@ _LINES = 3
 
 
 def explain(folder: Path, outcome: Outcome, limit: float) -> tuple[Literal["refused", "failed"], str]:
-    """Whether the job was refused or the run failed, and the message."""
+    """Return whether the job was refused or the run failed, and the message."""
     if outcome.code is None:
         return "failed", f"it ran longer than the time limit of {limit:g} s and was stopped"
     if (folder / REFUSED).is_file():
@@ -174,7 +174,7 @@ def _version(package: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A row of it, and our methods that do the same; where there are several, the fastest stands beside it."""
+    """A published measurement, and our methods that do the same; the fastest of them is shown next to it."""
 
     name: Words
     minutes: float
@@ -202,7 +202,7 @@ PUBLISHED = (
 
 
 def places(values: Sequence[float | None]) -> list[int | None]:
-    """The place of each value from the smallest, 1, on; None stays None."""
+    """Rank the values in ascending order from 1; None stays None."""
     known = sorted(value for value in values if value is not None)
     return [None if value is None else known.index(value) + 1 for value in values]
 
@@ -218,17 +218,17 @@ TOLERANCES = {"fp64": TOLERANCE, "fp32": FLOAT32_TOLERANCE, "bf16": BFLOAT16_TOL
 
 @dataclass(frozen=True, kw_only=True)
 class SameStep:
-    """A method's first losses, and the parameters after them, beside those of one process in float64."""
+    """A method's first losses, gradient norms and parameters compared with those of one process in float64."""
 
     precision: str
     losses: Sequence[float]
     reference: Sequence[float]
-    parameters: ParametersHeld | None = None  # after the last of the steps; None: the method leaves no weights
+    parameters: ParametersHeld | None = None  # after the last of these steps; None: the method saves no weights
     norms: NormsHeld | None = None  # of the gradients; None: the method records none
 
     @property
     def difference(self) -> float:
-        """The largest relative difference; infinite where there are not as many losses, or one is not a number."""
+        """The largest relative difference of losses; infinite if their numbers differ or one is NaN."""
         if len(self.losses) != len(self.reference):
             return math.inf
         return max((relative(a, b) for a, b in zip(self.losses, self.reference, strict=True)), default=math.inf)
@@ -250,7 +250,7 @@ class SameStep:
 
 
 def short_job(job: Job, precision: str) -> Job:
-    """The job as its steps are compared: a few of them, without dropout and evaluation, in that precision."""
+    """Return the job for the comparison of steps: `STEPS` steps in this precision, without dropout and evaluation."""
     short = unevaluated(job)
     return replace(short, recipe=replace(short.recipe, steps=STEPS, epochs=None, dropout=False, precision=precision))
 
@@ -262,7 +262,7 @@ def unevaluated(job: Job) -> Job:
 
 
 def best(precisions: frozenset[str]) -> str:
-    """The precision in which steps are compared most sharply."""
+    """Return the precision with the smallest tolerance."""
     return "fp64" if "fp64" in precisions else "fp32"
 
 
@@ -271,7 +271,7 @@ Status = Literal["measured", "refused", "not installed", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A method: measured, or the reason why not."""
+    """The results of one method, or the reason why it wasn't measured."""
 
     method: Method
     processes: int
@@ -279,14 +279,14 @@ class Row:
     precision: str
     status: Status
     reason: str | None = None  # of a method that was not measured
-    output: str | None = None  # all that a failed run printed
+    output: str | None = None  # whole output of a failed run
     runs: Sequence[Figures] = ()
-    synchronous: bool = True  # whether the method promises the step of one process at all
+    synchronous: bool = True  # whether the method promises to take the step of one process
     same_step: SameStep | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether it took the same step, or never said that it would, or took none."""
+        """Whether the step was the same, or is not promised or not measured."""
         return not self.synchronous or self.same_step is None or self.same_step.same
 
     def median(self, figure: Callable[[Figures], float]) -> float | None:
@@ -307,7 +307,7 @@ class Row:
 
     @property
     def sent(self) -> float | None:
-        """Bytes that a rank sends in one step, of the rank that sends most."""
+        """Bytes that one rank sends in one step; of the rank that sends most."""
         return self.median(lambda run: max(run.sent_bytes)) if self.runs and self.runs[0].sent_bytes else None
 
     @property
@@ -345,14 +345,14 @@ class Comparison:
         return next((row for row in self.rows if row.method.name == name), None)
 
     def speed_up(self, row: Row, over: str = SINGLE) -> float | None:
-        """How many times as fast as one process: on the same cores (`single`) or on one (`single-core`)."""
+        """Speed-up over one process: with all cores (`single`) or with one (`single-core`)."""
         base = self.row(over)
         if base is None or base.seconds is None or not row.seconds:
             return None
         return base.seconds / row.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that was found; a number that JSON doesn't have, such as a loss gone wrong, is null."""
+        """Return all results as JSON; NaN and infinity, as of a diverged loss, become null."""
         return _finite(self._values())
 
     def _values(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _costs(found: Comparison) -> Table:
 
 
 def verdict(row: Row) -> str:
-    """What is said of a row's first steps: whether they are within tolerance, how far apart, in which precision."""
+    """Describe a row's first steps: within tolerance or not, how far apart, in which precision."""
     if not row.synchronous:
         return "asynchronous"
     if row.same_step is None:

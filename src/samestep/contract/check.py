@@ -38,7 +38,7 @@ from samestep.tasks.turns import Turn, turns_of
 from samestep.tasks.turns import check_parameters as check_turns
 from samestep.training.optimizer import plans_of
 
-# Each part of the contract, and what is true of a task that keeps it.
+# The parts of the contract, and what each requires.
 PARTS = {
     DATA: "samples are found by their index, and are the same each time",
     COLLATE: "the same samples are put together in the same way each time",
@@ -55,11 +55,11 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was found of one part."""
+    """The result of checking one part of the contract."""
 
     part: str
-    kept: bool | None  # None: not looked at, since a part before it is broken or there is no memory for it
-    text: str  # what is true of it, or how it is broken
+    kept: bool | None  # None: not checked, because an earlier part is broken or memory does not suffice
+    text: str  # what holds, or how it is broken
 
 
 def check_contract(job: Job, task: Task) -> None:
@@ -76,7 +76,7 @@ def check_contract(job: Job, task: Task) -> None:
 
 
 def find_gradients_passed(job: Job, task: Task) -> list[Passed]:
-    """What gradients a task takes through blocks of its model, for layouts that are tried without the contract."""
+    """Find the gradients that a task takes through blocks of its model, for layouts tried without a contract."""
     task = copy.copy(task)
     try:
         with (
@@ -91,7 +91,7 @@ def find_gradients_passed(job: Job, task: Task) -> list[Passed]:
 
 
 def examine(job: Job, task: Task) -> list[Finding]:
-    """What holds of each part of the contract; behind the first that is broken, nothing is known."""
+    """Check each part of the contract and return a finding for each; parts after the first broken one are unknown."""
     found: dict[str, Finding] = {}
     why = "a part before it is broken"
     try:
@@ -99,7 +99,7 @@ def examine(job: Job, task: Task) -> list[Finding]:
             found[part] = Finding(part=part, kept=True, text=PARTS[part])
         why = "the loss is not finite, and nothing can be compared"
     except ContractError as error:
-        if error.part == LOSS:  # of what the forward gave
+        if error.part == LOSS:  # the loss is checked after a forward has passed
             found[FORWARD] = Finding(part=FORWARD, kept=True, text=PARTS[FORWARD])
         found[error.part] = Finding(part=error.part, kept=False, text=error.text)
     except TooLargeError as error:
@@ -109,7 +109,7 @@ def examine(job: Job, task: Task) -> list[Finding]:
 
 
 def _kept(job: Job, task: Task) -> Iterator[str]:
-    """The parts that are kept, one after the other, until the first that isn't."""
+    """Yield each part of the contract that holds, up to the first broken one."""
     task = copy.copy(task)  # a loss may count its calls
     device: DeviceChoice = job.run.device
     with join(alone=True, device=device, threads=job.run.threads) as world, torch.random.fork_rng(devices=[]):
@@ -125,7 +125,7 @@ def _kept(job: Job, task: Task) -> Iterator[str]:
             check_turns(turns, trial.model)
         if job.run.reduction == "ordered":
             check_ordered(trial.model)
-        plans_of(job.recipe, trial.model, turns)  # what it says of parameters that the model has not
+        plans_of(job.recipe, trial.model, turns)  # refuses patterns in the recipe that match no parameter
         yield MODEL
         with _named(first):
             yield from _kept_in(trial)
@@ -136,7 +136,7 @@ def _kept(job: Job, task: Task) -> Iterator[str]:
 
 @contextmanager
 def _named(turn: Turn | None) -> Iterator[None]:
-    """Name the turn in which a part of the contract is broken."""
+    """Prefix a ContractError with the name of the turn in which it was raised."""
     try:
         yield
     except ContractError as error:
@@ -147,13 +147,13 @@ def _named(turn: Turn | None) -> Iterator[None]:
 
 
 def _kept_in(trial: Trial) -> Iterator[str]:
-    """The parts that are kept by a task's steps, or in one of their turns."""
+    """Check the parts of the contract about a step, or about one turn of it, and yield each that holds."""
     total, count = check_loss(trial)
-    total = total.detach()  # what was kept for its backward may go
+    total = total.detach()  # frees the graph
     yield FORWARD
     yield LOSS
     if not math.isfinite(total.item()):
-        return  # the job goes on without such steps, and nothing can be compared
+        return  # a training skips or reports such steps; their gradients can't be compared
     check_parameters(trial, count)
     layout, engine = Layout.parse(trial.job.run.layout), trial.job.run.engine
     if can_lack_gradients(layout, engine):
@@ -169,7 +169,7 @@ def _kept_in(trial: Trial) -> Iterator[str]:
 
 
 def _rest(trial: Trial, total: torch.Tensor, count: float) -> Iterator[str]:
-    """The parts of the contract that need a loss already computed; gives the name of each that is kept."""
+    """Check the parts that need a computed loss, and yield each that holds."""
 
     def repeatable() -> None:
         check_repeatable(trial, total)

@@ -23,30 +23,30 @@ SUM = "sum of parts"
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Loss and count of all samples, of the first part and of the rest, and how far apart their gradients are."""
+    """Losses and counts of the whole batch, its first part and the rest, and the gradient error by parameter."""
 
     losses: tuple[float, float, float]
     counts: tuple[float, float, float]
     tolerance: float
     gradient_norm: float  # of the parts
-    apart: Mapping[str, float]  # by parameter: the norm of the whole batch's gradient less those of the parts
+    apart: Mapping[str, float]  # parameter -> norm of (gradient of the whole batch - gradients of the parts)
 
     @property
     def counts_add_up(self) -> bool:
-        """Whether the whole batch counts as many terms as its parts together."""
+        """Whether the count of the whole batch is the sum of its parts' counts."""
         whole, first, rest = self.counts
         return abs(whole - first - rest) <= 1e-6 * abs(whole)
 
     @property
     def losses_add_up(self) -> bool:
-        """Whether its loss is the sum of theirs, up to rounding."""
+        """Whether the loss of the whole batch is the sum of its parts' losses, up to rounding."""
         whole, first, rest = self.losses
-        # Written so that a part that is not a number does not pass.
+        # Written so that NaN does not pass.
         return abs(whole - first - rest) <= self.tolerance * max(abs(first) + abs(rest), abs(whole))
 
     @property
     def gradients_add_up(self) -> bool:
-        """Whether they do; gradients that are not finite can't be compared, and a training stops at them."""
+        """Whether gradients add up. Non-finite ones pass: they can't be compared, and a training stops at them."""
         found, norm = math.hypot(*self.apart.values()), self.gradient_norm
         return not math.isfinite(found + norm) or found <= 10 * self.tolerance * norm
 
@@ -78,7 +78,7 @@ def _check_sums(trial: Trial) -> None:
 
 
 def _check_batch_norms(trial: Trial, number: int, cut: int) -> None:
-    """Raise ContractError where a batch norm takes its statistics over padding, of which every group has its own."""
+    """Raise ContractError where a batch norm includes padding in its statistics, which differs between groups."""
     counts: dict[str, list[float]] = {}
     norms = {
         name: module
@@ -89,7 +89,7 @@ def _check_batch_norms(trial: Trial, number: int, cut: int) -> None:
         return
 
     def counter(name: str) -> Any:
-        """A hook for a batch norm: over how many numbers of a feature it takes its statistics."""
+        """Return a hook that counts the elements per feature of a batch norm's input."""
 
         def count(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             given = arguments[0]
@@ -130,7 +130,7 @@ def _in_float64(trial: Trial, number: int, cut: int) -> Sums:
 
 
 def _sums(trial: Trial, number: int, cut: int) -> Sums:
-    """Loss, count and gradients of two parts of a batch and of the whole, in float64.
+    """Compute loss, count and gradients of two parts of a batch and of the whole, in float64.
 
     The whole's gradient is taken with the opposite sign into what the parts have left: what remains (`apart`) is the
     difference, parameter by parameter.
@@ -139,7 +139,7 @@ def _sums(trial: Trial, number: int, cut: int) -> Sums:
     trial.model.zero_grad()
     norms: list[float] = []
     found: list[tuple[float, float]] = []
-    # The whole batch's gradient is taken from what the parts have gathered, so that nothing is left of it.
+    # The gradient of the whole batch is subtracted from the accumulated gradients of the parts, which leaves zero.
     parts = ((0, cut), (cut, number))
     losses = chain(trial.losses_of_parts(parts), trial.losses_of_parts([(0, number)]))
     for (first, last), sign, (total, count) in zip((*parts, (0, number)), (1, 1, -1), losses, strict=True):
@@ -165,7 +165,7 @@ def _norms(parameters: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _backward_at_fault(trial: Trial, sums: Sums, number: int, cut: int) -> str:
-    """Losses add up and no module couples samples on the way forward, so that backward does."""
+    """Describe a backward that couples samples, given that losses add up and no forward couples them."""
     worst = max(sums.apart, key=lambda name: sums.apart[name])
     hook = next(_gradient_hooks(trial.model), None)
     forward = line_of(type(trial.model).forward)
@@ -188,7 +188,7 @@ def _gradient_hooks(model: nn.Module) -> Iterator[str]:
 
 
 def _loss_at_fault(trial: Trial, sums: Sums, number: int, cut: int) -> str:
-    """What is wrong with a loss whose parts don't add up: a mean, a count, or a coupling."""
+    """Describe what is wrong with a loss whose parts don't add up: a mean, a wrong count, or a coupling."""
     where = line_of(trial.loss_function)
     whole, first, rest = sums.losses
     parts = f"{cut} and {number - cut} of them"
@@ -228,7 +228,7 @@ def _padded(trial: Trial, number: int, cut: int) -> bool:
 
 
 def _coupled(trial: Trial, sums: Sums, number: int, cut: int) -> str | None:
-    """What couples samples before the loss, in words; None where each one's output is the same in both groups."""
+    """Describe what couples samples before the loss; None if each sample's output is the same in both groups."""
     together, apart = trial.sampled.batch(0, number), trial.sampled.batch(0, cut)
     others = f"beside {number - 1} others than beside {cut - 1}"
     indices = trial.sampled.indices
@@ -245,7 +245,7 @@ def _coupled(trial: Trial, sums: Sums, number: int, cut: int) -> str | None:
     padded = ", and padding must be masked, or all samples padded to one length" * _padded(trial, number, cut)
     for mine, theirs in zip(whole, part, strict=False):
         row = _differs(mine.given, theirs.given, number, cut, trial.tolerance)
-        # A module that was given unlike rows has not made them unlike.
+        # A module whose inputs already differ is not the cause.
         innocent = row is None or _differs(mine.taken, theirs.taken, number, cut, trial.tolerance) is not None
         if mine.name != theirs.name or not innocent:
             return (
@@ -259,7 +259,7 @@ def _coupled(trial: Trial, sums: Sums, number: int, cut: int) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ended:
-    """A call of a module: the tensors that it took and gave."""
+    """One finished call of a module: its input and output tensors."""
 
     name: str
     module: nn.Module
@@ -268,11 +268,11 @@ class _Ended:
 
 
 def _ended(trial: Trial, first: int, last: int) -> list[_Ended]:
-    """The calls of modules in a forward, in the order in which they end: inner ones first, the model's last."""
+    """Record the module calls of a forward in the order in which they finish: inner ones first, the model's last."""
     found: list[_Ended] = []
 
     def note(name: str) -> Any:
-        """A hook: what a module was given and gave, as it ended."""
+        """Return a forward hook that records a module's inputs and outputs."""
 
         def hook(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
             taken = [each.detach().clone() for each in _tensors((arguments, keywords))]
@@ -293,12 +293,12 @@ def _ended(trial: Trial, first: int, last: int) -> list[_Ended]:
 
 
 def _differs(together: Any, apart: Any, number: int, cut: int, tolerance: float) -> int | None:
-    """The first sample of the part whose rows differ from those in the whole; None where none does."""
+    """Return the first sample whose rows differ between the part and the whole batch; None if none does."""
     for whole, part in zip(_tensors(together), _tensors(apart), strict=False):
         mine, theirs = _rows(whole, number), _rows(part, cut)
         if mine is None or theirs is None or mine.ndim != theirs.ndim:
             continue
-        # Padding may be longer in the larger group: what both have is compared.
+        # The larger group may have more padding: the common rows are compared.
         common = [min(a, b) for a, b in zip(mine.shape[1:], theirs.shape[1:], strict=True)]
         mine, theirs = (_front(each[:cut], common).double().nan_to_num() for each in (mine, theirs))
         if mine.numel() == 0:
@@ -319,14 +319,14 @@ def _tensors(nest: Any) -> Iterator[Tensor]:
 
 
 def _rows(tensor: Tensor, samples: int) -> Tensor | None:
-    """A tensor with samples first, [samples, ...]; None for one that has no row of its own for each."""
+    """Reshape a tensor to [samples, ...]; None if it doesn't have one row for each sample."""
     if tensor.ndim == 0 or tensor.shape[0] % samples or tensor.shape[0] == 0:
         return None
     return tensor.reshape(samples, -1, *tensor.shape[1:])
 
 
 def _front(tensor: Tensor, sizes: list[int]) -> Tensor:
-    """The first rows of each dimension: what two tensors that are padded to other lengths share."""
+    """Crop each dimension to `sizes`, the common size of two tensors with different padding; [samples, numbers]."""
     for dim, size in enumerate(sizes, start=1):
         tensor = tensor.narrow(dim, 0, size)
     return tensor.reshape(len(tensor), -1)

@@ -21,7 +21,7 @@ from samestep.launch.memory import available_memory
 
 
 class ContractError(UserError):
-    """A part of the contract that a task breaks. `told`: the text is the whole message, as of a UserError."""
+    """A part of the contract that a task breaks. `told`: `text` is the whole message, as of a UserError."""
 
     def __init__(self, part: str, text: str, *, told: bool = False) -> None:
         super().__init__(text if told else f"the task's contract, {part}: {text}")
@@ -36,7 +36,7 @@ _SMALL = 2**16  # bytes; smaller storages aren't counted
 
 
 class TooLargeError(Exception):
-    """The model takes more memory than the check may have."""
+    """The model needs more memory than the check may use."""
 
 
 def line_of(function: Any) -> str:
@@ -51,7 +51,7 @@ def line_of(function: Any) -> str:
 
 
 def at(place: str | None) -> str:
-    """A place "file:line" as the end of a message: " (model.py:31)"; nothing where it is not known."""
+    """Format a place "file:line" as the end of a message: " (model.py:31)"; empty if unknown."""
     if place is None:
         return ""
     file, _, line = place.rpartition(":")
@@ -60,10 +60,10 @@ def at(place: str | None) -> str:
 
 @contextmanager
 def said(part: str, what: str, of: Any = None) -> Iterator[None]:
-    """Turn an exception of the user's code into a ContractError of one sentence.
+    """Convert an exception of the user's code into a ContractError of one sentence.
 
-    Lack of memory is not the task's fault, and becomes TooLargeError. `what` failed; `of` is the function whose line
-    is named where the error comes from what it gave, not from its own code.
+    `what` names what failed; `of` is the function whose line is named if the error has no line in the user's code.
+    Running out of memory is not the task's fault, and becomes TooLargeError.
     """
     try:
         yield
@@ -83,10 +83,10 @@ def said(part: str, what: str, of: Any = None) -> Iterator[None]:
 
 
 class Budget(TorchDispatchMode):
-    """Raises TooLargeError as soon as the tensors that were made in it, and still exist, take too much memory.
+    """Raise TooLargeError as soon as the live tensors that were made in this mode exceed a memory budget.
 
-    The system gives a process memory when it is first written to, so that the error comes before memory runs out.
-    `most`: bytes; None: a quarter of the memory that this process can have.
+    The error comes before memory runs out, since the system gives a process memory on first write. `most`: bytes;
+    None: a quarter of the memory that this process can have.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -107,7 +107,7 @@ class Budget(TorchDispatchMode):
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        """Count a new storage, once however many tensors share it, until it is freed."""
+        """Count a new storage until it is freed; once, however many tensors share it."""
         size, place = storage.nbytes(), storage.data_ptr()
         if size < _SMALL or place in self._known:
             return
@@ -121,6 +121,6 @@ class Budget(TorchDispatchMode):
             )
 
     def _free(self, place: int, size: int) -> None:
-        """A storage is gone."""
+        """Subtract a storage that was freed."""
         self._known.discard(place)
         self._alive -= size

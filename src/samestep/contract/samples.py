@@ -14,18 +14,18 @@ from samestep.contract.errors import ContractError, line_of, said
 from samestep.tasks.base import Batch, Task, as_batch, check_samples
 
 DATA, COLLATE = "data", "collate"
-MOST = 12  # samples that are looked at
+MOST = 12  # number of samples checked
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """The first samples of a task's training set, short ones first, and how they are put together."""
+    """Samples of a task's training set, short ones first, with their collation."""
 
     task: Task
     samples: Sequence[Any]
     indices: Sequence[int]  # of the samples, in the training set
-    cut: int  # where the samples are cut into two parts of unlike sizes: 5 and 7 of 12
-    sizes: Sequence[Sequence[int]] = ()  # how many numbers each tensor of each has; none where collate wants several
+    cut: int  # number of samples in the first of two parts of unequal size: 5 of 12
+    sizes: Sequence[Sequence[int]] = ()  # elements of each tensor of each sample; empty if collate needs several
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -47,9 +47,9 @@ class Sampled:
         )
 
     def shorter_in_others(self) -> Iterator["Sampled"]:
-        """Orders in which the first part is padded less than now in some tensor, as the targets of translations are.
+        """Yield orders in which the first part has less padding in one tensor, such as a translation's targets.
 
-        Inputs and targets are padded each by themselves: short inputs may have targets of full length.
+        Inputs and targets are padded separately: samples with short inputs may have targets of full length.
         """
         if len({len(each) for each in self.sizes}) > 1:
             return
@@ -62,29 +62,29 @@ class Sampled:
 
 
 def _sampled(task: Task, samples: Sequence[Any], indices: Sequence[int]) -> Sampled:
-    """Samples in the order of their sizes, so that the first part's padding is shorter than the whole batch's.
+    """Sort samples by size, so that the first part has less padding than the whole batch.
 
-    A model that takes padding for tokens gives then other outputs for the part, and is found out.
+    A model that treats padding as tokens then gives other outputs for the part, which the check detects.
     """
     number = len(samples)
     cut = number * 5 // MOST if number >= MOST else number // 2
     sampled = Sampled(task=task, samples=samples, indices=indices, cut=cut)
     try:
         batches = [sampled.batch(place, place + 1) for place in range(number)]
-    except ContractError:  # a collate that wants several samples
+    except ContractError:  # collate needs several samples
         return sampled
     sampled = replace(sampled, sizes=[_sizes(batch) for batch in batches])
     return sampled.ordered([sum(_sizes(batch[:1])) for batch in batches], cut)
 
 
 def _sizes(parts: Iterable[Any]) -> list[int]:
-    """How many numbers each tensor in a batch's parts has."""
+    """Count the elements of each tensor in a batch's inputs and targets."""
     nests = (dict(part) if isinstance(part, Mapping) else part for part in parts)
     return [leaf.numel() for nest in nests for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
 def take_samples(task: Task) -> Sampled:
-    """The first samples. Raises ContractError where a sample can't be had, or isn't the same the second time."""
+    """Take the first samples. Raises ContractError for a sample that can't be read, or differs the second time."""
     with said(DATA, "train_set()", of=task.train_set):
         train_set = task.train_set()
         check_samples(train_set, "train_set()")
@@ -98,7 +98,7 @@ def take_samples(task: Task) -> Sampled:
 
 
 def take_others(task: Task) -> Sampled:
-    """As many samples from all over the set, the last among them, where nothing counts in the first."""
+    """Take as many samples, evenly spaced over the whole set, for when none of the first ones counts in the loss."""
     train_set = task.train_set()
     last = len(train_set) - 1
     indices = [last * part // (MOST - 1) for part in range(MOST)]
@@ -119,7 +119,7 @@ def _same_samples(train_set: Any, indices: Sequence[int]) -> list[Any]:
 
 
 def _check_alike(train_set: Any, again: Any, samples: Sequence[Any], task: Task) -> None:
-    """Every rank calls train_set() by itself, and all must get the same samples in the same order."""
+    """Raise ContractError where a second train_set() differs: every rank calls it and must get the same samples."""
     what = None
     if len(again) != len(train_set):
         what = f"a set of {len(train_set)} samples and then one of {len(again)}"

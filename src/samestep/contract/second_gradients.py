@@ -23,11 +23,11 @@ from samestep.parallel.blocks import find_blocks, with_forward
 
 @dataclass(frozen=True, kw_only=True)
 class _Limit:
-    """What layouts of one kind can't have."""
+    """A restriction of some layouts on gradients taken through blocks."""
 
     of: Callable[[Layout], bool]
-    twice: bool  # only gradients of which a gradient is taken; False: any
-    first: bool  # only through the first block, which another rank has than the loss
+    twice: bool  # True: refuse only gradients that are differentiated again; False: all
+    first: bool  # refuse only gradients through the first block, which is not on the loss's rank
     why: str
     use: Callable[[Layout], str]
 
@@ -69,7 +69,7 @@ _LIMITS = (
 
 @dataclass(frozen=True)
 class _Taken:
-    """A call of torch.autograd.grad."""
+    """One call of torch.autograd.grad."""
 
     outputs: Sequence[Tensor]
     inputs: Sequence[Tensor]
@@ -77,7 +77,7 @@ class _Taken:
 
 
 class _Calls(TorchFunctionMode):
-    """Notes the calls of torch.autograd.grad."""
+    """Records the calls of torch.autograd.grad."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,16 +98,16 @@ class _Calls(TorchFunctionMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """A gradient that a task takes through blocks of its model."""
+    """A gradient that a task takes through blocks of its model with torch.autograd.grad."""
 
-    blocks: Sequence[str]  # in words, in their order
+    blocks: Sequence[str]  # names and classes, in their order
     first: bool  # whether the model's first block is among them
-    twice: bool  # whether a gradient of it is taken
+    twice: bool  # whether it is differentiated again
     loss: str  # which loss, and where it stands
 
 
 def gradients_passed(trial: Trial) -> list[Passed]:
-    """What gradients one forward and loss of a task take through blocks."""
+    """Record the gradients that one forward and loss of a task take through blocks."""
     with _Calls() as calls:
         trial.loss(0, len(trial.sampled))
     blocks = with_forward(find_blocks(trial.model))
@@ -128,12 +128,12 @@ def gradients_passed(trial: Trial) -> list[Passed]:
 
 
 def can_lack_gradients(layout: Layout, engine: Any) -> bool:
-    """Whether there are gradients that a layout can't have."""
+    """Whether a layout restricts gradients taken through blocks."""
     return engine == "native" and any(limit.of(layout) for limit in _LIMITS)
 
 
 def check_second_gradients(passed: Sequence[Passed], layout: Layout, engine: Any) -> None:
-    """Raise LayoutError for a gradient that is taken through blocks, where the layout can't give it twice."""
+    """Raise LayoutError for a gradient through blocks that the layout doesn't support."""
     if engine != "native":
         return
     for limit in (limit for limit in _LIMITS if limit.of(layout)):
@@ -146,7 +146,7 @@ def check_second_gradients(passed: Sequence[Passed], layout: Layout, engine: Any
 
 
 def _blocks_between(taken: _Taken, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The blocks with parameters that the graph uses on its way from the outputs to the inputs, in their order."""
+    """Return the blocks with parameters on the graph's paths from the outputs to the inputs, in their order."""
     owner = {id(parameter): block for block in blocks for parameter in block.parameters()}
     leaves = {id(each) for each in taken.inputs if each.grad_fn is None}
     ends = {each.grad_fn for each in taken.inputs if each.grad_fn is not None}
@@ -157,7 +157,7 @@ def _blocks_between(taken: _Taken, blocks: Sequence[nn.Module]) -> list[nn.Modul
             parameter = _parameter_behind(before) if before not in between else None
             if parameter is not None and id(parameter) in owner:
                 found.add(id(owner[id(parameter)]))
-    # A gradient with respect to a parameter itself passes its block.
+    # A gradient with respect to a block's parameter passes through that block.
     found |= {id(owner[leaf]) for leaf in leaves if leaf in owner}
     return [block for block in blocks if id(block) in found]
 
@@ -185,7 +185,7 @@ def _is_leaf(node: Any, leaves: set[int]) -> bool:
 
 
 def _parameter_behind(node: Any) -> Tensor | None:
-    """The parameter that an operator gets as it is, or by views and casts alone."""
+    """Return the parameter that an operator takes directly or through views and casts only; else None."""
     while node is not None and not hasattr(node, "variable"):
         before: Iterator[Any] = (each for each, _ in node.next_functions if each is not None)
         node, more = next(before, None), next(before, None)

@@ -18,10 +18,10 @@ PARAMETERS, DRAWS, REPEATABLE = "parameters", "draws", "repeatable"
 
 _OF_TASK = " of the task"
 
-# Between two runs of the same forward in float32, whose sums a machine may take in another order.
+# Tolerance between two runs of one forward in float32: kernels may sum in another order.
 _ROUNDING = 1e-5
 
-# Eight ranks multiply the loss by eight, and what they add up is divided by eight. A power of two rounds nothing.
+# Eight ranks scale the loss by eight, and divide the summed gradients by eight. A power of two rounds nothing.
 _TIMES = 8
 _NOT_LINEAR = 1e-3
 
@@ -34,7 +34,7 @@ def check_loss(trial: Trial) -> tuple[Tensor, float]:
         if count == 0 and (others := trial.elsewhere()) is not None:
             total, count = others
     except ContractError as error:
-        # A layer that the model doesn't know of is not moved to its device and dtype.
+        # A layer that isn't registered with the model is not moved to its device and dtype.
         lost = next(unregistered(trial.model), None)
         if error.part == FORWARD and lost is not None:
             raise _not_registered(trial, *lost) from error
@@ -60,7 +60,7 @@ def check_loss(trial: Trial) -> tuple[Tensor, float]:
 
 
 def check_parameters(trial: Trial, count: float) -> None:
-    """Raise ContractError where the forward writes to parameters, or backward fails or reaches unknown ones."""
+    """Raise ContractError where the forward writes to parameters, backward fails, or it reaches unregistered ones."""
     total = _without_writes(trial)
     own = {id(parameter) for parameter in trial.model.parameters()}
     for leaf in _leaves(total):
@@ -75,7 +75,7 @@ def check_parameters(trial: Trial, count: float) -> None:
 
 
 def _check_reached(trial: Trial, turn: Turn) -> None:
-    """Raise ContractError where the loss of a turn has no gradient for any parameter that the turn steps."""
+    """Raise ContractError where a turn's loss reaches none of the parameters that the turn steps."""
     reached = [name for name, each in trial.model.named_parameters() if each.grad is not None]
     if not any(turn.steps(name) for name in reached):
         found = ", ".join([*reached[:3], *(["..."] if len(reached) > 3 else [])]) or "no parameter at all"
@@ -88,7 +88,7 @@ def _check_reached(trial: Trial, turn: Turn) -> None:
 
 
 def _without_writes(trial: Trial) -> Tensor:
-    """The loss of a training forward. Raises ContractError where that writes to a parameter."""
+    """Compute the loss of a training forward. Raises ContractError if the forward writes to a parameter."""
     with Writes(trial.model) as writes:
         total, _ = trial.loss(0, len(trial.sampled))
     if writes.written is not None:
@@ -104,15 +104,15 @@ def _without_writes(trial: Trial) -> Tensor:
 
 
 def _scale(trial: Trial, count: float) -> float:
-    """A power of two near that by which a step of one process multiplies the loss of a sample."""
+    """Return the power of two nearest to the factor by which one process's step scales a sample's loss."""
     return 2.0 ** round(math.log2(len(trial.sampled) / count / trial.job.recipe.batch))
 
 
 def check_linear_backward(trial: Trial, count: float) -> None:
-    """Raise ContractError where the gradients of a loss 8 times as large aren't 8 times as large.
+    """Raise ContractError where a loss scaled by 8 does not give gradients scaled by 8.
 
-    Ranks and micro-batches multiply the loss by other numbers and add up, so that gradients can't be clamped on the
-    way. The gradients of `check_parameters` are held against new ones.
+    Ranks and micro-batches scale the loss by different factors and sum the gradients, so gradients can't be clamped
+    on the way. The gradients of `check_parameters` are compared with new ones.
     """
     before = {name: parameter.grad for name, parameter in trial.model.named_parameters()}
     trial.model.zero_grad()
@@ -134,7 +134,7 @@ def check_linear_backward(trial: Trial, count: float) -> None:
 
 
 def check_draws(trial: Trial) -> None:
-    """Raise ContractError where a training forward draws numbers that depend on the process and not on the sample."""
+    """Raise ContractError where a training forward's random draws depend on the process, not on the sample."""
     number = len(trial.sampled)
     who = trial.moved_generator(lambda: trial.loss(0, number))
     if who is not None:
@@ -149,7 +149,7 @@ def check_draws(trial: Trial) -> None:
 
 
 def check_no_draws_compiled(trial: Trial) -> None:
-    """Raise ContractError where a model that is to be compiled draws: a compiled block draws by itself."""
+    """Raise ContractError where a model to be compiled draws: compiled blocks draw from their own generator."""
     trial.dropout.notes = True
     trial.loss(0, len(trial.sampled))
     trial.dropout.notes = False
@@ -164,7 +164,7 @@ def check_no_draws_compiled(trial: Trial) -> None:
 
 
 def check_repeatable(trial: Trial, total: Tensor) -> None:
-    """Raise ContractError where the same samples give another loss the second time."""
+    """Raise ContractError where the same samples give a different loss the second time."""
     again, _ = trial.loss(0, len(trial.sampled))
     if abs(again.item() - total.item()) > _ROUNDING * max(abs(total.item()), 1e-30):
         raise ContractError(
@@ -176,7 +176,7 @@ def check_repeatable(trial: Trial, total: Tensor) -> None:
 
 
 def _leaves(total: Tensor) -> Iterator[Tensor]:
-    """The tensors in which backward gathers gradients."""
+    """Yield the leaf tensors in which backward accumulates gradients."""
     seen: set[Any] = set()
     waiting: list[Any] = [total.grad_fn]
     while waiting:
@@ -190,7 +190,7 @@ def _leaves(total: Tensor) -> Iterator[Tensor]:
 
 
 def unregistered(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Layers with parameters that a model holds in attributes PyTorch doesn't look into: where, and in what."""
+    """Find parameters in attributes that PyTorch doesn't register: their path, and the container's type."""
     own = {id(parameter) for parameter in model.parameters()}
     for name, holder, held in _held(model):
         if id(held) not in own and isinstance(held, nn.Parameter):
@@ -198,19 +198,19 @@ def unregistered(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _held(model: nn.Module) -> Iterator[Held]:
-    """Every parameter in lists, dictionaries and plain attributes of a model's modules."""
+    """Yield every parameter in lists, dictionaries and plain attributes of a model's modules."""
     for path, module in model.named_modules():
         yield from held_in(module, path)
 
 
 def _held_by_task(task: Task) -> Iterator[Held]:
-    """The parameters in a task's attributes, such as those of a loss with weights of its own."""
+    """Yield the parameters in a task's attributes, such as those of a loss with trained weights."""
     for name, holder, held in held_in(task, ""):
         yield name + _OF_TASK, holder, held
 
 
 def _not_registered(trial: Trial, name: str, holder: str) -> ContractError:
-    """The error for a parameter that the loss depends on and the model doesn't have."""
+    """Build the error for a parameter that the loss depends on but the model doesn't register."""
     held = f"{name} (in {holder})" if holder else name
     owner = type(trial.task if name.endswith(_OF_TASK) else trial.model)
     return ContractError(
@@ -222,7 +222,7 @@ def _not_registered(trial: Trial, name: str, holder: str) -> ContractError:
 
 
 def _module_that_draws(trial: Trial) -> str:
-    """The innermost module whose forward moves a generator, in words."""
+    """Name the innermost module whose forward advances a random generator."""
     found: list[str] = []
     before: list[generators.State] = []
 
@@ -230,7 +230,7 @@ def _module_that_draws(trial: Trial) -> str:
         before.append(generators.state(trial.device))
 
     def end_of(name: str) -> Any:
-        """A hook: the innermost module in whose forward a generator has moved."""
+        """Return a forward hook that records the innermost module in whose forward a generator has advanced."""
 
         def end(module: nn.Module, arguments: Any, output: Any) -> None:
             if generators.moved(before.pop(), generators.state(trial.device)) and not found:

@@ -45,14 +45,14 @@ class Trial:
     def __init__(
         self, job: Job, task: Task, sampled: Sampled, device: torch.device, turn: Turn | None = None
     ) -> None:
-        """`turn`: the one turn of the task's steps that is tried."""
+        """Build the model. `turn`: the turn of the task's steps to try, where it has turns."""
         self.job = job
         self.task = task
         self.sampled = sampled
         self.device = device
         self.dtype = torch.float32
         self.model = _build(job, task, device)
-        # Of the model's plain attributes; inputs that a forward keeps and takes gradients of are not among them yet.
+        # Leaf tensors in the model's plain attributes before the first forward, which may store inputs there.
         self.plain_leaves = {
             id(held): held for name, module in self.model.named_modules() for _, _, held in held_in(module, name)
         }
@@ -67,7 +67,7 @@ class Trial:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Do to the model what a layout does before its first step: dropout by sample, batch norm over the batch."""
+        """Prepare the model as a layout does before the first step: dropout by sample, batch norm over the batch."""
         if not self.job.recipe.dropout:
             switch_off(self.model)
         keep_no_cache(self.model)
@@ -79,7 +79,7 @@ class Trial:
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
     def widen(self) -> None:
-        """Go on in float64, in which rounding can't be taken for a mistake."""
+        """Switch to float64, in which rounding can't be mistaken for an error."""
         self.model.zero_grad()
         self._restore_buffers()
         self.dtype = torch.float64
@@ -88,7 +88,7 @@ class Trial:
         self._context = Precision("fp64", self.device).throughout
 
     def narrow(self) -> None:
-        """Go back to float32."""
+        """Switch back to float32."""
         self.dtype = torch.float32
         move(self.model, self.device, self.dtype)
         self._buffers = {
@@ -99,14 +99,14 @@ class Trial:
 
     @property
     def tolerance(self) -> float:
-        """How far the same numbers may be apart by rounding; a coupling of samples shows in the first digits.
+        """The relative tolerance for rounding; coupled samples differ in their first digits.
 
-        In float64 some models still compute a part in float32, on purpose or in NumPy.
+        In float64 it allows for models that compute a part in float32, on purpose or in NumPy.
         """
         return 1e-6 if self.dtype == torch.float64 else 1e-4
 
     def output(self, first: int, last: int) -> tuple[Any, Batch]:
-        """The model's output for samples `first` to `last - 1` in a training forward, and their batch."""
+        """Run a training forward on samples `first` to `last - 1`; return its output and their batch."""
         batch = self.sampled.batch(first, last)
         batch = Batch(*(to_device(part, self.device, self.dtype) for part in batch))
         numbers = torch.arange(first, last)
@@ -121,7 +121,7 @@ class Trial:
             return call(self.model, inputs), batch
 
     def loss(self, first: int, last: int) -> tuple[Tensor, float]:
-        """The loss summed over some samples, a tensor of no dimension, and its count."""
+        """Return the loss summed over some samples (a 0-dim tensor), and its count."""
         output, batch = self.output(first, last)
         with said(LOSS, f"the loss of samples {first} to {last - 1}", of=self.loss_function), self._context():
             if self.coupled:
@@ -132,7 +132,7 @@ class Trial:
             return total, float(count)
 
     def losses_of_parts(self, parts: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, float]]:
-        """The losses of parts of the samples, each when it is asked for: as micro-batches of one step take them."""
+        """Yield the losses of parts of the samples, as micro-batches of one step compute them."""
         if not self.coupled:
             yield from (self.loss(first, last) for first, last in parts)
             return
@@ -148,7 +148,7 @@ class Trial:
 
     @cached_property
     def without_graph(self) -> Callable[[], AbstractContextManager[Any]]:
-        """The context of a forward without backward: no_grad(), unless the forward itself takes some."""
+        """Return the context for a forward without backward: no_grad(), unless the forward itself needs gradients."""
         try:
             with torch.no_grad():
                 self.output(0, len(self.sampled))
@@ -166,7 +166,7 @@ class Trial:
             self.sampled = before
 
     def elsewhere(self) -> tuple[Tensor, float] | None:
-        """Go on with samples from all over the set, where some count; their loss and count. None where none do."""
+        """Switch to samples from all over the set, and return their loss and count; None if none of them counts."""
         first, self.sampled = self.sampled, take_others(self.task)
         found = self.loss(0, len(self.sampled))
         if found[1] > 0:
@@ -175,7 +175,7 @@ class Trial:
         return None
 
     def moved_generator(self, function: Callable[[], Any]) -> str | None:
-        """Call a function, and name the owner of the random generator that it has moved; None where it moved none."""
+        """Call a function, and name the owner of the random generator that it advanced; None if it advanced none."""
         before = generators.state(self.device)
         function()
         return generators.moved(before, generators.state(self.device))
@@ -191,7 +191,7 @@ class Trial:
             self.model.train()
 
     def _restore_buffers(self) -> None:
-        """A forward may change buffers (running statistics, power iterations); each one here begins with the same."""
+        """Restore the initial buffers, since a forward may change them (running statistics, power iterations)."""
         now = dict(self.model.named_buffers())
         with torch.no_grad():
             for name, value in self._buffers.items():
@@ -199,18 +199,18 @@ class Trial:
                     now[name].copy_(value)
 
     def without_batch_statistics(self) -> AbstractContextManager[None]:
-        """Batch norm by its running statistics: samestep makes its coupling of samples right under every layout."""
+        """Switch batch norms to running statistics: samestep synchronizes batch statistics under every layout."""
         return by_running_statistics(self.model)
 
 
 def _everyone() -> dist.ProcessGroup:
-    """The group of this one process, as batch norm asks for a group."""
+    """Return the process group of this process alone, which batch norm needs."""
     assert dist.group.WORLD is not None  # of this process alone
     return dist.group.WORLD
 
 
 def _build(job: Job, task: Task, device: torch.device) -> nn.Module:
-    """The model under the recipe's seed. Raises ContractError where it draws from generators that have no seed."""
+    """Build the model under the recipe's seed. Raises ContractError if it draws from unseeded generators."""
 
     def others() -> generators.State:
         return tuple(each for each in generators.state(device) if each[0] != "PyTorch's")
@@ -245,7 +245,7 @@ def _build(job: Job, task: Task, device: torch.device) -> nn.Module:
 
 
 def _differs(first: nn.Module, second: nn.Module) -> str | None:
-    """The first parameter or buffer whose values two models don't share; None where all are equal."""
+    """Return the first parameter or buffer whose values differ between two models; None if all are equal."""
     others = dict([*second.named_parameters(), *second.named_buffers()])
     for name, tensor in (*first.named_parameters(), *first.named_buffers()):
         if name not in others or not equal(tensor.detach(), others[name].detach()):
@@ -253,7 +253,7 @@ def _differs(first: nn.Module, second: nn.Module) -> str | None:
     return None
 
 
-# Where it lies, such as "blocks.0.more[1]"; in what, such as "a plain list"; and itself.
+# Path, such as "blocks.0.more[1]"; type of its container, such as "a plain list"; the tensor.
 Held = tuple[str, str, Tensor]
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -261,14 +261,14 @@ _DEPTH = 4  # of lists in lists
 
 
 def held_in(owner: Any, path: str) -> Iterator[Held]:
-    """The parameters, and the tensors that gather gradients as these do, in an object's plain attributes."""
+    """Yield parameters and other leaf tensors that require gradients in an object's plain attributes."""
     for key, value in getattr(owner, "__dict__", {}).items():
         if key not in _REGISTERED:
             yield from _within(value, f"{path}.{key}" if path else key, "", 0)
 
 
 def _within(value: Any, name: str, kind: str, depth: int) -> Iterator[Held]:
-    """The parameters in a value, or in lists and mappings of it, with where they lie and in what."""
+    """Yield the parameters in a value, or in nested lists and mappings, with their paths and containers."""
     if isinstance(value, Tensor):
         if isinstance(value, nn.Parameter) or (value.requires_grad and value.is_leaf):
             yield name, kind, value
@@ -284,7 +284,7 @@ def _within(value: Any, name: str, kind: str, depth: int) -> Iterator[Held]:
 
 
 class Writes(TorchDispatchMode):
-    """Notes the first operator that writes to the memory of a model's parameter: which one, and who called it."""
+    """Records the first operator that writes to the memory of a model's parameter, and its caller."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _look(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        """Note the first parameter or buffer that an operator writes to, and the user's line that did it."""
+        """Record the first parameter or buffer that an operator writes to, and the user's line that called it."""
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(keywords)
         for argument in func._schema.arguments:
             if argument.alias_info is None or not argument.alias_info.is_write:

@@ -17,7 +17,7 @@ from samestep.comparison.terminal import show
 
 
 class Cell(NamedTuple):
-    """What stands in a cell, as HTML, and how it looks: the class of its `td`."""
+    """HTML content of a table cell, and the class of its `td`."""
 
     html: str
     kind: str = ""
@@ -45,7 +45,7 @@ def table(name: str, columns: Sequence[tuple[Words, str]], rows: Sequence[Sequen
 
 
 def times(found: Comparison) -> str:
-    """Time and speed of every method, or the reason why it has none."""
+    """Table of time and speed of each method, or the reason why it wasn't measured."""
     columns = [
         (Words("method", "方法"), "words"),
         (Words("engine", "引擎"), "words"),
@@ -86,7 +86,7 @@ def _time_cells(found: Comparison, row: Row) -> list[Cell]:
 
 
 def costs(found: Comparison) -> str:
-    """Memory, messages, what was learned, and whether the steps were the same; of methods that ran."""
+    """Table of memory, traffic, score, and agreement with one process, of methods that ran."""
     metric = (found.metric_name or "metric").replace("_", " ")
     columns = [
         (Words("method", "方法"), "words"),
