@@ -69,7 +69,7 @@ def write(into: Path, _: str, weights: Weights, asked: OutputOptions) -> None:
 
 
 def _names(weights: Weights, base: Base) -> dict[str, str]:
-    """PEFT's names of the adapters' tensors -> those of the weights."""
+    """Map PEFT's names of the adapters' tensors to the names of the weights."""
     found: dict[str, str] = {}
     whole = _modules_to_save(base.adapter)
     for name in weights.entries:
@@ -90,7 +90,7 @@ def without_adapter_name(name: str, adapter: str) -> str:
 
 
 def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
-    """The modules that were trained whole beside the adapters, as the configuration names them."""
+    """Return the modules that were trained in full along with the adapters, as PEFT's configuration names them."""
     return [str(name) for name in config.get("modules_to_save") or []]
 
 
@@ -126,7 +126,7 @@ def merged(weights: Weights, model: nn.Module) -> Weights:
         layer = next((each for each in layers if name.startswith(f"{each}.")), None)
         if layer is not None and name[len(layer) + 1 :].startswith("lora_"):
             continue
-        if name in tied or ".original_module." in name:  # PEFT keeps it beside the copy that is trained
+        if name in tied or ".original_module." in name:  # PEFT keeps the original module along with its trained copy
             continue
         plain = _plain_name(name, layer, layers, adapter)
         if layer is not None and name.endswith("weight"):
@@ -162,7 +162,7 @@ class _MergedWeight:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Further names of a model's parameters -> their first ones."""
+    """Map further names of tied parameters to the first name of each."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     every_name = model.named_parameters(remove_duplicate=False)
     return {name: names[id(parameter)] for name, parameter in every_name if names[id(parameter)] != name}

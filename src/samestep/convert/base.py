@@ -23,21 +23,21 @@ class Weights:
     read: Callable[[str], Tensor]
     tied: Mapping[str, str] = field(default_factory=dict)  # further names of a tensor -> its name in `entries`
     recipe: Mapping[str, Any] = field(default_factory=dict)  # of the training, where the source tells it
-    base: Base | None = None  # what was left out of it; None: nothing
+    base: Base | None = None  # the adapters' base, whose weights are left out; None: nothing is left out
     pretrained_folder: Path | None = None  # a folder with the model's config.json and tokenizer
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors, each once."""
+        """Total bytes of the tensors; tied ones count once."""
         return sum(bytes_of(entry) for entry in self.entries.values())
 
     def names(self) -> dict[str, str]:
-        """Every name of every tensor -> the name under which it is read."""
+        """Map every name of every tensor to the name under which it is read."""
         tied = {other: name for other, name in self.tied.items() if name in self.entries}  # else it was left out
         return {**{name: name for name in self.entries}, **tied}
 
     def cast(self, dtype: torch.dtype) -> "Weights":
-        """The same in another type; tensors of whole numbers stay as they are."""
+        """Return the weights with floating-point tensors cast to `dtype`; integer tensors keep theirs."""
         entries = {
             name: replace(entry, dtype=dtype) if entry.dtype.is_floating_point else entry
             for name, entry in self.entries.items()
@@ -45,7 +45,7 @@ class Weights:
         return replace(self, entries=entries, read=partial(_read_as, self.read, entries))
 
     def watched(self, advance: Callable[[int], None]) -> "Weights":
-        """The same, with `advance` told the bytes of each tensor that was read."""
+        """Return weights whose `read` also calls `advance` with the bytes of each tensor."""
         return replace(self, read=partial(_read_and_tell, self.read, advance))
 
 
@@ -62,22 +62,22 @@ def _read_and_tell(read: Callable[[str], Tensor], advance: Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What a user asks of the files that are written."""
+    """Options for the files to write."""
 
-    shard_bytes: int  # the most in one file, where a format has several
-    pretrained: Callable[[Weights], Pretrained | None]  # what stands beside the weights in a Hugging Face folder
+    shard_bytes: int  # maximum bytes of one file, in formats with several
+    pretrained: Callable[[Weights], Pretrained | None]  # configuration and tokenizer of a Hugging Face folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A way in which tools keep a model's weights."""
+    """A file format of model weights."""
 
     title: str
-    is_folder: bool  # what is written: a folder, or a file (and perhaps others beside it)
+    is_folder: bool  # whether it writes a folder, or a file (and perhaps others next to it)
     recognises: Callable[
         [Path], bool
     ]  # whether a path holds this; raises CheckpointError for what can't be looked at
-    fits: Callable[[Path], bool]  # whether the name of a new path asks for it
+    fits: Callable[[Path], bool]  # whether the name of a new path selects this format
     open: Callable[[Path], AbstractContextManager[Weights]]
     # Writes into an empty folder: the folder's files, or the file of this name. Raises CheckpointError, OSError.
     write: Callable[[Path, str, Weights, OutputOptions], None]
@@ -91,5 +91,5 @@ def bytes_of(entry: Entry) -> int:
 
 
 def never(_: Path) -> bool:
-    """Of formats that no name asks for."""
+    """`fits` of formats that no file name selects."""
     return False

@@ -26,7 +26,7 @@ from samestep.training.metrics_log import Bar
 
 
 def give_back() -> None:
-    """Give back what is free, where the C library can; it takes about a millisecond."""
+    """Return freed heap memory to the system where the C library supports it; takes about a millisecond."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
         if trim is not None:
@@ -106,16 +106,16 @@ def convert(
 
 
 class _Reading:
-    """Advances the bar, and gives freed memory back after every few megabytes."""
+    """Advances the progress bar, and returns freed memory to the system after every few megabytes read."""
 
     _OFTEN = 8 << 20  # bytes
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
-        self._read = 0  # since memory was given back
+        self._read = 0  # bytes since memory was last returned
 
     def __call__(self, count: int) -> None:
-        """Bytes were read: the bar goes on, and every so often freed memory is given back."""
+        """Count `count` bytes read: advance the bar, and trim the heap from time to time."""
         self._bar.advance()
         self._read += count
         if self._read >= self._OFTEN:
@@ -124,7 +124,7 @@ class _Reading:
 
 
 def _format_of_name(target: Path) -> str:
-    """The format that the name of a new path asks for. Raises UserError where it asks for none, or several."""
+    """Return the format that the name of a new path selects. Raises UserError if there is none, or several."""
     found = [name for name, form in FORMATS.items() if form.fits(target)]
     if len(found) == 1:
         return found[0]
@@ -156,7 +156,10 @@ def _bytes(text: str) -> int:
 
 
 def _pretrained(weights: Weights, job: Job | None) -> Pretrained | None:
-    """What the job says of the model, or else the source's recipe. Raises UserError where it is no such model."""
+    """Return configuration and tokenizer of the job's model, or of the source's recipe; None without either.
+
+    Raises UserError for a model that is not from transformers.
+    """
     recipe = job.recipe if job is not None else _recipe_of(weights)
     if recipe is None:
         return None
@@ -167,7 +170,7 @@ def _pretrained(weights: Weights, job: Job | None) -> Pretrained | None:
 
 
 def _merged(weights: Weights, recipe: Recipe | None) -> Weights:
-    """Weights with the adapters added into their base, which the job's task builds.
+    """Merge adapters into their base, which the job's task builds.
 
     Raises UserError for another base.
     """
@@ -186,7 +189,7 @@ def _merged(weights: Weights, recipe: Recipe | None) -> Weights:
 
 
 def _recipe_of(weights: Weights) -> Recipe | None:
-    """The recipe that a source tells, where it can be believed: a task of its own is a file with code."""
+    """Return the source's recipe if its task ships with samestep; a user's task would be a file with code."""
     if weights.recipe.get("task") not in TASKS:
         return None
     try:
@@ -222,7 +225,7 @@ def _write(form: Format, target: Path, weights: Weights, asked: OutputOptions) -
 
 
 def _place(form: Format, into: Path, target: Path) -> None:
-    """Give what was written its name: a folder at once, several files with the index last."""
+    """Move the written files to their final names: a folder at once; of several files the index last."""
     if form.is_folder:
         into.rename(target)
         return

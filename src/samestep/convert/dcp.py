@@ -111,7 +111,7 @@ def write_fsdp(into: Path, name: str, weights: Weights, _: OutputOptions) -> Non
 
 
 def _folder(path: Path) -> Path | None:
-    """The folder of the distributed checkpoint: the path itself, or Accelerate's in it. None without one."""
+    """Return the folder of the distributed checkpoint: the path or Accelerate's subfolder of it; None without one."""
     for folder in (path, path / _OF_ACCELERATE):
         if (folder / METADATA_FILE).is_file() and not (folder / INFO_FILE).is_file():
             return folder
@@ -119,18 +119,18 @@ def _folder(path: Path) -> Path | None:
 
 
 def _keys_of_model(tensors: Tensors) -> dict[str, str]:
-    """The names of the model's tensors -> the keys under which the folder has them."""
+    """Map the names of the model's tensors to their keys in the checkpoint."""
     paths = _paths(tensors.index)
     keys: dict[str, str] = {}
     for key in tensors.entries:
         path = paths.get(key, (key,))
         if _MODEL in path[:-1]:
             keys[".".join(path[path.index(_MODEL) + 1 :])] = key
-    # Without sections all is the model, but for what an optimizer's or a schedule's name says that it isn't.
+    # Without sections every key is the model's, except those named like optimizer or schedule state.
     return keys or {key: key for key in tensors.entries if not key.startswith(("optim", "lr_scheduler"))}
 
 
 def _paths(index: Metadata) -> dict[str, tuple[str, ...]]:
-    """Where each key stood in the nested state dict that was saved, where PyTorch's planner says it."""
+    """Return each key's path in the saved nested state dict, if PyTorch's planner recorded it."""
     said = index.planner_data if isinstance(index.planner_data, dict) else {}
     return {str(key): tuple(map(str, path)) for key, path in said.items() if isinstance(path, tuple)}

@@ -41,7 +41,7 @@ def of_flat_groups(folder: Path, models: States, states: States) -> Readers:
             offset += shape.numel() + padding
         _check_length(folder, offset, sum(map(len, stretches)), slack=2 * len(states))
     shared = models[0].get("shared_params") or {}
-    for name, value in models[0]["module"].items():  # whole at these stages: what no optimizer steps is there alone
+    for name, value in models[0]["module"].items():  # complete here, with tensors that no optimizer steps
         if name not in readers and name not in shared:
             readers[name] = Entry(shape=value.shape, dtype=value.dtype), lambda value=value: value
     return readers
@@ -70,7 +70,7 @@ def of_stage_3(folder: Path, models: States, states: States) -> Readers:
 
 
 def _reader(stretches: Sequence[Tensor], offset: int, shape: torch.Size) -> tuple[Entry, Callable[[], Tensor]]:
-    """A parameter at an offset of the joined vector of all ranks."""
+    """Return the entry of a parameter in the ranks' concatenated flat tensors, and the function that reads it."""
     entry = Entry(shape=shape, dtype=stretches[0].dtype)
     return entry, lambda: _taken(stretches, offset, shape.numel()).view(shape)
 
@@ -78,7 +78,7 @@ def _reader(stretches: Sequence[Tensor], offset: int, shape: torch.Size) -> tupl
 def _reader_of_ranks(
     flat: Sequence[Sequence[Tensor]], offset: int, length: int, shape: torch.Size
 ) -> tuple[Entry, Callable[[], Tensor]]:
-    """A parameter of ZeRO-3: `length` numbers of each rank, the padding cut off."""
+    """Return the entry of a ZeRO-3 parameter, and the function that joins its `length` numbers of each rank."""
 
     def read() -> Tensor:
         padded = torch.cat([_taken(stretches, offset, length) for stretches in flat])
@@ -114,11 +114,11 @@ _LAYER = "layer_*"
 
 
 class _Number(int):
-    """Stands for an enumeration's value."""
+    """Stand-in for an enumeration's value while unpickling."""
 
 
 class _Ignored:
-    """Stands for an object that says nothing of weights."""
+    """Stand-in for a pickled object without weights."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -138,7 +138,7 @@ def recognises(path: Path) -> bool:
 
 @contextmanager
 def open_(path: Path) -> Iterator[Weights]:
-    """The weights, in float32 where ZeRO kept them so. Raises CheckpointError where parts are missing or unknown."""
+    """Open the weights, in float32 where ZeRO kept them so. Raises CheckpointError for missing or unknown parts."""
     folder = _folder(path)
     if folder is None:
         raise CheckpointError(f"{path} has no *_model_states.pt, and no {_LATEST} that names a folder with them")
@@ -161,7 +161,7 @@ def write(into: Path, _: str, weights: Weights, __: OutputOptions) -> None:
     folder.mkdir()
 
     def wrap(values: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The module state as DeepSpeed's own loader expects it, of one rank."""
+        """Wrap the module's state dict in the structure that DeepSpeed's loader expects of one rank."""
         return {
             "module": dict(values),
             "buffer_names": [],
@@ -187,7 +187,7 @@ def _folder(path: Path) -> Path | None:
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """The ranks' files of a kind, in the order of the ranks. Raises CheckpointError for parts of a sliced model."""
+    """List the ranks' files that match a pattern, by rank. Raises CheckpointError for parts of a sliced model."""
     found = [(match, file) for file in folder.iterdir() if (match := pattern.fullmatch(file.name))]
     sliced = [file for match, file in found if int(match[2])] or list(folder.glob(_LAYER))
     if sliced:

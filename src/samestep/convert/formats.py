@@ -142,9 +142,9 @@ class Contents:
 
 
 def verified(place: Path) -> dict[Path, str | None]:
-    """What is wrong with each checkpoint that a path holds, None where it is whole; with a bar, as it may take long.
+    """Verify each checkpoint in a path, with a progress bar; a checkpoint's value is its fault, None if it is intact.
 
-    Raises CheckpointError where there are none.
+    Raises CheckpointError if there are none.
     """
     paths = [each.path for each in listed(place) if each.state != UNFINISHED]
     sizes = [file.stat().st_size for path in paths for file in path.iterdir()]

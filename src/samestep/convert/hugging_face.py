@@ -53,7 +53,7 @@ def write(into: Path, _: str, weights: Weights, asked: OutputOptions) -> None:
         names = _names(pretrained, weights)
         try:
             pretrained.save(into)
-        except Exception as error:  # what tokenizers meets while a file is full has no type of its own
+        except Exception as error:  # the tokenizers library raises a plain Exception on a full disk
             raise OSError(None, str(error)) from error
     elif weights.pretrained_folder is not None:
         names = {name: name for name in weights.entries}
@@ -76,7 +76,7 @@ def _copy_along(folder: Path, into: Path) -> None:
 
 
 def _names(pretrained: Pretrained, weights: Weights) -> dict[str, str]:
-    """The names under which transformers looks for the model's tensors -> those under which the weights have them.
+    """Map the names that transformers expects to the names of the weights.
 
     Raises CheckpointError unless these are the weights of the model that the configuration describes.
     """
@@ -99,12 +99,12 @@ def _names(pretrained: Pretrained, weights: Weights) -> dict[str, str]:
 
 
 def _say_dtype(config: Path, weights: Weights) -> None:
-    """The type in which `from_pretrained` makes the model, where it is asked for the folder's own."""
+    """Write the weights' dtype into config.json, which `from_pretrained` uses for dtype="auto"."""
     kinds = {
         str(entry.dtype).removeprefix("torch.") for entry in weights.entries.values() if entry.dtype.is_floating_point
     }
     values = json.loads(config.read_text(encoding="utf-8"))
-    values.pop("torch_dtype", None)  # what former versions call it
+    values.pop("torch_dtype", None)  # the key of former versions of transformers
     if len(kinds) == 1:
         values["dtype"] = kinds.pop()
     config.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

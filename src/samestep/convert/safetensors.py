@@ -77,11 +77,11 @@ def _save(values: Mapping[str, Tensor], file: Path) -> None:
         place = value.untyped_storage().data_ptr()
         alone[name] = value.clone() if place in seen else value.contiguous()
         seen.add(place)
-    # The library writes a file for this user alone and renames it; this one gets what any new file has.
+    # The library creates the file with mode 0600; give it the mode of any new file.
     file.touch()
     mode = file.stat().st_mode
     try:
-        save_file(alone, file, metadata={"format": "pt"})  # which tool's names they are; transformers asks for it
+        save_file(alone, file, metadata={"format": "pt"})  # the framework of the names, which transformers requires
         file.chmod(mode)
     except SafetensorError as error:
         raise OSError(None, str(error), str(file)) from None
@@ -101,7 +101,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _of_index(path: Path) -> dict[str, Path]:
-    """The file of each tensor. Raises CheckpointError where the index is none, or leads out of its folder."""
+    """Read each tensor's file. Raises CheckpointError for an invalid index, or one with paths outside its folder."""
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         found = {str(name): str(file) for name, file in files.items()}
@@ -131,7 +131,7 @@ def _dtype_of(path: Path, name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-# What the format calls PyTorch's types.
+# PyTorch's dtypes by the format's names.
 _DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -25,7 +25,7 @@ from samestep.errors import CheckpointError
 from samestep.parallel.sharding import Entry
 from samestep.run_folder import candidates
 
-# A class that a pickle may name, and the full name by which it does.
+# A class that a pickle may refer to, and the qualified name that it uses.
 Allowed = tuple[type, str]
 
 _FORMER = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=torch.serialization.DEFAULT_PROTOCOL)
@@ -40,7 +40,7 @@ def is_pickle(path: Path) -> bool:
 
 
 def load_pickle(path: Path, allowed: Iterable[Allowed] = ()) -> Any:
-    """What torch.save wrote, with its tensors left on disk until they are used.
+    """Load a torch.save file; its tensors stay memory-mapped.
 
     `allowed`: further classes that the file may name. Raises CheckpointError for a file that is damaged, and for one
     that names anything but tensors, plain values, and what is allowed: to load such a file could run code.
@@ -55,7 +55,7 @@ def load_pickle(path: Path, allowed: Iterable[Allowed] = ()) -> Any:
         ) from None
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {path}") from None
-    except Exception as error:  # a damaged file raises whatever its bytes happen to mean
+    except Exception as error:  # a damaged file can raise any exception
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path} is damaged, or no file of torch.save: {reason}") from None
 
@@ -81,10 +81,10 @@ def save_pickle(file: Path, weights: Weights, wrap: Callable[[Mapping[str, Tenso
 
 
 def _mapped(file: Path, value: Tensor) -> Tensor:
-    """The same values in a mapping of a file. Raises OSError where the disk has no room for them."""
+    """Copy a tensor into a memory-mapped file. Raises OSError if the disk is full."""
     if not value.numel():
         return value.clone()
-    with file.open("wb") as stream:  # a write into a mapping of a full disk ends the process without a message
+    with file.open("wb") as stream:  # writing into the mapping of a full disk would end the process by SIGBUS
         os.posix_fallocate(stream.fileno(), 0, value.nbytes)
     mapped = torch.from_file(str(file), shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
     return mapped.copy_(value)
@@ -137,11 +137,11 @@ def write_ddp(into: Path, name: str, weights: Weights, _: OutputOptions) -> None
 
 
 def weights_of(state: Mapping[str, Tensor]) -> Weights:
-    """The weights that a state dict holds; names of one tensor are tied."""
+    """Return the weights in a state dict; names that share one tensor are tied."""
     known: dict[Any, str] = {}
     tied: dict[str, str] = {}
     for name, value in state.items():
-        # Offset and strides, too: views of one memory may be different tensors.
+        # Compare offset and strides too: views of one storage may be different tensors.
         place = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
         if value.numel() and place in known:
             tied[name] = known[place]
@@ -189,7 +189,7 @@ def is_ddp(names: Iterable[str]) -> bool:
 
 
 def without_ddp(weights: Weights) -> Weights:
-    """The same under the names that the model has without DDP."""
+    """Return the weights with the `module.` prefix of DDP removed from their names."""
     return replace(
         weights,
         entries={name.removeprefix(_DDP): entry for name, entry in weights.entries.items()},
@@ -221,7 +221,7 @@ def open_accelerate(path: Path) -> Iterator[Weights]:
             f"{path} has none of {', '.join(_ACCELERATE_FILES)}; use a folder of Accelerate's save_state"
         )
     with _ACCELERATE_FILES[file](path / file) as weights:
-        # Accelerate saves a model as it wrapped it.
+        # Accelerate saves the wrapped model.
         yield without_ddp(weights) if is_ddp(weights.names()) else weights
 
 

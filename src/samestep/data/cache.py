@@ -24,7 +24,7 @@ from samestep.errors import UserError
 
 Arrays = Mapping[str, NDArray[np.generic]]
 
-# What is made of fewer characters is made again as fast as it is found.
+# Characters of text below which the cache doesn't pay: computing is as fast as reading.
 WORTH_KEEPING = 100_000
 
 _LIMIT = 1024  # megabytes
@@ -35,14 +35,14 @@ _READABLE = (SafetensorError, OSError, ValueError, KeyError)  # what reading a d
 
 @dataclass(frozen=True, kw_only=True)
 class DataCache:
-    """Entries in one folder, at most `limit` bytes of them; nothing is kept where that is 0."""
+    """A folder of cached arrays, with at most `limit` bytes; 0 disables the cache."""
 
     folder: Path
     limit: int
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "DataCache":
-        """The user's: in the folder `data` of samestep's cache, with `SAMESTEP_CACHE_MB` as the limit.
+        """Return the user's cache: the folder `data` of samestep's cache, with `SAMESTEP_CACHE_MB` as the limit.
 
         Raises UserError where that is not a number.
         """
@@ -53,20 +53,20 @@ class DataCache:
         return cls(folder=cache_folder(environ) / "data", limit=megabytes * 10**6)
 
     def get(self, kind: str, key: str, make: Callable[[], Arrays]) -> Arrays:
-        """The arrays of a key, made and kept where there are none, or where their file is damaged."""
+        """Return the arrays of a key; if they are missing or damaged, compute and store them."""
         if not self.limit:
             return make()
         file = self.folder / f"{kind}-{key}{_SUFFIX}"
         found = _read(file)
         if found is None:
             found = make()
-            with suppress(OSError):  # a full or read-only disk is no reason to stop
+            with suppress(OSError):  # a full or read-only disk must not end the job
                 self._write(file, found)
                 self._prune()
         return found
 
     def _write(self, file: Path, arrays: Arrays) -> None:
-        """Write beside and rename, so that another process sees all of it or nothing."""
+        """Write to a temporary file and rename it, so that other processes see all of it or nothing."""
         self.folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=self.folder, suffix=".new")
         try:
@@ -77,7 +77,7 @@ class DataCache:
             Path(name).unlink(missing_ok=True)
 
     def _prune(self) -> None:
-        """Remove what was not used for longest, as far as the limit asks; other processes may do so too."""
+        """Remove the least recently used entries beyond the limit; other processes may prune at the same time."""
         entries: list[tuple[float, int, Path]] = []
         for file in self.folder.glob(f"*{_SUFFIX}"):
             with suppress(FileNotFoundError):
@@ -92,7 +92,7 @@ class DataCache:
 
 
 def _read(file: Path) -> Arrays | None:
-    """An entry; None where there is none, or what is there is damaged."""
+    """Read an entry; None if it is missing or damaged."""
     try:
         with safe_open(file, framework="numpy") as entry:
             found = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118
@@ -110,7 +110,7 @@ def _checksum(arrays: Arrays) -> str:
 
 
 def digest(*parts: str | bytes | int | Iterable[str]) -> str:
-    """A hash of values, each with its length before it, so that no two lists of values give the same bytes."""
+    """Hash values with their lengths, so that different lists of values never hash the same bytes."""
     found = hashlib.sha256()
     for part in parts:
         if isinstance(part, (str, bytes, int)):
@@ -124,14 +124,14 @@ def digest(*parts: str | bytes | int | Iterable[str]) -> str:
 
 
 def _add(found: "hashlib._Hash", raw: bytes) -> None:
-    """Add a string with its length, so that "ab", "c" and "a", "bc" give different sums."""
+    """Add a string with its length, so that "ab", "c" and "a", "bc" differ."""
     found.update(len(raw).to_bytes(8, "big"))
     found.update(raw)
 
 
 @cache
 def version_of_code() -> str:
-    """A hash of the code that makes entries: this folder's modules, and the tokenizers library's version."""
+    """Hash the code that makes entries: this folder's modules, and the versions of tokenizers and NumPy."""
     import tokenizers
 
     sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
@@ -155,7 +155,7 @@ def stream_tokenizer(documents: Sequence[str], vocabulary: int, cache: DataCache
 def _trained(
     kind: str, texts: Sequence[str], vocabulary: int, cache: DataCache, train: Callable[[], Tokenizer]
 ) -> Tokenizer:
-    """A tokenizer trained on these texts, or the one that was kept."""
+    """Return the tokenizer trained on these texts, from the cache if it is there."""
 
     def make() -> Arrays:
         return {"json": np.frombuffer(train().to_str().encode(), dtype=np.uint8)}
@@ -167,7 +167,7 @@ def _trained(
 def sequences(
     texts: Sequence[str], with_tokenizer: TextTokenizer, max_length: int, cache: DataCache
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """All texts' ids one after the other, (tokens,), and where each text starts and the last ends, (texts + 1,)."""
+    """Encode all texts into one array of ids, (tokens,), and the offset of each text, (texts + 1,)."""
 
     def make() -> Arrays:
         found = with_tokenizer.encode(texts, max_length)
@@ -179,7 +179,7 @@ def sequences(
 
 
 def stream(documents: Sequence[str], with_tokenizer: StreamTokenizer, cache: DataCache) -> NDArray[np.int32]:
-    """The ids of all documents, each with the end token behind it. (tokens,)"""
+    """Encode all documents into one array of ids, each followed by the end token. (tokens,)"""
 
     def make() -> Arrays:
         return {"ids": with_tokenizer.stream(documents)}
@@ -189,7 +189,7 @@ def stream(documents: Sequence[str], with_tokenizer: StreamTokenizer, cache: Dat
 
 
 def _rules(rules: Tokenizer) -> str:
-    """All that a tokenizer's ids depend on, without the length that it was last asked for."""
+    """Serialize a tokenizer without the padding and truncation that were set last."""
     rules.no_padding()
     rules.no_truncation()
     return rules.to_str()
@@ -198,7 +198,7 @@ def _rules(rules: Tokenizer) -> str:
 def _kept(
     kind: str, texts: Sequence[str], of: Sequence[str | int], make: Callable[[], Arrays], cache: DataCache
 ) -> Arrays:
-    """From the cache where making it takes long: by a hash of what it is made of and of the code."""
+    """Return arrays from the cache, keyed by a hash of the texts, `of` and the code; short texts bypass the cache."""
     if sum(map(len, texts)) < WORTH_KEEPING:
         return make()
     return cache.get(kind, digest(version_of_code(), *of, texts), make)

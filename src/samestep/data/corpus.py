@@ -48,7 +48,7 @@ def read(source: str, where: str) -> list[str]:
 
 
 def _files(path: Path, source: str, where: str) -> list[Path]:
-    """The files of a path, sorted. Raises UserError for none, or for others than .txt."""
+    """List the files of a path, sorted. Raises UserError if there are none, or the path is not .txt."""
     if path.is_dir():
         files = sorted(path.glob(f"*{_SUFFIX}"))
         if not files:

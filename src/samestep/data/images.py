@@ -46,7 +46,7 @@ class LabelledImages:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSource:
-    """What a source has: images to train on, held-out ones where it has its own, and the names of the classes."""
+    """Training images, held-out ones if the source has its own, and the class names."""
 
     train: LabelledImages
     held_out: LabelledImages | None = None
@@ -116,7 +116,7 @@ def _images_in(folder: Path) -> list[Path]:
 
 
 def decoded(path: Path) -> NDArray[np.uint8]:
-    """[height, width] of a grey image, [height, width, 3] of any other."""
+    """Decode an image: [height, width] if it is grey, else [height, width, 3]."""
     library = pillow(f"{path.parent.parent}")
     try:
         with library.open(path) as image:
@@ -167,7 +167,7 @@ def read_folder(folder: Path, names: tuple[str, ...] | None = None) -> ImageSour
 
 
 def _part(folder: Path, part: str) -> LabelledImages:
-    """One of train and test of an IDX data set: pixels [height, width] and a label for each image."""
+    """Read the train or test part of an IDX data set: pixels [height, width] and a label for each image."""
     images = _read(folder / f"{part}-images-idx3-ubyte", dimensions=3)
     labels = _read(folder / f"{part}-labels-idx1-ubyte", dimensions=1)
     if len(images) != len(labels):
@@ -197,7 +197,7 @@ def _read(path: Path, dimensions: int) -> NDArray[np.uint8]:
 
 
 def pillow(needed_by: str) -> ModuleType:
-    """Pillow's module Image. Raises UserError where it is not installed."""
+    """Return Pillow's module Image. Raises UserError if it is not installed."""
     try:
         from PIL import Image
     except ImportError:

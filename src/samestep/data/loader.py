@@ -19,8 +19,9 @@ from samestep.data.order import Indices, Place, SampleOrder, Share
 from samestep.errors import UserError
 from samestep.tasks.base import Batch, Samples, as_batch, missing_sample
 
-# How loading processes start, as PyTorch's do by default; a rank that a fork server made would start them by one as
-# well, which knows neither a task that a job file names nor more than some 100 tensors.
+# Loader workers are forked, PyTorch's default on Linux. The default of a rank that was itself forked from a fork
+# server would be that server, which doesn't have a task imported from a job file and can't pass on more than some 100
+# tensors.
 _FORK = "fork" if sys.platform == "linux" else None
 
 Collate = Callable[[Sequence[Any]], Batch]
@@ -32,23 +33,23 @@ class Moment:
 
     step: int
     samples: torch.Tensor  # [samples] their numbers in the data set; int64, on the CPU
-    lent: bool  # they belong to another rank; this forward is for company alone
+    lent: bool  # borrowed from another rank, with weight 0: this rank only joins the collectives
     seed: int = 0  # of the recipe
     micro_batches: int = 1  # of this step on every rank
-    # [samples] where they stand in the step's global batch; None: they are all of it
+    # [samples] their positions in the step's global batch; None: they are the whole batch
     rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Samples of one forward on one rank."""
+    """The samples of one forward on one rank."""
 
     batch: Batch
     moment: Moment
 
     @property
     def samples(self) -> int:
-        """How many count: none where they are only lent."""
+        """Number of samples that count in the loss: 0 if they are lent."""
         return 0 if self.moment.lent else len(self.moment.samples)
 
     @property
@@ -58,7 +59,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """What one rank does in one step."""
+    """The micro-batches of one rank in one step."""
 
     step: int
     epoch: int
@@ -71,15 +72,15 @@ class StepBatch:
         return sum(micro_batch.samples for micro_batch in self.micro_batches)
 
     def samples(self) -> list[int]:
-        """The samples that this rank looks at, by their numbers in the data set."""
+        """Indices, in the data set, of the samples that this rank computes, lent ones included."""
         return [number for each in self.micro_batches for number in each.moment.samples.tolist()]
 
 
 def _begun(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Its iterator, whose loading processes are forked now, if it has some.
+    """Collect garbage, then return the iterator of a DataLoader, which forks its workers.
 
-    A forked process has this one's garbage. Were it collected there, a process group in it would wait for threads
-    that a fork does not take along, and the loading process would never come to its first sample.
+    Workers inherit this process's garbage. If a worker collected a process group, its destructor would wait for
+    threads that don't exist after a fork, and the worker would hang before its first sample.
     """
     if loader.num_workers:
         gc.collect()
@@ -113,7 +114,7 @@ class Loader:
         self.start = start
         self.stop = stop
         self._micro_batch = micro_batch
-        self._micro_batches = micro_batches  # of every step; None: as the samples say
+        self._micro_batches = micro_batches  # in every step; None: as many as the samples need
         self._workers = workers
         self._last: tuple[int, list[Share]] | None = None  # a step and its shares
 
@@ -121,7 +122,7 @@ class Loader:
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """The steps `start` to `stop` in their order, with how long this rank has waited for data (seconds)."""
+        """Yield the steps `start` to `stop` in order, with the seconds that this rank has waited for data."""
         batches = _begun(self._data_loader())
         for step in range(self.start, self.stop):
             shares = self._shares(step)
@@ -142,22 +143,23 @@ class Loader:
             )
 
     def _shares(self, step: int) -> list[Share]:
-        """Asked twice for each step, for its indices and for its batches: without workers, one after the other."""
+        """Return the shares of a step, cached because each step asks twice: for its indices and for its batches."""
         if self._last is None or self._last[0] != step:
             self._last = step, self.order.shares(step, self._place, self._micro_batch, self._micro_batches)
         return self._last[1]
 
     def _data_loader(self) -> DataLoader[Any]:
-        """PyTorch's DataLoader over the micro-batches of all steps: one batch of it is one micro-batch."""
+        """Build the DataLoader over the micro-batches of all steps; one of its batches is one micro-batch."""
         return DataLoader(
             _Reading(self._samples),  # pyright: ignore[reportArgumentType]  (an index is all it needs)
             batch_sampler=_Indices(self),
             collate_fn=_CollateBatch(self._collate),
             num_workers=self._workers,
             multiprocessing_context=_FORK if self._workers else None,
-            # Page-locked memory: the copy to the device doesn't wait (`non_blocking` in `to_device`).
+            # Pinned memory lets the copy to the device be asynchronous (`non_blocking` in `to_device`).
             pin_memory=self._device.type != "cpu",
-            # Its own generator: drawing a seed for workers must not move the model's random state.
+            # A generator of its own: DataLoader draws a base seed for its workers, which must not advance the default
+            # generator.
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -178,15 +180,15 @@ class Loader:
 
 
 def _rows(global_batch: Indices, sorting: Indices, share: Share) -> torch.Tensor:
-    """Where a share's samples stand in the global batch, which has each sample once. [samples] int64
+    """Return the positions of a share's samples in the global batch, in which samples are distinct. [samples] int64
 
-    `sorting` sorts the batch: the inverse of the permutation, without a table of the data set's size.
+    `sorting` is the argsort of the batch; with it no table of the data set's size is needed.
     """
     return torch.from_numpy(sorting[np.searchsorted(global_batch, share.samples, sorter=sorting)])
 
 
 class _Indices:
-    """The indices of each micro-batch in turn, as DataLoader's batch sampler."""
+    """Batch sampler: yields the indices of each micro-batch."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -199,19 +201,19 @@ class _Indices:
 
 @dataclass(frozen=True)
 class _Mistake:
-    """What is wrong with a user's data: handed on, since DataLoader adds a traceback to what a worker raises."""
+    """An error in a user's data, passed as a value, since DataLoader adds a traceback to what a worker raises."""
 
     text: str
 
 
 class _Reading:
-    """A data set, which gives the samples of a batch at once, or a mistake where its length is too large."""
+    """Wraps a data set: fetches the samples of a batch in one call, and returns a _Mistake for a missing sample."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any] | _Mistake:
-        """The samples of a micro-batch, by one call where the data set has one for several."""
+        """Fetch the samples of a micro-batch, by the data set's own `__getitems__` if it has one."""
         together = getattr(self._samples, "__getitems__", None)
         found: list[Any] = []
         try:
@@ -228,7 +230,7 @@ class _Reading:
 
 
 class _CollateBatch:
-    """A task's collate, made into a Batch where it gives a plain pair; a class so that workers can pickle it."""
+    """Applies a task's collate and converts its result to a Batch; a class, so that workers can pickle it."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
@@ -243,28 +245,28 @@ class _CollateBatch:
 
 
 def given(loaded: Batch | _Mistake) -> Batch:
-    """What was loaded. Raises UserError for what is wrong with the user's data or collate."""
+    """Return a loaded batch. Raises UserError for a _Mistake."""
     if isinstance(loaded, _Mistake):
         raise UserError(loaded.text)
     return loaded
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Move the tensors in a nest of mappings and sequences; real and complex ones also take the parameters' dtype."""
+    """Move the tensors in nested mappings and sequences; real and complex ones also take the model's precision."""
     if isinstance(value, torch.Tensor):
         return value.to(device, in_kind(value, dtype), non_blocking=True)
-    if isinstance(value, Mapping):  # also what tokenizers give, which is not a dict
+    if isinstance(value, Mapping):  # also tokenizers' BatchEncoding, which is not a dict
         return {key: to_device(inner, device, dtype) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         parts = [to_device(inner, device, dtype) for inner in value]
         return (
             type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        )  # a named tuple takes them apart
+        )  # a named tuple's class takes its fields one by one
     return value
 
 
 def in_kind(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype | None:
-    """A real dtype for a real tensor, the complex one of the same precision for a complex tensor, else None."""
+    """Return the dtype to cast to: `dtype` for a real tensor, its complex counterpart for a complex one, or None."""
     if tensor.is_complex():
         return dtype.to_complex()
     return dtype if tensor.is_floating_point() else None
@@ -275,16 +277,16 @@ class Chunk:
     """Consecutive samples of a data set, for one forward without gradients."""
 
     batch: Batch
-    lent: bool  # another rank has this chunk; the forward is for company alone
+    lent: bool  # borrowed from another rank: its outputs are dropped
 
 
 class Chunks:
-    """A rank's chunks of a data set: every `place.of`-th one, as many as every other rank has.
+    """A rank's chunks of a data set: every `place.of`-th one; every rank has the same number.
 
     A chunk holds the same samples whatever the number of ranks, so that its outputs are the same too.
 
-    Ranks call the model equally often, as `predict` sends messages under most layouts; a rank without a chunk in the
-    last round computes chunk 0 once more, marked as lent, and its outputs are left out.
+    All ranks must call the model equally often, since under most layouts `predict` communicates. A rank without a
+    chunk in the last round computes chunk 0 again, marked as lent, and its outputs are dropped.
     """
 
     def __init__(
@@ -318,7 +320,7 @@ class Chunks:
         return len(self._mine)
 
     def __iter__(self) -> Iterator[Chunk]:
-        """This rank's chunks in their order; those past the end are lent ones."""
+        """Yield this rank's chunks in order; those past the end are lent."""
         for number, batch in zip(self._mine, _begun(self._loader), strict=True):
             parts = (to_device(part, self._device, self._dtype) for part in given(batch))
             yield Chunk(batch=Batch(*parts), lent=number >= self._count)

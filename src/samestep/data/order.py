@@ -19,19 +19,19 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which of the ranks that share the samples this is."""
+    """A rank's index among the ranks that share the samples."""
 
     index: int = 0
     of: int = 1
-    idle: bool = False  # it takes no samples itself
+    idle: bool = False  # takes no samples itself, only lent ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One micro-batch of one rank: samples of the data set.
+    """One micro-batch of one rank: indices of samples in the data set.
 
-    A rank with nothing to do still takes part in every forward and backward, since its peers wait for it.
-    It computes a sample of another rank then, with `lent` set; its loss and its count are multiplied by zero.
+    A rank without samples still takes part in every forward and backward, since its peers wait for it in collectives.
+    It then computes a sample of another rank, with `lent` set; its loss and its count are multiplied by zero.
     """
 
     samples: Indices
@@ -53,8 +53,8 @@ class SampleOrder:
     batch: int
     seed: int
     shuffle: bool = True
-    lengths: Indices | None = field(default=None, compare=False)  # [size]; None: samples keep the batch's order
-    virtual_ranks: int | None = None  # a micro-batch each, which the ranks share out; None: each rank cuts its slice
+    lengths: Indices | None = field(default=None, compare=False)  # [size]; None: don't group samples by length
+    virtual_ranks: int | None = None  # one micro-batch each, shared out among ranks; None: ranks cut slices
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -68,7 +68,7 @@ class SampleOrder:
         return step // self.steps_per_epoch
 
     def global_batch(self, step: int) -> Indices:
-        """Samples of a step, in their order. The last batch of an epoch holds what is left."""
+        """Return the samples of a step in their order. The last batch of an epoch has what is left."""
         epoch, index = divmod(step, self.steps_per_epoch)
         order = permutation(self.seed, epoch, self.size) if self.shuffle else np.arange(self.size)
         return order[index * self.batch : (index + 1) * self.batch]
@@ -76,15 +76,15 @@ class SampleOrder:
     def shares(
         self, step: int, place: Place, micro_batch: int | None, micro_batches: int | None = None
     ) -> list[Share]:
-        """What one rank does in a step: as many micro-batches as every other rank, of at most `micro_batch`.
+        """Return one rank's micro-batches of a step: as many as every other rank's, of at most `micro_batch` samples.
 
-        With `micro_batches` their number is the same in every step; where samples are too few, some are lent.
+        `micro_batches` fixes their number in every step; where samples are too few, some are lent.
         """
         batch = self.global_batch(step)
         if self.virtual_ranks is not None:
             return virtual_shares(batch, place, self.virtual_ranks)
         if self.lengths is not None and not place.idle:
-            # Only the order within the batch changes, so which samples the step has stays the same.
+            # Only the order within the batch changes, not which samples the step has.
             batch = dealt_by_length(batch, self.lengths[batch], place.of)
         return cut(batch, place, micro_batch, micro_batches)
 
@@ -96,10 +96,9 @@ def cut(batch: Indices, place: Place, micro_batch: int | None, micro_batches: in
     number of micro-batches.
     """
     largest = -(-len(batch) // place.of)
-    # Of the rank with the most samples, so that nobody's micro-batch is larger than asked for. ceil(largest /
-    # micro_batch).
+    # From the rank with the most samples, so that no micro-batch exceeds micro_batch: ceil(largest / micro_batch).
     count = micro_batches or -(-largest // min(micro_batch or largest, largest))
-    # It takes part in every forward, as its peers wait for it in collectives, and any sample serves.
+    # An idle rank takes part in every forward, since its peers wait for it in collectives; any sample will do.
     if place.idle:
         return [Share(samples=batch[:1], lent=True)] * count
     start, stop = bounds(len(batch), place.index, place.of)
@@ -112,13 +111,13 @@ def cut(batch: Indices, place: Place, micro_batch: int | None, micro_batches: in
 
 
 def virtual_shares(batch: Indices, place: Place, virtual_ranks: int) -> list[Share]:
-    """The virtual ranks of one rank, a micro-batch each: consecutive ones, whose samples no layout changes.
+    """Return the virtual ranks of one rank as micro-batches: consecutive ones, with the same samples in every layout.
 
-    Every rank gets as many micro-batches as the one with the most; those without samples of their own are lent one.
+    Every rank gets as many micro-batches as the one with the most; the missing ones are lent.
     """
     first, last = bounds(virtual_ranks, place.index, place.of)
     shares = []
-    # ceil(V / ranks) for everyone: a rank with one virtual rank fewer runs a lent one at the end.
+    # ceil(V / ranks) on every rank: a rank with one virtual rank fewer ends with a lent micro-batch.
     for number in range(first, first + -(-virtual_ranks // place.of)):
         start, stop = bounds(len(batch), number, virtual_ranks) if number < last else (0, 0)
         shares.append(Share(samples=batch[start:stop]) if stop > start else Share(samples=batch[:1], lent=True))
@@ -126,10 +125,10 @@ def virtual_shares(batch: Indices, place: Place, virtual_ranks: int) -> list[Sha
 
 
 def dealt_by_length(batch: Indices, lengths: Indices, ranks: int) -> Indices:
-    """A global batch in the order in which `cut` gives every rank samples of all lengths, its longest ones first.
+    """Reorder a global batch so that `cut` gives every rank samples of all lengths, longest first.
 
-    Sorted by length and dealt out in turn, ranks have about as much to do, and a rank's consecutive samples have
-    similar lengths.
+    Samples are sorted by length and dealt to the ranks in turn, so that ranks have about equal work, and a rank's
+    consecutive samples have similar lengths.
     """
     # Stable: samples of one length keep the batch's order, the same on every machine.
     longest_first = batch[np.argsort(-lengths, kind="stable")]
@@ -137,7 +136,7 @@ def dealt_by_length(batch: Indices, lengths: Indices, ranks: int) -> Indices:
 
 
 def bounds(total: int, index: int, parts: int) -> tuple[int, int]:
-    """Start and end of part `index` where `total` things are cut into `parts` that differ by at most one."""
+    """Return start and end of part `index` of `parts` into which `total` items are split as evenly as possible."""
     small, larger = divmod(total, parts)
     start = index * small + min(index, larger)
     return start, start + small + (index < larger)

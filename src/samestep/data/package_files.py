@@ -9,7 +9,7 @@ PREFIX = "package:"
 
 
 def locate(path: str, where: str) -> Path:
-    """The path itself, or for "package:NAME/REST" the path REST inside the installed package NAME.
+    """Resolve "package:NAME/REST" to REST inside the installed package NAME; other paths are returned unchanged.
 
     `where` is the key that gives the path. Raises UserError where the package is not installed.
     """

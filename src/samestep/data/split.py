@@ -41,6 +41,6 @@ def check_split(train: int, held: int, held_out: float, where: str) -> None:
 
 
 def _draw(content: str | bytes, purpose: str) -> int:
-    """A number below 2**64 that is the content's own."""
+    """Return a hash of the content as a number below 2**64."""
     raw = content.encode() if isinstance(content, str) else content
     return int.from_bytes(hashlib.sha256(purpose.encode() + b"\0" + raw).digest()[:8], "big")

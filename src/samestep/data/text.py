@@ -26,7 +26,7 @@ class LabelledTexts:
     origin: str  # what messages call the source
     texts: Sequence[str]
     labels: Sequence[Label]
-    lines: Sequence[int] | None = None  # where each text starts in the file `origin`
+    lines: Sequence[int] | None = None  # line of each text in the file `origin`
     names: tuple[str, ...] | None = None  # the classes in their order, where the source fixes it
 
     def __len__(self) -> int:
@@ -38,9 +38,9 @@ class LabelledTexts:
 
 
 def once_each(pairs: Iterable[tuple[str, str]], shortest: int = 1) -> dict[str, str]:
-    """Each text once, with its label; without those that are too short or have two labels.
+    """Keep each text once, with its label; drop texts that are too short, or have two labels.
 
-    A text that stood on both sides of a split would let a model score by remembering it.
+    A text on both sides of a split would let a model score by memorizing it.
     """
     labels: dict[str, set[str]] = {}
     for text, label in pairs:
@@ -136,10 +136,10 @@ def _separated_records(path: Path, separator: str, called: str) -> Iterator[tupl
 
 
 def collect_records(path: Path, records: Iterable[tuple[int, Mapping[str, Any]]]) -> LabelledTexts:
-    """The texts and labels of a file's records; of each, the line where it starts, and its columns by name.
+    """Collect the texts and labels of records, each given as its first line and its columns by name.
 
-    `check_columns` has been asked for the columns. Raises UserError with file and line for a text or a label that
-    is none, for labels of two kinds, and for a file without records.
+    `check_columns` has checked the columns. Raises UserError with file and line for an invalid text or label, for
+    labels of two types, and for a file without records.
     """
     texts: list[str] = []
     labels: list[Label] = []
@@ -160,14 +160,14 @@ def collect_records(path: Path, records: Iterable[tuple[int, Mapping[str, Any]]]
 
 
 def integer_labels(found: LabelledTexts) -> LabelledTexts:
-    """The same texts, with integers for labels where every label is one: for formats in which all is text."""
+    """Convert labels to integers if every label is one; for formats in which all fields are text."""
     if not all(_is_integer(str(label)) for label in found.labels):
         return found
     return replace(found, labels=[int(label) for label in found.labels])
 
 
 def check_columns(place: str, there: Mapping[str, Any]) -> None:
-    """Raise UserError where text or label is not among the columns that are there. `place`: file and line."""
+    """Raise UserError if the columns `there` lack text or label. `place`: file and line."""
     missing = [name for name in _COLUMNS if name not in there]
     if missing:
         raise UserError(
@@ -203,7 +203,7 @@ def _kind(label: Label) -> str:
 
 
 def _is_integer(text: str) -> bool:
-    """Whether a text is an integer as Python writes it, of at most 18 digits."""
+    """Whether a text is an integer in canonical form, of at most 18 digits."""
     digits = text.removeprefix("-")
     return len(text) < 19 and digits.isascii() and digits.isdecimal() and str(int(text)) == text
 
@@ -255,13 +255,13 @@ def _function(name: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
-    """The classes in their order, and who says so (for messages)."""
+    """The classes in their order, and where they come from (for messages)."""
 
     names: tuple[str, ...]
     said_by: str
 
     def numbers(self, samples: LabelledTexts) -> list[int]:
-        """The class of each sample. Raises UserError with the place of a label that is none of the classes."""
+        """Return the class number of each sample. Raises UserError with the place of an unknown label."""
         by_label = self._by_label()
         try:
             return [by_label[label] for label in samples.labels]
@@ -270,7 +270,7 @@ class Classes:
             raise UserError(self._unknown(samples.place(wrong), samples.labels[wrong])) from None
 
     def _by_label(self) -> dict[Label, int]:
-        """A name is its class; an integer is the class of that number, unless the names are integers themselves."""
+        """Map labels to class numbers: names, and integers as numbers of classes unless the names are integers."""
         by_name: dict[Label, int] = {name: number for number, name in enumerate(self.names)}
         if all(name.isdecimal() for name in self.names):
             return by_name | {int(name): number for number, name in enumerate(self.names)}
@@ -286,9 +286,9 @@ class Classes:
 
 
 def find_classes(samples: LabelledTexts, wanted: Sequence[str] | None, where: str) -> Classes:
-    """The classes of a training file: `wanted`, which stands at the key `where`, or else what its labels say.
+    """Return the classes of a training file: `wanted`, from the key `where`, or else those of its labels.
 
-    Raises UserError where they are fewer than two, or where integers can't be classes.
+    Raises UserError for fewer than two classes, and for integers that can't be class numbers.
     """
     distinct = set(samples.labels)
     if len(distinct) < 2:
@@ -300,7 +300,7 @@ def find_classes(samples: LabelledTexts, wanted: Sequence[str] | None, where: st
 
 
 def _names(samples: LabelledTexts) -> tuple[str, ...]:
-    """The classes of labels: as many as the largest integer says, or the strings in their order."""
+    """Derive class names from labels: 0 to the largest integer, or the sorted strings."""
     integers = [label for label in samples.labels if isinstance(label, int)]
     if not integers:
         return tuple(sorted({str(label) for label in samples.labels}))

@@ -157,7 +157,7 @@ def load_stream(path: Path, where: str) -> StreamTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """A tokenizer of a file or folder, and the ids of special tokens, None where it has no such token."""
+    """A loaded tokenizer, and the ids of its padding and end tokens, None where it has none."""
 
     tokenizer: Tokenizer
     padding: int | None
@@ -186,14 +186,14 @@ def _from_folder(path: Path) -> _Parts:
 
 
 def _from_file(path: Path) -> _Parts:
-    """The tokenizer of a tokenizer.json, with the special tokens that it pads with, or that have the usual names."""
+    """Load a tokenizer.json; its padding token is the configured one, or one with a usual name."""
     tokenizer = Tokenizer.from_file(str(path))
     padding = tokenizer.padding["pad_id"] if tokenizer.padding is not None else _first(tokenizer, _PADDING_NAMES)
     return _Parts(tokenizer=tokenizer, padding=padding, end=_first(tokenizer, _END_NAMES))
 
 
 def _first(tokenizer: Tokenizer, names: Sequence[str]) -> int | None:
-    """The id of the first of these tokens that a tokenizer has."""
+    """Return the id of the first of these tokens that the tokenizer has; None if it has none."""
     return next((number for number in map(tokenizer.token_to_id, names) if number is not None), None)
 
 
@@ -201,11 +201,11 @@ IGNORED = -100  # a target that the loss passes over, as torch's cross_entropy h
 
 
 class TokenBlocks:
-    """Blocks of one length cut from a stream: samples are (inputs, targets), both [length].
+    """Blocks of equal length cut from a stream of tokens: samples are (inputs, targets), both [length].
 
-    Target i is the token behind input i. The last block is filled up with padding, whose targets are ignored.
+    Target i is the token after input i. The last block is padded; targets at padding are ignored.
 
-    Block i has tokens i * length to (i + 1) * length of the stream, the last of which is a target only and the first
+    Block i has tokens i * length to (i + 1) * length of the stream; its last one is a target only, and the first
     input of block i + 1.
     """
 

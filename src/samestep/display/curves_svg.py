@@ -13,12 +13,12 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 360, 80, 230, 44, 50
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A line of a picture."""
+    """One curve of a plot."""
 
     name: str
     colour: int
     dash: int
-    points: Sequence[tuple[float, float]]  # across and up
+    points: Sequence[tuple[float, float]]  # x and y
 
 
 def number_in_words(value: float) -> str:
@@ -27,10 +27,10 @@ def number_in_words(value: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How an axis shows its values."""
+    """Linear or logarithmic scale of an axis."""
 
-    base: int | None  # an axis of whole powers of it; None: a linear axis
-    step: int = 1  # powers from one mark to the next
+    base: int | None  # base of a logarithmic axis; None: linear
+    step: int = 1  # powers between ticks
     in_words: Callable[[float], str] = number_in_words
 
 
@@ -89,12 +89,12 @@ def _panel(panel: Panel, top: float) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Axis:
-    """Where values lie between two ends of a picture."""
+    """Maps values to pixels."""
 
     scale: Scale
     lowest: float  # a value, or on a logarithmic axis a power of the base
     highest: float
-    mark: float  # from one mark to the next, in values or powers
+    mark: float  # between ticks, in values or powers
     start: float  # pixels
     end: float
 
@@ -112,7 +112,7 @@ class _Axis:
         return cls(scale=scale, lowest=lowest, highest=highest, mark=scale.step, start=start, end=end)
 
     def at(self, value: float) -> float:
-        """Where a value is, in pixels; what a logarithm can't have stands at the lower end."""
+        """Return a value's position in pixels; on a logarithmic axis values <= 0 are at the lower end."""
         place = value
         if self.scale.base is not None:
             place = math.log(value, self.scale.base) if value > 0 else self.lowest

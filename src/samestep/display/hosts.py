@@ -16,26 +16,26 @@ from samestep.errors import LayoutError
 from samestep.launch.environments.base import Cluster, FoundCluster, Slots
 from samestep.layout import DEFAULT_ORDER, Layout
 
-# What the groups of a dimension send each other in every block, so that a slow network would slow each of them.
+# Mesh axes whose groups communicate in every block, so that a slow network would slow each block.
 _CHATTY = ("tensor", "context")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where one rank runs."""
+    """Host, slot and coordinates of one rank."""
 
     rank: int
     host: str
     node_rank: int
     local_rank: int
-    slot: int  # of its host: an accelerator's number among those that are visible there, where the host has any
-    coordinates: Mapping[str, int] | None = None  # in each dimension of the layout that is split
+    slot: int  # index of the slot on its host; for accelerators, among those visible there
+    coordinates: Mapping[str, int] | None = None  # along each split axis of the layout
     cores: str | None = None  # where they are known
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """How many groups of a dimension stay inside a host, and how many cross hosts."""
+    """How many groups of a mesh axis stay inside a host, and how many span hosts."""
 
     dimension: str
     inside: int
@@ -44,7 +44,7 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class HostsShown:
-    """What was found, and what every rank would get."""
+    """The hosts found, and the placement of every rank."""
 
     found: FoundCluster
     ranks: tuple[RankPlace, ...]
@@ -53,7 +53,7 @@ class HostsShown:
 
     @property
     def warnings(self) -> list[str]:
-        """What would be slow, and what would help."""
+        """Warnings about groups that span hosts, with a remedy."""
         return [
             _warning(self.found.cluster, self.layout, crossing)
             for crossing in self.crossings
@@ -80,9 +80,9 @@ class HostsShown:
 
 
 def hosts_shown(found: FoundCluster, layout: str | None = None, cores: Sequence[str] = ()) -> HostsShown:
-    """What every rank would get on the hosts that were found, and, with a layout's text, who is near to whom.
+    """Place the ranks on the hosts found; with a layout, also count the groups that span hosts.
 
-    `cores` are those of this host's ranks. Raises LayoutError where the layout doesn't have a rank for every slot.
+    `cores` describes the cores of this host's ranks. Raises LayoutError unless the layout has one rank for each slot.
     """
     cluster = found.cluster
     if layout is None:
@@ -101,7 +101,7 @@ def hosts_shown(found: FoundCluster, layout: str | None = None, cores: Sequence[
 
 
 def _fitting(text: str, cluster: Cluster) -> Layout:
-    """The layout for as many processes as there are slots."""
+    """Parse the layout for as many processes as there are slots."""
     try:
         return Layout.parse(text, cluster.world_size)
     except LayoutError as error:
@@ -113,7 +113,7 @@ def _fitting(text: str, cluster: Cluster) -> Layout:
 def _places(
     cluster: Cluster, cores: Sequence[str], coordinates: Sequence[Mapping[str, int]] | None = None
 ) -> tuple[RankPlace, ...]:
-    """Ranks numbered host by host; cores are known of this host alone."""
+    """Number the ranks host by host; cores are known on this host only."""
     found: list[RankPlace] = []
     for node_rank, host in enumerate(cluster.hosts):
         for local_rank in range(host.slots):
@@ -133,7 +133,7 @@ def _places(
 
 
 def _warning(cluster: Cluster, layout: Layout, crossing: Crossing) -> str:
-    """What to change where groups that talk in every block cross hosts."""
+    """Describe groups that communicate in every block and span hosts, and what to change."""
     groups = crossing.inside + crossing.across
     said = f"{crossing.across} of {groups} {crossing.dimension} groups cross hosts, and they talk in every block"
     fewest = min(host.slots for host in cluster.hosts)
@@ -147,13 +147,13 @@ def _warning(cluster: Cluster, layout: Layout, crossing: Crossing) -> str:
     return f"{said}; hosts with equal slots, or fewer ranks a host, would keep them inside"
 
 
-_MOST = 64  # ranks that somebody reads
+_MOST = 64  # most ranks in the table
 
 _SLOTS: dict[Slots, str] = {"accelerators": "accelerators", "cores": "cores", "listed": "as listed"}
 
 
 def print_hosts(shown: HostsShown, console: Console | None = None) -> None:
-    """What was found, as tables."""
+    """Print the hosts found and the ranks as tables."""
     console = console or plain_console(highlight=False)
     console.print(_read(shown.found))
     console.print(_hosts(shown.found))

@@ -17,16 +17,16 @@ from samestep.display.console import plain_console
 from samestep.errors import LayoutError, UserError
 from samestep.layout import MESH_DIMENSIONS, Layout
 
-# What the optimizer step needs of a model, and the ZeRO stage from which the shard dimension splits it
-# (Rajbhandari et al. 2020, section 5).
+# The model state that a rank keeps, and the ZeRO stage from which the shard axis splits it (Rajbhandari et al. 2020,
+# section 5).
 STATES: Mapping[str, int] = {"parameters": 3, "gradients": 2, "optimizer state": 1}
 
-LARGEST = 1024  # ranks of a table that somebody still reads
+LARGEST = 1024  # most ranks in a table
 
 
 @dataclass(frozen=True, kw_only=True)
 class EqualPart:
-    """Part `index` of `of` equal ones, counted from 0; 0 of 1 is the whole."""
+    """Part `index` of `of` equal parts, counted from 0; 0 of 1 is the whole."""
 
     index: int = 0
     of: int = 1
@@ -34,23 +34,23 @@ class EqualPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What one rank has of the batch and of the model."""
+    """One rank's part of the batch and of the model."""
 
     rank: int
-    coordinates: Mapping[str, int]  # in each dimension of the mesh
+    coordinates: Mapping[str, int]  # along each mesh axis
     samples: EqualPart
-    positions: tuple[int, int] | None  # first and last + 1 of its samples in a global batch, where its size is known
+    positions: tuple[int, int] | None  # first and last + 1 of its samples in a global batch; None: batch size unknown
     experts: EqualPart
     tokens: EqualPart
     stages: tuple[int, ...]  # of the pipeline
     matrices: EqualPart
-    kept: Mapping[str, EqualPart]  # of the state of what it computes: split over the shard dimension or whole
-    # Without shards `kept` is of what is not an expert: of the experts a rank keeps its part alone.
+    kept: Mapping[str, EqualPart]  # of the state of the layers that it computes: sharded or whole
+    # For a sharded model with experts, `kept` is about other parameters: of the experts a rank keeps its own.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """A message that the ranks of a group send each other."""
+    """A collective or message within a group of ranks."""
 
     operation: str
     of: str
@@ -62,7 +62,7 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The groups of ranks along one dimension of the mesh, and what the ranks of a group exchange."""
+    """The groups of ranks along one mesh axis, and what they exchange."""
 
     dimension: str
     ranks: tuple[tuple[int, ...], ...]
@@ -71,25 +71,25 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True)
 class Holdings:
-    """A layout, rank by rank."""
+    """What every rank of a layout holds, and the groups that communicate."""
 
     layout: Layout
     batch: int | None  # samples of a global batch
     stages: int  # of the pipeline, over all ranks
     ranks: tuple[Holding, ...]
-    groups: tuple[Groups, ...]  # of the dimensions that are split, outermost first
+    groups: tuple[Groups, ...]  # of the split axes, outermost first
 
     def share(self, holding: Holding, state: str) -> Fraction:
-        """How much of the whole model's state a rank keeps, were all stages and slices of the same size."""
+        """Fraction of the whole model's state that a rank keeps, assuming stages and slices of equal size."""
         return Fraction(len(holding.stages), self.stages * holding.matrices.of * holding.kept[state].of)
 
     @property
     def parameters_stay_gathered(self) -> bool:
-        """Whether a rank keeps a part of the parameters between steps, and has them all from forward to backward."""
+        """Whether parameters are sharded between steps and stay gathered from forward to backward (ZeRO stage 2)."""
         return self.layout.zero == 2
 
     def to_json(self) -> dict[str, Any]:
-        """What each rank takes, computes and keeps; shares of the model as fractions."""
+        """Return what each rank takes, computes and keeps as JSON; shares of the model as fractions."""
         return {
             "layout": str(self.layout),
             "processes": self.layout.size,
@@ -107,10 +107,10 @@ class Holdings:
 
 
 def holdings(layout: Layout, batch: int | None = None) -> Holdings:
-    """What every rank of a layout holds; with the size of a global batch, also which of its samples.
+    """Compute what every rank of a layout holds; with the global batch size, also which samples.
 
-    Raises LayoutError where the batch is too small for the layout or the schedule can't have that many stages,
-    and UserError where there are more ranks than a reader can follow.
+    Raises LayoutError if the batch is too small for the layout or the schedule can't have that many stages, and
+    UserError for more ranks than can be shown.
     """
     if layout.size > LARGEST:
         raise UserError(
@@ -120,7 +120,7 @@ def holdings(layout: Layout, batch: int | None = None) -> Holdings:
     if batch is not None:
         layout.check_batch(batch, None)
     per_rank = _stages_per_rank(layout)
-    # Rank numbers run through the grid in the layout's order, with the last dimension fastest.
+    # Ranks are numbered in the layout's order, with the last axis fastest.
     order = layout.placement
     places = (dict(zip(order, at, strict=True)) for at in product(*(range(getattr(layout, name)) for name in order)))
     grid: list[Mapping[str, int]] = [{name: place[name] for name in MESH_DIMENSIONS} for place in places]
@@ -137,7 +137,7 @@ def holdings(layout: Layout, batch: int | None = None) -> Holdings:
 
 
 def _holding(layout: Layout, batch: int | None, per_rank: int, rank: int, place: Mapping[str, int]) -> Holding:
-    """What the rank at a place of the mesh holds; data ranks count along replicate, shard and expert."""
+    """Compute what the rank at these coordinates holds; data ranks count along replicate, shard and expert."""
     data_rank = (place["replicate"] * layout.shard + place["shard"]) * layout.expert + place["expert"]
     samples = EqualPart(index=data_rank, of=layout.data_ranks)
     shard = EqualPart(index=place["shard"], of=layout.shard)
@@ -177,7 +177,7 @@ def _stages(layout: Layout, per_rank: int, rank: int) -> tuple[int, ...]:
 
 
 def _groups(grid: Sequence[Mapping[str, int]], dimension: str) -> tuple[tuple[int, ...], ...]:
-    """The ranks whose coordinates differ in one dimension alone."""
+    """Yield groups of ranks whose coordinates differ along one axis only."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(grid):
         others = tuple(place[name] for name in MESH_DIMENSIONS if name != dimension)
@@ -243,7 +243,7 @@ _EXCHANGES = {
 
 
 def print_holdings(shown: Holdings, console: Console | None = None) -> None:
-    """What ranks hold and who talks to whom, as tables."""
+    """Print what ranks hold, and which groups communicate, as tables."""
     console = console or plain_console()
     console.print(_ranks(shown))
     if shown.groups:
@@ -251,12 +251,12 @@ def print_holdings(shown: Holdings, console: Console | None = None) -> None:
 
 
 def words(part: EqualPart) -> str:
-    """A part as people count, from 1."""
+    """Format a part, counted from 1: "2 of 4", or "all"."""
     return "all" if part.of == 1 else f"{part.index + 1} of {part.of}"
 
 
 def sample_words(holding: Holding) -> str:
-    """The samples of a rank: their places in the global batch, or its slice where the batch's size is not known."""
+    """Format a rank's samples: positions in the global batch, or its slice if the batch size is unknown."""
     if holding.positions is None:
         return words(holding.samples)
     start, stop = holding.positions
@@ -275,7 +275,7 @@ def _ranks(shown: Holdings) -> Table:
 
 
 def _columns(shown: Holdings) -> dict[str, Callable[[Holding], str]]:
-    """Head and cells of each column; what the layout doesn't split is left out."""
+    """Title and cell function of each column; axes that the layout doesn't split are left out."""
     columns: dict[str, Callable[[Holding], str]] = {
         "pipeline\nstages": lambda holding: ", ".join(map(str, holding.stages)),
         "replicate": lambda holding: str(holding.coordinates["replicate"]),

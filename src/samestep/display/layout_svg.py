@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from samestep.display.layout import STATES, Groups, Holding, Holdings, sample_words, share_words, words
 from samestep.errors import UserError
 
-LARGEST = 64  # ranks beside each other that a screen can scroll through
+LARGEST = 64  # most ranks side by side in a picture
 
 _LEFT = 176  # width of the names of the rows
 
@@ -19,7 +19,7 @@ _RIGHT = 24
 
 _TALL = 66  # height of the batch and of the model
 
-_FINE = 5  # pixels of a cell below which the cuts would hide it
+_FINE = 5  # minimum cell size in pixels at which cuts are drawn
 
 # Light, dark.
 _COLORS = {
@@ -33,7 +33,7 @@ _COLORS = {
 
 
 class Drawing:
-    """A drawing that grows shape by shape; lengths are in pixels, and colours come from the style sheet's classes."""
+    """An SVG drawing; lengths are in pixels, and colours come from the style sheet's classes."""
 
     def __init__(self, style: str) -> None:
         self._root = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img"})
@@ -103,12 +103,12 @@ class _Columns:
 
     @property
     def width(self) -> float:
-        """A column's width in pixels: narrower the more ranks there are."""
+        """Width of a column in pixels; columns are narrower for many ranks."""
         return min(max(800 / self.ranks, 100), 240)
 
     @property
     def box(self) -> float:
-        """Width of what is drawn in a column."""
+        """Width of a box in a column, in pixels."""
         return min(self.width - 20, 110)
 
     @property
@@ -117,7 +117,7 @@ class _Columns:
         return max(_LEFT + self.ranks * self.width + _RIGHT, least)
 
     def middle(self, rank: float) -> float:
-        """The middle of a rank's column, in pixels from the left; between columns for half ranks."""
+        """Return the centre of a rank's column, in pixels from the left; half ranks are between columns."""
         return _LEFT + (rank + 0.5) * self.width
 
     def left(self, rank: int) -> float:
@@ -156,7 +156,7 @@ def _ranks(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> fl
 
 
 def _batch(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
-    """The global batch, samples downwards and tokens across, cut by replicate, shard and context."""
+    """Draw the global batch, samples downwards and tokens across, cut by replicate, shard and context."""
     layout = shown.layout
     _name(drawing, y, "takes", "of the global batch:", "samples down,", "tokens across")
     rows = [
@@ -174,7 +174,7 @@ def _batch(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> fl
 
 
 def _model(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
-    """The model, layers downwards and heads across, cut by pipeline and tensor."""
+    """Draw the model, layers downwards and heads across, cut by pipeline and tensor."""
     layout = shown.layout
     _name(drawing, y, "computes", "of the model:", "layers down,", "heads, columns across")
     for holding in shown.ranks:
@@ -199,7 +199,7 @@ def _stages(holding: Holding) -> str:
 
 
 def _state(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
-    """Bars as long as the whole model's state, filled where the rank keeps it."""
+    """Draw the whole model's state as bars, filled where the rank keeps it."""
     layout = shown.layout
     _name(drawing, y, "keeps")
     drawing.text("quiet", 68, y + 12, "of the model's")
@@ -234,16 +234,16 @@ def _state(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> fl
 
 @dataclass(frozen=True, kw_only=True)
 class _Grid:
-    """A thing cut into cells, with the dimension that makes the cut before each row and each column."""
+    """A box divided into cells, with the mesh axis of the cut before each row and each column."""
 
     rows: Sequence[str]
     columns: Sequence[str]
-    own: Sequence[tuple[int, int]]  # cells that the rank has
-    lent: Sequence[tuple[int, int]] = ()  # cells that it has for a while
+    own: Sequence[tuple[int, int]]  # cells that the rank keeps
+    lent: Sequence[tuple[int, int]] = ()  # cells that it has temporarily
 
 
 def _draw_grid(drawing: Drawing, grid: _Grid, x: float, y: float, width: float, height: float) -> None:
-    """Cells of a box, those of the rank filled; lines between cells only where these are wide enough."""
+    """Draw the cells of a box, the rank's own filled; cuts are drawn only between cells that are large enough."""
     tall, wide = height / len(grid.rows), width / len(grid.columns)
     drawing.rect("empty", x, y, width, height)
     for kind, cells in (("lent", grid.lent), ("own", grid.own)):
@@ -265,7 +265,7 @@ def _name(drawing: Drawing, y: float, verb: str, *lines: str) -> None:
 
 
 def _words(drawing: Drawing, columns: _Columns, y: float, name: str, cells: Sequence[str]) -> float:
-    """A line of text under the boxes: what it is about, and a cell a rank."""
+    """Draw a line of text below the boxes: a label, and a cell for each rank. Returns the next y."""
     drawing.text("quiet", 20, y, name)
     for rank, cell in enumerate(cells):
         drawing.text("middle", columns.middle(rank), y, cell)
@@ -273,7 +273,7 @@ def _words(drawing: Drawing, columns: _Columns, y: float, name: str, cells: Sequ
 
 
 def _legend(drawing: Drawing, shown: Holdings, y: float) -> float:
-    """What the fills mean, in the colours of the mesh axes; returns the height that is used."""
+    """Draw the legend of the fills; returns the y below it."""
     entries = [("own", "this rank's")]
     if len(shown.ranks) > 1:
         entries.append(("empty", "other ranks'"))
@@ -289,7 +289,7 @@ def _legend(drawing: Drawing, shown: Holdings, y: float) -> float:
 
 
 def _talks(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
-    """For each dimension its exchanges, and a line through the ranks of each group."""
+    """Draw the exchanges of each mesh axis, and a line through the ranks of each group; returns the y below."""
     drawing.line("rule", 20, y - 10, columns.picture_width - 20, y - 10)
     drawing.text("name", 20, y + 14, "talks")
     drawing.text("quiet", _LEFT, y + 14, "ranks on one line send each other:")
@@ -311,7 +311,7 @@ def _talks(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> fl
 
 
 def _levels(groups: Groups) -> list[int]:
-    """The height of each group's line, so that no two lines lie over each other."""
+    """Assign a level to each group's line, so that lines don't overlap."""
     ends: list[int] = []  # the last rank on each level
     levels = []
     for ranks in groups.ranks:
@@ -323,7 +323,7 @@ def _levels(groups: Groups) -> list[int]:
 
 
 def _style(dimensions: Sequence[str]) -> str:
-    """Shapes' looks; the colours follow what the reader's screen prefers."""
+    """Build the style sheet; colours follow the reader's light or dark theme."""
     shapes = """
 text { font: 12px system-ui, "Segoe UI", "Helvetica Neue", "Noto Sans", "DejaVu Sans", sans-serif; }
 .layout { font-size: 20px; font-weight: 600; }

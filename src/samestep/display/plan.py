@@ -12,7 +12,7 @@ from samestep.planning.search import Candidate, Lever, Plan, why_slower
 
 
 def print_plan(plan: Plan, price: Price | None, console: Console | None = None) -> None:
-    """The fastest layouts, what bounds each, and why it is slower than the best."""
+    """Print the fastest layouts, what bounds each, and why it is slower than the best."""
     console = console or plain_console()
     job, cluster = plan.job, plan.cluster
     table = Table(
@@ -52,7 +52,7 @@ def _row(candidate: Candidate, plan: Plan) -> list[str]:
 
 
 def _best_in_words(plan: Plan) -> str:
-    """Where the best layout's step goes."""
+    """Describe the best layout's step: the share of each part."""
     time = plan.best.time
     shares = sorted(time.parts.items(), key=lambda part: -part[1])
     told = ", ".join(
@@ -81,7 +81,7 @@ def print_minimum(model: str, device: str, levers: Sequence[Lever], console: Con
 def print_errors(
     groups: Sequence[GroupErrors], validations: Sequence[CrossValidation], console: Console | None = None
 ) -> None:
-    """Errors against published steps, and those of models that took no part in setting efficiencies."""
+    """Print errors against published steps, and cross-validated errors of models left out of the fit."""
     console = console or plain_console()
     table = Table(title="predicted beside published step times")
     table.add_column("rows of")

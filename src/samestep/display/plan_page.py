@@ -22,7 +22,7 @@ _CAUSES = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#9
 _KINDS = {"F": ("#56b4e9", "forward 前向"), "B": ("#0072b2", "backward 反向")}
 _WIDTH, _LEFT = 960, 150
 _ROW = 22
-_MOST_RANKS = 64  # drawn; of more, the first ones
+_MOST_RANKS = 64  # most ranks drawn
 _SHOWN_ROUNDS = 4  # micro-batches a pipeline rank in the timeline
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1000px; padding: 0 1rem; color: #1b1f24 }
@@ -106,7 +106,7 @@ def _key(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def _causes(found: Plan) -> str:
-    """One bar of a step, cut by what is waited for."""
+    """Draw one bar of a step, divided by cause."""
     parts = sorted(found.best.time.parts.items(), key=lambda part: -part[1])
     at, bars = 0.0, []
     scale = _WIDTH / found.best.time.seconds
@@ -144,7 +144,7 @@ def _memory(ranks: Sequence[RankMemory], limit: float) -> str:
 
 
 def _timeline(found: Plan) -> str:
-    """The first rounds of a pipeline's schedule as played; without one, the two directions of a micro-batch."""
+    """Draw the first rounds of the pipeline's schedule; without a pipeline, forward and backward of a micro-batch."""
     best = found.best
     layout = best.layout
     if layout.pipeline == 1:
@@ -183,7 +183,7 @@ def _timeline(found: Plan) -> str:
 
 
 def _scaling(found: Plan) -> str:
-    """Tokens a second of the best layout on every power of two of devices up to the plan's, beside linear scaling."""
+    """Plot tokens a second of the best layout for each power of two of devices, with linear scaling."""
     points: list[tuple[int, float]] = []
     devices = 1
     while devices < found.cluster.devices:

@@ -86,7 +86,7 @@ def _legend(values: Mapping[str, Any]) -> list[str]:
 
 
 def _panel(ranks: Ranks, *, top: int) -> list[str]:
-    """A row a rank. Only the proportions of its times matter."""
+    """Draw a row for each rank, scaled so that the longest fills the width."""
     total = max(span["end"] for rank in ranks for span in rank)
     scale = (_WIDTH - _LEFT - _RIGHT) / total
     parts = []
@@ -100,7 +100,7 @@ def _panel(ranks: Ranks, *, top: int) -> list[str]:
 
 
 def _box(span: Mapping[str, Any], y: int, scale: float, later: int) -> str:
-    """An action from its start to its end; darker for a rank's later stages."""
+    """Draw an action from start to end; later stages of a rank are darker."""
     x, width = _LEFT + span["start"] * scale, (span["end"] - span["start"]) * scale
     about = f"{_NAMES[span['kind']]}, stage {span['stage']}, micro-batch {span['micro_batch']}"
     place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}"'

@@ -21,7 +21,7 @@ from samestep.training.usage import Usage
 if TYPE_CHECKING:
     from samestep.training.rehearsal import Rehearsal
 
-# How a table says what result.speeds holds.
+# Titles and formats of the speeds in a result.
 _SPEEDS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "tokens_per_second": ("tokens/s", "{:,.0f}".format),
     "flops_per_second": ("GFLOP/s", lambda flops: f"{flops / 1e9:,.1f}"),
@@ -51,7 +51,7 @@ def print_result(result: TrainResult, console: Console | None = None) -> None:
 def print_metrics(
     metrics: Mapping[str, Any], console: Console | None = None, further: Mapping[str, str] | None = None
 ) -> None:
-    """The classification report where there are classes, then every single number, and what else there is to say."""
+    """Print the classification report if there is one, then every scalar metric and the `further` entries."""
     console = console or plain_console()
     per_class = {name: value for name, value in metrics.items() if _is_per_class(value)}
     if per_class:
@@ -69,9 +69,9 @@ def print_metrics(
 def print_usage(
     ranks: Sequence[Usage], console: Console | None = None, *, numbers: Sequence[int] | None = None
 ) -> None:
-    """What each rank held, and what it sent in a step; of many ranks the least and the most of each.
+    """Print what each rank held and sent in a step; of many ranks the least and the most.
 
-    `numbers`: which ranks they are, where not all of them.
+    `numbers`: the ranks' numbers, if they are not all ranks.
     """
     if not ranks:
         return
@@ -104,7 +104,7 @@ def print_slow_ranks(seconds: Sequence[float], console: Console | None = None) -
     (console or plain_console()).print(table)
 
 
-# What a rank holds, and what that is called in a table.
+# Entries of a rank's usage, and their names in a table.
 _HELD = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -129,7 +129,7 @@ def bytes_shown(count: float) -> str:
 
 
 def print_proof(proof: Proof, console: Console | None = None) -> None:
-    """The largest relative differences, what was found of them in words, and the verdict."""
+    """Print the largest relative differences, remarks, and the verdict of a proof."""
     console = console or plain_console()
     table = Table(title=f"{proof.layout} beside one process, {proof.steps} steps in {proof.dtype}")
     table.add_column("largest relative difference of")
@@ -146,7 +146,7 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
 
 
 def print_matrix(rows: Sequence[Row], console: Console | None = None) -> None:
-    """A line for every job and layout: the largest differences, or why the layout was refused."""
+    """Print a line for every job and layout: the largest differences, or why the layout was refused."""
     console = console or plain_console()
     table = Table(title="largest relative difference from one process, in float64")
     table.add_column("job", overflow="fold")
@@ -203,7 +203,7 @@ def _is_per_class(value: Any) -> bool:
 
 
 def print_rehearsals(ranks: "Sequence[Rehearsal]", console: Console | None = None) -> None:
-    """What the ranks held and sent, then the messages of the rank that sends most, by kind and axis."""
+    """Print what the rehearsed ranks held and sent, then the collectives of the rank that sends most."""
     console = console or plain_console()
     print_usage([each.usage for each in ranks], console, numbers=[each.rank for each in ranks])
     most = max(ranks, key=lambda each: each.usage.sent_in_all)
@@ -244,12 +244,12 @@ def _matrix_table(name: str, rows: Mapping[str, Sequence[Any]]) -> Table:
 
 _MOST_PROFILED = 16  # ranks that a profile shows
 
-# What the straggler does in the phase that holds the others up.
+# How the straggler spends the phase that delays the others.
 _STRAGGLER_KINDS = {"busy": "where it works", "idle": "where it is idle"}
 
 
 def print_profile(profile: Profile, console: Console | None = None) -> None:
-    """Where a step's time went: a row for each rank, the rank that holds the others up, and the traces' folder."""
+    """Print the parts of a step's time for each rank, the straggler, and the folder of the traces."""
     console = console or plain_console(width=WIDTH)
     first, last = profile.steps[0], profile.steps[-1]
     table = Table(

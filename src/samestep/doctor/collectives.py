@@ -29,17 +29,17 @@ Attempt = Callable[[World, torch.dtype], bool]  # whether the result is right
 
 
 def _mine(world: World, dtype: torch.dtype, count: int = _COUNT) -> Tensor:
-    """A message with this rank's number and 1 in every element: [count]."""
+    """Return a tensor with this rank's number + 1 in every element: [count]."""
     return torch.full([count], world.rank + 1, dtype=dtype, device=world.device)
 
 
 def _empty(world: World, dtype: torch.dtype, count: int = _COUNT) -> Tensor:
-    """Room for a message: [count]."""
+    """Return an output buffer: [count]."""
     return torch.zeros(count, dtype=dtype, device=world.device)
 
 
 def _is(tensor: Tensor, value: int) -> bool:
-    """Whether every element has a value."""
+    """Whether every element equals a value."""
     return bool((tensor == value).all())
 
 
@@ -79,7 +79,7 @@ def _sum(world: World) -> int:
 
 
 def _reduce(world: World, dtype: torch.dtype) -> bool:
-    """Rank 0 must have the sum; what others have isn't defined."""
+    """Check the sum on rank 0; other ranks' output is undefined."""
     tensor = _mine(world, dtype)
     dist.reduce(tensor, dst=0)
     return world.rank != 0 or _is(tensor, _sum(world))
@@ -110,7 +110,7 @@ def _all_to_all(world: World, dtype: torch.dtype) -> bool:
 
 
 def _barrier(world: World, dtype: torch.dtype) -> bool:
-    """Nothing to compare: it worked if it returned."""
+    """A barrier has no result: it works if it returns."""
     dist.barrier()
     return True
 
@@ -127,21 +127,21 @@ COLLECTIVES: Mapping[str, Attempt] = {
     "all-to-all": _all_to_all,
     "barrier": _barrier,
 }
-ALONE = frozenset(COLLECTIVES) - {"send and recv"}  # what a single rank can try: none sends to itself
+ALONE = frozenset(COLLECTIVES) - {"send and recv"}  # collectives that one rank can try: none with a peer
 
 
 def dtypes_of(collective: str) -> Sequence[torch.dtype]:
-    """The types that a collective is tried with; a barrier sends none, and is tried once."""
+    """Return the dtypes to try a collective with; a barrier has no tensor and is tried once."""
     return DTYPES if collective != "barrier" else DTYPES[:1]
 
 
 def notes_of(folder: Path, rank: int) -> Path:
-    """Where a rank writes down a line before each attempt, and one when it is over."""
+    """Return the file in which a rank writes a line before and after each attempt."""
     return folder / f"rank-{rank}.jsonl"
 
 
 def try_all(folder: str, device: DeviceChoice) -> None:
-    """Try everything as one of the ranks that were started for it."""
+    """Try every collective with every dtype, as one of the ranks started for it."""
     with (
         join(device=device, threads=1) as world,
         notes_of(Path(folder), world.rank).open("w", encoding="utf-8", buffering=1) as notes,
@@ -156,7 +156,7 @@ def try_all(folder: str, device: DeviceChoice) -> None:
 
 
 def _outcome(attempt: Attempt, world: World, dtype: torch.dtype) -> dict[str, Any]:
-    """Whether an attempt gave the right result, and if not, why."""
+    """Run an attempt; return whether its result is right, and the reason if not."""
     try:
         right = attempt(world, dtype)
     except Exception as error:
@@ -169,7 +169,7 @@ _RANKS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Ranks on one kind of device."""
+    """The back end, device and number of ranks to try."""
 
     backend: str
     device: DeviceChoice
@@ -177,7 +177,7 @@ class Trial:
 
 
 def trials() -> list[Trial]:
-    """One on the CPU, and one on the accelerators where there are any, with a rank on each."""
+    """Return a trial on the CPU, and one on the accelerators if there are any, one rank on each."""
     found = [Trial(backend="gloo", device="cpu", ranks=_RANKS)]
     if there := accelerators():
         backend = backend_of(device_of(0)).rpartition(":")[2]
@@ -186,7 +186,7 @@ def trials() -> list[Trial]:
 
 
 def collectives(trial: Trial, limit: float) -> Iterator[Finding]:
-    """Start the ranks, and say which collectives gave the right result with which types."""
+    """Start the ranks, and report which collectives gave the right result with which dtypes."""
     with tempfile.TemporaryDirectory(prefix="samestep-doctor-") as name:
         folder = Path(name)
         outcome = run_ranks(try_all, (str(folder), trial.device), trial.ranks, limit=limit)
@@ -195,7 +195,7 @@ def collectives(trial: Trial, limit: float) -> Iterator[Finding]:
 
 
 def _finding(trial: Trial, outcome: Outcome, notes: list[list[dict[str, Any]]], limit: float) -> Finding:
-    """What the ranks' notes say of the back end: which attempts fail, hang, or were not reached."""
+    """Summarize the ranks' notes: which attempts fail, hang, or were not reached."""
     subject = f"backend {trial.backend}"
     # An attempt works where it works on every rank.
     table: dict[str, dict[str, bool]] = {}
@@ -233,7 +233,7 @@ _REMEDY = (
 
 
 def _stuck(outcome: Outcome, notes: list[list[dict[str, Any]]], limit: float) -> str:
-    """Where each rank was when the trial ended."""
+    """Describe where each rank was when the trial ended."""
     places = []
     for rank, lines in enumerate(notes):
         if not lines:

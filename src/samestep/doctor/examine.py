@@ -30,9 +30,9 @@ CHECKS: Mapping[str, Check] = {
 
 
 def examine(asked: ExaminationRequest, *, limit: float) -> Iterator[Finding]:
-    """Every check and every host at the same time, then the collectives; both take `limit` seconds at most.
+    """Run all checks in parallel, then the collectives; each of the two within `limit` seconds.
 
-    A check may hang, on a name server or a network disk that does not answer. It is then left behind and named.
+    A check may hang on a name server or a network disk that doesn't answer; it is then abandoned and reported.
     """
     running = {name: _Running(partial(check, asked)) for name, check in CHECKS.items()}
     running |= {f"host {host}": _Running(partial(network.reached, host)) for host in asked.hosts}
@@ -45,7 +45,7 @@ def examine(asked: ExaminationRequest, *, limit: float) -> Iterator[Finding]:
 
 
 class _Running(threading.Thread):
-    """A check in a thread of its own, which does not keep the process from ending."""
+    """Runs a check in a daemon thread, so that a hanging check doesn't keep the process alive."""
 
     def __init__(self, check: Callable[[], Iterable[Finding]]) -> None:
         super().__init__(daemon=True)
@@ -55,14 +55,14 @@ class _Running(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """The check's thread; what it raises is raised where its findings are asked for."""
+        """Run the check; its exception is reported by `findings`."""
         try:
             self._found.extend(self._check())
         except Exception as error:
             self._error = error
 
     def findings(self, name: str, until: float) -> Iterable[Finding]:
-        """What it has found by then, and what kept it."""
+        """Yield the check's findings until the deadline, then its exception or timeout as a finding."""
         self.join(max(0.0, until - time.monotonic()))
         yield from list(self._found)
         if self._error is not None:

@@ -34,12 +34,12 @@ class Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts of `--hosts`. Raises UserError."""
+    """Parse the hosts of `--hosts`. Raises UserError."""
     return tuple(_host(each.strip(), f"--hosts {text}") for each in text.split(","))
 
 
 def read_hostfile(file: Path) -> tuple[Host, ...]:
-    """The hosts of a file, one a line: `worker-1 slots=4`, where all behind the name is left to launchers."""
+    """Read a file with a host in each line, such as `worker-1 slots=4`; all behind the name is ignored."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -56,7 +56,7 @@ def read_hostfile(file: Path) -> tuple[Host, ...]:
 
 
 def _host(text: str, place: str) -> Host:
-    """A host of the command line, with a port if it isn't SSH's."""
+    """Parse a host, with a port unless it is SSH's."""
     match = _HOST.fullmatch(text)
     if match is None:
         raise UserError(f'{place}: "{text}" is no host; {_FORM}')
@@ -71,13 +71,13 @@ Verdict = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of what the doctor found."""
+    """The result of one check, a row of the report."""
 
     subject: str
     verdict: Verdict
     text: str
     remedy: str | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)  # the figures behind the text, for a file
+    values: Mapping[str, Any] = field(default_factory=dict)  # numbers behind the text, for the JSON file
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -90,23 +90,23 @@ class Finding:
 
 
 def ok(subject: str, text: str, remedy: str | None = None, **values: Any) -> Finding:
-    """All is well; a remedy is for those who want more."""
+    """Build a finding without a problem; a remedy is optional."""
     return Finding(subject=subject, verdict="ok", text=text, remedy=remedy, values=values)
 
 
 def warning(subject: str, text: str, remedy: str, **values: Any) -> Finding:
-    """It may do harm."""
+    """Build a finding that may cause problems."""
     return Finding(subject=subject, verdict="warning", text=text, remedy=remedy, values=values)
 
 
 def problem(subject: str, text: str, remedy: str, **values: Any) -> Finding:
-    """Some jobs can't work so, or this run did not."""
+    """Build a finding that makes jobs fail, or made this run fail."""
     return Finding(subject=subject, verdict="problem", text=text, remedy=remedy, values=values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminationRequest:
-    """What a check of the machine should look at."""
+    """What to examine: other hosts, a port, and the folder of runs."""
 
     hosts: tuple[Host, ...] = ()
     port: int | None = None
@@ -124,7 +124,7 @@ _STYLES: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "problem": "b
 
 
 def print_findings(findings: Sequence[Finding], title: str, console: Console | None = None) -> None:
-    """A line each, the remedy below what was found; then which collectives work, and the sum."""
+    """Print a row for each finding with its remedy, then the tables of collectives, then the totals."""
     console = console or plain_console()
     table = Table(title=title)
     table.add_column("", no_wrap=True)

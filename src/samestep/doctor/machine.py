@@ -29,7 +29,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def cores(asked: ExaminationRequest) -> Iterator[Finding]:
-    """Cores of the machine, of this process's affinity, and of its cgroup's quota."""
+    """Check the cores of the machine, of this process's affinity mask, and of its cgroup's quota."""
     of_machine, usable, quota = os.cpu_count() or 1, usable_cores(), cpu_quota(_CGROUPS)
     values = {"machine": of_machine, "usable": usable, "quota": quota}
     if quota is not None and quota < usable:
@@ -66,7 +66,7 @@ def cpu_quota(groups: Path) -> float | None:
 
 
 def threads(asked: ExaminationRequest) -> Iterator[Finding]:
-    """The threads that OMP_NUM_THREADS asks for, beside the cores."""
+    """Check OMP_NUM_THREADS against the available cores."""
     wanted, usable = environment.asked_threads(), usable_cores()
     if wanted is None:
         yield ok("threads", "OMP_NUM_THREADS is not set: samestep shares the cores out among the ranks of a host")
@@ -82,7 +82,7 @@ def threads(asked: ExaminationRequest) -> Iterator[Finding]:
 
 
 def numa(asked: ExaminationRequest) -> Iterator[Finding]:
-    """The NUMA nodes of this machine, between which memory is slower."""
+    """Count the NUMA nodes; access to another node's memory is slower."""
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     if nodes > 1:
         yield ok(
@@ -101,7 +101,7 @@ _LITTLE = 2**30
 
 
 def memory(asked: ExaminationRequest) -> Iterator[Finding]:
-    """Main memory that is free, of the machine and of this process's cgroup."""
+    """Check the free memory of the machine, and the limit of this process's cgroup."""
     sizes = meminfo()
     if not sizes:
         yield ok("memory", "not known on this system")
@@ -118,7 +118,7 @@ def memory(asked: ExaminationRequest) -> Iterator[Finding]:
 
 
 def swap(asked: ExaminationRequest) -> Iterator[Finding]:
-    """Memory that was moved to disk."""
+    """Check how much memory is swapped out."""
     sizes = meminfo()
     used = sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)
     if used > _LITTLE // 4:
@@ -133,7 +133,7 @@ def swap(asked: ExaminationRequest) -> Iterator[Finding]:
 
 
 def shared_memory(asked: ExaminationRequest) -> Iterator[Finding]:
-    """/dev/shm, through which loader workers and NCCL hand over tensors."""
+    """Check the free space in /dev/shm, through which loader workers and NCCL pass tensors."""
     if not SHARED.is_dir():
         yield ok("shared memory", f"there is no {SHARED} on this system")
         return
@@ -161,13 +161,13 @@ _TOO_LITTLE, _LITTLE_ON_DISK = 100 * 2**20, 5 * 2**30
 
 
 def disks(asked: ExaminationRequest) -> Iterator[Finding]:
-    """Room in the folders that a training writes to."""
+    """Check the free space in the folders that a training writes to."""
     yield _folder("runs' folder", asked.folder, "write elsewhere with run.folder or --folder")
     yield _folder("temporary folder", Path(tempfile.gettempdir()), "point TMPDIR to a folder with more room")
 
 
 def _folder(subject: str, folder: Path, remedy: str) -> Finding:
-    """A folder, or where it isn't there yet the one in which it would be made."""
+    """Check a folder, or its nearest existing parent."""
     there = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
     if not there.is_dir():
         return problem(subject, f"{folder}: {there} is a file", remedy, folder=str(folder))
@@ -191,7 +191,7 @@ _REMEDY = "ulimit -n 65536 before the start, LimitNOFILE= in a systemd unit, or 
 
 
 def open_files(asked: ExaminationRequest) -> Iterator[Finding]:
-    """Files that a process may open; every peer and every tensor from a loader worker takes one."""
+    """Check the limit of open files; every peer and every tensor from a loader worker takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     values: dict[str, Any] = {"soft": soft, "hard": hard}
     if soft == resource.RLIM_INFINITY:
@@ -205,7 +205,7 @@ def open_files(asked: ExaminationRequest) -> Iterator[Finding]:
 
 
 def locked_memory(asked: ExaminationRequest) -> Iterator[Finding]:
-    """Memory that a process may keep in place, which InfiniBand needs."""
+    """Check the limit of locked memory, which InfiniBand needs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     there = any(Path("/sys/class/infiniband").glob("*"))
@@ -223,7 +223,7 @@ _UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 
 
 def clock(asked: ExaminationRequest) -> Iterator[Finding]:
-    """Whether the clock goes forward, and follows a time server, which matters between hosts."""
+    """Check that the clock advances and is synchronized, which matters between hosts."""
     times = [time.monotonic_ns() for _ in range(_STEPS)]
     if any(later < earlier for earlier, later in itertools.pairwise(times)):
         yield problem("clock", "the monotonic clock goes backwards", "choose another clock source in the kernel")
@@ -243,10 +243,10 @@ def clock(asked: ExaminationRequest) -> Iterator[Finding]:
 
 
 def _state() -> int | None:
-    """What adjtimex(2) says of the system's clock, which it is only asked and not told; None where there is none."""
+    """Return the state of the system clock from adjtimex(2), which is only read; None if unavailable."""
     if sys.platform != "linux":
         return None
-    asked = ctypes.create_string_buffer(512)  # struct timex; modes of 0 changes nothing
+    asked = ctypes.create_string_buffer(512)  # struct timex; modes = 0 reads only
     try:
         return ctypes.CDLL(None).adjtimex(asked)
     except (OSError, AttributeError):
@@ -295,13 +295,13 @@ def packages(asked: ExaminationRequest) -> Iterator[Finding]:
 
 
 def _extras(requirement: Requirement) -> list[str]:
-    """The extras that ask for a requirement, from a marker such as `extra == "images"`."""
+    """Return the extras of a requirement, from a marker such as `extra == "images"`."""
     words = str(requirement.marker or "").split('extra == "')[1:]
     return [word.partition('"')[0] for word in words]
 
 
 def _wrong(requirement: Requirement) -> str | None:
-    """Why a requirement is not met; None where it is."""
+    """Return why a requirement is not met; None if it is."""
     try:
         found = version(requirement.name)
     except PackageNotFoundError:
@@ -312,7 +312,7 @@ def _wrong(requirement: Requirement) -> str | None:
 
 
 def _extra(extra: str, wanted: list[Requirement]) -> Finding:
-    """Whether the packages of an extra are installed, in versions that fit."""
+    """Check that the packages of an extra are installed in matching versions."""
     subject, install = f"extra {extra}", f'pip install --upgrade "samestep[{extra}]"'
     wrong = [(each, text) for each in wanted if (text := _wrong(each)) is not None]
     if not wrong:
@@ -324,7 +324,7 @@ def _extra(extra: str, wanted: list[Requirement]) -> Finding:
 
 
 def engines(asked: ExaminationRequest) -> Iterator[Finding]:
-    """Which engines can be used with what is installed."""
+    """Check which engines have their packages installed."""
     for name in ENGINES:
         missing = {
             module: install.removeprefix("use ")

@@ -19,7 +19,7 @@ _CLOCKS_APART = 1.0  # seconds from which time stamps of logs and checkpoints mi
 
 
 def own_name(asked: ExaminationRequest) -> Iterator[Finding]:
-    """This host's name, by which gloo finds the address on which a rank of several hosts listens."""
+    """Check that this host's name resolves to one of its addresses; gloo listens there for ranks of other hosts."""
     interface = environment.gloo_interface()
     if interface is not None:
         yield _chosen(interface)
@@ -42,7 +42,7 @@ def own_name(asked: ExaminationRequest) -> Iterator[Finding]:
 
 
 def _chosen(interface: str) -> Finding:
-    """The interface that the user chose for gloo, which then asks for no name."""
+    """Check the interface that GLOO_SOCKET_IFNAME names; gloo then doesn't resolve the host's name."""
     there = [name for _, name in socket.if_nameindex()]
     if interface in there:
         return ok("own name", f"not asked for: gloo listens on {interface}, by GLOO_SOCKET_IFNAME")
@@ -51,7 +51,7 @@ def _chosen(interface: str) -> Finding:
 
 
 def _addresses(name: str) -> list[str]:
-    """The addresses of a host name; none where it can't be resolved."""
+    """Resolve a host name; empty if that fails."""
     try:
         return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(name, None)))
     except OSError:
@@ -59,7 +59,7 @@ def _addresses(name: str) -> list[str]:
 
 
 def reached(host: Host) -> Iterator[Finding]:
-    """Another host: its name, its port, the time there and back, and its clock."""
+    """Check another host: its name, its port, the round-trip time, and its clock."""
     subject = f"host {host}"
     try:
         address = str(socket.getaddrinfo(host.name, host.port, type=socket.SOCK_STREAM)[0][4][0])
@@ -86,19 +86,19 @@ def reached(host: Host) -> Iterator[Finding]:
 
 
 def _round_trip(host: Host) -> float:
-    """Seconds to open a connection: one message there, and one back."""
+    """Measure the seconds to open a connection, one round trip."""
     began = time.perf_counter()
     with socket.create_connection((host.name, host.port), timeout=_PATIENCE):
         return time.perf_counter() - began
 
 
 def _clock(host: Host) -> Finding:
-    """How far another host's clock is from this one's (seconds), give or take half of the time that asking took."""
+    """Compare another host's clock with this one's over SSH (seconds); the error is half the round trip."""
     subject = f"clock of {host}"
     ssh = shutil.which("ssh")
     if ssh is None:
         return ok(subject, "not compared: there is no ssh here")
-    # ssh must not wait for an answer at the terminal: an unknown host key ends it.
+    # BatchMode: ssh fails on an unknown host key instead of asking at the terminal.
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_PATIENCE:.0f}", "-p", str(host.port)]
     began = time.time()
     try:
@@ -123,7 +123,7 @@ def _clock(host: Host) -> Finding:
 
 
 def loopback(asked: ExaminationRequest) -> Iterator[Finding]:
-    """Ranks of one host meet on its loopback: a socket that listens, and one that reaches it."""
+    """Check that a socket can listen on the loopback and be reached, as ranks of one host need."""
     try:
         with socket.create_server((LOOPBACK, 0)) as listening:
             address = listening.getsockname()
@@ -138,7 +138,7 @@ def loopback(asked: ExaminationRequest) -> Iterator[Finding]:
 
 
 def port(asked: ExaminationRequest) -> Iterator[Finding]:
-    """The port that was asked for: free, or held by whom."""
+    """Check whether the given port is free, and report which process holds it."""
     if asked.port is None:
         return
     subject = f"port {asked.port}"
@@ -159,7 +159,7 @@ def port(asked: ExaminationRequest) -> Iterator[Finding]:
 
 
 def _taken(number: int) -> int | None:
-    """Why no process can listen on a port at every address of this host, as an error number; None where one can."""
+    """Return the errno for which no process can listen on a port at every address; None if it is free."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -170,5 +170,5 @@ def _taken(number: int) -> int | None:
                 probe.listen()
         except OSError as error:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                return error.errno  # anything else is a family that this host doesn't have
+                return error.errno  # any other error: this host lacks the address family
     return None

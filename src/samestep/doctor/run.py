@@ -15,7 +15,7 @@ from samestep.training.result import REPORT_FILE
 
 
 def end(run: RunFiles) -> Iterator[Finding]:
-    """The report, which is written last."""
+    """Check the report, which is the last file that a run writes."""
     steps = len(run.steps.values)
     last = run.steps.values[-1].get("step") if steps else None
     reached = f"the last step written is {last}" if steps else "no step was written"
@@ -43,7 +43,7 @@ def end(run: RunFiles) -> Iterator[Finding]:
 
 
 def steps(run: RunFiles) -> Iterator[Finding]:
-    """The numbers of the steps: gaps, repetitions, lines that were cut."""
+    """Check the step numbers for gaps and repetitions, and the file for truncated lines."""
     numbers = [int(step) for line in run.steps.values if (step := number(line.get("step"))) == step]
     values: dict[str, Any] = {"written": len(numbers)}
     if run.steps.unreadable:
@@ -74,7 +74,7 @@ def steps(run: RunFiles) -> Iterator[Finding]:
 
 
 def faults(run: RunFiles) -> Iterator[Finding]:
-    """What the supervision wrote down: the rank that failed first, its step, and why; one line for each start."""
+    """Report the recorded faults: first failing rank, step and reason; one for each start."""
     if run.faults.unreadable:
         text = f"{FAULTS_FILE}: {len(run.faults.unreadable)} lines can't be read"
         yield warning("faults", text, "the process was ended while it wrote; the other lines hold")
@@ -86,7 +86,7 @@ def faults(run: RunFiles) -> Iterator[Finding]:
 
 
 def _told(line: Mapping[str, Any]) -> str:
-    """A fault in a line: where, why, and what it cost."""
+    """Describe a fault in one line: rank and step, cause, cost."""
     where = " in ".join(f"{name} {line[name]}" for name in ("rank", "step") if line.get(name) is not None)
     kind = str(line.get("cause") or line.get("fault") or "")
     last = str(line.get("reason") or "").strip().rpartition("\n")[2]
@@ -102,7 +102,7 @@ def _told(line: Mapping[str, Any]) -> str:
 
 _LESS_MEMORY = "more sharding (fsdp2), recompute=full, a smaller run.micro_batch, or fewer ranks a host"
 
-# What helps, by a word in what the supervision says of a fault.
+# Remedies, by a word in a fault's reason.
 _REMEDIES = {
     "out of memory": _LESS_MEMORY,
     "can't allocate": _LESS_MEMORY,
@@ -119,14 +119,14 @@ _REMEDIES = {
 
 
 def _remedy(line: Mapping[str, Any]) -> str:
-    """What helps against a fault, by the words in its reason."""
+    """Find the remedy for a fault, by the words in its reason."""
     said = " ".join(str(line.get(name) or "") for name in ("cause", "fault", "reason")).lower()
     found = (remedy for words, remedy in _REMEDIES.items() if re.search(rf"\b{words}", said))
     return next(found, f"the whole reason stands in {FAULTS_FILE}")
 
 
 def checkpoints(run: RunFiles) -> Iterator[Finding]:
-    """Folders of checkpoints that were never completed. Nothing loads them."""
+    """Report checkpoints that were never completed; they are never loaded."""
     left = run.unfinished_checkpoints
     if left and not run.may_be_running:
         yield warning(
@@ -143,11 +143,11 @@ _FEW = 8  # samples that are named
 
 
 def loss(run: RunFiles) -> Iterator[Finding]:
-    """Losses that are not numbers, that did not fall, or that rose."""
+    """Check for losses that are not finite, did not fall, or rose."""
     lines = run.steps.values
     bad: list[Any] = [line.get("step") for line in lines if not math.isfinite(number(line.get("loss")))]
     if bad:
-        # Of steps with such a file the supervision took care: they were skipped, or the run rolled back.
+        # Steps with such a file were handled: skipped, or left out after a rollback.
         left_out = run.finished and all(step in run.samples for step in bad)
         text = f"not finite at step {bad[0]}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else "")
         if bad[0] in run.samples:
@@ -179,7 +179,7 @@ def loss(run: RunFiles) -> Iterator[Finding]:
 
 
 def gradients(run: RunFiles) -> Iterator[Finding]:
-    """Gradient norms that are not numbers where the loss is one: skipped steps, or spoiled weights."""
+    """Check for non-finite gradient norms at finite losses: skipped steps, or spoiled weights."""
     bad = [
         line.get("step")
         for line in run.steps.values
@@ -197,7 +197,7 @@ def gradients(run: RunFiles) -> Iterator[Finding]:
 
 
 def evaluations(run: RunFiles) -> Iterator[Finding]:
-    """Metrics that are not numbers, or that stay what they were."""
+    """Check for metrics that are not finite, or never change."""
     lines = run.evaluations.values
     if not lines:
         return
@@ -208,7 +208,7 @@ def evaluations(run: RunFiles) -> Iterator[Finding]:
 
 
 def _metric(name: str, lines: Sequence[Mapping[str, Any]]) -> Finding | None:
-    """What is suspicious in a metric over evaluations: not finite, or always the same."""
+    """Return a finding for a metric that is not finite, or the same in all evaluations; else None."""
     values = [number(line[name]) for line in lines]
     bad = [line.get("step") for line, value in zip(lines, values, strict=True) if not math.isfinite(value)]
     if bad:
@@ -230,7 +230,7 @@ _FULL = 0.9  # of the machine's memory
 
 
 def data(run: RunFiles) -> Iterator[Finding]:
-    """The share of the time that ranks waited for samples."""
+    """Check the share of time that ranks waited for samples."""
     waited, worked = run.numbers("data_seconds")[_WARM_UP:], run.numbers("step_seconds")[_WARM_UP:]
     if min(len(waited), len(worked)) < _ENOUGH_STEPS or sum(waited) + sum(worked) == 0:
         return
@@ -244,7 +244,7 @@ def data(run: RunFiles) -> Iterator[Finding]:
 
 
 def slow_steps(run: RunFiles) -> Iterator[Finding]:
-    """Steps that took far longer than the others, and what they cost in all."""
+    """Find steps that took far longer than the others, and the share of time lost to them."""
     timed = [(line.get("step"), number(line.get("step_seconds"))) for line in run.steps.values[_WARM_UP:]]
     timed = [(step, seconds) for step, seconds in timed if seconds == seconds]
     if len(timed) < _ENOUGH_STEPS:
@@ -272,7 +272,7 @@ def slow_steps(run: RunFiles) -> Iterator[Finding]:
 
 
 def slow_ranks(run: RunFiles) -> Iterator[Finding]:
-    """Ranks whose own part of a step takes clearly longer than the others', as the report says."""
+    """Report the slow ranks that report.json names."""
     report = run.report or {}
     slow, seconds = report.get("slow_ranks"), report.get("own_step_seconds")
     if not isinstance(slow, list) or not isinstance(seconds, list) or len(seconds) < 2:
@@ -290,7 +290,7 @@ def slow_ranks(run: RunFiles) -> Iterator[Finding]:
 
 
 def memory(run: RunFiles) -> Iterator[Finding]:
-    """The ranks' peaks beside this machine's memory, where they were its."""
+    """Compare the ranks' peak memory with this machine's, for a run on the CPU."""
     report = run.report or {}
     peaks, total = report.get("peak_memory_bytes"), meminfo().get("MemTotal")
     if not isinstance(peaks, list) or not total or report.get("device") != "cpu":
@@ -313,7 +313,7 @@ _CORRECTED = {
 
 
 def plan(run: RunFiles) -> Iterator[Finding]:
-    """The plan by which the layout was chosen: whether the run took and held that, else which term was off."""
+    """Compare the run with the plan that chose its layout, and name the term with the largest error."""
     if run.plan is None or run.report is None:
         return
     try:
@@ -361,7 +361,7 @@ CHECKS: Mapping[str, Callable[[RunFiles], Iterable[Finding]]] = {
 
 
 def read(folder: Path) -> Iterator[Finding]:
-    """What went wrong in a run, or is odd. Raises UserError where the folder holds none."""
+    """Check a run. Raises UserError if the folder holds none."""
     run = read_run(folder)
     for check in CHECKS.values():
         yield from check(run)

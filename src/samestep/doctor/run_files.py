@@ -21,11 +21,11 @@ _ALIVE = 60.0  # seconds since the last step in which a run may still be going o
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """A file of one JSON object a line."""
+    """Parsed lines of a JSONL file."""
 
     there: bool
     values: Sequence[Mapping[str, Any]]
-    unreadable: Sequence[int]  # the numbers of the other lines, from 1
+    unreadable: Sequence[int]  # line numbers, from 1, of invalid lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class RunFiles:
     steps: Lines
     evaluations: Lines
     faults: Lines
-    report: Mapping[str, Any] | None  # None: it isn't there, so the run did not come to its end
+    report: Mapping[str, Any] | None  # None: missing, as in a run that has not finished
     report_error: str | None  # why it can't be read
     plan: Mapping[str, Any] | None  # of a run whose layout was found by a plan
     unfinished_checkpoints: Sequence[str]
@@ -47,20 +47,20 @@ class RunFiles:
 
     @property
     def may_be_running(self) -> bool:
-        """Whether the next line is still to be expected: not many times longer ago than steps take."""
+        """Whether the run may still be going on: its last line is not much older than its longest step."""
         if self.finished or self.seconds_ago is None:
             return False
         longest = max(self.numbers("step_seconds"), default=0.0)
         return self.seconds_ago < max(_ALIVE, 3 * longest)
 
     def numbers(self, name: str) -> list[float]:
-        """A value of every step that has it, as far as it is finite."""
+        """Return the finite values of a key over all steps."""
         found = [number(line.get(name)) for line in self.steps.values]
         return [value for value in found if math.isfinite(value)]
 
 
 def number(value: Any) -> float:
-    """A value of a file as a number; NaN where it is null, missing or something else."""
+    """Convert a value to a float; NaN if it is not a number."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 
@@ -89,13 +89,13 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def _plan(file: Path) -> Mapping[str, Any] | None:
-    """A plan that is whole; None for what is cut, which a run without one is as good as."""
+    """Read plan.json; None if it is missing or truncated."""
     value = _json(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else None
     return value if isinstance(value, dict) and value.keys() >= {"seconds_by_cause", "usage_bytes"} else None
 
 
 def _lines(file: Path) -> Lines:
-    """The lines of a JSONL file, and the numbers of those that can't be read."""
+    """Parse a JSONL file, and note the numbers of invalid lines."""
     if not file.is_file():
         return Lines(there=False, values=[], unreadable=[])
     values, unreadable = [], []
@@ -109,7 +109,7 @@ def _lines(file: Path) -> Lines:
 
 
 def _samples(folder: Path) -> dict[int, Sequence[int]]:
-    """Which samples stood in steps whose values were not finite, from the files that the supervision writes."""
+    """Read the samples of steps with non-finite values, by step."""
     found = {}
     for file in folder.glob("nonfinite-step-*.json"):
         value = _json(file.read_text(encoding="utf-8", errors="replace"))
@@ -119,7 +119,7 @@ def _samples(folder: Path) -> dict[int, Sequence[int]]:
 
 
 def _report(file: Path) -> tuple[Mapping[str, Any] | None, str | None]:
-    """A JSON file's mapping, or what is wrong with it."""
+    """Read report.json; return its mapping and what is wrong with it."""
     if not file.is_file():
         return None, None
     value = _json(file.read_text(encoding="utf-8", errors="replace"))

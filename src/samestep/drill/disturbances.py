@@ -23,20 +23,20 @@ from samestep.fault_tolerance.status import read
 
 _PAUSE = 1.0  # seconds
 _RAISES_WITHIN = 2.0  # seconds in which a rank begins another step, if it takes any
-_BACK_AFTER = (1.0, 10.0)  # seconds that a host is away
-_PLUGGED_AFTER = (1.0, 20.0)  # seconds without a cable: some breaks are survived, others cost the host
-_ROUNDS = "samestep-agent-*/round-*"  # where ranks write their status
+_BACK_AFTER = (1.0, 10.0)  # seconds until a crashed host boots again
+_PLUGGED_AFTER = (1.0, 20.0)  # seconds without network: ranks survive short breaks, longer ones lose the host
+_ROUNDS = "samestep-agent-*/round-*"  # where ranks write their status files
 
 
 class Hosts(Protocol):
-    """The hosts of a job that has several; a host is named as the job names it."""
+    """The hosts of a multi-host job, by the names that the job uses."""
 
     def there(self) -> Sequence[str]:
-        """Those that are up, have their cable and take part in the training now."""
+        """Return the hosts that are up, connected, and part of the training now."""
         ...
 
     def crash(self, host: str) -> None:
-        """Kill all that runs there, at once."""
+        """Kill all processes on a host at once."""
         ...
 
     def boot(self, host: str) -> None: ...
@@ -47,31 +47,31 @@ class Hosts(Protocol):
 
 
 class Target(Protocol):
-    """A job that runs."""
+    """A running job."""
 
     @property
     def hosts(self) -> Hosts | None:
-        """None where it has one."""
+        """The job's hosts; None for a single-host job."""
         ...
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return the job's exit code; None while it runs."""
         ...
 
     def last_step(self) -> int:
-        """The last step that it has recorded; -1: none yet."""
+        """Return the last recorded step; -1 if there is none yet."""
         ...
 
     def ranks(self) -> Mapping[int, int]:
-        """The processes of the ranks that train, by rank."""
+        """Return the process id of each training rank."""
         ...
 
     def raise_file(self, rank: int) -> Path:
-        """A file that has a rank raise in its next step where it is there; the rank takes it away."""
+        """Return the file whose existence makes a rank raise in its next step; the rank removes it."""
         ...
 
     def tree(self) -> Sequence[int]:
-        """All its processes."""
+        """Return the ids of all its processes."""
         ...
 
     def terminate(self) -> None:
@@ -79,17 +79,17 @@ class Target(Protocol):
         ...
 
     def kill(self) -> None:
-        """Kill all its processes, at once."""
+        """Kill all its processes at once."""
         ...
 
 
 class Processes:
-    """A job on this host, of which the first process has been started."""
+    """A job on this host, given its first process."""
 
     hosts = None
 
     def __init__(self, started: subprocess.Popen[bytes], folder: Path, processes: int) -> None:
-        """`folder` is the run's."""
+        """`folder`: the run's folder."""
         self.started = started
         self._folder = folder
         self._processes = processes
@@ -101,7 +101,7 @@ class Processes:
         return last_step_in(self._folder / "metrics.jsonl")
 
     def ranks(self) -> Mapping[int, int]:
-        """Process ids by rank, of those that live and belong to this run."""
+        """Return the process ids, by rank, of this run's live ranks."""
         mine = set(self.tree())
         places = Path(gettempdir()).glob(_ROUNDS)
         found = (each for place in places for each in read(place, range(self._processes)))
@@ -111,7 +111,7 @@ class Processes:
         return raise_file(self._folder, rank)
 
     def tree(self) -> Sequence[int]:
-        """The started process and all that descend from it."""
+        """Return the started process and all its descendants."""
         found = [self.started.pid]
         with suppress(psutil.NoSuchProcess):
             found += [each.pid for each in psutil.Process(self.started.pid).children(recursive=True)]
@@ -127,12 +127,12 @@ class Processes:
 
 
 def raise_file(folder: Path, rank: int) -> Path:
-    """The file beside a run's folder that has a rank of it raise."""
+    """Return the file, next to a run's folder, that makes a rank raise."""
     return folder.with_name(f"{folder.name}-raise-{rank}")
 
 
 def last_step_in(metrics: Path) -> int:
-    """The last step that is recorded; the end of the file is read alone, since it grows long."""
+    """Read the last recorded step; reads only the end of the file, which grows long."""
     try:
         with metrics.open("rb") as content:
             content.seek(max(0, metrics.stat().st_size - 4096))
@@ -144,7 +144,7 @@ def last_step_in(metrics: Path) -> int:
 
 
 class Undo(NamedTuple):
-    """What takes a fault back, and when."""
+    """The action that reverts a fault, and its delay."""
 
     after: float  # seconds
     do: Callable[[], object]
@@ -157,7 +157,7 @@ Commit = Callable[[Target, random.Random], Undo | None]
 
 
 def _signalled(number: signal.Signals, undo: signal.Signals | None = None) -> Commit:
-    """A disturbance that sends a signal to a rank drawn at random, and perhaps another one later."""
+    """Return a disturbance that signals a random rank, and reverts it by the signal `undo` if given."""
 
     def commit(target: Target, draw: random.Random) -> Undo | None:
         ranks = target.ranks()
@@ -182,7 +182,7 @@ def _sent(pid: int, number: signal.Signals) -> bool:
 
 
 def _raise(target: Target, draw: random.Random) -> Undo | None:
-    """Let a rank raise an exception: by a file for which its injected fault waits."""
+    """Make a random rank raise, by creating the file that its injected fault waits for."""
     ranks = target.ranks()
     if not ranks:
         return None
@@ -209,7 +209,7 @@ def _gone(target: Target, draw: random.Random) -> Undo:
 
 
 def _host_gone(target: Target, draw: random.Random) -> Undo | None:
-    """A host crashes, and boots again after some seconds."""
+    """Crash a random host; it boots again some seconds later."""
     host = _one_of(target, draw)
     if host is None or target.hosts is None:
         return None
@@ -219,7 +219,7 @@ def _host_gone(target: Target, draw: random.Random) -> Undo | None:
 
 
 def _cable(target: Target, draw: random.Random) -> Undo | None:
-    """A host loses its network, and has it again after some seconds."""
+    """Disconnect a random host; it is connected again some seconds later."""
     host = _one_of(target, draw)
     if host is None or target.hosts is None:
         return None
@@ -229,7 +229,7 @@ def _cable(target: Target, draw: random.Random) -> Undo | None:
 
 
 def _one_of(target: Target, draw: random.Random) -> str | None:
-    """A host without which others go on; None where there is no such one now."""
+    """Choose a random host; None if it is the only one, so that none would go on."""
     there = target.hosts.there() if target.hosts is not None else []
     return draw.choice(sorted(there)) if len(there) > 1 else None
 
@@ -240,8 +240,8 @@ class Disturbance:
 
     does: str
     commit: Commit
-    ends_job: bool = False  # after it the same command is run once more, as a scheduler does
-    of_hosts: bool = False  # the job has several
+    ends_job: bool = False  # the job must be started again after it, as a scheduler does
+    of_hosts: bool = False  # needs a multi-host job
 
 
 KINDS: Mapping[str, Disturbance] = {
@@ -260,7 +260,7 @@ KINDS: Mapping[str, Disturbance] = {
 
 
 def kinds_of(names: Sequence[str] | None, *, hosts: bool = False) -> list[str]:
-    """The kinds of these names; without names all that a job can have. `hosts`: it has several. Raises UserError."""
+    """Return the named kinds; without names, all that apply to the job. `hosts`: multi-host. Raises UserError."""
     possible = [name for name, kind in KINDS.items() if hosts or not kind.of_hosts]
     found = [name.strip() for name in names] if names is not None else possible
     for name in found:

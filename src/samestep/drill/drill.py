@@ -20,7 +20,7 @@ Meanwhile = Callable[[subprocess.Popen[bytes], Path], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """What a run printed and left in its folder."""
+    """Exit code, output and files of a finished run."""
 
     code: int | None  # None: it did not end within the time limit
     output: str
@@ -33,7 +33,7 @@ class Left:
 
     @property
     def losses(self) -> list[float | None]:
-        """One a step."""
+        """Loss of each step."""
         return [line["loss"] for line in lines(self.folder / "metrics.jsonl")]
 
     @property
@@ -47,13 +47,13 @@ class Left:
 
     @property
     def last_words(self) -> str:
-        """The last line that it printed."""
+        """Last line of its output."""
         printed = [line for line in self.output.splitlines() if line.strip()]
         return printed[-1] if printed else "it printed nothing"
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """The values of a file with one JSON object a line; one that is being written may end in half a line."""
+    """Parse a JSONL file; invalid lines, such as a partly written last one, are skipped."""
     if not file.is_file():
         return []
     found = []
@@ -67,20 +67,20 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Where a drill's runs take place, and of what."""
+    """The job, place and injected fault of a drill's runs."""
 
     job: Job
     place: Path
     time_limit: float  # seconds of one run
     step: int  # in which the fault happens
-    rank: int  # that commits it
-    step_seconds: float = 0.0  # of the slowest rank, undisturbed
+    rank: int  # the rank that commits the fault
+    step_seconds: float = 0.0  # of the slowest rank in the undisturbed run
 
     def train(self, name: str, *, meanwhile: Meanwhile | None = None, resume: str = "never", **run: Any) -> Left:
-        """Train the job to its end in the folder of this name, with other values in its `run:` section."""
+        """Run the job to its end in the folder `name`, with `run` overriding its `run:` section."""
         folder = self.place / name
         settings = self.job.run.checkpoint
-        assert settings is not None  # a drill's job saves
+        assert settings is not None  # drill jobs always save
         checkpoint = replace(settings, resume=resume)
         job = replace(self.job, run=replace(self.job.run, folder=folder, checkpoint=checkpoint, **run))
         file = self.place / f"{name}.yaml"
@@ -93,7 +93,7 @@ class Runs:
         return Left(code=outcome.code, output=outcome.output, folder=folder)
 
     def wait_for_step(self, started: subprocess.Popen[bytes], folder: Path, step: int, *, since: float = 0.0) -> bool:
-        """Wait until a run has recorded a step, in a file that is newer than `since`; False where it ended before."""
+        """Wait until a run has recorded `step` in a file newer than `since`; False if it ended before."""
         file = folder / "metrics.jsonl"
         until = time.monotonic() + self.time_limit
         while time.monotonic() < until and started.poll() is None:
@@ -105,29 +105,29 @@ class Runs:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a fault."""
+    """The outcome of one fault."""
 
-    survived: bool  # it happened, and the training went on to its end
+    survived: bool  # the fault happened, and the training finished
     happened: str  # in a few words
-    left: Left  # by the last run
-    seconds: float | None = None  # from the fault to the end of the next step
-    steps_lost: int | None = None  # taken once more
+    left: Left  # of the last run
+    seconds: float | None = None  # from the fault to the end of the next new step
+    steps_lost: int | None = None  # steps taken again
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drill:
-    """A fault that a training is to survive."""
+    """A fault that a training should survive."""
 
     name: str
     does: str  # in a few words
     run: Callable[[Runs], Outcome]
-    processes: int = 1  # fewest that it wants
-    changes_result: bool = False  # surviving it means to train on other batches
+    processes: int = 1  # minimum number of ranks
+    changes_result: bool = False  # surviving it changes the batches, as a rollback does
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A fault's line in the table, beside the undisturbed run."""
+    """One fault's result, compared with the undisturbed run."""
 
     fault: str
     survived: bool
@@ -135,7 +135,7 @@ class Row:
     seconds: float | None
     steps_lost: int | None
     final_loss: float | None
-    difference: float | None  # of the final loss from the undisturbed run's
+    difference: float | None  # |final loss - that of the undisturbed run|
     same_weights: bool  # bit for bit
     changes_result: bool
 
@@ -148,7 +148,7 @@ class Row:
 
 
 def row_of(drill: Drill, outcome: Outcome, undisturbed: Left) -> Row:
-    """A drill's row: whether it was survived, what it cost, and how far its result is from the undisturbed run's."""
+    """Build a fault's row: whether the job survived, the cost, and the difference from the undisturbed run."""
     final, expected = (left.report.get("final_loss") for left in (outcome.left, undisturbed))
     return Row(
         fault=drill.name,

@@ -20,16 +20,16 @@ _AFTER = 2  # the step after which it is sent
 
 
 def requeued(runs: Runs, name: str, number: signal.Signals, *, to_the_group: bool) -> Outcome:
-    """Send a signal in the middle of a training, and start it again where it has ended as it should."""
+    """Send a signal in the middle of a training, and start the job again if it ended with 128 + the signal."""
     sent_at = 0.0
 
     def send(started: subprocess.Popen[bytes], folder: Path) -> None:
-        """Send the signal once a step is taken."""
+        """Send the signal after a step."""
         nonlocal sent_at
         if runs.wait_for_step(started, folder, _AFTER):
             sent_at = time.time()
             if to_the_group:
-                # The leader of a session of its own, as a terminal's foreground job is.
+                # The run leads a process group of its own, as a terminal's foreground job does.
                 os.killpg(started.pid, number)
             else:
                 started.send_signal(number)
@@ -42,7 +42,7 @@ def requeued(runs: Runs, name: str, number: signal.Signals, *, to_the_group: boo
     stepped_at = 0.0
 
     def look(started: subprocess.Popen[bytes], folder: Path) -> None:
-        """Note when the next run takes its first step."""
+        """Record when the next run takes its first step."""
         nonlocal stepped_at
         if runs.wait_for_step(started, folder, done, since=sent_at):
             stepped_at = time.time()
@@ -59,7 +59,7 @@ def requeued(runs: Runs, name: str, number: signal.Signals, *, to_the_group: boo
 
 
 def restarted(runs: Runs, fault: Fault, **run: Any) -> Outcome:
-    """Commit a fault, with one restart at hand."""
+    """Commit a fault in a job with one restart."""
     planted = Inject(rank=runs.rank, step=runs.step, fault=fault)
     left = runs.train(fault, inject=(planted,), max_restarts=1, **run)
     if len(left.faults) != 1:
@@ -75,11 +75,11 @@ def restarted(runs: Runs, fault: Fault, **run: Any) -> Outcome:
     )
 
 
-_LIMIT = 5.0  # seconds; a job's own limit is made to be waited for once, not in every drill
+_LIMIT = 5.0  # seconds; the job's own limit may be minutes, too long for a drill
 
 
 def _hang(runs: Runs) -> Outcome:
-    """A rank hangs: the watchdog must end and restart it within its limit."""
+    """Hang a rank: the watchdog must detect it within its limit and restart the ranks."""
     limit = runs.job.run.hang_limit
     return restarted(runs, "hang", hang_limit=_LIMIT if limit is None else min(limit, _LIMIT))
 
@@ -98,7 +98,7 @@ KILL = Drill(name="kill", does="a rank is killed by SIGKILL", run=lambda runs: r
 
 
 def _nan(runs: Runs) -> Outcome:
-    """A loss becomes NaN: the training must go back and leave exactly that batch out."""
+    """Make a loss NaN: the training must roll back and leave out exactly that batch."""
     planted = Inject(rank=runs.rank, step=runs.step, fault="nan")
     left = runs.train("nan", inject=(planted,), on_nonfinite="rollback")
     steps = sorted(left_out(left.folder))
@@ -118,12 +118,12 @@ OUT_OF_MEMORY = Drill(name="oom", does="a rank runs out of memory", run=lambda r
 RAISED = Drill(name="raise", does="a rank raises an exception", run=lambda runs: restarted(runs, "raise"))
 
 
-_TIMES = 3  # a step of the slow rank, beside the undisturbed run's
+_TIMES = 3  # a slow rank's step / the undisturbed run's
 _LEAST = 0.1  # seconds
 
 
 def _slow(runs: Runs) -> Outcome:
-    """A rank is slow: it must be named."""
+    """Slow a rank down: the report must name it."""
     seconds = max(_LEAST, (_TIMES - 1) * runs.step_seconds)
     left = runs.train("slow", inject=(Inject(rank=runs.rank, step=1, fault="slow", seconds=seconds),))
     named = left.report.get("slow_ranks", [])

@@ -23,7 +23,7 @@ FEWEST_STEPS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Drilled:
-    """What came of a drill."""
+    """The results of a drill."""
 
     layout: str
     steps: int
@@ -47,7 +47,7 @@ class Drilled:
 
 
 def chosen(faults: Sequence[str] | None, processes: int) -> list[Drill]:
-    """The drills of these names; without names, all that so many processes can have. Raises UserError."""
+    """Return the named drills; without names, all that the number of processes allows. Raises UserError."""
     if faults is None:
         return [drill for drill in DRILLS if drill.processes <= processes]
     known = {drill.name: drill for drill in DRILLS}
@@ -62,9 +62,9 @@ def chosen(faults: Sequence[str] | None, processes: int) -> list[Drill]:
 
 
 def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time_limit: float = 600) -> Drilled:
-    """Train a job's first steps undisturbed, and once more under each fault.
+    """Train a job's first steps undisturbed, and again under each fault.
 
-    Raises UserError for what is wrong with the job, also where even the undisturbed run fails.
+    Raises UserError for what is wrong with the job, also if the undisturbed run fails.
     """
     if environment.ranks() is not None:
         raise UserError("drill starts its own processes; start it without a launcher")
@@ -102,7 +102,7 @@ def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time
 
 
 def _of(job: Job, steps: int) -> Job:
-    """The job as it is drilled: its first steps, saved four times, and none of its own faults."""
+    """Return the job of a drill: its first steps, four checkpoints, none of its own injected faults."""
     given = job.run.checkpoint or Checkpointing()
     checkpoint = replace(given, every=max(1, steps // 4), folder=None, resume="never", best=None)
     return replace(
@@ -115,7 +115,7 @@ def _of(job: Job, steps: int) -> Job:
 
 
 def print_drill(drilled: Drilled) -> None:
-    """A row for each fault, beside the undisturbed run."""
+    """Print a row for each fault, and the undisturbed run."""
     console = plain_console(width=WIDTH)
     table = Table(title=f"{drilled.layout}, {drilled.steps} steps, a fault in step {drilled.fault_step}")
     table.add_column("fault", no_wrap=True)
@@ -142,7 +142,7 @@ def print_drill(drilled: Drilled) -> None:
 
 
 def print_soak(soaked: Soaked) -> None:
-    """What many faults have cost: goodput, seconds to recover, and whether the weights are the same bits."""
+    """Print the results of a soak: goodput, recovery times, and whether the weights are bit for bit the same."""
     console = plain_console()
     table = Table(
         title=f"{soaked.layout}, {soaked.steps:,} steps under faults, seed {soaked.seed}", show_header=False

@@ -24,24 +24,24 @@ from samestep.fault_tolerance.scratch import left_in
 from samestep.job import Checkpointing, Inject, Job
 from samestep.training.metrics_log import Bar
 
-_CALIBRATION = 40  # steps by which a step's time is found
-_MARGIN = 1.5  # of steps: a machine that others use may be faster later than when a step was timed
+_CALIBRATION = 40  # steps from which the step time is measured
+_MARGIN = 1.5  # factor on the number of steps: on a shared machine steps may get faster later
 _FEWEST_STEPS = 8
 _LINES_APART = 60.0  # seconds
-_HANG_LIMIT = 10.0  # seconds; the job's own limit is made to be waited for once, not in every fault
+_HANG_LIMIT = 10.0  # seconds; the job's own limit may be minutes, too long for many hangs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a soak is to be."""
+    """Settings of a soak."""
 
     faults: int
     kinds: Sequence[str]
     seed: int = 0
     between: float = 15.0  # seconds, on average
-    steps: int | None = None  # None: as many as the faults take
-    time_limit: float = 600  # seconds without a step, after which a run is given up
-    rested: bool = False  # the wait for a fault begins with the recovery from the one before
+    steps: int | None = None  # None: as many as the faults need
+    time_limit: float = 600  # seconds without a step after which a run is aborted
+    rested: bool = False  # the wait for a fault starts at the recovery from the previous one
 
     def __post_init__(self) -> None:
         if self.faults < 1:
@@ -55,10 +55,10 @@ class Settings:
 
 
 class Place(Protocol):
-    """Where a soak's runs take place."""
+    """Where and how a soak's runs are started."""
 
     def train(self, name: str, job: Job, watch: Callable[[Target], None]) -> Left:
-        """Start the job in the folder of this name, `watch` it until it has ended, and say what it has left."""
+        """Start the job in the folder `name`, call `watch` until it has ended, and return its results."""
         ...
 
     def folder(self, name: str) -> Path:
@@ -66,13 +66,13 @@ class Place(Protocol):
         ...
 
     def left_files(self) -> set[Path]:
-        """Folders of samestep's, in memory and for temporary files, that no process holds."""
+        """List samestep's scratch folders, in memory and on disk, whose process has ended."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneHost:
-    """This host."""
+    """Runs jobs on this host."""
 
     place: Path
     processes: int
@@ -80,7 +80,7 @@ class OneHost:
     def train(self, name: str, job: Job, watch: Callable[[Target], None]) -> Left:
         runs = Runs(job=job, place=self.place, time_limit=math.inf, step=0, rank=0)
         checkpoint = job.run.checkpoint
-        assert checkpoint is not None  # a soak's job saves
+        assert checkpoint is not None  # soak jobs always save
         return runs.train(
             name,
             meanwhile=lambda started, folder: watch(Processes(started, folder, self.processes)),
@@ -96,7 +96,7 @@ class OneHost:
 
 @dataclass(frozen=True, kw_only=True)
 class Soaked:
-    """What came of a soak."""
+    """The results of a soak."""
 
     layout: str
     steps: int
@@ -104,13 +104,13 @@ class Soaked:
     between: float  # seconds
     wanted: int
     faults: Mapping[str, int]  # committed, by kind
-    ended: bool  # the run under faults took its last step
+    ended: bool  # the run under faults reached its last step
     same_weights: bool  # bit for bit those of the undisturbed run
     same_losses: bool
     samples_lost: int
     samples_repeated: int
-    goodput: float  # seconds of the undisturbed run / seconds of this one, starts and all
-    slowest_recovery: float | None  # seconds from a fault to a step that was not taken before it
+    goodput: float  # seconds of the undisturbed run / seconds of this one, with all starts
+    slowest_recovery: float | None  # recovery times: seconds from a fault to the first new step
     median_recovery: float | None
     left_processes: int
     left_files: int
@@ -121,7 +121,7 @@ class Soaked:
 
     @property
     def passed(self) -> bool:
-        """Same weights and losses, no sample lost or repeated, nothing left behind, and enough faults."""
+        """Whether weights and losses match, no sample was lost or repeated, nothing was left, and all faults came."""
         lost = self.samples_lost or self.samples_repeated or self.left_processes or self.left_files
         enough = sum(self.faults.values()) >= self.wanted
         return self.ended and enough and self.same_weights and self.same_losses and not lost
@@ -210,7 +210,7 @@ def soak(place: Place, job: Job, settings: Settings) -> Soaked:
 
 
 class _Told:
-    """Shows the faults that were committed: in a bar, or once a minute in a line where there is no terminal."""
+    """Reports committed faults: in a progress bar, or in a line a minute without a terminal."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
@@ -224,7 +224,7 @@ class _Told:
 
 
 def soaked_job(job: Job, faults: int) -> Job:
-    """The job as it is soaked: ordered sums, restarts enough, and none of its own faults."""
+    """Return the job of a soak: ordered sums, enough restarts, none of its own injected faults."""
     checkpoint = replace(job.run.checkpoint or Checkpointing(), folder=None, resume="never", best=None)
     run = replace(
         job.run,
@@ -240,14 +240,14 @@ def soaked_job(job: Job, faults: int) -> Job:
 
 
 def _with_steps(job: Job, steps: int, every: int) -> Job:
-    """The job with so many steps and a checkpoint every so many."""
+    """Return the job with a number of steps and a checkpoint interval."""
     assert job.run.checkpoint is not None
     run = replace(job.run, checkpoint=replace(job.run.checkpoint, every=every))
     return replace(job, recipe=replace(job.recipe, steps=steps, epochs=None), run=run)
 
 
 def _for_faults(job: Job, folder: Path, ranks: int, *, resume: str = "never") -> Job:
-    """The job whose ranks raise when they are asked to, and that notices a hang soon."""
+    """Return the job with ranks that raise on request, and a short hang limit."""
     assert job.run.checkpoint is not None
     raises = tuple(Inject(rank=rank, step=0, fault="raise", when=raise_file(folder, rank)) for rank in range(ranks))
     run = replace(
@@ -278,7 +278,7 @@ def _step_seconds(left: Left) -> float:
 
 
 def _samples(undisturbed: Left, left: Left) -> tuple[int, int]:
-    """Samples of steps that are missing in the records of the run under faults, and of those that stand twice."""
+    """Count the samples of steps that are missing in the run under faults, and of repeated ones."""
     wanted = {line["step"]: line["samples"] for line in lines(undisturbed.folder / "metrics.jsonl")}
     taken = Counter(line["step"] for line in lines(left.folder / "metrics.jsonl"))
     lost = sum(samples for step, samples in wanted.items() if not taken[step])
