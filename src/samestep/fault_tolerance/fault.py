@@ -14,20 +14,20 @@ FILE = "faults.jsonl"  # in the run's folder
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A rank's failure. Steps are counted from 0, as in metrics.jsonl."""
+    """A rank's failure, which ended a round. Steps are counted from 0, as in metrics.jsonl."""
 
-    round: int  # of the start that it ended, from 0
+    round: int  # number of the round that it ended, from 0
     rank: int  # the first one that failed
     cause: str  # in one line
     reason: str  # the whole traceback, or the signal that ended it
-    step: int  # that the rank was in; -1: before its first
+    step: int  # the rank's current step; -1: before its first
     at: str  # UTC, ISO 8601
     processes: int
     layout: str
-    host: str | None = None  # the rank's, where a job has several
-    # What it cost; None where the training did not go on.
+    host: str | None = None  # the rank's host, in a multi-host job
+    # The cost; None if the training did not go on.
     goes_on_at: int | None = None  # the first step of the next round
-    steps_lost: int | None = None  # taken once more
+    steps_lost: int | None = None  # steps taken again
     seconds: float | None = None  # from the fault to the end of the next step
     next_layout: str | None = None
 
@@ -47,18 +47,18 @@ class Fault:
 
 
 class PendingFault:
-    """A fault of the last round, which is told as soon as it is known what it cost."""
+    """The last round's fault, held back until its cost is known."""
 
     def __init__(self, tell: Callable[[Fault], None]) -> None:
         self._tell = tell
         self._kept: tuple[Fault, float, int] | None = None
 
     def keep(self, fault: Fault, moment: float, done: int) -> None:
-        """`moment`: of the fault, in seconds; `done`: steps that the training had taken by then."""
+        """Keep a fault. `moment`: its time in seconds; `done`: steps of the training that were complete by then."""
         self._kept = fault, moment, done
 
     def goes_on(self, ranks: Sequence[Progress], *, offset: float = 0.0, next_layout: str | None = None) -> bool:
-        """Tell the fault with its cost, since `ranks` take steps again; whether there was one.
+        """Report the kept fault with its cost, since `ranks` take steps again; return whether there was one.
 
         `offset`: from the clock of `ranks` to that of the fault's moment, in seconds.
         """
@@ -77,19 +77,19 @@ class PendingFault:
         return True
 
     def ends(self) -> None:
-        """Tell the fault without its cost: the round after it has ended before its first step."""
+        """Report the kept fault without its cost: the next round has ended before its first step."""
         if self._kept is not None:
             (fault, _, _), self._kept = self._kept, None
             self._tell(fault)
 
 
 def first_step(ranks: Sequence[Progress]) -> int:
-    """The first step that ranks have taken in their round; one of them has."""
+    """Return the first step that was taken in this round; at least one rank must have taken one."""
     return min(each.first_step for each in ranks if each.first_step >= 0)
 
 
 def tell(fault: Fault, folder: Path, *, aloud: bool = True) -> None:
-    """Say it once on standard error, and write it down where the run has a folder."""
+    """Print a fault on standard error, and append it to faults.jsonl if the run's folder exists."""
     if aloud:
         print(f"samestep: {fault}", file=sys.stderr, flush=True)
     if not folder.is_dir():
@@ -97,12 +97,12 @@ def tell(fault: Fault, folder: Path, *, aloud: bool = True) -> None:
     try:
         with (folder / FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(fault.to_json(), ensure_ascii=False) + "\n")
-    except OSError as error:  # such as a full disk, which must not end the training once more
+    except OSError as error:  # a full disk, say, which must not end the training again
         print(f"samestep: {folder / FILE} can't be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def cause_of(reason: str) -> str:
-    """A failure in one line: a traceback's exception, the first line of anything else."""
+    """Summarize a failure in one line: a traceback's exception, else the first line."""
     lines = [line.rstrip() for line in reason.strip().splitlines() if line.strip()]
     if not lines:
         return "no reason was given"

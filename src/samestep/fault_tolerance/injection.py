@@ -40,10 +40,10 @@ class InjectedFaultError(RuntimeError):
 
 
 class Injection:
-    """The faults that this rank commits in this round."""
+    """The injected faults of this rank in this round."""
 
     def __init__(self, faults: Sequence[Inject], rank: int, number: int) -> None:
-        """`number` is the round's; a fault is committed in the first one, unless it is meant for every round."""
+        """`number`: the round's. Faults are for round 0, unless meant for every round or triggered by a file."""
         later = number > 0
         self._mine = [
             fault
@@ -53,7 +53,7 @@ class Injection:
         self._done: set[int] = set()
 
     def before(self, step: int) -> None:
-        """Commit what this rank is to commit as a step begins."""
+        """Commit the faults that are due before a step."""
         for index, fault in enumerate(self._mine):
             if fault.fault == "slow":
                 if step >= fault.step:
@@ -62,11 +62,11 @@ class Injection:
                 if step >= fault.step and _taken_away(fault.when):
                     _FAULTS[fault.fault](fault, step)
             elif fault.step == step and fault.fault in _FAULTS and index not in self._done:
-                self._done.add(index)  # a step is taken again when the training has rolled back
+                self._done.add(index)  # commit once: after a rollback the step is taken again
                 _FAULTS[fault.fault](fault, step)
 
     def spoils(self, step: int) -> bool:
-        """Whether the loss of a step is to be NaN; said once."""
+        """Whether to make the loss of a step NaN; True once for each such fault."""
         found = False
         for index, fault in enumerate(self._mine):
             if fault.fault == "nan" and fault.step == step and index not in self._done:
@@ -91,7 +91,7 @@ def spoiled(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _taken_away(file: Path) -> bool:
-    """Whether the file was there until now."""
+    """Remove the file; return whether it existed."""
     try:
         file.unlink()
     except FileNotFoundError:

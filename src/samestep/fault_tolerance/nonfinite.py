@@ -1,4 +1,4 @@
-"""Losses and gradient norms that are NaN or infinite: which samples it was, and what then."""
+"""Losses and gradient norms that are NaN or infinite: which samples caused them, and how the training goes on."""
 
 import json
 import math
@@ -18,7 +18,7 @@ def file_of(folder: Path, step: int) -> Path:
 
 
 class NonFinite:
-    """Looks at every step's values as they become known; every rank sees the same ones, and so does the same."""
+    """Checks every step's loss and gradient norm; all ranks see the same values, and so decide alike."""
 
     def __init__(
         self,
@@ -30,9 +30,9 @@ class NonFinite:
         norms_may_overflow: bool,
         left_out: frozenset[int] = frozenset(),
     ) -> None:
-        """`samples_of` gives a step's samples. Under fp16 a norm that overflows is part of the method.
+        """`samples_of` returns a step's samples. With `norms_may_overflow` (fp16) infinite norms are expected.
 
-        Steps `left_out` were found before; they are not taken, and have no values.
+        Steps in `left_out` were found earlier; they are not taken, and have no values.
         """
         self.left_out = left_out
         self._policy = policy
@@ -42,7 +42,7 @@ class NonFinite:
         self._norms_may_overflow = norms_may_overflow
 
     def check(self, step: int, loss: float, grad_norm: float) -> None:
-        """Raise NonFiniteError where the training must not go on as it is."""
+        """Raise NonFiniteError if the policy doesn't let the training go on."""
         if step in self.left_out or (math.isfinite(loss) and (self._norms_may_overflow or math.isfinite(grad_norm))):
             return
         samples = list(self._samples_of(step))
@@ -65,7 +65,7 @@ class NonFinite:
 
 
 def left_out(folder: Path) -> frozenset[int]:
-    """The steps that a training in this folder has rolled back from."""
+    """Return the steps that a training in this folder has left out after rollbacks."""
     found = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("nonfinite-step-*.json")]
     return frozenset(each["step"] for each in found if each["left_out"])
 
@@ -77,7 +77,7 @@ def _shown(samples: Sequence[int]) -> str:
 
 
 def without_nonfinite(value: Any) -> Any:
-    """Values for a JSON file, which knows no NaN and no infinity: null stands for them."""
+    """Replace NaN and infinity by null, which JSON can hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

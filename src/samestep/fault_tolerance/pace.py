@@ -1,8 +1,8 @@
-"""Pace: how long a rank's steps take it by itself, without the time in which it waits for others.
+"""Pace: a rank's own time in each step, without waiting for other ranks.
 
-Outside the engine's step a rank waits for no other: its data, its records, what slows it down on purpose. Inside, it
-waits in messages, and a thread that waits uses no processor; so there the processor's time counts. On an accelerator
-that is the host's part of the step alone.
+Outside the engine's step a rank waits for no other: data, records and injected delays count in full. Inside it waits
+in collectives, and a waiting thread uses no processor time; so there processor time counts. On an accelerator that is
+the host's part of the step only.
 """
 
 import sys
@@ -12,62 +12,62 @@ from pathlib import Path
 from statistics import median
 
 _LAGS = 1.5  # times the median of all ranks
-_LEAST = 0.01  # seconds a step; what rank 0 alone writes makes that much of a difference
+_LEAST = 0.01  # seconds a step: as much as what rank 0 alone writes
 _RECENT = 100  # steps
 
 
 class Pace:
-    """Notes each step of a rank."""
+    """Measures each step of a rank."""
 
     def __init__(self) -> None:
         self._steps: list[float] = []
         self._ended: float | None = None
         self._outside = self._processor = 0.0
-        self.elsewhere: Callable[[], float] = lambda: 0.0  # seconds so far in which processes computed for this rank
+        self.elsewhere: Callable[[], float] = lambda: 0.0  # processor seconds of helper processes of this rank
 
     def begin(self) -> None:
-        """The engine's step begins."""
+        """Start of the engine's step."""
         self._outside = 0.0 if self._ended is None else time.perf_counter() - self._ended
         self._processor = time.thread_time() + self.elsewhere()
 
     def end(self) -> None:
-        """It is done."""
-        if self._ended is not None:  # the round's first step prepares what later ones use
+        """End of the engine's step."""
+        if self._ended is not None:  # the round's first step includes set-up
             self._steps.append(self._outside + time.thread_time() + self.elsewhere() - self._processor)
         self._ended = time.perf_counter()
 
     def pause(self) -> None:
-        """What comes before the next step does not count."""
+        """Exclude the time since the last step, such as an evaluation's."""
         self._ended = time.perf_counter() if self._ended is not None else None
 
     def recent(self) -> float:
-        """Median seconds of the last steps; may be asked from another thread."""
+        """Return the median seconds of the last steps; may be called from another thread."""
         last = self._steps[-_RECENT:]
         return median(last) if last else 0.0
 
     def seconds(self) -> float:
-        """Median seconds of a step; 0 before the second one."""
+        """Return the median seconds of a step; 0 before the second one."""
         return median(self._steps) if self._steps else 0.0
 
 
 def lagging(seconds: Sequence[float]) -> list[int]:
-    """The ranks that take clearly longer than most."""
+    """Return the ranks whose own time is clearly longer than the median."""
     if len(seconds) < 2:
         return []
-    # Of two ranks the median is their mean, of which neither can be far; the faster one is the measure.
+    # The median of two ranks is their mean, which neither exceeds by much; compare with the faster one.
     usual = min(seconds) if len(seconds) == 2 else median(seconds)
     return [rank for rank, each in enumerate(seconds) if each > max(_LAGS * usual, usual + _LEAST)]
 
 
 def write(folder: Path, rank: int, seconds: float) -> None:
-    """Leave a rank's recent seconds a step where `read` finds them."""
+    """Write a rank's recent seconds a step for `read`."""
     new = folder / f"pace-{rank}.new"
     new.write_text(repr(seconds), encoding="ascii")
     new.replace(folder / f"pace-{rank}")
 
 
 def read(folder: Path, ranks: Iterable[int]) -> dict[int, float]:
-    """Each rank's; none before all have left theirs."""
+    """Read the recent seconds a step by rank; empty until all ranks have written theirs."""
     try:
         return {rank: float((folder / f"pace-{rank}").read_text(encoding="ascii")) for rank in ranks}
     except FileNotFoundError:
@@ -75,13 +75,13 @@ def read(folder: Path, ranks: Iterable[int]) -> dict[int, float]:
 
 
 class Slowest:
-    """Tells on standard error when another rank than before lags, in a training that goes on for long."""
+    """Prints the slow ranks on standard error whenever they change."""
 
     def __init__(self) -> None:
         self._told: list[int] = []
 
     def look(self, seconds: Mapping[int, float]) -> None:
-        """`seconds` by rank."""
+        """Check the ranks' own seconds a step."""
         ranks = list(seconds)
         slow = [ranks[index] for index in lagging(list(seconds.values()))]
         if slow and slow != self._told:

@@ -1,4 +1,4 @@
-"""What a job asks of its fault tolerance, checked before any process starts; and how it goes on after a fault."""
+"""The fault tolerance that a job asks for, checked before any process starts; and how it goes on after a fault."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +10,7 @@ from samestep.layout import Layout
 
 
 def check_faults(job: Job, layout: Layout, *, skips: bool) -> None:
-    """Raise UserError for what can't be had. `skips`: whether the engine can leave a step out."""
+    """Raise UserError for options that can't be combined. `skips`: whether the engine can skip a step."""
     run = job.run
     for fault in run.inject:
         if fault.rank >= layout.size:
@@ -51,12 +51,12 @@ def check_faults(job: Job, layout: Layout, *, skips: bool) -> None:
 
 
 def needs_ranks(job: Job, layout: Layout) -> bool:
-    """Whether a training's ranks are to be processes that another one looks after."""
+    """Whether the ranks must be child processes under supervision: several ranks, restarts, or injected faults."""
     return layout.size > 1 or job.run.max_restarts > 0 or bool(job.run.inject)
 
 
 def again(job: Job) -> Job:
-    """The same job, going on from its last checkpoint; from its first step where it saves none."""
+    """Return the job resuming from its last checkpoint, or unchanged if it saves none."""
     if job.run.checkpoint is None:
         return job
     return replace(job, run=replace(job.run, checkpoint=replace(job.run.checkpoint, resume="auto")))

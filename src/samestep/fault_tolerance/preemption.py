@@ -23,19 +23,20 @@ from samestep.fault_tolerance.status import give_notice
 from samestep.fault_tolerance.watchdog import Watchdog
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_AGAIN = 0.5  # seconds; launchers pass a signal on to processes that have had it already
-_APART = 0.25  # seconds between two looks
+_AGAIN = 0.5  # seconds; launchers forward a signal to processes that already had it
+_APART = 0.25  # seconds between two all-reduces
 _MOST_STEPS = 64
 
 
 class Notice:
-    """Ranks ask each other, in a message of two numbers that travels while a step is computed.
+    """Lets the ranks agree on a stop signal by an all-reduce of two numbers, which overlaps a step.
 
-    They ask every few steps, so that it costs nothing: as many as take a quarter of a second, by the slowest rank.
+    The all-reduce runs about every quarter of a second, as measured by the slowest rank, so that its cost is
+    negligible.
     """
 
     def __init__(self, world_size: int, *, told: bool) -> None:
-        """Every rank must make one. With `told` the starting process passes signals on, and these are not counted."""
+        """Create the group (collective). `told`: the starting process forwards signals, which never end the rank."""
         self._told = told
         self.apart = _APART
         self._group: Any = dist.new_group(backend="gloo") if world_size > 1 else None
@@ -44,20 +45,20 @@ class Notice:
         self._before: dict[int, Any] = {}
         self._due: int | None = None
         self._work: Any = None
-        self._message = torch.zeros(2, dtype=torch.int64)  # [signal, steps until the next look]
-        self._last: tuple[int, float] | None = None  # a look's step and time
+        self._message = torch.zeros(2, dtype=torch.int64)  # [signal, steps until the next all-reduce]
+        self._last: tuple[int, float] | None = None  # step and time of the last all-reduce
 
     def listen(self) -> None:
-        """Take signals as notice from now on, where this is the thread that gets them."""
+        """Install the signal handlers, if this is the main thread."""
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 handler: Any = self._hear
                 if self._told and number == signal.SIGINT:
-                    handler = signal.SIG_IGN  # a terminal sends it to every process; the starting one decides
+                    handler = signal.SIG_IGN  # a terminal sends it to every process; the starting process handles it
                 self._before[number] = signal.signal(number, handler)
 
     def leave(self) -> None:
-        """Let signals do what they did before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -66,17 +67,17 @@ class Notice:
         self._asked = self._asked or number
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler of a rank: notes the first, lets a second one (half a second later) end the process."""
+        """Signal handler of a rank: records the first signal; a second one half a second later ends the process."""
         now = time.monotonic()
         if self._told or self._first_at is None or now - self._first_at < _AGAIN:
             self._first_at = self._first_at or now
             self.hear(number)
             return
-        self.leave()  # the second one ends this process at once, as it would have without us
+        self.leave()  # the second one takes its default action
         os.kill(os.getpid(), number)
 
     def begin(self, step: int) -> None:
-        """Before a step: ask the others, where it is time to."""
+        """Before a step: start the all-reduce if it is due."""
         if self._group is None:
             return
         if self._last is not None and step <= self._last[0]:  # the training has rolled back
@@ -87,7 +88,7 @@ class Notice:
         self._work = dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def end(self, step: int) -> int | None:
-        """After it: the signal for which all ranks stop here; None to go on."""
+        """After a step: return the signal for which all ranks stop here; None to go on."""
         if self._group is None:
             return self._asked or None
         if self._work is None:
@@ -99,7 +100,7 @@ class Notice:
         return number or None
 
     def _steps_apart(self, step: int) -> int:
-        """After how many steps to ask the other ranks again, from how long steps take."""
+        """Return the number of steps until the next all-reduce, from the duration of a step."""
         now = time.monotonic()
         last, self._last = self._last, (step, now)
         if last is None:
@@ -110,14 +111,14 @@ class Notice:
 
 
 TAKEN = ("SIGTERM", "SIGINT")
-# seconds; a signal to the whole process group and one to this process are the same notice
+# seconds; a signal sent to the process group and to this process counts as one
 
 
 class Signals:
-    """Takes signals for a whole training, whichever round it is in."""
+    """Handles signals in the starting process during a whole training, over all rounds."""
 
     def __init__(self, *, grace_period: float) -> None:
-        """`grace_period`: seconds that the ranks have to save and end."""
+        """`grace_period`: seconds for the ranks to save and end."""
         self._grace_period = grace_period
         self._at = 0.0
         self._before: dict[int, Any] = {}
@@ -136,7 +137,7 @@ class Signals:
             signal.signal(number, handler)
 
     def begin(self, folder: Path, watch: Watchdog) -> None:
-        """A round has begun, whose ranks leave in `folder` how far they are."""
+        """A round has begun; its ranks write their status into `folder`."""
         self._round = folder, watch
         if self.number is not None:
             self._tell_ranks()
@@ -146,11 +147,11 @@ class Signals:
         self._round = None
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler of the starting process: tells the ranks; a second signal ends them at once."""
+        """Signal handler of the starting process: notifies the ranks; a second signal kills them."""
         now = time.monotonic()
         if self.number is None:
             self.number, self._at = number, now
-            # Not print: the signal may have come in the middle of one.
+            # Not print, which isn't reentrant: the signal may interrupt one.
             name = signal.Signals(number).name
             os.write(2, f"samestep: {name}: the ranks save and stop; a second one ends them at once\n".encode())
             self._tell_ranks()
@@ -160,7 +161,7 @@ class Signals:
             raise SignalException(f"a second {signal.Signals(number).name}", signal.Signals(number))
 
     def _tell_ranks(self) -> None:
-        """Leave the notice for the ranks, and have the watchdog end them after the grace period (seconds)."""
+        """Write the notice for the ranks, and have the watchdog end them after the grace period (seconds)."""
         if self._round is not None and self.number is not None:
             folder, watch = self._round
             give_notice(folder, self.number)

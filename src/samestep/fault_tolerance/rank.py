@@ -1,4 +1,4 @@
-"""RankSupervision: what one rank does so that its training outlives faults. The loop tells it where it is."""
+"""RankSupervision: one rank's side of fault tolerance. The training loop reports its progress to it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,19 +20,19 @@ from samestep.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What a rank is told about the start that it is part of."""
+    """The round that a rank belongs to, as told by the process that started it."""
 
     number: int = 0
-    # Where ranks leave how far they are, and find out that the job is to stop; None: no process looks after them.
+    # For the ranks' status files and the stop notice; None: no watchdog.
     folder: Path | None = None
-    # Where copies of the training's state lie in the host's memory, from round to round; None: there are none.
+    # For in-memory checkpoints, kept from round to round; None: there are none.
     memory: Path | None = None
-    # Where the run leaves its files, as an earlier round has chosen; None: none has.
+    # The run's folder, chosen by an earlier round; None: not chosen yet.
     run_folder: Path | None = None
 
     @classmethod
     def told(cls) -> Self | None:
-        """The round of a rank that its host's agent has started; None in any other process."""
+        """Return the round of a rank started by a node's agent; None in any other process."""
         told = environment.told_round()
         if told is None:
             return None
@@ -42,11 +42,11 @@ class Round:
 
 
 _APART = 0.5  # seconds between heartbeats, at most
-_ASKED_IN_A_NOTICE = 4.0  # times that free-running ranks ask each other in the time that a signal leaves them
+_ASKED_IN_A_NOTICE = 4.0  # all-reduces for the stop signal within one grace period
 
 
 class RankSupervision:
-    """One rank's part in being supervised, in one round."""
+    """Reports this rank's status, listens for the stop notice, and commits injected faults, in one round."""
 
     def __init__(self, run: Run, round_: Round) -> None:
         ranks = environment.ranks()
@@ -91,28 +91,28 @@ class RankSupervision:
             self._notice.leave()
 
     def joined(self) -> None:
-        """The ranks have met. Where the training can be saved, a signal stops it after a step from now on."""
+        """The ranks have joined their group. From now on a signal stops a training that can be saved after a step."""
         if self._run.checkpoint is not None:
             self._notice = Notice(self._world_size, told=self._round.folder is not None)
             self._notice.listen()
 
     def ask_seldom(self) -> None:
-        """The ranks don't wait for each other in every step, and shall do so seldom to hear of signals."""
+        """Agree on signals rarely: the ranks run freely, and a frequent all-reduce would synchronize them."""
         if self._notice is not None:
             self._notice.apart = self._run.grace_period / _ASKED_IN_A_NOTICE
 
     def goes_on(self, job: Job) -> bool:
-        """Whether the run may have been begun before, in an earlier round or an earlier start of the job."""
+        """Whether the run may have been started before, by an earlier round or an earlier start of the job."""
         return self._round.number > 0 or (job.run.checkpoint is not None and job.run.checkpoint.resume != "never")
 
     def runs(self, layout: Layout, folder: Path) -> None:
-        """The ranks have met, and agree on the run's folder."""
+        """Publish the layout and the run's folder, on which the ranks have agreed."""
         if self._round.folder is not None:
             said = replace(job_info_of(self._run), layout=str(layout), run_folder=str(folder.absolute()))
             write_job_info(self._round.folder, self._rank, said)
 
     def check(self, total_steps: int) -> None:
-        """Raise UserError for a fault that would never be committed."""
+        """Raise UserError for an injected fault in a step that is never taken."""
         for fault in self._run.inject:
             if fault.step >= total_steps:
                 raise UserError(
@@ -120,13 +120,13 @@ class RankSupervision:
                 )
 
     def _hear(self, number: int) -> None:
-        """The heartbeat's thread has found a notice of the starting process."""
+        """Pass the starting process's notice on; called by the heartbeat thread."""
         if self._notice is not None:
             self._notice.hear(number)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around a step."""
+        """Context of one step."""
         if self._beat is not None:
             self._beat.begin(step)
         if self._injection:
@@ -143,7 +143,7 @@ class RankSupervision:
 
     @property
     def memory(self) -> Path | None:
-        """Where copies of the training's state lie in the host's memory."""
+        """Folder in memory for checkpoints of the training's state."""
         return self._round.memory
 
     @property
@@ -153,7 +153,7 @@ class RankSupervision:
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Around what is not a step and may take longer."""
+        """Context of a phase other than a step, which may take longer."""
         if self._beat is None:
             yield
         else:
@@ -162,10 +162,10 @@ class RankSupervision:
         self.pace.pause()
 
     def ends(self) -> None:
-        """The last step is done; what is left may take longer."""
+        """The last step is done; the rest (reports, final checkpoint) may take longer."""
         if self._beat is not None:
             self._beat.enter("end")
 
     def loss(self, step: int, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss of a step, spoiled where that is asked for."""
+        """Return the loss function, wrapped to return NaN if that is injected into this step."""
         return spoiled(loss) if self._injection and self._injection.spoils(step) else loss

@@ -1,4 +1,4 @@
-"""Scratch: a folder for as long as its process lives. That of a killed process is removed by a later one."""
+"""Scratch folders, which last as long as their process. A later process removes those of a killed one."""
 
 import fcntl
 import multiprocessing
@@ -15,10 +15,10 @@ _IN_MEMORY = Path("/dev/shm")
 
 @contextmanager
 def folder_in_memory() -> Iterator[Path]:
-    """It ends with the process that looks after the ranks, whose semaphores have names by which they are found.
+    """Create a scratch folder in memory, which also holds this process's named semaphores.
 
-    The queues and the event of PyTorch's agent are semaphores that the ranks open by their names. Where all
-    processes of a job are killed, multiprocessing's resource tracker too, a later start removes them with the folder.
+    PyTorch's agent passes queues and an event to the ranks as named semaphores. If all processes of a job are killed,
+    multiprocessing's resource tracker too, a later start removes the semaphores with the folder.
     """
     if not _IN_MEMORY.is_dir():
         with scratch("samestep-memory-") as folder:
@@ -34,13 +34,13 @@ def folder_in_memory() -> Iterator[Path]:
             settings["semprefix"] = before
 
 
-# A file in the folder that its process holds locked. The system lets go of it when the process ends in whatever way.
+# A file in the folder that its process holds locked; the kernel releases the lock however the process ends.
 _HELD = ".held"
 
 
 @contextmanager
 def scratch(prefix: str, where: Path | None = None) -> Iterator[Path]:
-    """A new folder whose name begins so; `where`: in the system's folder for temporary files unless said."""
+    """Create a folder with a name prefix, by default among the system's temporary files, and remove it at exit."""
     where = where or Path(gettempdir())
     for left in where.glob(f"{prefix}*"):
         with suppress(OSError):  # another one removes it, or it can't be
@@ -55,7 +55,7 @@ def scratch(prefix: str, where: Path | None = None) -> Iterator[Path]:
 
 
 def _made(prefix: str, where: Path) -> tuple[Path, int | None]:
-    """A folder and its lock; None where the file system has no locks."""
+    """Create a folder and lock it; the lock is None if the file system has no locks."""
     while True:
         folder = Path(mkdtemp(prefix=prefix, dir=where))
         file = folder / _HELD
@@ -67,11 +67,11 @@ def _made(prefix: str, where: Path) -> tuple[Path, int | None]:
             return folder, lock
         if file.exists():
             return folder, lock
-        os.close(lock)  # taken for one that was left, in the moment before it was locked
+        os.close(lock)  # another process took it for an orphan before it was locked
 
 
 def _remove_unless_held(folder: Path) -> None:
-    """Remove this user's folder where no process holds its lock. One without a lock is another user's, or new."""
+    """Remove this user's folder if no process holds its lock. One without a lock file is another user's, or new."""
     if folder.lstat().st_uid != os.getuid():
         return
     lock = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -79,13 +79,13 @@ def _remove_unless_held(folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for semaphore in folder.parent.glob(f"sem.{folder.name}-*"):
             semaphore.unlink(missing_ok=True)
-        shutil.rmtree(folder)  # no link: it takes none
+        shutil.rmtree(folder)  # not through a symbolic link
     finally:
         os.close(lock)
 
 
 def left_in(places: Collection[Path] | None = None) -> list[Path]:
-    """Folders of this package's whose process has ended without removing them.
+    """List this package's scratch folders whose process has ended without removing them.
 
     `places`: where to look; None for memory and the folder for temporary files.
     """
@@ -95,7 +95,7 @@ def left_in(places: Collection[Path] | None = None) -> list[Path]:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether a folder's process is gone: the kernel has then released its lock."""
+    """Whether a folder's process has ended: the kernel has then released its lock."""
     try:
         lock = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # another's, or gone

@@ -1,4 +1,4 @@
-"""A rank's Python stack, asked for by its starter. It comes even where the rank holds the interpreter's lock."""
+"""Python stacks of a rank, requested by its starter by a signal. Works even if the rank holds the GIL."""
 
 import faulthandler
 import os
@@ -10,15 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-# One that nothing else uses; where a system has none of these, one that is left to programs.
+# A real-time signal that nothing else uses; SIGUSR2, for programs, on systems without those.
 _SIGNAL = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 _PATIENCE = 2.0  # seconds
 
 
 def answer(folder: Path, rank: int) -> IO[str]:
-    """In a rank: write the stacks whenever they are asked for. The file must stay open until `ignore`."""
+    """In a rank: dump all stacks on each request. The file must stay open until `ignore`."""
     file = _file(folder, rank).open("w", encoding="utf-8")
-    # Any thread may be the one that gets the signal, so all are written, and the main one is named beforehand.
+    # Any thread may receive the signal, so all are dumped; the file starts with the main thread's id.
     file.write(f"{threading.main_thread().ident:#018x}\n")
     file.flush()
     faulthandler.register(_SIGNAL, file=file, all_threads=True)
@@ -26,14 +26,14 @@ def answer(folder: Path, rank: int) -> IO[str]:
 
 
 def ignore(file: IO[str]) -> None:
-    """Answer no more."""
+    """Stop responding to requests."""
     faulthandler.unregister(_SIGNAL)
-    signal.signal(_SIGNAL, signal.SIG_IGN)  # one that is under way must not end this rank
+    signal.signal(_SIGNAL, signal.SIG_IGN)  # a pending request must not end this rank
     file.close()
 
 
 def ask(folder: Path, rank: int, pid: int) -> str:
-    """The main thread's stack, innermost call first; empty without an answer. A stopped rank goes on for it."""
+    """Request a rank's main stack, innermost call first; empty without a response. Resumes a stopped rank."""
     file = _file(folder, rank)
     with suppress(OSError):
         os.kill(pid, _SIGNAL)
@@ -48,7 +48,7 @@ def ask(folder: Path, rank: int, pid: int) -> str:
 
 
 def _main_stack(file: Path) -> str:
-    """The calls of the thread that the first line names."""
+    """Return the stack of the thread that the first line names."""
     main, _, answers = file.read_text(encoding="utf-8", errors="replace").partition("\n")
     found = re.search(rf"hread {main}[^\n]*\n((?: .*\n?)*)", answers)
     return found[1].rstrip() if found is not None else ""

@@ -1,8 +1,8 @@
-"""What a rank and the process that started it tell each other, by files in the round's folder.
+"""Files in the round's folder by which ranks and the process that started them communicate.
 
-A rank's status is the step it is in and the collectives it has entered, in memory that outlives the rank: the process
-that started the rank reads it at any time; a thread of the rank writes it, and hears that the job is to stop. Ranks
-also say what their job is.
+A rank's status is its current step and the collectives that it has entered, in memory-mapped files that outlive the
+rank. The starting process reads them at any time; a thread of the rank writes them, and reads the stop notice. Ranks
+also publish facts about their job.
 """
 
 import json
@@ -27,33 +27,33 @@ from samestep.job import Run
 Phase = Literal["start", "first step", "step", "evaluation", "checkpoint", "end", "left", "failed"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-# Process, phase, step that was begun last, steps done, first step of this round; when the rank last moved on, when
-# its first step was done, its longest step but the first. Times are of the clock that all processes share.
+# Process id, phase, last step begun, steps done, first step of this round; times of the last progress and of the end
+# of the first step, the longest later step. Times are of CLOCK_MONOTONIC, which all processes share.
 _FORM = struct.Struct("<qqqqqddd")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a rank is. Times in seconds of `time.monotonic`."""
+    """A rank's progress. Times in seconds of `time.monotonic`."""
 
     rank: int
     pid: int
     phase: Phase
-    step: int  # begun last; -1: none yet
-    done: int  # steps of the training that are complete, those of earlier rounds included
+    step: int  # last one begun; -1: none yet
+    done: int  # complete steps of the training, including earlier rounds'
     first_step: int  # of this round; -1: none yet
     moved_at: float
-    first_done_at: float  # 0: no step of this round is done
-    longest: float  # step of this round but the first, in seconds
+    first_done_at: float  # 0: no step of this round is complete
+    longest: float  # of the round's steps but the first, in seconds
 
     @property
     def over(self) -> bool:
-        """Whether this rank has nothing more to do, or can't."""
+        """Whether this rank has finished or failed."""
         return self.phase in ("left", "failed")
 
 
 class RankStatus:
-    """Written by one rank."""
+    """Writes one rank's status."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = (folder / f"rank-{rank}").open("w+b")
@@ -66,7 +66,7 @@ class RankStatus:
         self._write()
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Record the start of a step."""
         self._phase = PHASES.index("step" if self._first_done_at else "first step")
         self._step = step
         if self._first_step < 0:
@@ -74,7 +74,7 @@ class RankStatus:
         self._write()
 
     def end(self, step: int) -> None:
-        """The step is done."""
+        """Record the end of the step."""
         began = self._moved_at
         self._done = step + 1
         self._write()
@@ -86,19 +86,19 @@ class RankStatus:
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Something other than a step, which may take longer."""
+        """Context of a phase other than a step, which may take longer."""
         before = PHASES[self._phase]
         self.enter(phase)
         yield
         self.enter(before)
 
     def enter(self, phase: Phase) -> None:
-        """Something other than a step, until further word."""
+        """Enter a phase until the next call."""
         self._phase = PHASES.index(phase)
         self._write()
 
     def close(self, phase: Phase) -> None:
-        """The last word."""
+        """Record the last phase, and close the file."""
         self.enter(phase)
         self._memory.close()
         self._file.close()
@@ -121,7 +121,7 @@ class RankStatus:
 
 
 def read(folder: Path, ranks: Iterable[int]) -> list[Progress]:
-    """Those of the ranks that have said anything yet, in their order."""
+    """Read the status of those ranks that have written one, in order."""
     found = []
     for rank in ranks:
         try:
@@ -148,15 +148,15 @@ def read(folder: Path, ranks: Iterable[int]) -> list[Progress]:
     return found
 
 
-# A group -> collectives entered. The group's key is its ranks and which of the groups of those ranks it is, since
-# names of groups need not be the same on all ranks.
+# Process group -> collectives entered. The key is the group's ranks and its number among groups of the same ranks,
+# since names of groups may differ between ranks.
 Counts = Mapping[str, int]
 
 
 def entered_collectives() -> Counts:
-    """How many collectives this rank has entered in each of its process groups, asked from any thread.
+    """Count the collectives that this rank has entered in each process group; callable from any thread.
 
-    Reads the counters that process groups keep by themselves; a message between two ranks is not counted.
+    Reads the process groups' own sequence numbers, which exclude point-to-point messages.
     """
     if not dist.is_initialized():
         return {}
@@ -164,25 +164,25 @@ def entered_collectives() -> Counts:
     found: dict[str, int] = {}
     seen: Counter[str] = Counter()
     for group, members in list(groups.items()):
-        if not isinstance(group, dist.ProcessGroup):  # the mark of groups that this rank is not in
+        if not isinstance(group, dist.ProcessGroup):  # placeholder of a group that this rank is not in
             continue
         ranks = ",".join(map(str, sorted(members)))
         seen[ranks] += 1
-        with suppress(RuntimeError):  # a back end that does not count
+        with suppress(RuntimeError):  # the back end has no sequence numbers
             of: Any = group
             found[f"{ranks}#{seen[ranks]}"] = of._get_sequence_number_for_group()
     return found
 
 
 def write_counts(folder: Path, rank: int, entered: Counts) -> None:
-    """Leave the counts where `read_counts` finds them, never half-written."""
+    """Write the counts for `read_counts` atomically."""
     new = folder / f"counts-{rank}.new"
     new.write_text(json.dumps(entered), encoding="utf-8")
     new.replace(folder / f"counts-{rank}.json")
 
 
 def read_counts(folder: Path, ranks: Iterable[int]) -> dict[int, Counts]:
-    """The counts of some ranks, as their files say; a rank that has written none is left out."""
+    """Read the counts of some ranks; those that have written none are left out."""
     found: dict[int, Counts] = {}
     for rank in ranks:
         with suppress(FileNotFoundError):
@@ -191,12 +191,12 @@ def read_counts(folder: Path, ranks: Iterable[int]) -> dict[int, Counts]:
 
 
 def members(key: str) -> list[int]:
-    """The ranks of a group's key."""
+    """Return the ranks in a group's key."""
     return [int(rank) for rank in key.partition("#")[0].split(",")]
 
 
-_PACE_BEATS = 20  # between two words on how long steps take
-_NOTICE_FILE = "notice"  # holds the number of the signal
+_PACE_BEATS = 20  # heartbeats between writes of the rank's pace
+_NOTICE_FILE = "notice"  # contains the signal's number
 
 
 class Heartbeat:
@@ -213,7 +213,7 @@ class Heartbeat:
         self._thread.start()
 
     def _beat(self) -> None:
-        """The thread: writes what collectives the rank has entered, how long steps take, and looks for a notice."""
+        """Thread: writes the entered collectives and the rank's pace, and looks for a notice."""
         last: Counts = {}
         beats = 0
         while not self._stop.wait(self._apart):
@@ -234,14 +234,14 @@ class Heartbeat:
 
 
 def give_notice(folder: Path, number: int) -> None:
-    """Tell the ranks of a round which signal asked the job to stop."""
+    """Write the stop notice with the signal's number for the ranks of a round."""
     new = folder / "notice.new"
     new.write_text(str(number), encoding="ascii")
     new.replace(folder / _NOTICE_FILE)
 
 
 def notice_in(folder: Path) -> int | None:
-    """The number of the signal that was left for the ranks; None where none was."""
+    """Read the signal's number from the stop notice; None if there is none."""
     try:
         return int((folder / _NOTICE_FILE).read_text(encoding="ascii"))
     except FileNotFoundError:
@@ -253,7 +253,7 @@ _JOB_INFO_FILE = "about.json"  # in the round's folder
 
 @dataclass(frozen=True, kw_only=True)
 class JobInfo:
-    """What a training's ranks tell the process that started them about it; it has started just some command."""
+    """Facts about a training that its ranks publish for their starting process, which knows only their command."""
 
     hang_limit: float | None  # seconds
     grace_period: float  # seconds that they need to save and end
@@ -262,19 +262,19 @@ class JobInfo:
 
 
 def job_info_of(run: Run) -> JobInfo:
-    """What is known before the ranks have met."""
+    """Return what is known before the ranks have joined."""
     return JobInfo(hang_limit=run.hang_limit, grace_period=run.grace_period)
 
 
 def write_job_info(folder: Path, rank: int, said: JobInfo) -> None:
-    """Leave it where `read_job_info` finds it, never half-written."""
+    """Write the facts for `read_job_info` atomically."""
     new = folder / f"about-{rank}.new"
     new.write_text(json.dumps(asdict(said)), encoding="utf-8")
     new.replace(folder / _JOB_INFO_FILE)
 
 
 def read_job_info(folder: Path) -> JobInfo | None:
-    """What this host's ranks have said; None where they have not, or are not samestep's."""
+    """Read the published facts; None if there are none yet, or the ranks are not samestep's."""
     try:
         return JobInfo(**json.loads((folder / _JOB_INFO_FILE).read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -31,7 +31,7 @@ from samestep.fault_tolerance.status import Counts, Progress, members
 
 
 class Clock:
-    """Counts the seconds between looks, each at most a little longer than looks are apart."""
+    """A clock that stops while the process is stopped: each interval counts at most a few times its usual length."""
 
     def __init__(self, apart: float) -> None:
         self._most = 5 * apart
@@ -39,7 +39,7 @@ class Clock:
         self.seconds = 0.0
 
     def look(self) -> float:
-        """Seconds of this process's own time: a look adds at most a few intervals, so a pause counts as little."""
+        """Return the seconds counted so far, including the time since the last call, capped."""
         now = time.monotonic()
         self.seconds += min(now - self._last, self._most)
         self._last = now
@@ -47,7 +47,7 @@ class Clock:
 
 
 class Handle:
-    """Of a process that was alive when this was made; where the system has no such handles, its number alone."""
+    """A handle on a live process: a pidfd where available, else its id."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -62,7 +62,7 @@ class Handle:
                 self._descriptor = None  # not allowed here
 
     def alive(self) -> bool:
-        """Whether the process lives, by a pidfd where there are some: an id may be another process's by now."""
+        """Whether the process is alive; by the pidfd if there is one, since ids are reused."""
         if self._gone:
             return False
         if self._descriptor is not None:
@@ -77,7 +77,7 @@ class Handle:
         return not self._gone
 
     def processor_seconds(self) -> float:
-        """How long it has computed so far; 0 where the system does not tell."""
+        """Return the processor seconds used so far; 0 if unknown."""
         try:
             times = psutil.Process(self.pid).cpu_times()
         except psutil.Error:
@@ -85,7 +85,7 @@ class Handle:
         return times.user + times.system
 
     def kill(self) -> None:
-        """End it at once."""
+        """Send SIGKILL."""
         if self.alive():
             with suppress(ProcessLookupError):
                 if self._descriptor is not None:
@@ -99,12 +99,12 @@ class Handle:
             self._descriptor, self._gone = None, True
 
 
-# The innermost Python call of a rank that waits for others is in one of these.
+# Modules of the innermost Python call in a rank that waits for others.
 _WAITING = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 
 
 def stopped(pid: int) -> bool:
-    """Whether a process was stopped by SIGSTOP or a debugger; False where the system does not tell."""
+    """Whether a process was stopped by SIGSTOP or a debugger; False if unknown."""
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.Error:
@@ -112,7 +112,7 @@ def stopped(pid: int) -> bool:
 
 
 def behind(entered: Mapping[int, Counts]) -> list[int]:
-    """Ranks that have not entered a collective in which others are, and that wait in none themselves."""
+    """Return the stragglers: ranks that lack a collective that others have entered, and wait in none themselves."""
     late: set[int] = set()
     waiting: set[int] = set()
     for key in {key for mine in entered.values() for key in mine}:
@@ -124,13 +124,13 @@ def behind(entered: Mapping[int, Counts]) -> list[int]:
 
 
 def earliest(ranks: Sequence[Progress]) -> list[int]:
-    """Ranks that are in an earlier step than others; none where all are in the same one."""
+    """Return the ranks in the earliest step; empty if all are in the same one."""
     steps = [each.step for each in ranks]
     return [each.rank for each in ranks if each.step == min(steps) < max(steps)]
 
 
 def not_waiting(stacks: Mapping[int, str]) -> list[int]:
-    """Ranks whose innermost call is not one that waits for others; without a stack nothing is known of a rank."""
+    """Return the ranks whose innermost call doesn't wait for others; ranks without a stack are left out."""
     found = []
     for rank, stack in stacks.items():
         calls = [line for line in stack.splitlines() if line.strip().startswith("File ")]
@@ -139,25 +139,25 @@ def not_waiting(stacks: Mapping[int, str]) -> list[int]:
     return found
 
 
-_APART = 0.1  # seconds between looks
-_PACE_APART = 30.0  # seconds between looks at who is slow
-# What takes longer than a step may take so many times the limit.
+_APART = 0.1  # seconds between reads of the ranks' status
+_PACE_APART = 30.0  # seconds between checks for slow ranks
+# Factor on the limit for phases that take longer than a step.
 _LONGER = 10.0
 _LONG = frozenset({"start", "first step", "evaluation", "checkpoint", "end"})
-# In these a rank that computes moves on; so many seconds of it count.
+# Phases in which processor time counts as progress: each so many seconds of it.
 _UNTOLD = frozenset({"start", "evaluation", "checkpoint", "end"})
 _SOME_WORK = 1.0
-# A step may take so many times as long as the longest so far, whatever the limit.
+# A step may take this factor times the longest step so far, whatever the limit.
 _LONGER_STEP = 5.0
-# Seconds that ranks have to end by themselves after one has died.
+# Seconds for ranks to end by themselves after one has died.
 _AFTER_A_DEATH = 1.0
-# Seconds that a rank which has failed has to write its traceback.
+# Seconds for a failed rank to write its traceback.
 _LAST_WORDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """The rank that did not come."""
+    """The rank that the others wait for."""
 
     rank: int
     reason: str
@@ -165,14 +165,14 @@ class Hang:
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
-    """How far the ranks of other hosts are, and what they have entered."""
+    """Status and entered collectives of the ranks on other hosts."""
 
     ranks: Sequence[Progress] = ()
     entered: Mapping[int, Counts] = field(default_factory=dict)
 
 
 class Watchdog:
-    """Looks after the ranks of one round, or those of them that this host has, from its start to its end."""
+    """Supervises this host's ranks during one round."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Watchdog:
         goes_on: Callable[[Sequence[Progress]], None],
         elsewhere: Callable[[], Elsewhere] = Elsewhere,
     ) -> None:
-        """`goes_on` is called once, when a first step is done; `elsewhere` tells of ranks that other hosts have."""
+        """`goes_on` is called once, after all ranks' first step; `elsewhere` returns other hosts' ranks' status."""
         self._goes_on: Callable[[Sequence[Progress]], None] | None = goes_on
         self._folder = folder
         self._ranks = ranks
@@ -195,8 +195,8 @@ class Watchdog:
         self._end_at: float | None = None
         self.hang: Hang | None = None
         self._died_at: float | None = None
-        self.last: Sequence[Progress] = ()  # how far the ranks were at the last look
-        self.entered: Mapping[int, Counts] = {}  # and which collectives they had entered
+        self.last: Sequence[Progress] = ()  # status of the ranks at the last read
+        self.entered: Mapping[int, Counts] = {}  # collectives entered by then
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -213,17 +213,17 @@ class Watchdog:
             handle.close()
 
     def end_within(self, seconds: float) -> None:
-        """End the ranks where they have not ended by then."""
+        """Kill the ranks after `seconds` unless they have ended."""
         self._end_at = time.monotonic() + seconds
 
     def end_now(self) -> None:
-        """End every rank at once, wherever it is."""
+        """Kill all ranks at once."""
         self.read()
         for handle in list(self._handles.values()):
             handle.kill()
 
     def _work(self, ranks: Sequence[Progress]) -> list[int]:
-        """Outside steps a rank may compute for long without a message, such as while it reads its data."""
+        """Return each rank's processor time as progress, in phases that may compute for long without a message."""
         return [
             int(self._handles[each.rank].processor_seconds() / _SOME_WORK) if each.phase in _UNTOLD else 0
             for each in ranks
@@ -236,7 +236,7 @@ class Watchdog:
                 handle.kill()
 
     def read(self) -> Sequence[Progress]:
-        """How far the ranks are now, those that have said anything yet."""
+        """Read the status of the ranks that have written one."""
         self.last = status.read(self._folder, self._ranks)
         for each in self.last:
             if each.rank not in self._handles:
@@ -244,7 +244,7 @@ class Watchdog:
         return self.last
 
     def _look_on(self) -> None:
-        """The thread: reads every rank's status, sees deaths and hangs, and ends the round."""
+        """Thread: reads the ranks' status, detects deaths and hangs, and ends the round."""
         clock = Clock(_APART)
         slowest, looked_at = Slowest(), 0.0
         before: Any = None
@@ -253,7 +253,7 @@ class Watchdog:
             seconds = clock.look()
             ranks = self.read()
             if self.hang is not None:
-                self.end_now()  # also a rank that has only begun now
+                self.end_now()  # includes ranks that have started since
             self._see_the_first_step()
             self._see_to_the_dead(ranks)
             if self._end_at is not None and time.monotonic() > self._end_at:
@@ -274,14 +274,14 @@ class Watchdog:
                     self.end_now()
 
     def _see_the_first_step(self) -> None:
-        """Once every rank of the round has taken a step, tell what the fault before it has cost."""
+        """Call `goes_on` once every rank has taken a step in this round."""
         done = len(self.last) == len(self._ranks) and all(each.first_done_at for each in self.last)
         if self._goes_on is not None and done:
             goes_on, self._goes_on = self._goes_on, None
             goes_on(self.last)
 
     def _see_to_the_dead(self, ranks: Sequence[Progress]) -> None:
-        """The others see their connection to a dead rank break and end; one that does not is ended."""
+        """After a rank has died, kill the others unless their broken connections end them within the grace times."""
         if self._died_at is None:
             if any(
                 each.phase == "failed" or (not each.over and not self._handles[each.rank].alive()) for each in ranks
@@ -297,11 +297,11 @@ class Watchdog:
                     self._handles[each.rank].kill()
 
     def _too_long(self, ranks: Sequence[Progress], seconds: float) -> bool:
-        """Whether so many seconds without any change are a hang, for what the ranks are doing."""
+        """Whether so many seconds without progress are a hang, given the ranks' phases."""
         working = [each for each in ranks if not each.over]
         if self.limit is None or not working:
             return False
-        # In seconds: five times the longest step so far, if that is more than the job's limit.
+        # In seconds: the job's limit, or five times the longest step so far if that is more.
         limit = max(self.limit, _LONGER_STEP * max(each.longest for each in working))
         if len(self.last) < len(self._ranks) or any(each.phase in _LONG for each in working):
             limit *= _LONGER
@@ -315,10 +315,10 @@ class Watchdog:
         *,
         alone: bool,
     ) -> Hang | None:
-        """Name the rank for which the others wait, with its stack; None where it is not one of these.
+        """Find this host's rank that the others wait for, with its stack; None if the culprit is on another host.
 
-        A stopped one goes on to tell its stack; the others are ended before, or it would train on with them.
-        `alone`: one of these is to be named whatever others may have done.
+        The other ranks are killed first: requesting a stopped rank's stack resumes it, and the others would train on.
+        `alone`: a rank of this host must be named, whatever other hosts' ranks did.
         """
         absent = sorted(set(self._ranks) - {each.rank for each in self.last})
         if absent:
@@ -347,7 +347,7 @@ class Watchdog:
 
 
 def _told(culprit: Progress, seconds: float, stack: str, *, halted: bool) -> str:
-    """What the user is told of a hang: where, for how long, and the culprit's stack."""
+    """Describe a hang for the user: where, for how long, and the culprit's stack."""
     where = f"in step {culprit.step}" if culprit.phase in ("step", "first step") else f"in phase {culprit.phase}"
     if culprit.step < 0:
         where = "before its first step"

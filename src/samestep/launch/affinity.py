@@ -16,17 +16,17 @@ from samestep.errors import UserError
 
 
 def usable_processors() -> set[int]:
-    """The system's numbers of the processors (hardware threads) that this process may run on."""
+    """Return the ids of the hardware threads that this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
+    """Count the hardware threads that this process may run on."""
     return len(usable_processors())
 
 
 def threads_of(local_ranks: int, asked: int | None) -> int:
-    """Threads a rank: as asked, else the cores shared out."""
+    """Return the threads of a rank: as requested, else the cores divided among the ranks."""
     return asked or environment.asked_threads() or max(1, cores() // local_ranks)
 
 
@@ -38,23 +38,23 @@ _ACCELERATORS = "proc/driver/nvidia/gpus"
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """A core, by the processors (hardware threads) through which the system uses it."""
+    """A physical core, as the ids of its hardware threads."""
 
     processors: tuple[int, ...]
-    node: int = 0  # its NUMA node, whose memory is the nearest
+    node: int = 0  # its NUMA node
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the ranks of a host share."""
+    """Cores and accelerators that the ranks of a host share."""
 
-    cores: tuple[Core, ...]  # that this process may use, node by node
-    # The NUMA node of each accelerator, in the order in which local ranks take them; empty where it isn't known.
+    cores: tuple[Core, ...]  # usable by this process, ordered by node
+    # The NUMA node of each accelerator, in the order of local ranks; empty if unknown.
     devices: tuple[int, ...] = ()
 
     @property
     def nodes(self) -> list[int]:
-        """The NUMA nodes that have cores for us."""
+        """The NUMA nodes with usable cores."""
         return sorted({core.node for core in self.cores})
 
 
@@ -64,7 +64,7 @@ def this_machine(root: Path = Path("/"), environ: Mapping[str, str] | None = Non
 
 
 def describe(root: Path, usable: Sequence[int], environ: Mapping[str, str]) -> Machine:
-    """The machine whose system files stand under `root`, of which the processors `usable` are for us."""
+    """Build the machine from system files under `root`; `usable` are the hardware threads of this process."""
     node_of: dict[int, int] = {}
     for folder in (root / _NODES).glob("node[0-9]*"):
         node_of |= dict.fromkeys(_numbers(folder / "cpulist"), int(folder.name.removeprefix("node")))
@@ -80,8 +80,8 @@ def describe(root: Path, usable: Sequence[int], environ: Mapping[str, str]) -> M
 
 
 def _device_nodes(root: Path, visible: VisibleDevices | None) -> tuple[int, ...]:
-    """The NUMA nodes of the accelerators that are visible, in their order; empty where one isn't known."""
-    # PyTorch numbers accelerators of one kind as they stand on the bus.
+    """Return the NUMA nodes of the visible accelerators, in their order; empty if one is unknown."""
+    # PyTorch numbers accelerators of one kind by their PCI address.
     addresses = sorted(folder.name for folder in (root / _ACCELERATORS).glob("*:*"))
     if visible is not None:
         if not all(name.isdecimal() and int(name) < len(addresses) for name in visible.devices):
@@ -92,7 +92,7 @@ def _device_nodes(root: Path, visible: VisibleDevices | None) -> tuple[int, ...]
 
 
 def _numbers(file: Path) -> tuple[int, ...]:
-    """The numbers in a file such as "0-3,8"; none where it can't be read, or says -1, which means unknown."""
+    """Read the numbers in a file such as "0-3,8"; empty if unreadable, or -1 (unknown)."""
     try:
         return tuple(numbers_of(file.read_text(encoding="ascii")))
     except (OSError, ValueError):
@@ -100,7 +100,7 @@ def _numbers(file: Path) -> tuple[int, ...]:
 
 
 def numbers_of(text: str) -> list[int]:
-    """The numbers that a list such as "0-3,8" stands for."""
+    """Parse a list of numbers such as "0-3,8"."""
     numbers: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -110,7 +110,7 @@ def numbers_of(text: str) -> list[int]:
 
 
 def list_of(numbers: Sequence[int]) -> str:
-    """Numbers as a list such as "0-3,8"."""
+    """Format numbers as a list such as "0-3,8"."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][-1] == number - 1:
@@ -126,25 +126,25 @@ BIND_CHOICES: tuple[str, ...] = get_args(BindChoice)
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """What one rank of a host gets."""
+    """Cores, device and threads of one rank."""
 
     local_rank: int
     processors: tuple[int, ...] | None  # hardware threads that it may run on; None: all of this process's
     nodes: tuple[int, ...]  # NUMA nodes of those
-    device: int | None  # its accelerator, where the system says what is near it
+    device: int | None  # its accelerator, if the nodes of accelerators are known
     threads: int
 
 
 def check_choice(choice: str) -> None:
-    """Raise UserError unless there is such a way to bind ranks."""
+    """Raise UserError for an unknown way to bind ranks."""
     if choice not in BIND_CHOICES:
         raise UserError(f"--bind {choice}: it can be {', '.join(BIND_CHOICES)}")
 
 
 def chosen(machine: Machine, ranks: int, choice: BindChoice, *, option: str = "--bind") -> tuple[BindChoice, str]:
-    """The way to bind that a choice comes down to, and why. Raises UserError where ranks can't be bound so.
+    """Resolve `auto` to a way to bind ranks, and say why. Raises UserError if ranks can't be bound as requested.
 
-    `option`: where the choice was made: "--bind", or "run.bind:" of a job file.
+    `option`: the origin of the choice: "--bind", or "run.bind:" of a job file.
     """
     cores = len(machine.cores)
     amount = f"{_count(ranks, 'rank')} and {_count(cores, 'core')} on this host"
@@ -200,20 +200,20 @@ def bindings(machine: Machine, ranks: int, choice: BindChoice = "auto") -> list[
 
 
 def _homes(machine: Machine, ranks: int, *, shared: bool) -> list[tuple[int, ...]]:
-    """The NUMA nodes of each rank: its accelerator's, or the nodes shared out in proportion to their cores."""
+    """Assign NUMA nodes to ranks: those of their accelerators, else nodes in proportion to their cores."""
     nodes, cores = machine.nodes, Counter(core.node for core in machine.cores)
     wanted = machine.devices[:ranks]
     if len(wanted) == ranks and (shared or all(cores[node] >= here for node, here in Counter(wanted).items())):
         return [(node,) for node in wanted]
     if ranks < len(nodes):
         return [tuple(nodes[r * len(nodes) // ranks : (r + 1) * len(nodes) // ranks]) for r in range(ranks)]
-    # The node in which the middle of a rank's equal share of all cores lies. Middles stand a core apart or more, so
-    # no node gets more ranks than it has cores, unless there are more ranks than cores.
+    # The node in the middle of a rank's equal share of all cores. Middles are a core apart or more, so a node gets no
+    # more ranks than it has cores, unless there are more ranks than cores.
     return [(machine.cores[(2 * rank + 1) * len(machine.cores) // (2 * ranks)].node,) for rank in range(ranks)]
 
 
 def bind(binding: Binding) -> None:
-    """Let this process, and what it becomes, run on its processors alone."""
+    """Restrict this process, across exec, to its hardware threads."""
     if binding.processors is not None:
         os.sched_setaffinity(0, binding.processors)
 

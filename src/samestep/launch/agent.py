@@ -42,33 +42,33 @@ _SETTLE = 3.0  # seconds for all hosts to tell their failures
 
 
 def run(part: NodeSpec) -> Outcome:
-    """Take this host's part in a job, from the first meeting of the hosts to the end of its ranks.
+    """Run this host's part of a job, from the handshake to the end of its ranks.
 
-    No process is left running, whatever happens. Mistakes and failures are in what it returns.
+    No process is left running. User mistakes and failures are in the returned Outcome.
     """
     with _Signals() as signals, elastic_agent.silent_agent():
         agent = _Agent(part, signals)
         try:
             outcome = agent.take_part()
-            signals.only_note()  # what is left takes seconds, and ends by itself
+            signals.only_note()  # what remains takes seconds, and always ends
         except SignalException:
             outcome = agent.interrupted()
         return agent.leave(outcome)
 
 
 class _Agent:
-    """This host's part, and what the hosts tell each other of it."""
+    """This host's part of a job, and its handshake with the other hosts."""
 
     def __init__(self, part: NodeSpec, signals: "_Signals") -> None:
         self._part = part
         self._signals = signals
-        self._handshake: Handshake | None = None  # None: before it, and on a host that is alone
+        self._handshake: Handshake | None = None  # None before the handshake, and in a single-host job
 
     def take_part(self) -> Outcome:
-        """Raises SignalException where a signal ends it."""
+        """Shake hands with the other hosts, then run the ranks. Raises SignalException on a signal."""
         part = self._part
         try:
-            program = _program(part)  # a script that isn't there is found before anybody waits
+            program = _program(part)  # find a missing script before any host waits
             if part.address is not None:
                 self._handshake = Handshake(part)
                 self._handshake.agree()
@@ -77,7 +77,7 @@ class _Agent:
                 self._handshake.tell_success()
             return outcome
         except JobOverError as error:
-            # A host that was lost may come back when the others are done.
+            # A host that was lost may come back after the others have finished.
             well = self._handshake is not None and self._handshake.succeeded(_SETTLE)
             return Outcome() if well else Outcome(exit_code=1, message=str(error))
         except UserError as error:
@@ -86,14 +86,14 @@ class _Agent:
             return Outcome(exit_code=1, message=str(error))
 
     def interrupted(self) -> Outcome:
-        """What is told after a signal."""
+        """Return the outcome after a signal, and end a non-elastic job on all hosts."""
         number = self._signals.number
         if self._handshake is not None and not self._part.elastic:
             self._handshake.end(f"{self._part.host} was told to stop by {signal.Signals(number).name}")
         return Outcome(exit_code=128 + number, message=f"stopped by signal {number}")
 
     def leave(self, outcome: Outcome) -> Outcome:
-        """The last that is heard of the other hosts, and what is then known of the end."""
+        """Collect the other hosts' failures, and leave the job's store."""
         if self._handshake is None:
             return outcome
         if outcome.exit_code != 0 and not self._part.controlled and self._part.most > 1:
@@ -103,11 +103,11 @@ class _Agent:
 
 
 def _over_all_hosts(outcome: Outcome, handshake: Handshake) -> Outcome:
-    """What one host knows of the end, after what the others tell."""
+    """Combine this host's outcome with the failures that other hosts report."""
     if outcome.failure is not None:
         time.sleep(_SETTLE / 2)
     told = handshake.failures()
-    # The host whose rank failed first ends the job, and then tells why.
+    # The host whose rank failed first ends the job, and reports the reason only then.
     until = time.monotonic() + _SETTLE
     while outcome.failure is None and told == [] and time.monotonic() < until:
         time.sleep(0.1)
@@ -116,7 +116,7 @@ def _over_all_hosts(outcome: Outcome, handshake: Handshake) -> Outcome:
 
 
 def _program(part: NodeSpec) -> list[str]:
-    """The command line of a rank, checked: that it can be run, and that the host has the slots."""
+    """Return the command line of a rank, after checking that it can run and that the host has the slots."""
     check_command(part.command, part.host)
     check_slots(part.host, part.num_procs, part.chosen, part.device)
     return rank_command(
@@ -125,7 +125,7 @@ def _program(part: NodeSpec) -> list[str]:
 
 
 class _Ranks:
-    """The ranks of this host, in as many rounds as it takes."""
+    """Runs this host's ranks, in one round or several."""
 
     def __init__(
         self, part: NodeSpec, program: Sequence[str], signals: "_Signals", handshake: Handshake | None
@@ -135,10 +135,10 @@ class _Ranks:
         self._signals = signals
         self._handshake = handshake
         self._over = threading.Event()
-        self._ended: str | None = None  # why, where the job ended elsewhere
+        self._ended: str | None = None  # why the job ended on another host
 
     def run(self) -> Outcome:
-        """The host's part from its first rank to its last: how it ended, with the reason where a rank failed."""
+        """Run the ranks of this host until the job ends, and return the outcome."""
         part = self._part
         with ExitStack() as stack:
             follower = stack.enter_context(Follower()) if part.output == "terminal" else None
@@ -159,7 +159,7 @@ class _Ranks:
         return Outcome()
 
     def _start(self, files: RankFiles) -> None:
-        """Meet the other hosts and run the ranks, with restarts; returns when all ranks are done."""
+        """Run the elastic agent: rendezvous, start ranks, restart them; returns when all ranks are done."""
         part = self._part
 
         def explain(failures: Mapping[int, ProcessFailure]) -> RanksEnded:
@@ -168,7 +168,7 @@ class _Ranks:
             reason = failure.reason if told else f"{failure.how}\n{failure.reason}"
             return RanksEnded(rank=failure.rank, reason=reason, at=failure.at, follows=failure.follows)
 
-        entry = entry_of(self._program)  # a server of ranks imports while the hosts meet
+        entry = entry_of(self._program)  # the fork server imports during the rendezvous
         elastic_agent.run(
             elastic_agent.AgentSpec(
                 hosts=self._rendezvous(),
@@ -183,7 +183,7 @@ class _Ranks:
         )
 
     def _rendezvous(self) -> rendezvous.NodeRendezvous:
-        """Where and how this host's elastic agent meets the others', where there are any."""
+        """Return the rendezvous of this host's elastic agent, single-node or multi-node."""
         part = self._part
         if self._handshake is None:
             return rendezvous.SingleNodeRendezvous(part.job, part.host)
@@ -201,16 +201,16 @@ class _Ranks:
         )
 
     def _variables(self) -> dict[str, str]:
-        """Which accelerators the ranks see."""
+        """Return the variables that select the ranks' accelerators."""
         chosen = self._part.chosen
         if self._part.device == "cpu":
             return environment.no_devices()
-        # Without accelerators, what was chosen are slots, which are all the same.
+        # Without accelerators the chosen slots are interchangeable.
         return environment.devices(chosen) if chosen is not None and accelerators() else {}
 
     def _failed(self, find: Callable[[], Failure]) -> Outcome:
-        """Tell the other hosts of the failure, hear theirs, and pick the first."""
-        self._over.set()  # that the job has ended is then no news from elsewhere, also while the files are read
+        """Report a failure to the other hosts, and return the outcome."""
+        self._over.set()  # ignore the end of the job from now on, while the logs are read
         failure = find()
         if self._handshake is not None:
             self._handshake.tell_failure(failure)
@@ -220,7 +220,7 @@ class _Ranks:
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
-        """End this host's ranks when the job has ended elsewhere: they may wait for ranks that are gone."""
+        """Watch, in a thread, for the job's end on another host, and end this host's ranks then."""
         if self._handshake is None:
             yield
             return
@@ -230,16 +230,16 @@ class _Ranks:
             yield
         finally:
             self._over.set()
-            thread.join(_LOOK)  # it may wait for a store that is silent
+            thread.join(_LOOK)  # it may be blocked on the store
 
     def _look(self, handshake: Handshake) -> None:
-        """The thread that sees the job end elsewhere: then this host's ranks end as well."""
+        """Thread: polls the store for the job's end; then ends the ranks by SIGTERM, and kills them after 5 s."""
         while not self._over.wait(_LOOK):
             try:
                 handshake.tell_time()
                 self._ended = handshake.ended()
             except StartError:
-                return  # whether the job can go on without its store is not decided here
+                return  # the elastic agent decides whether the job goes on without its store
             if self._ended is not None and not self._over.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
                 if not self._over.wait(_AFTER_END):
@@ -248,7 +248,7 @@ class _Ranks:
 
 
 class _Signals:
-    """The first signal ends the ranks in good order, the second one at once."""
+    """Signal handlers of an agent: the first signal ends the ranks gracefully, a second one kills them."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -265,11 +265,11 @@ class _Signals:
             signal.signal(number, handler)
 
     def only_note(self) -> None:
-        """The ranks have ended; a signal that comes from now on finds nothing to end."""
+        """Record further signals without raising: the ranks have ended."""
         self._ends = False
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        """The first signal ends the ranks in peace, a second one half a second or more later kills them."""
+        """Signal handler: the first signal raises SignalException; a second one, 0.5 s later, kills the ranks."""
         now = time.monotonic()
         if self.number == 0:
             self.number, self._at = number, now
@@ -280,9 +280,9 @@ class _Signals:
 
 
 def end_children() -> None:
-    """Kill this process's children, each with the process group that it leads, and the ranks that it had forked."""
+    """Kill this process's children with their process groups, and the forked ranks."""
     for child in multiprocessing.active_children():
-        child.kill()  # the fork server is its parent, and its group is this process's
+        child.kill()  # child of the fork server, in this process's group
     for child in psutil.Process().children():
         with suppress(ProcessLookupError, PermissionError):
             if os.getpgid(child.pid) == child.pid:

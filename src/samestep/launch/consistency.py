@@ -1,6 +1,6 @@
-"""What the hosts of a job must have in common: what each tells of itself, and the message where two differ.
+"""Facts that must agree on all hosts of a job, and the message if two hosts differ.
 
-Hosts tell it through a store that others may read: no secret of a command stands in it.
+Hosts exchange them through a store that others may read, so secrets in a command are masked.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ _GIVE = "give both the same"
 
 _SCRIPTS = (".py", ".sh")
 
-# A name and what follows it in the same word: --token=x, run.token=x, {"token": x}, -c "train --token x".
+# A name followed by its value in the same word: --token=x, run.token=x, {"token": x}, -c "train --token x".
 _NAMED = re.compile(r"([\w.-]+)[\"']?[=:\s]")
 _LOGIN = re.compile(r"//[^/@\s]+@")  # of an address such as postgres://user:password@host
 _HIDDEN = "***"
@@ -45,7 +45,7 @@ _BEFORE = 12  # of them, before the first that differs
 
 
 def told(part: NodeSpec) -> dict[str, Any]:
-    """What must be the same on every host, as this one has it, in the order in which it is compared; for JSON."""
+    """Collect this host's facts, in the order in which they are compared; for JSON."""
     found: dict[str, Any] = {
         "job": part.job,
         "number of hosts": part.size,
@@ -54,13 +54,13 @@ def told(part: NodeSpec) -> dict[str, Any]:
         "Python version": platform.python_version(),
         "samestep sources": digest_of(_SOURCES),
     }
-    if not part.controlled:  # who brings the hosts up gives them all the same
+    if not part.controlled:  # else the controller gives all hosts the same
         found["engine"] = part.engine
         found["device"] = part.device
         found["command"] = _told_words(part.command)
     if (number := _file(part.command)) is not None:
         kind, path = "job file" if is_ours(part.command) else "script", Path(part.command[number])
-        with suppress(OSError):  # a rank will say why it can't be read
+        with suppress(OSError):  # a rank will report why it can't be read
             found[kind] = f"{path.name} of SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
     if part.alike:
         found["ranks a host"] = str(part.num_procs)
@@ -68,9 +68,9 @@ def told(part: NodeSpec) -> dict[str, Any]:
 
 
 def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What two hosts differ in first, and a message about it; None where they agree.
+    """Return the first fact in which two hosts differ, with a message; None if they agree.
 
-    Each is what `told` gave, with the name of its host under "host". What one of them doesn't tell is not compared.
+    Each mapping is from `told`, plus the host's name under "host". Facts that one of them lacks are not compared.
     """
     names = [name for name in mine if name != "host" and theirs.get(name, mine[name]) != mine[name]]
     if not names:
@@ -88,9 +88,9 @@ def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[str,
 
 
 def digest_of(folder: Path) -> str:
-    """A digest of the Python files of a package: of their contents and their places in it, not of its own place."""
+    """Hash the names and contents of a package's Python files, relative to its folder."""
     digest = hashlib.sha256()
-    # Hidden ones are an editor's.
+    # Skip an editor's hidden files.
     files = {
         file.relative_to(folder).as_posix(): file for file in folder.rglob("*.py") if not file.name.startswith(".")
     }
@@ -101,7 +101,7 @@ def digest_of(folder: Path) -> str:
 
 
 def _file(command: Sequence[str]) -> int | None:
-    """Which word names the script that is run, or the job file of samestep's own commands; None where none does."""
+    """Return the index of the word that names the script, or a samestep command's job file; None if none does."""
     for number, word in enumerate(command):
         is_meant = word.endswith(JOB_FILES if is_ours(command) else _SCRIPTS) or (number == 0 and _is_text(word))
         if is_meant and is_file(word):
@@ -110,23 +110,23 @@ def _file(command: Sequence[str]) -> int | None:
 
 
 def _is_text(program: str) -> bool:
-    """Whether a program is a text that an interpreter reads."""
+    """Whether a program is a script with a #! line."""
     with suppress(OSError), Path(program).open("rb") as file:
         return file.read(2) == b"#!"
     return False
 
 
 def _told_words(command: Sequence[str]) -> list[list[str]]:
-    """Each word of a command as anybody may read it, and behind one that hides a secret a mark.
+    """Mask the secrets in a command; return each word, with a short digest if it was masked.
 
-    The mark is 16 bits of a digest: enough to see that two hosts differ, too little to find the secret by it.
+    The digest has 16 bits: enough to detect a difference, too few to reveal the secret.
     """
     file = _file(command)
     found = []
     after_a_secrets_name = False
     for number, word in enumerate(command):
         if number in (0, file):
-            # Where it is on a host is the host's own.
+            # Its folder may differ between hosts.
             found.append([Path(word).name or word, ""])
             continue
         secret = after_a_secrets_name and not word.startswith("--")
@@ -141,18 +141,18 @@ def _mark(word: str) -> str:
 
 
 def _without_secrets(word: str) -> str:
-    """A word of a command as messages show it: values of what is named like a secret are left out."""
+    """Mask the value of a name that looks secret, or the login in an address."""
     named = next((match for match in _NAMED.finditer(word) if _is_secret(match[1])), None)
     return word[: named.end()] + _HIDDEN if named is not None else _LOGIN.sub(f"//{_HIDDEN}@", word)
 
 
 def _is_secret(option: str) -> bool:
-    """Whether an option's name, or a dotted key, is that of a secret."""
+    """Whether an option or a dotted key is named like a secret."""
     return "=" not in option and is_secret(re.sub(r"[-.]", "_", option.lstrip("-")))
 
 
 def _apart(first: Sequence[Sequence[str]], second: Sequence[Sequence[str]]) -> tuple[str, str]:
-    """Where two commands differ: the first such word of each, shortened, behind the option that it belongs to."""
+    """Return the first words in which two commands differ, shortened, with the option before them."""
     pairs = enumerate(zip(first, second, strict=False))
     at = next((number for number, (one, other) in pairs if one != other), min(len(first), len(second)))
     words = [shown[at][0] if at < len(shown) else "" for shown in (first, second)]
@@ -164,7 +164,7 @@ def _apart(first: Sequence[Sequence[str]], second: Sequence[Sequence[str]]) -> t
 
 
 def _short(word: str, same: int) -> str:
-    """A word, or what of a long one stands around the first character that differs."""
+    """Shorten a long word to the part around the first differing character."""
     if len(word) <= _SHOWN:
         return word
     start = min(max(0, same - _BEFORE), len(word) - _SHOWN)

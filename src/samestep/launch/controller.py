@@ -1,4 +1,4 @@
-"""Controller: brings the agents of all hosts up, shows what they print, and ends them all.
+"""Controller: starts the agents of all hosts, shows their output, and ends them.
 
 An AgentConnection reads the messages and output lines of the remote agents behind one launcher process (ssh, srun or
 ray).
@@ -24,18 +24,18 @@ from samestep.launch.logs import write_lines
 from samestep.launch.node_spec import AgentCommand
 from samestep.launch.remote_agent import MARK, request
 
-_NO_COMMAND = (126, 127)  # what a shell ends with that can't run or find a command
-_NO_PYTHON = ("No module named 'samestep'", "execve()")  # what Python says, and srun
-_LAST_LINES = 12  # of a process that ended before its agent ran
-_LATE = 1.0  # seconds for what was printed to arrive when its process has ended
+_NO_COMMAND = (126, 127)  # exit codes of a shell that can't run or find a command
+_NO_PYTHON = ("No module named 'samestep'", "execve()")  # messages of Python and of srun
+_LAST_LINES = 12  # shown of a process that ended before its agent ran
+_LATE = 1.0  # seconds to wait for the remaining output of an ended process
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line that a process on the remote host printed."""
+    """An output line of a remote process."""
 
     link: "AgentConnection"
-    number: int  # of the stream: 1 or 2
+    number: int  # 1: stdout, 2: stderr
     text: bytes
 
 
@@ -49,7 +49,7 @@ class AgentMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentEnded:
-    """The process has ended, and all that it printed has been read."""
+    """A launcher process has ended, and all its output has been read."""
 
     link: "AgentConnection"
 
@@ -58,10 +58,10 @@ Event = Line | AgentMessage | AgentEnded | None
 
 
 class AgentConnection:
-    """A process that was started to reach hosts."""
+    """A local launcher process (ssh, srun or ray), and the connection to the remote agents behind it."""
 
     def __init__(self, bring: AgentCommand, request: bytes, events: "SimpleQueue[Event]") -> None:
-        """Start it, and put all that comes from it into `events`."""
+        """Start the process; its lines, messages and end are put into `events`."""
         self.bring = bring
         self.began = time.monotonic()
         self.started: set[str] = set()  # hosts whose agents run
@@ -91,7 +91,7 @@ class AgentConnection:
         threading.Thread(target=self._await_end, daemon=True).start()
 
     def _read(self, number: int, stream: IO[bytes]) -> None:
-        """A thread: lines of one stream; those with the mark are the agent's messages as JSON."""
+        """Thread: reads one stream's lines; marked lines are the agent's messages as JSON."""
         with stream:
             for line in stream:
                 text = line.rstrip(b"\n")
@@ -101,45 +101,45 @@ class AgentConnection:
                     self._events.put(Line(link=self, number=number, text=text))
 
     def _send(self, data: bytes) -> None:
-        """Write an order to the agent; one that has ended takes none."""
+        """Write an order to the agent, unless it has ended."""
         assert self._process is not None
         assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # it has ended, which is seen elsewhere
+        with suppress(OSError, ValueError):  # its end is handled elsewhere
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
     def _await_end(self) -> None:
-        """A thread: says that the process has ended, once all that it printed has been read."""
+        """Thread: reports the end of the process after all its output has been read."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.wait()
-        for reader in self._readers:  # ssh may leave a process behind that holds them: its shared connection
+        for reader in self._readers:  # ssh may leave its shared connection behind, which holds the pipes open
             reader.join(_LATE)
         self._events.put(AgentEnded(link=self))
         with suppress(OSError):  # what it was sent and has not read
             self._process.stdin.close()
 
     def hold(self, number: int, text: bytes) -> None:
-        """Keep a line until it is known what it is: an agent's, or why there is none."""
+        """Buffer a line until an agent has started, or it is clear why none has."""
         self._held.append((number, text))
 
     def let_go(self) -> list[tuple[int, Sequence[bytes]]]:
-        """The lines that were kept."""
+        """Return the buffered lines, and clear the buffer."""
         held, self._held = self._held, []
         return [(number, [text]) for number, text in held]
 
     def order(self, text: str) -> None:
-        """Send the remote agent a message."""
+        """Send the remote agents an order."""
         if self._process is not None:
             self._send(text.encode() + b"\n")
 
     def kill(self) -> None:
-        """End the process; the remote agent sees that its connection is gone."""
+        """Kill the process; the remote agents see their connection closed."""
         if self._process is not None:
             self._process.kill()
 
     def why(self, hosts: Sequence[str]) -> str:
-        """Why the process ended, where its hosts' agents have not said how theirs did."""
+        """Describe why the process ended without outcomes of its hosts' agents."""
         lost = [host for host in hosts if host in self.started]
         words = [text.decode(errors="replace").strip() for _, text in self._held]
         lines = "\n".join([word for word in words if word][-_LAST_LINES:])
@@ -157,10 +157,10 @@ class AgentConnection:
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGAIN = 0.5  # seconds; a signal to the process group and one to this process are the same one
-_AFTER_END = 3.0  # seconds for the other hosts to find by themselves that the job is over
-_KILLED = 5.0  # seconds from the order to kill to the end of what connects us
-_BY_SIGNAL = 128  # the exit code of an agent that a signal ends is so much and the signal's number
-_FIRST_WAIT, _LONGEST_WAIT = 3.0, 60.0  # seconds until a lost host is tried again; twice as many after each try
+_AFTER_END = 3.0  # seconds for the other hosts to notice the job's end by themselves
+_KILLED = 5.0  # seconds from the order to kill to cutting the connections
+_BY_SIGNAL = 128  # exit code of an agent ended by a signal: this plus the signal's number
+_FIRST_WAIT, _LONGEST_WAIT = 3.0, 60.0  # seconds before a lost host is retried; doubles after each try
 
 
 class Controller:
@@ -183,30 +183,30 @@ class Controller:
         grace_period: float,
         elastic: bool,
     ) -> None:
-        """`folder` and `variables` are for every host."""
+        """`folder` and `variables` apply to every host."""
         self._brings = brings
         self._folder = folder
         self._variables = variables
         self._grace_period = grace_period
         self._elastic = elastic
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # a signal's handler may put into it
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # reentrant: signal handlers put into it
         self._links: set[AgentConnection] = set()
-        self._again: dict[AgentCommand, float] = {}  # hosts that were lost, and when they are tried again
-        self._waits: dict[AgentCommand, float] = {}  # how long, of those that have not come back
+        self._again: dict[AgentCommand, float] = {}  # lost hosts, and when each is retried
+        self._waits: dict[AgentCommand, float] = {}  # current delay of hosts that have not come back
         self._outcomes: dict[str, Outcome] = {}
         self._lost: list[str] = []
-        self._gave_up: dict[str, Outcome] = {}  # by host
-        self._reasons: dict[AgentCommand, str] = {}  # why hosts were lost last
+        self._gave_up: dict[str, Outcome] = {}  # host -> its outcome
+        self._reasons: dict[AgentCommand, str] = {}  # why hosts were last lost
         self._signal = 0
         self._signal_at = 0.0
         self._told_of_signal = False
-        # When the agents are told to end, to kill their ranks, and when what connects us is killed.
+        # Times for: SIGTERM to the agents, killing their ranks, cutting the connections.
         self._orders: list[tuple[float, str]] = []
-        self._over = False  # whether something has gone wrong that ends the job
-        self._ordered = False  # whether an order was given: who ends then has not been lost
+        self._over = False  # whether a failure ends the job
+        self._ordered = False  # whether an order was sent: an agent that ends afterwards is not lost
 
     def run(self) -> Outcome:
-        """Until every host's part has ended. No process is left, here or there."""
+        """Run the job until every host's part has ended. No process is left, local or remote."""
         with ExitStack() as stack:
             for number in _SIGNALS:
                 stack.callback(signal.signal, number, signal.signal(number, self._hear))
@@ -227,7 +227,7 @@ class Controller:
         self._links.add(AgentConnection(bring, request(bring.parts, self._folder, self._variables), self._events))
 
     def _take(self) -> None:
-        """What happened, if something did."""
+        """Handle the next event, if any."""
         try:
             event = self._events.get(timeout=0.2)
         except queue.Empty:
@@ -245,13 +245,13 @@ class Controller:
                 self._pass_on()
 
     def _show(self, link: AgentConnection) -> None:
-        """Lines of a host whose agent runs: its ranks' own, or such as ssh's warnings."""
+        """Print the lines of hosts whose agents run: from their ranks, or from ssh."""
         if link.started:
             for number, lines in link.let_go():
                 write_lines((sys.stdout if number == 1 else sys.stderr).buffer, lines)
 
     def _told(self, link: AgentConnection, values: Mapping[str, Any]) -> None:
-        """An agent's message: it has started, or its host's part is over."""
+        """Handle an agent's message: started, or the outcome of its host."""
         host = values["host"]
         if "started" in values:
             link.started.add(host)
@@ -266,26 +266,25 @@ class Controller:
                 self._end_all(_AFTER_END)
 
     def _gives_up(self, link: AgentConnection, host: str, outcome: Outcome) -> bool:
-        """Whether the others go on without a host whose part has ended so."""
+        """Whether the other hosts go on without a host with this outcome."""
         if not self._elastic or self._ordered or self._ending or outcome.failure is not None:
             return False
-        # A mistake ends the job, but for one that shows when a host comes back: its disk may not be mounted yet.
+        # A user mistake ends the job, except on a host that comes back: its disk may not be mounted yet.
         own = outcome.exit_code == 1 or outcome.exit_code > _BY_SIGNAL or link.bring in self._waits
         others = {each for link in self._links for each in link.started} - {host}
         return outcome.exit_code != 0 and own and bool(others - self._outcomes.keys() - self._gave_up.keys())
 
     def _ended(self, link: AgentConnection) -> None:
-        """A connection ended.
+        """Handle the end of a connection.
 
-        Where hosts behind it have told no outcome, they are lost: for an elastic job one that may come back, else the
-        end of the job.
+        Its hosts without an outcome are lost: an elastic job may get them back, any other job ends.
         """
         missing = [part.host for part in link.bring.parts if part.host not in self._outcomes]
         if not missing or self._signal or self._ordered:
             return
         done = [self._outcomes[part.host].exit_code == 0 for part in link.bring.parts if part.host in self._outcomes]
         if self._elastic and any(done):
-            return  # others behind the same process have done the job without them
+            return  # other hosts behind the same process have finished the job without them
         lost = [host for host in missing if host not in self._gave_up]
         gave_up = None if lost else self._gave_up[missing[0]]
         reason = link.why(lost) if gave_up is None else _reason(missing[0], gave_up)
@@ -301,22 +300,22 @@ class Controller:
         self._end_all(0)
 
     def _await(self, link: AgentConnection, reason: str, gave_up: Outcome | None) -> None:
-        """Try a lost host again later, and say so once for each time that it is lost."""
-        # A host that soon gives up for the same reason as before has not come back in between.
+        """Schedule a retry of a lost host; printed once each time that it is lost."""
+        # A host that soon fails for the same reason as before has not come back in between.
         soon = time.monotonic() - link.began < _LONGEST_WAIT
         same = gave_up is not None and soon and self._reasons.get(link.bring) == reason
         before = None if link.started and not same else self._waits.get(link.bring)
         self._reasons[link.bring] = reason
         if before is None:
             print(f"samestep: {reason}; the others go on, and it is tried again", file=sys.stderr, flush=True)
-        # Where somebody has stopped it, its machine may be about to go down.
+        # After a signal on that host, its machine may be about to go down.
         first = _LONGEST_WAIT if gave_up is not None and gave_up.exit_code > _BY_SIGNAL else _FIRST_WAIT
         wait = first if before is None else min(2 * before, _LONGEST_WAIT)
         self._waits[link.bring] = wait
         self._again[link.bring] = time.monotonic() + wait
 
     def _try_again(self) -> None:
-        """Bring lost hosts up again, as long as others work."""
+        """Start the agents of lost hosts again, as long as other hosts run."""
         if self._ending or not self._links:
             self._again.clear()
         for bring, at in list(self._again.items()):
@@ -325,7 +324,7 @@ class Controller:
                 self._connect(bring)
 
     def _end_all(self, after: float) -> None:
-        """Plan the job's end: SIGTERM after `after` seconds, then kill, then cut."""
+        """Schedule the job's end: SIGTERM after `after` seconds, then kill, then cut."""
         if not self._over:
             self._over = True
             now = time.monotonic() + after
@@ -344,14 +343,14 @@ class Controller:
                     link.kill()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler: notes the signal, and wakes the thread that reads the queue."""
+        """Signal handler: records the signal, and wakes the thread that reads the queue."""
         now = time.monotonic()
         if not self._signal or now - self._signal_at > _AGAIN:
             self._signal, self._signal_at = self._signal or number, now
             self._events.put(None)
 
     def _pass_on(self) -> None:
-        """A signal: the first one goes to all hosts' ranks, a second one kills them."""
+        """Forward a signal: the first one to all hosts' ranks; a second one kills them."""
         now = time.monotonic()
         if self._told_of_signal:
             self._orders = [(now, "kill"), (now + _KILLED, "")]
@@ -363,12 +362,12 @@ class Controller:
         self._orders = [(now, f"signal {self._signal}"), (kill, "kill"), (kill + _KILLED, "")]
 
     def _cut(self) -> None:
-        """End the processes that connect us, whatever they still print."""
+        """Kill the launcher processes, whatever they still print."""
         for link in self._links:
             link.kill()
 
     def _outcome(self) -> Outcome:
-        """How the job ended, over all hosts."""
+        """Combine the hosts' outcomes."""
         if self._signal:
             return Outcome(exit_code=128 + self._signal, message=f"stopped by signal {self._signal}")
         outcomes = self._outcomes.values()
@@ -387,11 +386,11 @@ class Controller:
 
 
 def _reason(host: str, outcome: Outcome) -> str:
-    """Why a host has given up."""
+    """Describe why a host has given up."""
     message = outcome.message or "it gave no reason"
     return message if message.startswith(host) else f"{host}: {message}"
 
 
 def _messages(outcomes: Sequence[Outcome]) -> list[str]:
-    """What hosts say, each thing once."""
+    """Return the hosts' messages without duplicates."""
     return list(dict.fromkeys(outcome.message for outcome in outcomes if outcome.message is not None))

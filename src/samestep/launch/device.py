@@ -30,7 +30,7 @@ def accelerator_names() -> list[str]:
 
 
 def build() -> str:
-    """The kind of device that this PyTorch is built for."""
+    """Return the accelerator platform that this PyTorch was built for."""
     for name, title in (("cuda", "CUDA"), ("hip", "ROCm"), ("xpu", "XPU")):
         if number := getattr(torch.version, name, None):
             return f"{title} {number}"
@@ -50,7 +50,7 @@ def device_of(local_rank: int, choice: DeviceChoice = "auto") -> torch.device:
 
 
 def _sees_its_own() -> bool:
-    """Whether this rank's launcher has left accelerators to it that no other rank of its host sees."""
+    """Whether this rank's launcher gave it accelerators that no other rank of its host sees."""
     visible = environment.visible_devices()
     return visible is not None and has_a_tasks_accelerators(environment.snapshot(), len(visible.devices))
 
@@ -58,10 +58,10 @@ def _sees_its_own() -> bool:
 def check_devices(
     local_ranks: int, choice: DeviceChoice = "auto", *, in_a_rank: bool = False, may_share: bool = False
 ) -> None:
-    """Raise UserError where this host has accelerators, but fewer than ranks, unless ranks may share them.
+    """Raise UserError if this host has fewer accelerators than ranks, but some, unless ranks may share them.
 
-    A rank that its launcher lets see one accelerator, or several of its own, has those for itself. Should several
-    ranks see the same one, NCCL refuses it by name as they meet.
+    A rank whose launcher lets it see one accelerator, or several of its own, has those to itself. If several ranks
+    see the same one, NCCL refuses it by name when they join.
     """
     there = accelerators()
     one_alone = there == 1 and environment.visible_devices() is not None
@@ -77,10 +77,7 @@ def check_devices(
 
 
 def check_slots(host: str, slots: int, chosen: Sequence[int] | None, choice: DeviceChoice = "auto") -> None:
-    """Raise UserError where a host has accelerators, but not those of its slots; `chosen`: which, None: the first.
-
-    A host without any, and a job on the CPU, take slots as places on its cores.
-    """
+    """Raise UserError if a host lacks accelerators for its slots but has some; `chosen`: indices, None: the first."""
     if choice == "cpu":
         return
     there = accelerators()
@@ -118,7 +115,7 @@ _SAGEMAKERS = "smddp"
 
 
 def _has_sagemakers() -> bool:
-    """Whether this is a SageMaker job with its data-parallel library; importing that makes its back end known."""
+    """Whether this is a SageMaker job with its data-parallel library, whose import registers the back end."""
     if not environment.on_sagemaker():
         return False
     try:
@@ -144,11 +141,11 @@ def release_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes that this rank held: on its accelerator, or of main memory where it computes on the CPU."""
+    """Return the peak memory of this rank in bytes: on its accelerator, or main memory if it computes on the CPU."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
     if sys.platform == "linux":
-        # Not getrusage: its maximum begins with what the process that started this one held.
+        # Not getrusage: its maximum starts with the memory of the parent process.
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
     # macOS counts in bytes, others in KiB.

@@ -36,12 +36,12 @@ from samestep.launch.rounds import NodeRounds, RanksEnded, say
 from samestep.launch.worker import Entry
 from samestep.run_folder import RunPlace
 
-# Why this host's ranks ended, read from what they left.
+# Explains why this host's ranks ended, from their error files and logs.
 Explain = Callable[[Mapping[int, ProcessFailure]], RanksEnded]
 
-_APART = 0.1  # seconds between looks
-_LINGER = 3.0  # seconds that the host with a round's store waits for the others to leave
-_A_WORD = 3.0  # seconds in which a host that lets its ranks stop has told so
+_APART = 0.1  # seconds between monitoring steps
+_LINGER = 3.0  # seconds that the host with a round's store waits for other hosts to leave
+_A_WORD = 3.0  # seconds within which a host announces that it stops its ranks
 _USERS_MISTAKE = 2  # the exit code
 
 
@@ -51,22 +51,22 @@ _ElasticAgent: Any = LocalElasticAgent
 
 @dataclass(frozen=True, kw_only=True)
 class Supervision:
-    """What is known of the ranks of a training which this process itself has begun, and not just a command."""
+    """Hooks of a process that runs a training itself rather than a command."""
 
-    known: Callable[[], JobInfo] | None = None  # what is known of the job before its ranks say it
-    signals: Signals | None = None  # by which the ranks are let to save
-    # Prepares the next round for fewer ranks, and says how many; None where there is none.
+    known: Callable[[], JobInfo] | None = None  # the job's facts before its ranks publish them
+    signals: Signals | None = None  # handlers that let the ranks save
+    # Prepares the next round for fewer ranks and returns their number; None if impossible.
     shrink: Callable[[], int | None] = lambda: None
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has asked the job to stop."""
+        """Whether a signal has stopped the job."""
         return self.signals is not None and self.signals.number is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSpec:
-    """What the agent of a host is to do."""
+    """Configuration of a host's elastic agent."""
 
     hosts: NodeRendezvous
     num_procs: int  # ranks of this host
@@ -74,16 +74,16 @@ class AgentSpec:
     files: RankFiles
     explain: Explain
     max_restarts: int = 0
-    grace_period: float = 30.0  # seconds that the ranks have to end when they are told to
-    signals: str = ""  # the names of those upon which PyTorch's agent ends
-    run: RunPlace | None = None  # of a job of samestep's, in whose folder the ranks' files then are
+    grace_period: float = 30.0  # seconds for the ranks to end after SIGTERM
+    signals: str = ""  # names of signals that PyTorch's agent handles
+    run: RunPlace | None = None  # of a samestep job, whose folder then holds the ranks' logs
     supervision: Supervision = field(default_factory=Supervision)
 
 
 @contextmanager
 def silent_agent() -> Iterator[None]:
-    """The agent logs each failure at length; the root cause is reported once, by us."""
-    # Its modules' loggers have levels of their own.
+    """Silence the elastic agent's log of each failure; samestep reports the root cause once."""
+    # Its modules' loggers have their own levels.
     names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
     loggers = [
         logging.getLogger(name) for name in (*names, "torch.distributed.elastic", "torch.multiprocessing.spawn")
@@ -99,7 +99,7 @@ def silent_agent() -> Iterator[None]:
 
 
 class HungError(Exception):
-    """A rank of this host did not come, and restarts are used up."""
+    """A rank of this host hung, and restarts are used up."""
 
     def __init__(self, hang: Hang) -> None:
         super().__init__(hang.reason)
@@ -123,7 +123,7 @@ class NodeElasticAgent(_ElasticAgent):
     """
 
     def __init__(self, spec: AgentSpec, place: Path, memory: Path) -> None:
-        """`place` and `memory` are folders of this host, the second in memory, that go with this agent."""
+        """`place` and `memory` are scratch folders of this host, the second in memory, removed with the agent."""
         super().__init__(
             spec=WorkerSpec(
                 role="default",
@@ -144,22 +144,22 @@ class NodeElasticAgent(_ElasticAgent):
             spec.hosts, place, memory, spec.run, known=spec.supervision.known, signals=spec.supervision.signals
         )
         self._why: RanksEnded | None = None
-        self._mistaken = False  # whether it was a mistake of the user's
-        self._ranks: Sequence[Handle] = ()  # that were started last
-        self._at_once = False  # whether the ranks have nothing to save with those that are gone
+        self._mistaken = False  # whether the failure was a user's mistake
+        self._ranks: Sequence[Handle] = ()  # the ranks started last
+        self._at_once = False  # whether to kill the ranks without letting them save
 
     def close(self) -> None:
-        """After the last round."""
+        """Close the rounds, after the last one."""
         self._rounds.end(self._why)
         self._rounds.close(failed=self._why is not None and not self._mistaken)
 
     @property
     def hang(self) -> Hang | None:
-        """What ended the last round, where it was a rank of this host that did not come."""
+        """The hang of this host's rank that ended the last round, if one did."""
         return self._rounds.hang
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet until a round has begun whose hosts are all there."""
+        """Rendezvous until a round has begun with all its hosts present."""
         self._rounds.end(self._why)
         self._why, self._at_once = None, False
         while True:
@@ -168,14 +168,14 @@ class NodeElasticAgent(_ElasticAgent):
                 self._count_alike(worker_group)
                 self._rounds.agree()
                 break
-            except BROKEN:  # a host was lost after all had met
+            except BROKEN:  # a host was lost during the rendezvous
                 continue
         if self._rounds.run_folder is not None:
             self._spec.files.of_run(self._rounds.run_folder)
         self._rounds.begin([worker.global_rank for worker in worker_group.workers])
 
     def _count_alike(self, worker_group: WorkerGroup) -> None:
-        """A host that came later has used up none of the job's restarts; the ranks' variables say how many are."""
+        """Agree on the remaining restarts: the minimum over the hosts, since a late host has used none."""
         store: Any = worker_group.store
         size: Any = worker_group.group_world_size
         store.set(f"samestep/restarts/{worker_group.group_rank}", str(self._remaining_restarts))
@@ -183,14 +183,14 @@ class NodeElasticAgent(_ElasticAgent):
         self._remaining_restarts = min(int(each) for each in left)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks; with handles that can't mistake another process for one of them."""
+        """Start the ranks, and open pidfd handles on them, which are safe from reused ids."""
         worker_group.spec.args = self._spec.entry.arguments()
         started = super()._start_workers(worker_group)
         self._ranks = [Handle(pid) for pid in started.values()]
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """One look at the ranks and at the other hosts: PyTorch calls it over and over."""
+        """Check the ranks and the other hosts; PyTorch's agent calls this repeatedly."""
         result = super()._monitor_workers(worker_group)
         self._rounds.look()
         lost = self._hosts.lost()
@@ -203,7 +203,7 @@ class NodeElasticAgent(_ElasticAgent):
         return result
 
     def _leave_for(self, lost: Lost) -> None:
-        """Let the elastic agent begin another round. Called by its thread, which will ask for it next."""
+        """End the round because of a lost host: request a new one from the elastic agent, which asks for it next."""
         if lost.what != "round" or lost.state == "failed":
             if lost.what != "round":
                 say(f"{self._hosts.name}: {lost}; its ranks end")
@@ -211,7 +211,7 @@ class NodeElasticAgent(_ElasticAgent):
         self._hosts.ask_for_round()
 
     def _failed(self, result: RunResult) -> RunResult:
-        """A rank of this host failed: whether the job goes on, and with how many ranks.
+        """Handle failed ranks of this host: decide whether the job goes on, and with how many ranks.
 
         A user's mistake (exit code 2) would be made again, so no restart is left then. Ranks that ended by SIGTERM
         while another host asks for a round have not failed.
@@ -220,7 +220,7 @@ class NodeElasticAgent(_ElasticAgent):
         codes = {failure.exitcode for failure in result.failures.values()}
         stopped = {-signal.SIGTERM, 128 + signal.SIGTERM}
         if codes <= stopped and self._others_change():
-            # All ranks have saved after the same step, since another host lets them stop for one that joins.
+            # All ranks have saved after the same step, because another host stops them for one that joins.
             self._hosts.ask_for_round()
             return RunResult(state=WorkerState.HEALTHY)
         self._why = self._spec.explain(result.failures)
@@ -234,11 +234,11 @@ class NodeElasticAgent(_ElasticAgent):
         return result
 
     def _is_lost_for_good(self) -> bool:
-        """Whether a rank has failed that can't be had again: its restarts were of no use, or are used up."""
+        """Whether a failed rank seems lost for good: restarts are used up, or the last one took no step."""
         return self._remaining_restarts == 0 or (self._rounds.number > 0 and not self._rounds.took_a_step)
 
     def _failed_too(self, told: Mapping[int, ProcessFailure]) -> dict[int, ProcessFailure]:
-        """Of forked ranks PyTorch tells one alone, even where a whole host's have ended between two looks."""
+        """Find further failed ranks: for forked ranks PyTorch reports only one, even if several have ended."""
         context = self._pcontext
         if not isinstance(context, MultiprocessContext) or context._pc is None:
             return {}
@@ -255,7 +255,7 @@ class NodeElasticAgent(_ElasticAgent):
         return found
 
     def _others_change(self) -> bool:
-        """Whether within 3 s another host leaves the round or asks for another."""
+        """Whether another host leaves the round or requests a new one within 3 s."""
         until = time.monotonic() + _A_WORD
         while self._hosts.peers() and time.monotonic() < until:
             lost = self._hosts.lost()
@@ -265,12 +265,12 @@ class NodeElasticAgent(_ElasticAgent):
         return False
 
     def _when_all_are_done(self, result: RunResult) -> RunResult:
-        """Hosts end together: one that is lost before leaves a round that has to be taken once more."""
+        """Wait until all hosts' ranks are done: if a host is lost before, the round must be repeated."""
         self._hosts.heartbeat.done()
         while not self._hosts.heartbeat.all_done:
             lost = self._hosts.lost()
             if lost is not None and lost.what == "store":
-                break  # nothing is left to be done here, and there is no store to ask
+                break  # this host is done, and there is no store to wait on
             if lost is not None:
                 self._leave_for(lost)
                 return RunResult(state=WorkerState.HEALTHY)
@@ -278,7 +278,7 @@ class NodeElasticAgent(_ElasticAgent):
         return result
 
     def _exit_barrier(self) -> None:
-        """The hosts have told each other that they are done; who holds the round's store leaves last."""
+        """Leave the round; the host with its store waits for the others. All ranks are known to be done."""
         round_ = self._hosts.round
         with suppress(*BROKEN):
             assert round_ is not None
@@ -290,7 +290,7 @@ class NodeElasticAgent(_ElasticAgent):
                 time.sleep(_APART)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """End this host's ranks: with time to save where only the hosts change, else at once."""
+        """End this host's ranks: with time to save if only the set of hosts changes, else at once."""
         if not self._at_once and self._why is None:
             self._hosts.heartbeat.leave("changes")
             self._let_stop()
@@ -303,7 +303,7 @@ class NodeElasticAgent(_ElasticAgent):
         super()._stop_workers(worker_group)
 
     def _let_stop(self) -> None:
-        """Give the ranks notice and time to save; samestep's own end after a step that all of them take."""
+        """Send SIGTERM to the ranks and wait for them to save; samestep's own end after a common step."""
         for rank in self._ranks:
             if rank.alive():
                 with suppress(ProcessLookupError):
@@ -316,8 +316,8 @@ class NodeElasticAgent(_ElasticAgent):
             time.sleep(_APART)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """The end of this agent: its ranks end by SIGTERM, and by SIGKILL after the grace period."""
-        # A rank whose starter passes signals on takes no notice of those that a terminal sends to all.
+        """Shut down this agent: end its ranks by SIGTERM, and by SIGKILL after the grace period."""
+        # Always SIGTERM: ranks whose starter forwards signals ignore SIGINT, which a terminal sends to all.
         del death_sig
         if not self._at_once and self._why is None:
             self._hosts.heartbeat.leave("changes")
@@ -343,7 +343,7 @@ def run(spec: AgentSpec) -> dict[int, Any]:
         try:
             result = agent.run()
         except SignalException:
-            leaves_alone = True  # the others go on where they may
+            leaves_alone = True  # the other hosts go on if they can
             raise
         except RendezvousClosedError:
             raise JobOverError(f"{spec.hosts.get_run_id()}: the job is over; another host has ended it") from None

@@ -1,6 +1,6 @@
-"""How a job ended, and why a rank failed: read from its error file or the end of what it wrote.
+"""How a job ended, and why a rank failed: read from its error file, or from the end of its log.
 
-The rank that failed first is the one whose traceback a user sees.
+The user sees the traceback of the rank that failed first.
 """
 
 import json
@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Any
 from samestep.errors import UserError
 from samestep.run_folder import errors_of, output_of
 
-if TYPE_CHECKING:  # an agent that is brought up from another host takes orders before it imports PyTorch
+if TYPE_CHECKING:  # a remote agent imports this module before PyTorch, so that it accepts orders early
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     from samestep.fault_tolerance.watchdog import Hang
 
 
 def tell(file: Path, message: str, *, mistake: str | None = None) -> None:
-    """Write a failure's message where the elastic agent looks for it; `mistake`: the kind of a UserError."""
+    """Write a failure's message to the elastic agent's error file; `mistake`: the class of a UserError."""
     now = time.time()
     extra = {"py_callstack": message, "timestamp": str(int(now)), "time": now, "mistake": mistake}
-    new = file.with_name(f"{file.name}.new")  # the agent may look, or end this rank, at any moment
-    with suppress(OSError):  # the message stands on standard error as well
+    new = file.with_name(f"{file.name}.new")  # atomic: the agent may read it, or kill this rank, at any moment
+    with suppress(OSError):  # the message is on standard error as well
         new.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
         new.replace(file)
 
 
-_USERS_MISTAKE = 2  # what samestep's ranks end with, and those of argparse
-_OURS = "samestep: "  # how the message of a samestep rank begins
+_USERS_MISTAKE = 2  # exit code of samestep and argparse for user mistakes
+_OURS = "samestep: "  # prefix of a samestep rank's message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +43,22 @@ class Failure:
 
     host: str
     rank: int
-    exit_code: int  # of its process; a negative one is the signal that ended it
-    reason: str  # its traceback, or the last lines that it wrote
-    log: str  # the file with all of them
+    exit_code: int  # of its process; negative: the signal that ended it
+    reason: str  # its traceback, or the last lines of its log
+    log: str  # the log file
     at: float  # seconds since 1970
-    follows: bool = False  # whether it says that it lost another rank
-    hung: bool = False  # whether it was ended since it did not move on, as its reason says
+    follows: bool = False  # whether its reason is a lost connection to another rank
+    hung: bool = False  # whether the watchdog killed it for a hang
 
     @property
     def how(self) -> str:
-        """How its process ended."""
+        """How its process ended, in words."""
         if self.hung:
             return "it hung, and was ended"
         return f"exit code {self.exit_code}" if self.exit_code >= 0 else ended_by(-self.exit_code)
 
     def __str__(self) -> str:
-        """What the user is told: who failed first, how, why, and where the rest stands."""
+        """Message for the user: who failed first, how, why, and where the log is."""
         text = f"rank {self.rank} on {self.host} failed first: {self.how}"
         if self.reason:
             text += f"\n{self.reason}"
@@ -66,7 +66,7 @@ class Failure:
 
 
 def ended_by(number: int) -> str:
-    """In words, that a signal ended a process."""
+    """Describe that a signal ended a process."""
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -76,17 +76,17 @@ def ended_by(number: int) -> str:
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:
-    """The root cause: the earliest, but for those whose connections broke because another rank was gone."""
+    """Return the root cause: the earliest failure, preferring those that don't follow from a lost rank."""
     return min(failures, key=lambda failure: (failure.follows, failure.at), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a job, or one host's part of it, ended."""
+    """The end of a job, or of one host's part of it."""
 
     exit_code: int = 0  # as `samestep` ends: 0, 1, 2 or 128 + n
-    message: str | None = None  # what there is to say
-    failure: Failure | None = None  # the first of this host's ranks
+    message: str | None = None  # message for the user
+    failure: Failure | None = None  # the first failure on this host
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -98,34 +98,34 @@ class Outcome:
 
 
 def of_failures(failures: Iterable[Failure]) -> Outcome | None:
-    """The end of a job whose ranks failed; None where none did."""
+    """Return the outcome of a job whose ranks failed; None if none did."""
     failure = first(failures)
     if failure is None:
         return None
     if failure.exit_code != _USERS_MISTAKE:
         return Outcome(exit_code=1, message=str(failure), failure=failure)
-    # A mistake in a job is the job's, not a rank's.
+    # A user's mistake is reported as the job's, not a rank's.
     message = failure.reason.removeprefix(_OURS) if failure.reason.startswith(_OURS) else str(failure)
     return Outcome(exit_code=_USERS_MISTAKE, message=message, failure=failure)
 
 
-_LAST_LINES = 20  # of a rank that left no traceback
-_MOST_LINES = 60  # of a traceback that are shown
-_LINES_OF_AN_END = 5  # that stand behind the last stack of a traceback with which a process ended
-_END = 1 << 18  # bytes at the end of a log that are looked at
+_LAST_LINES = 20  # shown of the log of a rank without a traceback
+_MOST_LINES = 60  # shown of a traceback
+_LINES_OF_AN_END = 5  # most lines after a traceback's last stack, if the process ended with it
+_END = 1 << 18  # bytes read from the end of a log
 
-# A rank that was ended by a signal is met within a tenth of a second, one that raised only when its interpreter is
-# done: its peers' tracebacks, which this is held against, have been written by then.
+# The agent sees a rank killed by a signal within a tenth of a second, but one that raised only after its interpreter
+# has shut down: by then its peers have written the tracebacks that it is compared with.
 _MET_WITHIN = 1.0
 
 _BEGINS = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
-# torch.distributed puts the rank before each line of a traceback, and warns while the interpreter ends.
+# torch.distributed prefixes each line of a traceback with the rank, and warns while the interpreter shuts down.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _WARNING = re.compile(r"^\[(?:rank\d+\]:\[)?[WI]\d{4} |UserWarning: ")
 
-# How those tell it whose peer is gone: gloo, NCCL, the store, Python's sockets.
+# Messages of gloo, NCCL, the store and Python's sockets about a lost peer.
 _PEER_LOST = re.compile(
     r"Connection (?:closed|reset) by peer|ConnectionResetError|BrokenPipeError|Broken pipe|Connection refused"
     r"|remote process exited|DistNetworkError|recvValue failed|Timed out waiting|connectFullMesh"
@@ -134,7 +134,7 @@ _PEER_LOST = re.compile(
 
 
 def first_of(failures: Mapping[int, "ProcessFailure"], host: str, folder: Path) -> Failure:
-    """The root cause among this host's ranks; `failures` by rank, as the elastic agent met them."""
+    """Find the root cause among this host's ranks; `failures` by rank, from the elastic agent."""
     found = [_read(rank, failure, host, folder) for rank, failure in failures.items()]
     own = [failure for failure in found if not _was_ended(failure)]
     cause = first(own or found)
@@ -143,7 +143,7 @@ def first_of(failures: Mapping[int, "ProcessFailure"], host: str, folder: Path) 
 
 
 def of_hang(hang: "Hang", host: str, folder: Path) -> Failure:
-    """A rank that its host's agent has ended, since it did not move on."""
+    """Build the failure of a rank that its host's agent has killed for a hang."""
     return Failure(
         host=host,
         rank=hang.rank,
@@ -156,9 +156,9 @@ def of_hang(hang: "Hang", host: str, folder: Path) -> Failure:
 
 
 def _was_ended(failure: Failure) -> bool:
-    """Whether a rank only ended since the agent ends all by SIGTERM as soon as it has met the first failure.
+    """Whether a rank only ended by the SIGTERM that the agent sends to all after the first failure.
 
-    One that was about to end with a traceback of its own may be that which the others have lost.
+    A rank that was ending with a traceback of its own does not count: it may be the one that the others have lost.
     """
     if failure.exit_code not in (-SIGTERM, 128 + SIGTERM):
         return False
@@ -196,7 +196,7 @@ def _told_at(failure: "ProcessFailure") -> float:
 
 
 def _told(failure: "ProcessFailure") -> str | None:
-    """What the rank itself wrote for its starter: samestep's ranks do, and scripts with PyTorch's `@record`."""
+    """Return the message in the rank's error file: from samestep's ranks, and scripts with PyTorch's `@record`."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict):
         return None
@@ -204,7 +204,7 @@ def _told(failure: "ProcessFailure") -> str | None:
 
 
 def mistake_told(failure: "ProcessFailure") -> UserError | None:
-    """The user's mistake for which a rank that calls a function has ended; None where it was another reason."""
+    """Return the UserError for which a rank that runs a function has ended; None for any other reason."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict) or (name := message["extraInfo"].get("mistake")) is None:
         return None
@@ -213,12 +213,12 @@ def mistake_told(failure: "ProcessFailure") -> UserError | None:
 
 
 def is_told(failure: "ProcessFailure") -> bool:
-    """Whether a rank has written why it ended."""
+    """Whether a rank has written an error file."""
     return _told(failure) is not None
 
 
 def _lines(log: Path) -> list[str]:
-    """The end of a log, without what PyTorch puts into it."""
+    """Read the last lines of a log, without PyTorch's additions."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _END))
@@ -230,7 +230,7 @@ def _lines(log: Path) -> list[str]:
 
 
 def _traceback(lines: list[str]) -> str | None:
-    """The last traceback of a log, with those that led to it."""
+    """Return the last traceback of a log, with the chained ones before it."""
     starts = [number for number, line in enumerate(lines) if line.startswith(_BEGINS)]
     if not starts:
         return None
@@ -245,7 +245,7 @@ def _traceback(lines: list[str]) -> str | None:
 
 
 def _exception(reason: str) -> str:
-    """What stands behind a traceback's last stack."""
+    """Return the exception after a traceback's last stack."""
     lines = reason.splitlines()
     last = max((number for number, line in enumerate(lines) if line.startswith("  ")), default=-1)
     return "\n".join(lines[last + 1 :])

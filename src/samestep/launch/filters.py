@@ -1,4 +1,4 @@
-"""What of a cluster a job takes: included or excluded hosts and slots, so many hosts, so many ranks on each."""
+"""Selects the hosts and slots that a job uses: by inclusion, exclusion, number of hosts, and ranks on each."""
 
 import re
 from collections.abc import Mapping
@@ -16,20 +16,20 @@ _HERE = ("localhost", "127.0.0.1")
 
 @dataclass(frozen=True, kw_only=True)
 class Filters:
-    """What the user asked for; None: no wish."""
+    """The user's filters; None: not given."""
 
     include: str | None = None  # such as worker-2:0,1@worker-3
     exclude: str | None = None
-    num_nodes: int | None = None  # the first so many hosts of those that are left
-    num_procs: int | None = None  # ranks on each host, on the first slots that are left
-    device: DeviceChoice = "auto"  # slots of a job on the CPU are no accelerators, whatever is visible
+    num_nodes: int | None = None  # keep the first N of the remaining hosts
+    num_procs: int | None = None  # ranks on each host, on its first remaining slots
+    device: DeviceChoice = "auto"  # cpu: slots are no accelerators, so visibility doesn't limit them
 
 
 def apply(found: FoundCluster, filters: Filters, environ: Mapping[str, str]) -> FoundCluster:
-    """The part of what was found that a job takes. Hosts and slots keep their order.
+    """Return the hosts and slots that a job uses, in their order.
 
-    Include and exclude are those of DeepSpeed's launcher. Raises UserError for a host or slot that isn't there, for
-    more than there is, and where nothing is left.
+    Include and exclude have the syntax of DeepSpeed's launcher. Raises UserError for a host or slot that isn't there,
+    for more than there is, and if nothing is left.
     """
     if filters.include is not None and filters.exclude is not None:
         raise UserError("--include and --exclude are both given; one of them says all")
@@ -47,9 +47,9 @@ def apply(found: FoundCluster, filters: Filters, environ: Mapping[str, str]) -> 
 
 
 def _visible(cluster: Cluster, environ: Mapping[str, str]) -> Cluster:
-    """This host holds no more ranks than devices that its variables leave visible.
+    """Limit this host's slots to its visible devices.
 
-    In one of several ranks of a host they may be what its launcher has left to that rank alone.
+    Not in one of several ranks of a host, whose launcher may have left it only its own device.
     """
     visible, ranks = environment.visible_devices(environ), environment.ranks(environ)
     if ranks is not None and ranks.local_world_size > 1:
@@ -66,7 +66,7 @@ def _visible(cluster: Cluster, environ: Mapping[str, str]) -> Cluster:
 
 
 def _included(cluster: Cluster, text: str) -> Cluster:
-    """The hosts that --include names, with the slots that it names of them."""
+    """Keep the hosts, or slots of them, that --include names."""
     wanted = _parse(cluster, "--include", text)
     kept = {
         index: _choose(cluster.hosts[index], slots) if slots else cluster.hosts[index]
@@ -76,7 +76,7 @@ def _included(cluster: Cluster, text: str) -> Cluster:
 
 
 def _excluded(cluster: Cluster, text: str) -> Cluster:
-    """Without the hosts, or slots of them, that --exclude names. Raises UserError where nothing is left."""
+    """Remove the hosts, or slots of them, that --exclude names. Raises UserError if nothing is left."""
     unwanted = _parse(cluster, "--exclude", text)
     kept: dict[int, Host] = {}
     for index, host in enumerate(cluster.hosts):
@@ -90,7 +90,7 @@ def _excluded(cluster: Cluster, text: str) -> Cluster:
 
 
 def _parse(cluster: Cluster, flag: str, text: str) -> dict[int, set[int]]:
-    """The slots that are named of each host that is named; none of them: the whole host."""
+    """Parse the named slots of each host; empty: the whole host."""
     found: dict[int, set[int]] = {}
     for part in text.split("@"):
         name, colon, slots = part.strip().rpartition(":") if _numbered(part) else (part.strip(), "", "")
@@ -104,19 +104,19 @@ def _parse(cluster: Cluster, flag: str, text: str) -> dict[int, set[int]]:
             there = "slot 0" if host.slots == 1 else f"slots 0 to {host.slots - 1}"
             raise UserError(f'{flag} "{text}": {host.name} has {there}, and no slot {beyond[0]}')
         if index in found and not (numbers and found[index]):
-            found[index] = set()  # the whole host, and some of its slots: the whole host
+            found[index] = set()  # a host that is also named as a whole counts as a whole
         else:
             found.setdefault(index, set()).update(numbers)
     return found
 
 
 def _numbered(part: str) -> bool:
-    """Whether slots stand behind the name; an IPv6 address has colons of its own and stands in brackets then."""
+    """Whether slots follow the name; an IPv6 address with slots is in brackets."""
     return part.count(":") == 1 or "]:" in part
 
 
 def _index(cluster: Cluster, name: str, place: str) -> int:
-    """The number of a host by its name; "localhost" is this one. Raises UserError for an unknown name."""
+    """Return a host's index by name; "localhost" is this one. Raises UserError for an unknown name."""
     plain = name.removeprefix("[").removesuffix("]")
     names = [host.name for host in cluster.hosts]
     if plain in names:
@@ -127,14 +127,14 @@ def _index(cluster: Cluster, name: str, place: str) -> int:
 
 
 def _choose(host: Host, slots: set[int]) -> Host:
-    """A host with these of its slots alone, counted among those that are left of it."""
+    """Return a host with these of its remaining slots only, by index."""
     there = host.chosen if host.chosen is not None else tuple(range(host.slots))
     chosen = tuple(there[slot] for slot in sorted(slots))
     return replace(host, slots=len(chosen), chosen=chosen)
 
 
 def _first_hosts(cluster: Cluster, count: int) -> Cluster:
-    """As many hosts as --num-nodes says, the first of them."""
+    """Keep the first --num-nodes hosts."""
     if not 0 < count <= len(cluster.hosts):
         there = f"there {'is' if len(cluster.hosts) == 1 else 'are'} {len(cluster.hosts)}: {_names(cluster)}"
         raise UserError(f"--num-nodes is {count}, and {there}; use a number from 1 to {len(cluster.hosts)}")
@@ -142,7 +142,7 @@ def _first_hosts(cluster: Cluster, count: int) -> Cluster:
 
 
 def _so_many_ranks(cluster: Cluster, count: int, *, shared: bool) -> Cluster:
-    """As many slots on each host as --num-procs says. Raises UserError where a host has fewer."""
+    """Keep --num-procs slots on each host. Raises UserError if a host has fewer."""
     if count < 1:
         raise UserError(f"--num-procs is {count}; it should be 1 or more")
     small = min(cluster.hosts, key=lambda host: host.slots)
@@ -158,13 +158,13 @@ def _so_many_ranks(cluster: Cluster, count: int, *, shared: bool) -> Cluster:
 
 
 def _with_hosts(cluster: Cluster, kept: Mapping[int, Host]) -> Cluster:
-    """The cluster with the hosts that are kept, by their former positions."""
+    """Return the cluster with the kept hosts, by their former indices."""
     positions = list(kept)
     this = positions.index(cluster.this) if cluster.this is not None and cluster.this in kept else None
     return replace(cluster, hosts=tuple(kept.values()), this=this)
 
 
 def _names(cluster: Cluster) -> str:
-    """The first names of a cluster's hosts, for a message."""
+    """Join the first names of a cluster's hosts, for a message."""
     names = [host.name for host in cluster.hosts]
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,4 +1,4 @@
-"""Ranks are forked from a server that has imported PyTorch once, so that a start takes tenths of a second."""
+"""Fork server: ranks are forked from a process that has imported PyTorch once, and start in tenths of a second."""
 
 import atexit
 import ctypes
@@ -22,44 +22,44 @@ from samestep.job import Job
 from samestep.layout import Layout, unsized
 from samestep.tasks import TASKS
 
-_PR_SET_PDEATHSIG = 1  # Linux, <sys/prctl.h>; what a process becomes by exec keeps it
+_PR_SET_PDEATHSIG = 1  # Linux, <sys/prctl.h>; preserved across exec
 
 
 def end_with_parent() -> None:
-    """Have the system kill this process when its parent is gone; without effect where it can't, as on macOS."""
+    """Have the kernel kill this process when its parent ends; no effect where unsupported, as on macOS."""
     if sys.platform != "linux":
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:  # it was gone before it could be said
+    if os.getppid() != parent:  # the parent had already ended
         os._exit(1)
 
 
 def end_with_starter() -> None:
-    """In a new process of multiprocessing's: end it when the one that started it is gone, even if that was killed.
+    """In a new multiprocessing process: exit when the process that started it ends, even by SIGKILL.
 
-    That process is not the system's parent of a rank which a server has forked: the server lives on as long as any
-    of its ranks.
+    The kernel can't do this for a rank forked from a server: its parent is the server, which lives as long as any
+    rank.
     """
-    import multiprocessing  # a rank that becomes another program is to start without it
+    import multiprocessing  # imported here: a rank that execs another program starts faster without it
 
     starter = multiprocessing.parent_process()
     assert starter is not None
 
     def wait() -> None:
-        """A thread: when the starting process is gone, so is this one."""
+        """Thread: exits this process when the starting process ends."""
         starter.join()
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
 
 
-# Forking a process that has loaded the system's frameworks is not safe on macOS.
+# After a process has loaded macOS's frameworks, forking it is unsafe.
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
-_STDERR = 2  # the number of its open file
+_STDERR = 2  # file descriptor
 
-# It holds off signals and garbage collection; the others are imported after it.
+# Imported first: it defers signals and garbage collection.
 _FIRST = "samestep.launch.fork_server_main"
 
 _ALWAYS = (
@@ -68,7 +68,7 @@ _ALWAYS = (
     "torch.distributed.elastic.multiprocessing.api",
 )
 
-# Slow to import, and imported by the ranks of a job whose starting process has imported them.
+# Slow imports; needed by the ranks if the starting process has imported them.
 _WHERE_USED = (
     "safetensors.torch",
     "tokenizers",
@@ -81,16 +81,16 @@ _WHERE_USED = (
 
 
 def preload(more: Sequence[str] = ()) -> None:
-    """Say what the server imports when it starts; without effect on one that runs already."""
+    """Set the modules that the server imports when it starts; no effect on a running server."""
     if METHOD == "forkserver":
         used = (name for name in _WHERE_USED if name in sys.modules)
         multiprocessing.set_forkserver_preload([_FIRST, *dict.fromkeys((*_ALWAYS, *used, *more))])
 
 
 def start_early(job: Job) -> None:
-    """Start the server for a job's ranks, if there will be any; it imports what a job of this task needs.
+    """Start the fork server for a job's ranks, if it will have any, with the imports of the job's task.
 
-    It is ended with this process. Mistakes in the job are not told here.
+    It ends with this process. Mistakes in the job are not reported here.
     """
     if _wants_server(job):
         preload(_modules_of(job))
@@ -98,10 +98,10 @@ def start_early(job: Job) -> None:
 
 
 def fork_early(job: Job) -> None:
-    """The same by a fork of this process, which has imported `samestep.api`: nothing is imported a second time.
+    """Like `start_early`, by a fork of this process, which has imported `samestep.api`: nothing is imported again.
 
-    Only for a process that runs nothing but a command of samestep's, and as its first work: what threads and open
-    files of a user's program would be in the server is not known.
+    Only at the start of a samestep command: a user's program may have threads and open files that a fork must not
+    inherit.
     """
     if not _wants_server(job):
         return
@@ -109,13 +109,13 @@ def fork_early(job: Job) -> None:
         with suppress(ImportError):
             importlib.import_module(module)
     _keep_sockets_in_scratch()
-    resource_tracker.ensure_running()  # a program of its own, which the server's start would start
+    resource_tracker.ensure_running()  # another program, which the server would otherwise start after the fork
     with _forks_server():
         ensure_running()
 
 
 def _keep_sockets_in_scratch() -> None:
-    """Have the server's socket in a folder that a later start removes where this process is killed."""
+    """Put the server's socket into a scratch folder, which a later start removes if this process is killed."""
     stack = ExitStack()
     folder = stack.enter_context(scratch("samestep-sockets-"))
     atexit.register(stack.close)
@@ -123,7 +123,7 @@ def _keep_sockets_in_scratch() -> None:
 
 
 def _wants_server(job: Job) -> bool:
-    """Whether a server pays: a job that starts ranks here, on a system that forks."""
+    """Whether the job starts ranks here, on a system with a fork server."""
     if METHOD != "forkserver" or imports_main_again():
         return False
     with suppress(UserError):
@@ -132,7 +132,7 @@ def _wants_server(job: Job) -> bool:
 
 
 def ensure_running() -> None:
-    """Start the server where there is none. What it imports in the background is said by `preload`."""
+    """Start the server unless it runs; it imports in the background what `preload` has set."""
     with environment.quiet_import():
         forkserver.ensure_running()
     atexit.unregister(_end)
@@ -141,13 +141,13 @@ def ensure_running() -> None:
 
 @contextmanager
 def _forks_server() -> Iterator[None]:
-    """Let multiprocessing fork its server where it would start a new interpreter for it."""
+    """Make multiprocessing fork its server instead of starting an interpreter."""
     spawn = util.spawnv_passfds
 
     def fork(path: bytes, args: Sequence[str], passed: Sequence[int]) -> int:
-        """Fork in place of starting an interpreter: PyTorch is imported already."""
+        """Replacement of `spawnv_passfds`: forks, since PyTorch is already imported."""
         del path, args
-        with warnings.catch_warnings():  # of the threads of libraries that were imported, which wait
+        with warnings.catch_warnings():  # about the threads of imported libraries, which are idle
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -162,11 +162,11 @@ def _forks_server() -> Iterator[None]:
 
 
 def _serve(listener: int, alive: int) -> NoReturn:
-    """Be the server, in a process that was forked for it; `alive` ends when no process wants it any more."""
+    """Run the server in a forked process, until the pipe `alive` is closed by all users."""
     try:
         for open_file in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
             if open_file > _STDERR and open_file not in (listener, alive):
-                with suppress(OSError):  # that of the listing
+                with suppress(OSError):  # the descriptor of the listing itself
                     os.close(open_file)
         importlib.import_module(_FIRST)
         forkserver.main(listener, alive, [])
@@ -175,18 +175,18 @@ def _serve(listener: int, alive: int) -> NoReturn:
 
 
 def imports_main_again() -> bool:
-    """Whether this is a new rank that imports the starting process's main module, in which nothing can be started."""
+    """Whether this is a new rank importing the starting process's main module, where it can't start ranks."""
     return getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
 def _has_ranks(job: Job) -> bool:
-    """Whether a job has more than one rank, so that there is anything to start."""
+    """Whether a job has more than one rank."""
     layout, processes = job.run.layout, job.run.processes
     return (unsized(layout) and processes is None) or Layout.parse(layout, processes).size > 1
 
 
 def _modules_of(job: Job) -> list[str]:
-    """What the ranks of a task that ships import beside that which all ranks do."""
+    """Return the further modules that ranks of a shipped task import."""
     recipe = job.recipe
     if not isinstance(recipe.task, str) or recipe.task not in TASKS:
         return []
@@ -201,14 +201,14 @@ def _modules_of(job: Job) -> list[str]:
     return found
 
 
-# The tasks with models of transformers, and the type of such a model where the job says none.
+# Shipped tasks with transformers models, and the default type of each model.
 _MODEL_TYPES = {"text-classification": "bert", "causal-lm": "llama"}
 
 
 def _end() -> None:
-    """End a server that may still be importing; ranks have ended, or end with this process by themselves."""
+    """Kill a server that may still be importing; ranks have ended, or end with this process."""
     pid: int | None = getattr(forkserver._forkserver, "_forkserver_pid", None)  # pyright: ignore[reportAttributeAccessIssue]
     if pid is not None:
         with suppress(ProcessLookupError, ChildProcessError):
-            if os.waitpid(pid, os.WNOHANG) == (0, 0):  # else the number may be another process's
+            if os.waitpid(pid, os.WNOHANG) == (0, 0):  # else its id may be reused
                 os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
-"""Imported first by the server that ranks are forked from, and by no other process: when it is done, it ends at once.
+"""First import of the fork server, and of no other process: makes the server exit at once when it is done.
 
-Otherwise the interpreter takes all of PyTorch apart first, and a program that reads a job's output to its end waits.
+Otherwise the interpreter would first tear down all of PyTorch, while a program that reads a job's output to its end
+waits.
 """
 
 import atexit
@@ -11,28 +12,29 @@ from types import FrameType
 
 
 def _end(server: int) -> None:
-    # A rank that is forked from the server has its exit functions, but an exit code of its own to tell.
+    # A forked rank inherits this exit function, but must keep its own exit code.
     if os.getpid() == server:
         os._exit(0)
 
 
 atexit.register(_end, os.getpid())
 
-# A signal to all of a job's processes must not take the server away, through which the starting process hears of its
-# ranks' ends. They set their own handlers as they begin.
+# Signals to all processes of a job must not end the server, which reports the ends of the ranks to the starting
+# process. Ranks set their own handlers when they start.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-# Imports make objects that stay; to look for garbage among them takes a tenth of their time.
+# Collections during imports would take a tenth of their time, and the objects stay.
 gc.disable()
 
 
-# The process that started the server may be killed while it imports, which takes seconds; later it waits for that.
+# While the server imports, for seconds, it polls whether the process that started it was killed; later it blocks on
+# that.
 _STARTER = os.getppid()
 
 
 def _end_without_starter(number: int, frame: FrameType | None) -> None:
-    """A signal handler: when the parent has changed, the starter is gone."""
+    """Timer handler: exits if the parent has changed, since the starter has ended."""
     if os.getppid() != _STARTER:
         os._exit(1)
 
@@ -42,13 +44,13 @@ signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
 
 
 def _before_a_rank() -> None:
-    """All is imported when the first rank is forked."""
+    """Before the first fork of a rank, when all is imported: stop polling, and freeze the objects."""
     if gc.isenabled():
         return
-    # From now on the server waits for its starter's end by itself.
+    # From now on the server blocks on the end of its starter.
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    # Else each rank's first collection writes to every page that it shares with the server, which then is copied.
+    # Otherwise each rank's first collection would write to all pages shared with the server, and copy them.
     gc.freeze()
     gc.enable()
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from samestep.errors import UserError
 
-# What the libraries of a training read, by how it begins.
+# Prefixes of variables that training libraries read.
 PREFIXES = ("NCCL_", "PYTHON", "SAMESTEP_", "OMP_", "GLOO_", "TORCH", "CUDA_")
 
-# They begin so too, and belong to one process or one host.
+# Variables with these prefixes that belong to one process or one host.
 _OWN = re.compile(
     r"TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES|SAMESTEP_(?:ENV_FILE|SHARED_OUT|MEMORY_FOLDER|(?:RUN|ROUND)(?:_FOLDER)?)"
 )
 
-# Parts of names whose values stay on this host. KEY counts as a whole word: NCCL_IB_PKEY is none.
+# Parts of names of secrets, which stay on this host. KEY must be a whole word: NCCL_IB_PKEY is none.
 _SECRET = re.compile(
     r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|(?:^|_)(?:KEYS?|AUTH|COOKIES?|PRIVATE|PASS)(?:_|$)|^AWS_",
     re.IGNORECASE,
@@ -27,14 +27,14 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Variables:
-    """Variables for the hosts of a job, and where each comes from."""
+    """Environment variables for the hosts of a job, and where each comes from."""
 
     values: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
-    kept_back: tuple[str, ...] = ()  # names of secrets that stay here
+    kept_back: tuple[str, ...] = ()  # names of secrets that are not forwarded
 
     def shown(self) -> list[tuple[str, str, str]]:
-        """Name, value and source of each; the values of secrets are hidden."""
+        """Return name, value and source of each variable; values of secrets are masked."""
         return [
             (name, "***" if is_secret(name) else self.values[name], self.sources[name])
             for name in sorted(self.values)
@@ -42,14 +42,14 @@ class Variables:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is one."""
+    """Whether a variable is named like a secret."""
     return _SECRET.search(name) is not None
 
 
 def gather(environ: Mapping[str, str], *, asked: Sequence[str] = (), files: Sequence[Path] = ()) -> Variables:
-    """What goes to every host: by its name's beginning, from files (the first one wins), and what was asked for.
+    """Gather the variables for every host: by prefix, from files (the first one wins), and those requested.
 
-    Raises UserError for a file that can't be read, and for a variable that was asked for and isn't set.
+    Raises UserError for a file that can't be read, and for a requested variable that isn't set.
     """
     values: dict[str, str] = {}
     sources: dict[str, str] = {}
@@ -71,9 +71,9 @@ def gather(environ: Mapping[str, str], *, asked: Sequence[str] = (), files: Sequ
 
 
 def files_of(named: str | None, folder: Path, home: Path) -> list[Path]:
-    """The files of variables that are there, the nearest first: `named` one, the folder's, the home's.
+    """List the existing variable files, nearest first: the `named` one, the folder's, the home's.
 
-    Raises UserError where the named one isn't there.
+    Raises UserError if the named one doesn't exist.
     """
     if named is not None and not Path(named).is_file():
         raise UserError(f"SAMESTEP_ENV_FILE={named}: there is no such file")
@@ -82,7 +82,7 @@ def files_of(named: str | None, folder: Path, home: Path) -> list[Path]:
 
 
 def read_file(file: Path) -> Iterator[tuple[str, str]]:
-    """The variables of a file, a VAR=VAL a line; quotes around a value are not part of it. Raises UserError."""
+    """Read a file with a VAR=VAL in each line; quotes around a value are removed. Raises UserError."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

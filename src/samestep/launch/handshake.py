@@ -1,6 +1,6 @@
-"""Handshake: before they rendezvous, the hosts of a job see that all have come and agree; later, that one has failed.
+"""Handshake: before the rendezvous, the hosts of a job check that all have come and agree; later, if one has failed.
 
-All of it stands in the store that the controller or the first host serves, one store a job.
+It uses one store for each job, served by the controller or the first host.
 """
 
 import json
@@ -23,9 +23,9 @@ from samestep.launch.network import reach, store_client
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.rounds import say
 
-_LOOK = 0.1  # seconds between two looks into the store
-_APART = 0.5  # seconds between two tries to reach it
-_ANSWER = 10.0  # seconds for one answer of the store
+_LOOK = 0.1  # seconds between two polls of the store
+_APART = 0.5  # seconds between two attempts to connect
+_ANSWER = 10.0  # seconds to wait for one response of the store
 
 _FIRST = "samestep/first"
 _REFUSED = "samestep/refused"
@@ -37,7 +37,7 @@ _LEFT = "samestep/left"
 
 
 class Handshake:
-    """A job's store, as one host's agent uses it.
+    """One host's connection to the job's store.
 
     Keys in the job's store: a seat for each host that has come; `_FIRST`, what the first one told of itself;
     `_REFUSED`, why the job can't begin; `_COMPLETE`, set once enough have come. A host that comes reads the first
@@ -46,16 +46,16 @@ class Handshake:
     """
 
     def __init__(self, part: NodeSpec, clock: Callable[[], float] = time.time) -> None:
-        """Reach the store, and serve it where that is this host's part. `clock` is the host's: seconds since 1970.
+        """Connect to the store, and serve it first if this host has to. `clock` returns seconds since 1970.
 
-        Raises UserError for an address or a port that can't be, StartError where nothing answers in time.
+        Raises UserError for an impossible address or port, StartError if nothing answers in time.
         """
         assert part.address is not None
         self._part = part
         self._deadline = time.monotonic() + part.start_timeout
         self._where = f"{part.address}:{part.port}"
         found = store_address.resolved(part, self._deadline)
-        # By which this host reaches the store: the host that serves it may be led elsewhere by the name.
+        # The address that this host uses: the serving host may resolve the name differently.
         self.address = store_address.to_serve_at(part, found) if part.serves else part.address
         self._server = store_address.served(part, self.address) if part.serves else None
         self._await_port(self.address, part.port)
@@ -63,12 +63,12 @@ class Handshake:
         self._clocks = Clocks(self._store, part, clock)
 
     def _reached(self) -> dist.TCPStore:
-        """A connection to the store. PyTorch waits without an end for the first answer of what may be no store."""
+        """Connect to the store, in a thread with a time limit: PyTorch waits forever for the first response."""
         address, port = self.address, self._part.port
         found: list[dist.TCPStore | Exception] = []
 
         def connect() -> None:
-            """A thread, since a connection to an address that drops packets can't be interrupted."""
+            """Thread: a connection to an address that drops packets can't be interrupted."""
             try:
                 found.append(store_client(address, port, answer_within=_ANSWER))
             except (RuntimeError, ValueError) as error:
@@ -101,15 +101,15 @@ class Handshake:
             time.sleep(_APART)
 
     def _hint(self) -> str:
-        """What may be wrong where the store doesn't answer."""
+        """Suggest what may be wrong if the store doesn't answer."""
         if self._part.controlled:
             return "a firewall may be in between, or --master-addr should be another address of the starting machine"
         return f"{self._part.name_of(0)} is to serve it: has it been started, and is there a firewall?"
 
     def agree(self) -> None:
-        """Wait until enough hosts are here that all say the same.
+        """Wait until enough hosts are present and agree.
 
-        Raises UserError where hosts differ, StartError where some don't come.
+        Raises UserError if hosts differ, StartError if some are missing.
         """
         while True:
             try:
@@ -118,13 +118,13 @@ class Handshake:
                 self._take_seat()
                 self._await_others()
                 break
-            except RuntimeError as error:  # what PyTorch's stores raise
+            except RuntimeError as error:  # raised by PyTorch's stores
                 self._come_back(error)
         if (apart := self._clocks.difference) is not None and apart.too_large:
             say(apart.told(self._part.host))
 
     def _come_back(self, error: Exception) -> None:
-        """Reach the store again, as long as its host does not say that it has ended. Raises StartError."""
+        """Reconnect to the store, until its host refuses connections. Raises StartError."""
         until = min(self._deadline, time.monotonic() + self._part.rejoin_timeout)
         while time.monotonic() < until:
             time.sleep(_APART)
@@ -132,14 +132,14 @@ class Handshake:
             if found == "refuses":
                 break
             if found == "answers":
-                with suppress(StartError):  # the connection may break once more
+                with suppress(StartError):  # the connection may break again
                     self._store = self._reached()
                     self._clocks.go_on_with(self._store)
                     return
         raise StartError(f"{self._part.host} lost the job's store at {self._where}: {_first_line(error)}")
 
     def _compare(self) -> None:
-        """Compare this host with the first one. Raises UserError where they differ, or StartError for a late one."""
+        """Compare this host with the first one. Raises UserError, or StartError for a late host of an elastic job."""
         part = self._part
         mine = {"host": part.host, **consistency.told(part)}
         theirs = json.loads(self._store.compare_set(_FIRST, "", json.dumps(mine)))
@@ -154,13 +154,13 @@ class Handshake:
                 f'{part.host} is of job "{mine[name]}"; give all hosts of a job one --job-id, and each job a port'
             )
         elif not complete:
-            self._store.set(_REFUSED, message)  # the others need not wait
+            self._store.set(_REFUSED, message)  # so that the others don't wait
         if complete and part.elastic and part.controlled:
-            raise StartError(message)  # the others go on; this one may come again when it is mended
+            raise StartError(message)  # the job goes on; this host may retry after a repair
         raise UserError(message)
 
     def _take_seat(self) -> None:
-        """One agent for each node rank. One that comes again, as after a crash, takes its old place."""
+        """Claim this host's node rank. A restarted agent takes its old seat again."""
         part = self._part
         mine = json.dumps({"host": part.host, "machine": socket.gethostname(), "process": os.getpid()})
         seat = _seat(part.node_rank)
@@ -177,11 +177,11 @@ class Handshake:
         self._store.set(seat, mine)
 
     def _await_others(self) -> None:
-        """Wait until enough hosts have come, and answer their questions about clocks meanwhile."""
+        """Wait until enough hosts are present, answering their clock questions."""
         part = self._part
         while True:
             came = [number for number in range(part.most) if self._there(_seat(number))]
-            self._clocks.answer()  # what those who have come have asked
+            self._clocks.answer()  # questions of hosts that are present
             heard = self._clocks.listen()
             if len(came) >= part.fewest:
                 self._store.set(_COMPLETE, "")
@@ -198,38 +198,38 @@ class Handshake:
             time.sleep(_LOOK)
 
     def tell_time(self) -> None:
-        """Tell hosts that have come since what time it is here; to be called again and again."""
+        """Answer clock questions of late hosts; to be called repeatedly."""
         self._clocks.answer()
 
     def _there(self, key: str) -> bool:
         return self._store.check([key])
 
     def tell_failure(self, failure: Failure) -> None:
-        """Let all hosts know that this one's ranks have failed for good."""
+        """Publish that this host's ranks have failed for good, which ends the job."""
         with suppress(RuntimeError):
             number = self._store.add(_FAILED, 1)
             self._store.set(f"{_FAILED}/{number}", json.dumps(asdict(failure)))
         self.end(f"a rank on {self._part.host} failed")
 
     def end(self, reason: str) -> None:
-        """Let all hosts know that the job is over."""
+        """Publish that the job is over, and why."""
         with suppress(RuntimeError):
             self._store.compare_set(_ENDED, "", reason)
 
     def ended(self) -> str | None:
-        """Why the job is over; None while it isn't. Raises StartError where the store is gone."""
+        """Return why the job is over; None if it isn't. Raises StartError if the store is gone."""
         try:
             return self._store.get(_ENDED).decode() if self._there(_ENDED) else None
         except RuntimeError as error:
             raise StartError(f"{self._part.host} lost the job's store: {_first_line(error)}") from None
 
     def tell_success(self) -> None:
-        """Let hosts that come later know that the job has ended as it should."""
+        """Publish that the job has succeeded, for hosts that come later."""
         with suppress(RuntimeError):
             self._store.set(_SUCCEEDED, "")
 
     def succeeded(self, seconds: float) -> bool:
-        """Whether a job that is over has ended as it should; it may be so long until that is told."""
+        """Whether a job that is over has succeeded; waits up to `seconds` for the message."""
         deadline = time.monotonic() + seconds
         with suppress(RuntimeError):
             while not (done := self._there(_SUCCEEDED)) and time.monotonic() < deadline:
@@ -238,7 +238,7 @@ class Handshake:
         return False
 
     def failures(self) -> list[Failure] | None:
-        """All that was told; None where the store is gone."""
+        """Return all published failures; None if the store is gone."""
         found = []
         try:
             for number in range(1, self._store.add(_FAILED, 0) + 1):
@@ -249,7 +249,7 @@ class Handshake:
         return found
 
     def leave(self, seconds: float) -> None:
-        """Say that this host is done; who serves the store stays so long at most for the others to say it."""
+        """Publish that this host is done; the host with the store waits up to `seconds` for the others."""
         with suppress(RuntimeError):
             left = self._store.add(_LEFT, 1)
             came = sum(self._there(_seat(number)) for number in range(self._part.most))
@@ -264,7 +264,7 @@ def _seat(node_rank: int) -> str:
 
 
 def _runs_here(other: Mapping[str, Any]) -> bool:
-    """Whether an agent is another process of this machine that still runs."""
+    """Whether an agent is another process of this machine that is still running."""
     if other["machine"] != socket.gethostname() or other["process"] == os.getpid():
         return False
     try:

@@ -15,38 +15,38 @@ from samestep.errors import UserError
 from samestep.launch.network import is_address, is_ours
 from samestep.ranks import DeviceChoice
 
-# What a host's slots were counted from. Ranks may share cores; an accelerator, or a slot that somebody wrote down, is
-# for one rank.
+# What a host's slots are counted from. Ranks may share cores; an accelerator, or a slot listed by the user, takes one
+# rank.
 Slots = Literal["accelerators", "cores", "listed"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A machine that can hold ranks."""
+    """A machine that can run ranks."""
 
-    name: str  # by which the others reach it
+    name: str  # name or address by which the other hosts reach it
     slots: int  # ranks that it can hold
-    # Which of its accelerators, or of its slots where it has none, were chosen; None: the first ones.
+    # The chosen accelerators, or slots if it has none, by index; None: the first ones.
     chosen: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What a place offers to a job."""
+    """The hosts that an environment offers to a job."""
 
-    place: str  # such as "slurm": where all this was found
+    place: str  # name of the environment, such as "slurm"
     hosts: tuple[Host, ...]
-    this: int | None = None  # which of them this machine is; None: none of them, such as a login node
-    job: str | None = None  # what the place calls the job
+    this: int | None = None  # index of this machine; None: not among them, such as a login node
+    job: str | None = None  # the environment's id of the job
 
     @property
     def world_size(self) -> int:
-        """Ranks that fill every slot."""
+        """Number of ranks that fill all slots."""
         return sum(host.slots for host in self.hosts)
 
 
 class OwnHost:
-    """The machine that this process runs on. What takes time to find out is found out when it is first asked for."""
+    """The machine that this process runs on; slow lookups are done on first access."""
 
     @cached_property
     def name(self) -> str:
@@ -54,7 +54,7 @@ class OwnHost:
 
     @cached_property
     def accelerators(self) -> int:
-        """Accelerators that PyTorch can use here, of those that a variable leaves visible."""
+        """Number of visible accelerators that PyTorch can use here."""
         from samestep.launch.device import accelerators
 
         return accelerators()
@@ -68,17 +68,17 @@ class OwnHost:
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceInputs:
-    """What a place may look at: this process's variables, and what the user named."""
+    """Inputs of an environment: this process's variables, and what the user named."""
 
     environ: Mapping[str, str]
     hostfile: Path | None = None
     ray: str | None = None  # the address of a Ray cluster
     host: OwnHost = field(default_factory=OwnHost)
-    device: DeviceChoice = "auto"  # a job on the CPU takes no slot for an accelerator
+    device: DeviceChoice = "auto"  # cpu: slots are not counted from accelerators
 
     @property
     def slots(self) -> tuple[int, Slots]:
-        """Ranks that this machine holds, and what they were counted from."""
+        """Number of slots of this machine, and what they are counted from."""
         if self.device != "cpu" and self.host.accelerators:
             return self.host.accelerators, "accelerators"
         return self.host.cores, "cores"
@@ -86,7 +86,7 @@ class PlaceInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """One thing that was read, to be shown."""
+    """A variable or line that was read, for display."""
 
     source: str  # the variable, or the file and its line
     value: str
@@ -94,25 +94,25 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundCluster:
-    """A cluster, and how it came to be known."""
+    """A cluster, and how it was found."""
 
     cluster: Cluster
     read: tuple[Read, ...] = ()
     slots_from: Slots = "listed"
-    # Whether the place starts this very command on every host by itself: then `samestep launch` starts the ranks of
-    # its own host alone. Else the one that was started reaches the other hosts over SSH.
+    # Whether the environment starts this command on every host: then `samestep launch` starts the ranks of its own
+    # host only. Else it starts agents on the other hosts over SSH.
     on_every_host: bool = False
-    main_address: str | None = None  # of the first host, where the place says it; None: its name
-    no_address: str | None = None  # why the first host's address is not known, and its name isn't either
-    main_port: int | None = None  # a port there that the place keeps for the job
+    main_address: str | None = None  # of the first host, if known; None: use its name
+    no_address: str | None = None  # why neither address nor name of the first host is known
+    main_port: int | None = None  # a port there reserved for the job
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """What every rank knows of a job whose launcher numbers its ranks and no more."""
+    """Rendezvous information of ranks whose launcher only numbers them."""
 
-    job: str  # names the job, and no other at the same time
-    addresses: tuple[str, ...]  # rank 0's host is reached under one of them
+    job: str  # id of the job, unique at any time
+    addresses: tuple[str, ...]  # candidate addresses of rank 0's host
     other: str | None = None  # another host of the job
 
 
@@ -120,32 +120,32 @@ TELL_US = "tell all ranks where to meet by MASTER_ADDR (rank 0's host) and MASTE
 
 
 class ClusterEnvironment(Protocol):
-    """One way in which hosts are found."""
+    """Protocol of an environment in which hosts are found."""
 
     name: str
-    sign: str  # what shows that this place is there, for messages
-    # Whether the place by itself runs the user's command on every host, and tells none its rank. Then a plain
-    # `samestep train` on several hosts is refused: each would do the whole job.
+    sign: str  # what identifies it, for messages
+    # Whether the environment runs the user's command on every host without numbering the processes. Then `samestep
+    # train` without a launcher is refused on several hosts: each would train the whole job.
     everywhere: bool
-    # Whether its hosts were given to this job alone. Then a plain `samestep train`, which takes one of several, tells
-    # of the idle ones, and how to take them.
+    # Whether its hosts are allocated to this job. Then `samestep train`, which uses one of several, reports the idle
+    # ones and how to use them.
     allocates: bool
 
     def named(self, given: PlaceInputs) -> bool:
-        """Whether the user named it, such as by the path of a hostfile."""
+        """Whether the user named it, such as by a hostfile."""
         ...
 
     def there(self, given: PlaceInputs) -> bool:
-        """Whether it shows in the variables of this process."""
+        """Whether this process's variables show that it runs in this environment."""
         ...
 
     def find(self, given: PlaceInputs) -> FoundCluster:
-        """The hosts that it offers. Raises UserError with the variable or line, its value and what to use instead."""
+        """Find the hosts. Raises UserError with the variable or line, its value and what to use instead."""
         ...
 
 
 class Variables:
-    """Environment variables, as they are read for a place: each that was looked at and is set is noted."""
+    """Reads environment variables, and records each that is set, for display."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -155,7 +155,7 @@ class Variables:
         return tuple(Read(source=name, value=value) for name, value in self._read.items())
 
     def text(self, name: str) -> str | None:
-        """The value of a variable; None where it is not set, or empty."""
+        """Return a variable's value; None if unset or empty."""
         value = self._environ.get(name, "").strip()
         if not value:
             return None
@@ -163,18 +163,18 @@ class Variables:
         return value
 
     def first(self, *names: str) -> str | None:
-        """The value of the first of these variables that is set."""
+        """Return the value of the first of these variables that is set."""
         return next((value for name in names if (value := self.text(name)) is not None), None)
 
     def wanted(self, name: str, what: str) -> str:
-        """The value of a variable without which this place says nothing. Raises UserError where there is none."""
+        """Return the value of a required variable. Raises UserError if it is unset."""
         value = self.text(name)
         if value is None:
             raise UserError(f"{name} is {'empty' if name in self._environ else 'not set'}; {what} is wanted in it")
         return value
 
     def number(self, name: str, least: int = 0) -> int | None:
-        """A whole number of `least` or more; None where the variable is not set."""
+        """Return an integer of at least `least`; None if the variable is unset."""
         text = self.text(name)
         if text is None:
             return None
@@ -183,14 +183,14 @@ class Variables:
         return int(text)
 
     def needed(self, name: str, least: int = 0) -> int:
-        """A variable that must be a whole number. Raises UserError where it isn't."""
+        """Return a required integer. Raises UserError if it is unset or no integer."""
         self.wanted(name, f"a whole number of {least} or more")
         number = self.number(name, least)
         assert number is not None
         return number
 
     def json(self, name: str, what: str) -> Any:
-        """A variable's value, read as JSON; None where it is not set."""
+        """Parse a variable as JSON; None if unset."""
         text = self.text(name)
         if text is None:
             return None
@@ -201,12 +201,12 @@ class Variables:
 
 
 def unnamed(nodes: int, this: int | None, own: str) -> list[str]:
-    """This machine's own name, and for each other host its number in brackets, which can't be taken for a name."""
+    """Name the hosts: this one by its own name, others by "(host N)", which is no valid name."""
     return [own if index == this else f"(host {index})" for index in range(nodes)]
 
 
 def shares(world_size: int, local_size: int, nodes: int, this: int) -> list[int]:
-    """Ranks of each host: this one's are known, and the others share the rest as evenly as they can."""
+    """Return the ranks of each host: `local_size` on this one, the rest divided evenly among the others."""
     others, rest = nodes - 1, world_size - local_size
     if rest < others or (rest and not others):
         raise UserError(
@@ -221,7 +221,7 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 
 
 def which(names: Sequence[str], own: str) -> int | None:
-    """The position of this machine, called `own`, among hosts' names or addresses; None where it is none of them.
+    """Return this machine's index among hosts' names or addresses; None if it is none of them.
 
     Names are compared whole, then without their domains. No name server is asked: that may take seconds a name.
     """

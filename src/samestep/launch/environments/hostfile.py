@@ -6,15 +6,15 @@ from pathlib import Path
 from samestep.errors import UserError
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Read, which
 
-# A name or an IPv4 address, or an IPv6 address in brackets; then slots, as MPICH and Horovod write them. None begins
-# with a dash: to ssh that is an option, not a host.
+# A name, an IPv4 address, or an IPv6 address in brackets; then slots, as MPICH and Horovod write them. None starts
+# with a dash, which ssh would take for an option.
 _HOST = re.compile(r"(?:(?P<name>\w[\w.-]*)|\[(?P<address>[0-9A-Fa-f:.]+)\])(?::(?P<slots>\d+))?", re.ASCII)
 _FORM = "use a line such as worker-1 slots=4"
 _LARGEST = 1024  # slots of a host; a larger number is a port in the wrong place
 
 
 class Hostfile:
-    """The file that the user named."""
+    """Hosts listed in a file that the user named."""
 
     name = "hostfile"
     sign = "--hostfile FILE"
@@ -29,7 +29,7 @@ class Hostfile:
 
     def find(self, given: PlaceInputs) -> FoundCluster:
         """The hosts of the file that was named; this one is found among them by its name."""
-        assert given.hostfile is not None  # it is found because it was named
+        assert given.hostfile is not None  # only used if the user named it
         hosts, read = read_hostfile(given.hostfile)
         this = which([host.name for host in hosts], given.host.name)
         return FoundCluster(cluster=Cluster(place=self.name, hosts=hosts, this=this), read=read)
@@ -80,7 +80,7 @@ def _line(words: list[str], place: str) -> tuple[str, int]:
 
 
 def _count(text: str, word: str, place: str) -> int:
-    """A number of slots. Raises UserError for a port that was taken for one."""
+    """Parse a number of slots. Raises UserError for a likely port number."""
     if not (text.isascii() and text.isdigit()):
         raise UserError(f'{place}: "{word}": slots are a whole number; {_FORM}')
     if int(text) > _LARGEST:

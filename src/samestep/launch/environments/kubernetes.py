@@ -13,7 +13,7 @@ from samestep.ranks import DeviceChoice, in_pytorchjob
 
 
 class PyTorchJob:
-    """Every pod is a host, and runs the same command.
+    """The pods of a PyTorchJob, which all run the same command; a pod is a host.
 
     RANK numbers the pods, and WORLD_SIZE counts ranks where the job says how many a pod has. An elastic job without
     a master has neither; its pods are numbered by their names.
@@ -73,7 +73,7 @@ def _is_elastic(given: PlaceInputs) -> bool:
 
 
 def _endpoint(text: str) -> tuple[str, int]:
-    """Host and port of PET_RDZV_ENDPOINT."""
+    """Split PET_RDZV_ENDPOINT into host and port."""
     host, _, port = text.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()):
         raise UserError(f"PET_RDZV_ENDPOINT is {text!r}; a host and a port such as job-worker-0:23456 are wanted")
@@ -81,13 +81,13 @@ def _endpoint(text: str) -> tuple[str, int]:
 
 
 def _number_in(pod: str) -> int | None:
-    """The number of a worker's pod, such as 2 of job-worker-2."""
+    """Return the number in a worker pod's name, such as 2 of job-worker-2; None for any other name."""
     match = re.fullmatch(r".+-worker-(\d{1,6})", pod, re.ASCII)
     return int(match[1]) if match else None
 
 
 def _processes(read: Variables, given: PlaceInputs) -> tuple[int, Slots]:
-    """Ranks of a pod: as many as the job says, or as it has accelerators or cores, which is torchrun's "auto"."""
+    """Return a pod's number of ranks: as the job says, else its accelerators or cores (torchrun's "auto")."""
     text = read.text("PET_NPROC_PER_NODE")
     own = given.host
     if text is None or text == "auto":
@@ -104,7 +104,7 @@ def _processes(read: Variables, given: PlaceInputs) -> tuple[int, Slots]:
 
 
 def _pods(read: Variables) -> int | None:
-    """Pods as PET_NNODES counts them; with fewest and most, such as 1:4, the most."""
+    """Parse PET_NNODES; of a range such as 1:4, the maximum."""
     text = read.text("PET_NNODES")
     if text is None:
         return None
@@ -114,26 +114,26 @@ def _pods(read: Variables) -> int | None:
     return int(numbers[-1])
 
 
-_NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,51}[a-z0-9])?", re.ASCII)  # pods get "-worker-12" behind it, 63 in all
-_CONTAINER = "pytorch"  # the operator looks for this one
+_NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,51}[a-z0-9])?", re.ASCII)  # pods append "-worker-12"; 63 characters in all
+_CONTAINER = "pytorch"  # the container name that the operator looks for
 _GPU = "nvidia.com/gpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What the manifest is to say."""
+    """Contents of a manifest."""
 
     name: str
     image: str
     fewest: int  # pods
     most: int
-    num_procs: int | None  # ranks of a pod, each with an accelerator; None: as many as it has cores, without
+    num_procs: int | None  # ranks and accelerators of a pod; None: a rank a core, without accelerators
     device: DeviceChoice = "auto"  # cpu: no accelerators
-    command: Sequence[str]  # with all its options, as it stands in a pod
+    command: Sequence[str]  # with all options, as run in a pod
 
 
 def manifest(wish: Wish) -> str:
-    """The manifest as YAML. Raises UserError for a name that Kubernetes doesn't take."""
+    """Build the manifest as YAML. Raises UserError for a name that Kubernetes doesn't accept."""
     if not _NAME.fullmatch(wish.name):
         raise UserError(
             f'--job-id "{wish.name}" is no name of a PyTorchJob; up to 53 small letters, digits and dashes are'
@@ -142,7 +142,7 @@ def manifest(wish: Wish) -> str:
     ranks = str(wish.num_procs or "auto")
     spec: dict[str, Any] = {"nprocPerNode": ranks, "runPolicy": {"cleanPodPolicy": "Running"}}
     if elastic:
-        # Without a master all pods have the same role: any but the first may come and go.
+        # Without a master all pods are workers: any but the first may come and go.
         spec["elasticPolicy"] = {"minReplicas": wish.fewest, "maxReplicas": wish.most, "rdzvBackend": "c10d"}
         spec["pytorchReplicaSpecs"] = {"Worker": _replicas(wish, wish.most, "OnFailure")}
     else:
@@ -154,19 +154,19 @@ def manifest(wish: Wish) -> str:
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes what stands in two places twice: people edit a manifest."""
+    """YAML dumper without anchors and aliases, since people edit a manifest."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _replicas(wish: Wish, number: int, restart: str) -> dict[str, Any]:
-    """The part of a manifest for so many pods of one kind."""
+    """Build the replica specification of one kind of pod."""
     container: dict[str, Any] = {
         "name": _CONTAINER,
         "image": wish.image,
         "command": list(wish.command),
-        # A pod's own is 64 MB, too small for loaders of data and for NCCL.
+        # The default /dev/shm has 64 MB, too small for data loaders and NCCL.
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
     if wish.num_procs is not None and wish.device != "cpu":

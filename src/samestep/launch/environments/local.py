@@ -5,7 +5,7 @@ from samestep.launch.environments.base import Cluster, FoundCluster, Host, Place
 
 
 class ThisMachine:
-    """What is left when nothing else offers a host."""
+    """The fallback when no other environment offers hosts: this machine."""
 
     name = "this-machine"
     sign = "always there"

@@ -5,7 +5,7 @@ import re
 from samestep.errors import UserError
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Variables, which
 
-_HOST = re.compile(r"\w[\w.-]*", re.ASCII)  # none begins with a dash: to ssh that is an option, not a host
+_HOST = re.compile(r"\w[\w.-]*", re.ASCII)  # no name starts with a dash, which ssh would take for an option
 _FORM = "hosts and their slots, such as host-a 4 host-b 4"
 
 
@@ -30,7 +30,7 @@ class Lsf:
         listed = _listed(read.wanted("LSB_MCPU_HOSTS", _FORM))
         slots, counted = given.slots
         this = which(list(listed), given.host.name)
-        # LSF's slots are what was asked for; it doesn't say accelerators, which are taken to be those of this host.
+        # LSF's slots are those requested; accelerators of all hosts are assumed to be as many as here.
         by_accelerators = counted == "accelerators" and this is not None
         return FoundCluster(
             cluster=Cluster(
@@ -47,7 +47,7 @@ class Lsf:
 
 
 def _listed(text: str) -> dict[str, int]:
-    """The slots of each host, in order; those of a host that is named more than once add up."""
+    """Return the hosts' slots in order; those of a repeated host add up."""
     words = text.split()
     slots: dict[str, int] = {}
     if len(words) % 2:

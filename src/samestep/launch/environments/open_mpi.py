@@ -18,7 +18,7 @@ from samestep.launch.environments.base import (
 
 
 class OpenMpi:
-    """The hosts of an mpirun. With one process a host, that process is there to start the host's ranks."""
+    """The hosts of an mpirun. With one process on each host, that process is the host's agent."""
 
     name = "open-mpi"
     sign = "OMPI_COMM_WORLD_SIZE"
@@ -46,7 +46,7 @@ class OpenMpi:
             )
         read.number("OMPI_COMM_WORLD_LOCAL_RANK")
         nodes = _nodes(read, world_size, local_size)
-        # One process a host, and several hosts: a host's slots are its own to count.
+        # With one process on each of several hosts, every host counts its own slots.
         agents = world_size == nodes > 1
         this = rank if agents else 0 if nodes == 1 else None
         addresses = _mpirun_addresses(read) if agents else []
@@ -72,7 +72,7 @@ class OpenMpi:
 
 
 def meeting(environ: Mapping[str, str]) -> Meeting:
-    """Where the processes of an mpirun meet: on the host of mpirun itself, of which all addresses are known."""
+    """Return where the processes of an mpirun meet: on mpirun's host, whose addresses are all known."""
     read = Variables(environ)
     job = _job(read)
     if job is None:
@@ -86,7 +86,7 @@ def _job(read: Variables) -> str | None:
 
 
 def _nodes(read: Variables, world_size: int, local_size: int) -> int:
-    """How many hosts there are: Open MPI 4 says it, and from version 5 on only hosts of equal size show it."""
+    """Return the number of hosts: from Open MPI 4's variable, else from hosts of equal size."""
     nodes = read.number("OMPI_MCA_orte_num_nodes", 1)
     if nodes is not None:
         return nodes
@@ -99,13 +99,13 @@ def _nodes(read: Variables, world_size: int, local_size: int) -> int:
 
 
 def _mpirun_addresses(read: Variables) -> list[str]:
-    """The addresses of mpirun's own host, which is the first one unless the user has put others before it."""
+    """Return the IPv4 addresses of mpirun's host, the first one unless the user has listed others before it."""
     uri = read.text("OMPI_MCA_orte_hnp_uri") or ""
     return [address for address in _addresses(uri) if ":" not in address]
 
 
 def _no_address(addresses: list[str]) -> str:
-    """Of several addresses it is not known by which the others reach it; Open MPI 5 names none."""
+    """Explain why --master-addr is required: several addresses, or none with Open MPI 5."""
     return (
         f"Open MPI names {' and '.join(addresses) or 'no address'} for mpirun's host, and on several hosts samestep "
         "launch wants one; use --master-addr ADDRESS, the address of the first host, or --mca "
@@ -114,6 +114,6 @@ def _no_address(addresses: list[str]) -> str:
 
 
 def _addresses(uri: str) -> list[str]:
-    """The addresses in mpirun's contact: 1834352640.0;tcp://10.0.0.5,10.1.0.5:37865;tcp6://[fd00::5]:56449."""
+    """Parse the addresses in mpirun's contact: 1834352640.0;tcp://10.0.0.5,10.1.0.5:37865;tcp6://[fd00::5]:56449."""
     found = re.findall(r"tcp6?://([^;]+):\d+", uri)
     return [address.strip("[]") for addresses in found for address in addresses.split(",")]

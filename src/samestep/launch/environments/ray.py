@@ -68,10 +68,10 @@ class Ray:
 
 
 def _check_answers(source: str, address: str) -> None:
-    """Raise UserError where no process listens; Ray itself would go on trying for minutes."""
+    """Raise UserError if no process listens there; Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not (port.isascii() and port.isdigit()):
-        return  # auto, or what else Ray knows
+        return  # auto, or another form that Ray accepts
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
     except (OSError, OverflowError) as error:
@@ -81,7 +81,7 @@ def _check_answers(source: str, address: str) -> None:
 
 
 def _nodes(source: str, address: str) -> list[dict[str, Any]]:
-    """What Ray says of its nodes; leaves Ray as it found it, connected or not."""
+    """List the cluster's nodes; connects to Ray and disconnects, unless already connected."""
     import ray  # pyright: ignore[reportMissingImports]
 
     ours = not ray.is_initialized()
@@ -99,12 +99,12 @@ def _nodes(source: str, address: str) -> list[dict[str, Any]]:
 
 
 def _order(node: dict[str, Any]) -> tuple[bool, str]:
-    """The head node first, then by address, so that every look at the cluster gives its hosts the same numbers."""
+    """Sort the head node first, then by address, so that hosts are numbered the same each time."""
     return "node:__internal_head__" not in node["Resources"], node["NodeManagerAddress"]
 
 
 def _read(node: dict[str, Any]) -> Read:
-    """What of a node was taken into account."""
+    """Return the resources of a node that are used, for display."""
     resources = node["Resources"]
     return Read(
         source=f"node {node['NodeManagerAddress']}",
@@ -113,11 +113,11 @@ def _read(node: dict[str, Any]) -> Read:
 
 
 _MODULE = "samestep.launch.environments.ray"
-# seconds that one question for output waits
+# seconds that one request for output waits
 
 
 def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
-    """An actor for each node's agent; this host's agent starts without one."""
+    """Build the command for each node's agent: an actor, except for this host's agent."""
     return [
         AgentCommand(
             command=tuple(agent_command([sys.executable]))
@@ -130,7 +130,7 @@ def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentComma
 
 
 class AgentOnNode:
-    """On a node: the remote agent's process, its input, and what it prints."""
+    """Actor on a node: runs the remote agent, and passes its input and output on."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -141,13 +141,13 @@ class AgentOnNode:
             threading.Thread(target=self._read, args=(number, stream), daemon=True).start()
 
     def _read(self, number: int, stream: Any) -> None:
-        """A thread of the actor: lines of one stream, None at its end."""
+        """Thread of the actor: reads one stream's lines; None marks its end."""
         for line in stream:
             self._printed.put((number, line))
         self._printed.put(None)
 
     def write(self, data: bytes) -> None:
-        """More of its input; none ends it."""
+        """Write to the agent's input; no data closes it."""
         assert self._process.stdin is not None
         if data:
             self._process.stdin.write(data)
@@ -156,7 +156,7 @@ class AgentOnNode:
             self._process.stdin.close()
 
     def printed(self) -> list[tuple[int, bytes] | None]:
-        """What it has printed since, after some seconds at most; a None for each stream that has ended."""
+        """Return the new output, waiting some seconds at most; None marks the end of each stream."""
         try:
             found = [self._printed.get(timeout=_PATIENCE)]
             while not self._printed.empty():
@@ -166,25 +166,25 @@ class AgentOnNode:
         return found
 
     def ended(self) -> int:
-        """Its exit code, once its streams have ended."""
+        """Return the agent's exit code, after its streams have ended."""
         return self._process.wait()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """On a node: pass the remote agent's input and output on."""
-    ray: Any = import_module("ray")  # only some have it
+    """Start the actor on the host's node, and connect its input and output with this process's."""
+    ray: Any = import_module("ray")  # ray is an optional package
     scheduling: Any = import_module("ray.util.scheduling_strategies")
     address, host = arguments
     here = environment.snapshot()
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         node = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == host)
-        # Of no resources: what the node has is for the agent's ranks. A thread reads while another writes.
+        # No resources: the node's are for the agent's ranks. Concurrent calls: one thread reads while another writes.
         actor = ray.remote(AgentOnNode).options(
             num_cpus=0,
             max_concurrency=4,
             scheduling_strategy=scheduling.NodeAffinitySchedulingStrategy(node, soft=False),
-            # Ray shows these to all who see its pages, so no more of them than it takes to find this module.
+            # Ray's dashboard shows these variables to everyone, so pass only what is needed to import this module.
             runtime_env={"env_vars": {name: here[name] for name in ("PYTHONPATH",) if name in here}},
         )
         there = actor.remote()
@@ -199,14 +199,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _pass_input(ray: Any, there: Any) -> None:
-    """A thread here: orders from standard input to the agent."""
+    """Thread: passes orders from standard input to the agent."""
     for line in FileIO(0, closefd=False):
         ray.get(there.write.remote(line))
     ray.get(there.write.remote(b""))
 
 
 def _pass_output(ray: Any, there: Any) -> None:
-    """What the agent prints, to standard output and error, until both have ended."""
+    """Pass the agent's output to standard output and error until both have ended."""
     ends = 0
     while ends < 2:
         for each in ray.get(there.printed.remote()):

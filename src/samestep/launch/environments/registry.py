@@ -1,4 +1,4 @@
-"""From what the user named and what the variables show to the place whose hosts are taken."""
+"""Chooses the environment whose hosts a job uses: by what the user named, or by the variables that are set."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ from samestep.launch.environments.sagemaker import SageMaker
 from samestep.launch.environments.slurm import Slurm
 from samestep.launch.environments.torchrun import Torchrun
 
-# What the user names wins; else the first that shows. A launcher inside another stands before it: torchrun in a Slurm
+# The one that the user names, else the first present. A launcher inside another comes before it: torchrun in a Slurm
 # job, mpirun in SageMaker.
 PLACES: Sequence[ClusterEnvironment] = (
     Hostfile(),
@@ -30,7 +30,7 @@ PLACES: Sequence[ClusterEnvironment] = (
 
 
 def find(given: PlaceInputs, place: str | None = None) -> FoundCluster:
-    """The hosts of a place: of the one with that name, of the one that the user named, or of the first that shows.
+    """Find the hosts of an environment: by name, by what the user named, or the first one present.
 
     Raises UserError where two are named, where the one with that name doesn't show, or where what it offers can't be
     read.
@@ -45,9 +45,9 @@ def find(given: PlaceInputs, place: str | None = None) -> FoundCluster:
 
 
 def check_not_alone(environ: Mapping[str, str]) -> None:
-    """Raise UserError where every one of several hosts would do the whole job for itself.
+    """Raise UserError if each of several hosts would train the whole job.
 
-    For a process that is no rank, and is about to start its own.
+    To be called in a process that is no rank and is about to start ranks.
     """
     given = PlaceInputs(environ=environ)
     place = _shown(given)
@@ -62,13 +62,13 @@ def check_not_alone(environ: Mapping[str, str]) -> None:
 
 
 def idle_hosts(environ: Mapping[str, str]) -> str | None:
-    """What to tell where a job has several hosts, of which this process would use its own alone; None elsewhere."""
+    """Return a note about allocated hosts that this process would leave idle; None if there are none."""
     given = PlaceInputs(environ=environ)
     place = _shown(given)
     try:
         hosts = place.find(given).cluster.hosts if place.allocates else ()
     except UserError:
-        return None  # what the place says wrong is of no matter to a training on one host
+        return None  # wrong variables don't matter to a training on one host
     if len(hosts) <= 1:
         return None
     return (
@@ -78,12 +78,12 @@ def idle_hosts(environ: Mapping[str, str]) -> str | None:
 
 
 def _shown(given: PlaceInputs) -> ClusterEnvironment:
-    """The first place that shows; this machine always does."""
+    """Return the first environment that is present; this machine always is."""
     return next(each for each in PLACES if each.there(given))
 
 
 def _called(name: str, given: PlaceInputs, named: Sequence[ClusterEnvironment]) -> ClusterEnvironment:
-    """The place that --place names. Raises UserError where nothing shows it, or another one was named as well."""
+    """Return the environment that --place names. Raises UserError if it isn't present, or another is named too."""
     places = {each.name: each for each in PLACES}
     if name not in places:
         raise UserError(f'--place "{name}" is not known; {closest(name, places)}')

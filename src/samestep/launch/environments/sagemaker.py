@@ -58,10 +58,11 @@ class SageMaker:
 
 
 def _names(hosts: Any, source: str) -> list[str]:
-    """The hosts' names, checked and in one order."""
+    """Return the hosts' names, validated, in a fixed order."""
     if not isinstance(hosts, list) or not hosts or not all(isinstance(name, str) and name for name in hosts):
         raise UserError(f"{source} is {hosts!r}; {_HOSTS} is wanted")
     if len(set(hosts)) < len(hosts):
         raise UserError(f"{source} names a host twice: {', '.join(hosts)}")
-    # All containers must number the hosts in one way, and the order is not promised: algo-2 stands before algo-10.
+    # All containers must agree on the order, which SageMaker doesn't promise; numeric, so that algo-2 precedes
+    # algo-10.
     return sorted(hosts, key=lambda name: (len(name), name))

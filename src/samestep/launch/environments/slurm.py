@@ -25,13 +25,13 @@ from samestep.ranks import DeviceChoice, accelerators, counts, in_slurm_step
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 _PLAIN = re.compile(r"[\w.-]*", re.ASCII)
-_LARGEST = 100_000  # names in one range
+_LARGEST = 100_000  # maximum number of names in one range
 
 
 def host_names(variable: str, text: str) -> list[str]:
-    """The names that a list stands for, in order. Raises UserError with the variable and what is wrong in it."""
+    """Expand a Slurm node list, in order. Raises UserError with the variable and what is wrong in it."""
     names: list[str] = []
-    for part in re.split(r",(?![^\[]*\])", text):  # the commas outside of brackets
+    for part in re.split(r",(?![^\[]*\])", text):  # commas outside brackets
         pieces = re.split(r"\[([^\[\]]*)\]", part)  # plain, ranges, plain, ranges, plain
         plain, ranges = pieces[::2], pieces[1::2]
         if not part or any(_PLAIN.fullmatch(piece) is None for piece in plain):
@@ -43,7 +43,7 @@ def host_names(variable: str, text: str) -> list[str]:
 
 
 def _numbers(variable: str, text: str, ranges: str) -> list[str]:
-    """The numbers of what stands between brackets, as wide as they are written there."""
+    """Expand the ranges between brackets, keeping leading zeros."""
     found: list[str] = []
     for each in ranges.split(","):
         match = _RANGE.fullmatch(each)
@@ -81,7 +81,7 @@ class Slurm:
         job = read.wanted("SLURM_JOB_ID", "the job's number")
         step = in_slurm_step(given.environ)
         name, names = _nodes(read, step=step)
-        # One task on each node: this command is that task, and starts the node's ranks.
+        # With one task on each node, this task is the node's agent.
         agents = step and read.number("SLURM_STEP_NUM_TASKS") == len(names)
         slots, counted = _slots(read, names, step=step, agents=agents, device=given.device)
         node = read.number("SLURM_NODEID")
@@ -101,13 +101,13 @@ class Slurm:
 
 
 def _nodes(read: Variables, *, step: bool) -> tuple[str, list[str]]:
-    """The variable that names the nodes of the step, or of the job, and their names."""
+    """Return the variable that lists the nodes of the step, else of the job, and the nodes' names."""
     name = "SLURM_STEP_NODELIST" if step and read.text("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
     return name, host_names(name, read.wanted(name, "the names of the job's hosts"))
 
 
 def meeting(environ: Mapping[str, str]) -> Meeting:
-    """Where the tasks of a step meet: on the first of its nodes."""
+    """Return where the tasks of a step meet: on its first node."""
     read = Variables(environ)
     _, nodes = _nodes(read, step=True)
     parts = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
@@ -121,12 +121,11 @@ def meeting(environ: Mapping[str, str]) -> Meeting:
 def _slots(
     read: Variables, names: list[str], *, step: bool, agents: bool, device: DeviceChoice
 ) -> tuple[list[int], Slots]:
-    """The slots of each node: its accelerators, else the tasks that were asked for, else its cores.
+    """Return the slots of each node: its accelerators, else the requested tasks, else its cores.
 
-    Where tasks are agents, which start ranks, their cores are what counts. Other tasks of a step are ranks
-    themselves.
+    If tasks are agents, which start ranks, their cores count. Otherwise the tasks of a step are the ranks.
     """
-    # In a step, its own tasks; the other variable may count those of the job.
+    # In a step, its own tasks; SLURM_TASKS_PER_NODE may be the job's.
     tasks = "SLURM_STEP_TASKS_PER_NODE" if read.text("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
     if step and not agents:
         return _for_each(read, tasks, len(names)), "listed"
@@ -139,7 +138,7 @@ def _slots(
     cores_of_a_task = read.number("SLURM_CPUS_PER_TASK", 1)
     if agents and cores_of_a_task is not None:
         return [cores_of_a_task] * len(names), "cores"
-    # Of all of the job's nodes, of which a step may have fewer.
+    # The variable covers all nodes of the job; a step may have fewer.
     job = host_names("SLURM_JOB_NODELIST", read.wanted("SLURM_JOB_NODELIST", "the names of the job's hosts"))
     cores = dict(zip(job, _for_each(read, "SLURM_JOB_CPUS_PER_NODE", len(job)), strict=True))
     if stray := [name for name in names if name not in cores]:
@@ -148,10 +147,10 @@ def _slots(
 
 
 def _gpus(read: Variables, nodes: int, *, step: bool) -> list[int] | None:
-    """The accelerators of each node; None where there are none.
+    """Return the accelerators of each node; None if there are none.
 
-    Slurm counts those of this node alone; the others are taken to have as many, unless the job asked for so many a
-    task. What it asked for says nothing of a step, whose tasks still find it in their variables.
+    Slurm counts those of this node only; others are assumed to have as many, unless the job requested a number for
+    each task. The job's request does not apply to a step, although its tasks inherit the variables.
     """
     of_a_node = None if step else _accelerators(read, "SLURM_GPUS_PER_NODE")
     of_a_task = None if step else _accelerators(read, "SLURM_GPUS_PER_TASK")
@@ -162,7 +161,7 @@ def _gpus(read: Variables, nodes: int, *, step: bool) -> list[int] | None:
 
 
 def _for_each(read: Variables, name: str, nodes: int) -> list[int]:
-    """A number for each node, of Slurm's short form such as 2(x3),1."""
+    """Expand Slurm's number for each node, such as 2(x3),1."""
     text = read.wanted(name, "a number for each node, such as 2(x3),1,")
     found = counts(name, text)
     if len(found) != nodes or 0 in found:
@@ -175,30 +174,30 @@ def _accelerators(read: Variables, name: str) -> int | None:
     return None if text is None else accelerators(name, text)
 
 
-# What a task of the job is to have. srun would read it as its own options; the agent is one task for all of a node.
+# Requests for each task of the job. srun would read them as its own options, but its one task a node needs all.
 _OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND")
 
 
 def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
-    """One srun for all nodes: a task each, with all the cores and GPUs of the allocation on its node."""
-    # srun gives every task what comes on its standard input.
+    """Build one srun for all nodes: a task on each, with all the allocation's cores and GPUs there."""
+    # srun copies its standard input to every task.
     step = (
         *("srun", f"--nodes={len(parts)}", f"--ntasks={len(parts)}", "--ntasks-per-node=1"),
-        # All that the allocation has on a node is for the agent's ranks, which share it out by themselves.
+        # No binding: the agent divides all of the node's allocation among its ranks.
         *(f"--nodelist={','.join(part.host for part in parts)}", "--cpu-bind=none"),
-        # A node that dies ends the step of all, unless the job can go on without it.
+        # By default a lost node ends the whole step; an elastic job goes on without it.
         *_gpus_of_step(parts),
         *(["--no-kill", "--kill-on-bad-exit=0"] if parts[0].elastic else ["--kill-on-bad-exit=0"]),
     )
-    # It gives its tasks all variables that it has itself.
+    # srun passes its whole environment to the tasks.
     without = (*_OF_A_TASK, *options.kept_back)
     return [AgentCommand(command=(*step, *agent_command(options.remote_python)), parts=tuple(parts), without=without)]
 
 
 def _gpus_of_step(parts: Sequence[NodeSpec]) -> list[str]:
-    """What gives the step all accelerators of its nodes, where the job asked for so many a task.
+    """Options that give the step all accelerators of its nodes, if the job requested a number for each task.
 
-    Slurm would give each agent a task's share otherwise, and takes no other number for each of several nodes.
+    Otherwise Slurm would give each agent only one task's share; srun takes no different numbers for different nodes.
     """
     environ = environment.snapshot()
     found = Slurm().find(PlaceInputs(environ=environ))
