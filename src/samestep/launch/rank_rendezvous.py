@@ -1,10 +1,10 @@
-"""Rendezvous of ranks whose launcher doesn't give an address: srun and mpirun only number the ranks.
+"""Rendezvous of ranks whose launcher gives no address: srun and mpirun only number the ranks.
 
-Rank 0 says where its store is on the first free one of the ports that follow from the job's id.
+Rank 0 announces its store on the first free one of the ports that follow from the job's id.
 
 Ports follow from a hash of the job's id, so that every rank knows the same 16 candidates without a message. Rank 0
 takes the first free one and answers there with the port of its store and what identifies the job; the others try the
-candidates in turn. A stranger on one of them doesn't answer like this, and is passed over.
+candidates in turn. Another program on one of them doesn't answer like this, and is passed over.
 """
 
 import hashlib
@@ -29,21 +29,21 @@ from samestep.launch.environments.base import TELL_US, Meeting
 from samestep.launch.network import LOOPBACK, address_towards, is_loopback, is_ours, store_at, why_not
 from samestep.ranks import Ranks
 
-# Below the ports that systems give out by themselves, and above those that services are known by.
+# Below the ephemeral ports, and above well-known ones.
 _FIRST, _LAST = 20_000, 32_000
 _HOW_MANY = 16
-_PATIENCE = 1.0  # seconds that a port may take to answer
-_LONGEST = 1024  # bytes of an answer
+_PATIENCE = 1.0  # seconds to wait for an answer
+_LONGEST = 1024  # maximum bytes of an answer
 
 
 def ports_of(job: str) -> list[int]:
-    """The ports to try, in order: the same for every rank of a job, and most likely others for another job."""
+    """Return the candidate ports in order: the same for all ranks of a job, most likely different for another job."""
     return random.Random(hashlib.sha256(job.encode()).digest()).sample(range(_FIRST, _LAST), _HOW_MANY)
 
 
 @contextmanager
 def lit(address: str, job: str, world_size: int, port: int) -> Iterator[None]:
-    """Answer, at this address, on which port the job's store is. Raises UserError where no port is free."""
+    """Announce the port of the job's store at this address. Raises UserError if no candidate port is free."""
     with _listen(address, ports_of(job)) as listening:
         told = {**_identity(job, world_size), "host": socket.gethostname(), "port": port}
         answer = json.dumps(told).encode() + b"\n"
@@ -53,14 +53,14 @@ def lit(address: str, job: str, world_size: int, port: int) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):
-                listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
+                listening.shutdown(socket.SHUT_RDWR)  # unblocks the thread
             thread.join()
 
 
 def heard(addresses: Sequence[str], job: str, world_size: int, timeout: float) -> tuple[str, int]:
-    """The address and the port of the store of this job's rank 0, which may have yet to light its beacon.
+    """Find the address and port of rank 0's store; rank 0 may not announce it yet.
 
-    Raises UserError where rank 0 runs another version or counts other ranks, TimeoutError where it isn't heard.
+    Raises UserError if rank 0 runs another version or another world size, TimeoutError if it isn't found.
     """
     until = time.monotonic() + timeout
     while time.monotonic() < until:
@@ -77,7 +77,7 @@ def heard(addresses: Sequence[str], job: str, world_size: int, timeout: float) -
 
 
 def _identity(job: str, world_size: int) -> dict[str, Any]:
-    """What tells this job's rank 0 from another's; the id itself is hashed, since anyone may connect."""
+    """Identity of this job's rank 0. The job's id is hashed, since anyone may connect."""
     return {
         "job": hashlib.sha256(job.encode()).hexdigest()[:32],
         "world_size": world_size,
@@ -87,7 +87,7 @@ def _identity(job: str, world_size: int) -> dict[str, Any]:
 
 
 def _checked(answer: dict[str, Any], job: str, world_size: int) -> int:
-    """The store's port. Raises UserError where the answer is of another job, size or version."""
+    """Check an announcement, and return the store's port. Raises UserError for another job, size or version."""
     for name, ours in _identity(job, world_size).items():
         if answer.get(name) != ours:
             raise UserError(
@@ -98,7 +98,7 @@ def _checked(answer: dict[str, Any], job: str, world_size: int) -> int:
 
 
 def _listen(address: str, ports: Sequence[int]) -> socket.socket:
-    """Rank 0's socket on the first free port. Raises UserError where none is."""
+    """Listen on the first free port, on rank 0. Raises UserError if none is free."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in ports:
         with suppress(OSError):
@@ -110,7 +110,7 @@ def _listen(address: str, ports: Sequence[int]) -> socket.socket:
 
 
 def _answer(listening: socket.socket, answer: bytes) -> None:
-    """A thread of rank 0: one short answer for each rank that connects."""
+    """Thread of rank 0: sends the announcement to each rank that connects."""
     while True:
         try:
             asking, _ = listening.accept()
@@ -122,12 +122,12 @@ def _answer(listening: socket.socket, answer: bytes) -> None:
 
 
 def _ask(address: str, port: int) -> tuple[str, dict[str, Any]] | None:
-    """The address that was reached, and what its port answers; None where that is nothing that we understand."""
+    """Read the announcement from a port, and the address that was reached; None for any other answer."""
     until = time.monotonic() + _PATIENCE
     try:
         with socket.create_connection((address, port), timeout=_PATIENCE) as asked:
             if asked.getsockname() == asked.getpeername():
-                return None  # the system has connected the port with itself
+                return None  # TCP self-connect
             said = b""
             while not said.endswith(b"\n") and len(said) < _LONGEST and time.monotonic() < until:
                 more = asked.recv(_LONGEST)
@@ -145,28 +145,28 @@ _EVERYWHERE = "0.0.0.0"
 
 @dataclass(frozen=True, kw_only=True)
 class Met:
-    """Where ranks have met."""
+    """The ranks' store and rank 0's address."""
 
     store: dist.Store
     address: str  # of rank 0's host
-    port: int | None = None  # of the store, where the ranks' variables don't say it
+    port: int | None = None  # port of the store, if the ranks' variables lack it
 
 
 def meeting(ranks: Ranks, environ: Mapping[str, str]) -> Meeting:
-    """Where the ranks of a launcher meet. Raises UserError where its variables don't say enough."""
+    """Return where a launcher's ranks meet. Raises UserError if its variables are insufficient."""
     found = _LAUNCHERS[ranks.launcher](environ)
     return Meeting(job=found.job, addresses=(LOOPBACK,)) if ranks.one_host else found
 
 
 def tells_no_address(ranks: Ranks) -> bool:
-    """Whether the launcher leaves it to the ranks where they meet."""
+    """Whether the launcher gives the ranks no address."""
     return ranks.launcher in _LAUNCHERS
 
 
 def meet(ranks: Ranks, *, timeout: float = 300.0) -> Met:
-    """Find rank 0's store, or serve it. Every rank must come.
+    """Find rank 0's store, or serve it. Collective.
 
-    Raises UserError where the launcher's variables don't say enough, TimeoutError where a rank doesn't come in time.
+    Raises UserError if the launcher's variables are insufficient, TimeoutError if a rank doesn't come in time.
     """
     address, port = environment.given_address(), environment.main_port()
     if address is not None and port is not None:
@@ -192,12 +192,12 @@ def meet(ranks: Ranks, *, timeout: float = 300.0) -> Met:
 
 
 def _given_store(address: str, port: int, ranks: Ranks) -> dist.TCPStore:
-    """Rank 0's store where the user wants it."""
+    """Serve rank 0's store at MASTER_ADDR and MASTER_PORT."""
     found = _resolved(address)
     if found is None or not is_ours(found):
         raise UserError(f"MASTER_ADDR is {address}, which is no address of rank 0's host {socket.gethostname()}")
     if is_loopback(found) and not ranks.one_host:
-        found = _EVERYWHERE  # systems give a host's own name a loopback address, for itself
+        found = _EVERYWHERE  # a host's own name may resolve to a loopback address on itself
     try:
         return store_at(found, port)
     except OSError as error:
@@ -214,7 +214,7 @@ def _arrived(rank: int) -> str:
 
 
 def _wait_for_all(store: dist.Store, world_size: int, timeout: float) -> None:
-    """Until every rank has found the store; before that the beacon must not go out."""
+    """Wait until every rank has found the store: until then rank 0 must announce it."""
     others = range(1, world_size)
     try:
         store.wait([_arrived(rank) for rank in others], timedelta(seconds=timeout))
@@ -226,7 +226,7 @@ def _wait_for_all(store: dist.Store, world_size: int, timeout: float) -> None:
 
 
 def _address_of_rank_0(found: Meeting) -> str:
-    """The address of this host, which is rank 0's, by which the others reach it."""
+    """Return the address of rank 0's host for the other hosts."""
     resolved = [_resolved(address) for address in found.addresses]
     ours = [address for address in resolved if address is not None and is_ours(address)]
     if not ours:
@@ -236,7 +236,7 @@ def _address_of_rank_0(found: Meeting) -> str:
     far = [address for address in ours if not is_loopback(address)]
     if far or found.other is None:
         return (far or ours)[0]
-    return address_towards(found.other)  # systems give a host's own name a loopback address, for itself
+    return address_towards(found.other)  # a host's own name may resolve to a loopback address on itself
 
 
 def _resolved(address: str) -> str | None:

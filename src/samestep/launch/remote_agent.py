@@ -21,13 +21,13 @@ from samestep import __version__, environment
 from samestep.launch.failure import Outcome
 from samestep.launch.node_spec import NodeSpec
 
-# Not by -m: processes that this one starts would run the module anew as theirs, and Python warns of that.
+# Not by -m: child processes would import the module again as theirs, with a warning.
 _MAIN = "import sys; from samestep.launch.remote_agent import main; sys.exit(main())"
 MARK = b"\x1esamestep "
-_LEAVE = 5.0  # seconds beyond the grace period of the ranks, for an agent whose starter is gone
+_LEAVE = 5.0  # seconds beyond the ranks' grace period, for an agent whose controller is gone
 
-# Variables such as PYTHONPATH are read while a process starts; so one without them makes way for one that has them.
-# It is one line, and in quotes no shell reads more in it than a word.
+# Variables such as PYTHONPATH take effect at start-up, so a first process sets them and execs a second one. It is one
+# line, which a shell takes as one word when quoted.
 _FIRST = (
     "import json,os,sys; os.environ.update(json.loads(open(0,'rb',0,closefd=False).readline())); "
     f"os.execv(sys.executable,[sys.executable,'-c','{_MAIN}'])"
@@ -35,20 +35,20 @@ _FIRST = (
 
 
 def agent_command(python: Sequence[str]) -> list[str]:
-    """The command of a remote agent, the same for every job."""
+    """Return the command that starts a remote agent, the same for every job."""
     return [*python, "-c", _FIRST]
 
 
 def request(parts: Sequence[NodeSpec], folder: str, variables: Mapping[str, str]) -> bytes:
-    """What a remote agent is sent. Of several parts it takes its own host's."""
+    """Build the request for a remote agent, which picks its own host's part."""
     asked = {"version": __version__, "parts": [part.to_json() for part in parts], "folder": folder}
     lines = dict(variables), asked
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
 def main() -> int:
-    """Be the agent of this host."""
-    orders = FileIO(0, closefd=False)  # unbuffered: what is not read yet is the next line
+    """Run this host's agent."""
+    orders = FileIO(0, closefd=False)  # unbuffered, so that later lines stay in the pipe for `_obey`
     asked = json.loads(orders.readline())
     parts = {values["host"]: values for values in asked["parts"]}
     host = next(iter(parts)) if len(parts) == 1 else environment.slurm_node()
@@ -59,9 +59,9 @@ def main() -> int:
 
 
 def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], orders: FileIO) -> Outcome:
-    """Do what the controller asks of this host. Other versions are refused before anything is read."""
+    """Run this host's part of a job. Other versions are refused before the request is parsed."""
     theirs = asked.get("version", "an older one")
-    if theirs != __version__:  # what follows may mean something else, or nothing
+    if theirs != __version__:  # its format may differ
         return Outcome(
             exit_code=2,
             message=f"the hosts of this job differ in their samestep version: the starting machine has "
@@ -83,13 +83,13 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
     threading.Thread(target=_obey, args=(orders, part.grace_period), daemon=True).start()
 
     with environment.quiet_import():
-        from samestep.launch import agent  # it takes seconds, in which an order may come
+        from samestep.launch import agent  # this takes seconds, in which an order may come
 
     return agent.run(part)
 
 
 def _say(host: str, **message: Any) -> None:
-    """A message to the controller: one marked line of JSON."""
+    """Send a message to the controller: a marked line of JSON."""
     try:
         sys.stdout.buffer.write(MARK + json.dumps({"host": host, **message}).encode() + b"\n")
         sys.stdout.buffer.flush()
@@ -98,7 +98,7 @@ def _say(host: str, **message: Any) -> None:
 
 
 def _obey(orders: FileIO, grace_period: float) -> None:
-    """Do what comes on standard input, in a thread of its own."""
+    """Thread: carries out the orders on standard input."""
     for line in orders:
         word, _, number = line.decode().strip().partition(" ")
         if word == "signal":

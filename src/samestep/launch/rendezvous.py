@@ -1,7 +1,7 @@
-"""The elastic agent's rendezvous: that of a job's hosts, PyTorch's own with short times, or of one host by itself.
+"""Rendezvous of elastic agents: PyTorch's, with short timeouts, for several hosts; or of a single host.
 
-PyTorch's c10d rendezvous keeps one store for all rounds, so that ranks of a later round can read what ranks of an
-earlier one left there; here every round has a store of its own.
+PyTorch's c10d rendezvous uses one store for all rounds, in which later ranks could read what earlier ones left; here
+every round has its own store.
 """
 
 import json
@@ -32,11 +32,11 @@ from samestep.launch.network import LOOPBACK, address_towards, reach, store_at, 
 from samestep.launch.node_heartbeat import Lost, NodeHeartbeat, Peer, State
 from samestep.launch.node_spec import Limits
 
-_APART = 0.5  # seconds; PyTorch's rendezvous itself looks once a second
+_APART = 0.5  # seconds between polls; PyTorch's rendezvous polls once a second
 
 
 class Waiting:
-    """Asks for the time of a round."""
+    """Polls, during a round, for hosts that wait to join."""
 
     def __init__(self, rendezvous: RendezvousHandler) -> None:
         self.number = 0
@@ -46,25 +46,25 @@ class Waiting:
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more; what is being asked is waited for, since the rendezvous serves one thread at a time."""
+        """Stop polling, and wait for the current poll, since the rendezvous isn't thread-safe."""
         self._over.set()
         self._thread.join()
 
     def _ask(self) -> None:
-        """A thread: how many hosts wait to join, asked twice a second."""
+        """Thread: polls the number of waiting hosts twice a second."""
         while not self._over.wait(_APART):
-            with suppress(RendezvousError, DistError):  # whether the store is there is found out elsewhere
+            with suppress(RendezvousError, DistError):  # a lost store is detected elsewhere
                 self.number = self._rendezvous.num_nodes_waiting()
 
 
 BACKEND = "samestep-hosts"
 
-# What PyTorch's stores and its rendezvous raise where the other side is gone.
+# Raised by PyTorch's stores and rendezvous if the other side is gone.
 BROKEN = (DistError, RendezvousConnectionError)
 
 # seconds between two tries to reach a store
-_PART = 10.0  # seconds that hosts which have met wait for a word of each other
-_CLOSE = 5.0  # seconds that closing a job may take
+_PART = 10.0  # seconds that hosts of a new round wait for each other's data
+_CLOSE = 5.0  # seconds to close a job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,16 +79,16 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class HostRound:
-    """A round's hosts, in the order of their ranks."""
+    """A round's hosts in the order of their ranks, and its store."""
 
     number: int  # from 0
     members: tuple[Member, ...]
-    first: bool  # whether this host is the first of them
+    first: bool  # whether this host is the first one
     store: Store
 
 
 class _NoHeartbeat:
-    """That of a host which is alone: nobody hears it, and it hears nobody."""
+    """Stand-in for the heartbeat in a single-host job."""
 
     said: Mapping[int, Mapping[str, Any]] = {}
     all_done = True
@@ -104,12 +104,12 @@ class _NoHeartbeat:
 
 
 class SingleNodeRendezvous(RendezvousHandler):
-    """One agent, which is complete by itself. The ranks meet in its store, which no other host reaches."""
+    """Rendezvous of a single agent. Its store is not reachable from other hosts."""
 
     node = 0
 
     def __init__(self, run_id: str, name: str = "") -> None:
-        """`name`: of this host, where messages are to say it."""
+        """`name`: this host's name in messages, if needed."""
         self.name = name
         self.heartbeat = _NoHeartbeat()
         self.round: HostRound | None = None
@@ -118,7 +118,7 @@ class SingleNodeRendezvous(RendezvousHandler):
         self._asked = 0
         self._closed = False
 
-    # What the elastic agent asks for.
+    # Interface of RendezvousHandler.
 
     def get_backend(self) -> str:
         return BACKEND
@@ -131,7 +131,7 @@ class SingleNodeRendezvous(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The next round of this host alone, with a store of its own."""
+        """Begin the next round, with its own store."""
         number = self.round.number + 1 if self.round is not None else 0
         store = store_at(LOOPBACK)
         member = Member(node=self.node, name=self.name, address=LOOPBACK, agent=self._run_id)
@@ -153,7 +153,7 @@ class SingleNodeRendezvous(RendezvousHandler):
         self._closed = True
         return True
 
-    # What samestep's agent asks for besides, as of MultiNodeRendezvous.
+    # Further methods for samestep's agent, as in MultiNodeRendezvous.
 
     def ask_for_round(self) -> None:
         self._asked = 1
@@ -175,10 +175,10 @@ class SingleNodeRendezvous(RendezvousHandler):
 
 
 class MultiNodeRendezvous(RendezvousHandler):
-    """One host's agent among several, or the only one of a job whose store another process serves."""
+    """Rendezvous of one host's agent with others, or of the only host of a job whose store another process serves."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        """Its configuration: node_rank, name and limits. Raises HostLostError where no store is at the endpoint."""
+        """Connect to the store. `parameters` has node_rank, name and limits. Raises HostLostError if none answers."""
         self._parameters = parameters
         host, _, port = parameters.endpoint.rpartition(":")
         self._store_address, self._store_port = host.strip("[]"), int(port)
@@ -193,7 +193,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         self._asked = 0
         self.round: HostRound | None = None
 
-    # What the elastic agent asks for.
+    # Interface of RendezvousHandler.
 
     def get_backend(self) -> str:
         return BACKEND
@@ -206,9 +206,9 @@ class MultiNodeRendezvous(RendezvousHandler):
         return self._parameters.run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the others, as often as hosts are lost while they meet.
+        """Rendezvous with the other hosts, repeatedly if hosts are lost meanwhile.
 
-        Raises HostLostError, and RendezvousClosedError where the job is over.
+        Raises HostLostError, and RendezvousClosedError if the job is over.
         """
         self._end_round()
         until = time.monotonic() + self.limits.meet
@@ -232,35 +232,35 @@ class MultiNodeRendezvous(RendezvousHandler):
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """As seen a moment ago: this doesn't wait for a store that does not answer."""
+        """Return the last polled number, without waiting for a store that doesn't answer."""
         return max(self._waiting.number if self._waiting is not None else 0, self._asked)
 
     def ask_for_round(self) -> None:
-        """Let the elastic agent begin another round, as if a host waited for it."""
+        """Make the elastic agent begin another round, as if a host were waiting to join."""
         self._asked = 1
 
     def shutdown(self) -> bool:
-        """Close the job to all hosts; without effect where its store is gone."""
+        """Close the job for all hosts; no effect if its store is gone."""
         self._end_round()
         self.heartbeat.close()
         with suppress(*BROKEN):
             return self._inner.shutdown()
         return False
 
-    # What samestep's agent asks for besides.
+    # Further methods for samestep's agent.
 
     def leave(self) -> None:
-        """Take part no more; the others go on where they may."""
+        """Leave the job; the other hosts go on if they can."""
         self._end_round()
         self.heartbeat.leave("failed")
         self.heartbeat.close()
 
     def lost(self) -> Lost | None:
-        """Why the present round is over for this host; None where it is not."""
+        """Return why the current round is over for this host; None if it isn't."""
         return self.heartbeat.lost()
 
     def come_back(self) -> None:
-        """Reach the store again after it was lost. Raises HostLostError where that takes too long."""
+        """Reconnect to the store after it was lost. Raises HostLostError after the timeout."""
         at = self._store_address, self._store_port
         self.heartbeat.close()
         until = time.monotonic() + self.limits.come_back
@@ -280,7 +280,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         self._inner = self._handler(self._store)
 
     def _answers(self) -> bool:
-        """Whether the connection to the job's store still stands."""
+        """Whether the connection to the job's store works."""
         try:
             self._store.check([self._key("rounds")])
         except DistError:
@@ -288,12 +288,12 @@ class MultiNodeRendezvous(RendezvousHandler):
         return True
 
     def post(self, key: str, value: Mapping[str, Any]) -> None:
-        """Tell all hosts of the job, those too that come later."""
+        """Post a value for all hosts of the job, including later ones."""
         with suppress(*BROKEN):
             self._store.set(self._key(key), json.dumps(value))
 
     def posted(self, key: str) -> dict[str, Any] | None:
-        """What a host has told; None where none did."""
+        """Return a posted value; None if there is none."""
         with suppress(*BROKEN):
             if self._store.check([self._key(key)]):
                 return json.loads(self._store.get(self._key(key)))
@@ -303,7 +303,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         return f"samestep/{self._parameters.run_id}/{key}"
 
     def _reached(self, identity: bytes | None = None) -> tuple[TCPStore, NodeHeartbeat]:
-        """The job's store and this host's heartbeat. Raises HostLostError where the store is gone."""
+        """Connect to the job's store, and start this host's heartbeat. Raises HostLostError if the store is gone."""
         at = self._store_address, self._store_port
         job = self._parameters.run_id
         try:
@@ -313,7 +313,7 @@ class MultiNodeRendezvous(RendezvousHandler):
             raise HostLostError(f"{self.name}: no store of the job answers at {at[0]}:{at[1]}") from error
 
     def _handler(self, store: TCPStore) -> RendezvousHandler:
-        """PyTorch's c10d rendezvous, with this host's place in its name, by which ranks are numbered."""
+        """Build PyTorch's c10d rendezvous, with the node rank in this host's name, by which PyTorch numbers hosts."""
         parameters = self._parameters
         if parameters.max_nodes == 1:
             return SingleNodeRendezvous(parameters.run_id)
@@ -323,7 +323,7 @@ class MultiNodeRendezvous(RendezvousHandler):
             C10dRendezvousBackend(store, parameters.run_id),
             parameters.min_nodes,
             parameters.max_nodes,
-            # PyTorch gives ranks in the order of these names.
+            # PyTorch orders ranks by these names.
             local_addr=f"{self.node:06d} {self.name}",
             timeout=self._timeout,
             keep_alive_interval=self.limits.keep_alive,
@@ -331,14 +331,14 @@ class MultiNodeRendezvous(RendezvousHandler):
         )
 
     def _end_round(self) -> None:
-        """Forget the round that is over."""
+        """Forget the finished round."""
         if self._waiting is not None:
             self._waiting.close()
         self._waiting = self.round = None
         self._asked = 0
 
     def _meet(self) -> RendezvousInfo:
-        """One meeting: PyTorch's rendezvous, then a store for the round.
+        """Run PyTorch's rendezvous once, and create or find the round's store.
 
         The host that got rank 0 serves the store and says where; the others wait 10 s for that. A host that paused
         between the two may have been left out meanwhile: its wait fails, and all meet once more.
@@ -346,11 +346,11 @@ class MultiNodeRendezvous(RendezvousHandler):
         self._timeout.first = not self._store.check([self._key("round/0")])
         with environment.own_bootstrap():
             met = self._inner.next_rendezvous()
-        # Everything under met.store is this round's alone.
+        # met.store is used by this round only.
         if met.rank == 0:
             store = store_at(self._address)
-            # PyTorch's own limit is five minutes, and a host that paused while all met may have been left out of the
-            # round since: a host that waits for it meets once more, as all others of the round then do.
+            # Not PyTorch's five minutes: a host that was paused may have been left out of the round, so the host that
+            # waits for it repeats the rendezvous, and then all others do.
             store.set_timeout(timedelta(seconds=_PART))
             number = self._store.add(self._key("rounds"), 1) - 1
             place = {"address": self._address, "port": store.port, "number": number}
@@ -369,14 +369,14 @@ class MultiNodeRendezvous(RendezvousHandler):
         )
 
     def _members(self, store: TCPStore, rank: int, size: int) -> tuple[Member, ...]:
-        """The round's hosts in the order of their ranks; each tells itself through the round's store."""
+        """Exchange the hosts' data through the round's store; return the hosts in the order of their ranks."""
         mine = Member(node=self.node, name=self.name, address=self._address, agent=self.heartbeat.agent)
         store.set(f"samestep/member/{rank}", json.dumps(asdict(mine)))
         found = store.multi_get([f"samestep/member/{each}" for each in range(size)])
         return tuple(Member(**json.loads(member)) for member in found)
 
     def peers(self) -> tuple[Peer, ...]:
-        """The other hosts of the round."""
+        """Return the other hosts of the round."""
         members = self.round.members if self.round is not None else ()
         return tuple(
             Peer(node=each.node, name=each.name, agent=each.agent) for each in members if each.node != self.node
@@ -387,7 +387,7 @@ NodeRendezvous = MultiNodeRendezvous | SingleNodeRendezvous
 
 
 class _Timeout(RendezvousTimeout):
-    """Hosts come one by one when a job is started, and all at once when it goes on."""
+    """Rendezvous timeouts: hosts come one by one at a job's start, and together later."""
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(join=timedelta(seconds=limits.meet), close=timedelta(seconds=_CLOSE))

@@ -1,7 +1,7 @@
-"""NodeRounds: what one host's agent does in each round: it watches its ranks, and posts what ended a round.
+"""NodeRounds: one host's view of a job's rounds: watches its ranks, and posts what ended a round.
 
-Every host that ends a round posts what it knows of the reason. The first host of the next round finds the root cause
-among them, and tells it once its ranks take steps again.
+Every host that ends a round posts the reason as far as it knows. The first host of the next round finds the root
+cause among them, and reports it once its ranks take steps again.
 
 The post of a round is one key in the hosts' store for each host. A rank that fails because its peer is gone
 (`Failure.follows`) posts so, and isn't taken for the cause as long as another host has a cause of its own; a host
@@ -27,7 +27,7 @@ from samestep.fault_tolerance.watchdog import Elsewhere, Hang, Watchdog
 from samestep.launch.rendezvous import HostRound, NodeRendezvous
 from samestep.run_folder import RunPlace
 
-_OTHERS = 2.0  # seconds in which all hosts have told why the last round ended
+_OTHERS = 2.0  # seconds to wait for all hosts' posts about the last round
 _APART = 0.1  # seconds between two looks
 
 _RUN_FOLDER = "run-folder"
@@ -35,16 +35,16 @@ _RUN_FOLDER = "run-folder"
 
 @dataclass(frozen=True, kw_only=True)
 class RanksEnded:
-    """Why this host's ranks ended, as far as the host knows."""
+    """Why this host's ranks ended, as far as this host knows."""
 
-    rank: int  # that failed first
+    rank: int  # the first one that failed
     reason: str  # its traceback, or the signal that ended it
     at: float  # seconds since 1970
-    follows: bool = False  # whether it says that it lost another rank
+    follows: bool = False  # whether its reason is a lost connection to another rank
 
 
 class NodeRounds:
-    """One host's rounds of a job."""
+    """Rounds of a job on one host."""
 
     def __init__(
         self,
@@ -56,16 +56,16 @@ class NodeRounds:
         known: Callable[[], JobInfo] | None = None,
         signals: Signals | None = None,
     ) -> None:
-        """`place` and `memory` are folders of this host, the second in memory, that go with its agent.
+        """`place` and `memory` are scratch folders of this host, the second in memory, removed with its agent.
 
-        `run`: what a job of samestep's says of its run's folder. `known`: what is known of the job before its ranks
-        say it. `signals`: by which the ranks are let to save.
+        `run`: a samestep job's run folder. `known`: the job's facts before its ranks publish them. `signals`:
+        handlers that let the ranks save.
         """
         self._run = run
         self._knows = known
-        self._known: JobInfo | None = None  # of the present round, before its ranks said anything
+        self._known: JobInfo | None = None  # facts of the current round, before its ranks publish theirs
         self._signals = signals
-        self.run_folder: Path | None = None  # the same on all hosts, once they have met
+        self.run_folder: Path | None = None  # the same on all hosts after `agree`
         self._memory = memory
         self._hosts = hosts
         self._place = place
@@ -73,33 +73,33 @@ class NodeRounds:
         self._folder = place
         self._watch: Watchdog | None = None
         self._about: JobInfo | None = None
-        self._known_folder: str | None = None  # the run's, as it was known when this round began
-        # From this host's monotonic clock to one that other hosts have too. It stays, so that a rank which does not
-        # move on says the same again and again.
+        self._known_folder: str | None = None  # the run's folder as known when this round began
+        # Offset from this host's monotonic clock to wall-clock time, which hosts share. Constant, so that the status
+        # of a rank without progress doesn't change.
         self._began = time.time() - time.monotonic()
-        self._came: Sequence[str] = ()  # hosts that were not in the round before
+        self._came: Sequence[str] = ()  # hosts that were not in the previous round
         self._pending = PendingFault(self._tell)
-        self.hang: Hang | None = None  # of a rank here, in the last round that has ended
+        self.hang: Hang | None = None  # of a rank on this host, in the last finished round
 
     @property
     def number(self) -> int:
-        """Of the present round, from 0."""
+        """Number of the current round, from 0."""
         return self._round.number if self._round is not None else 0
 
     @property
     def took_a_step(self) -> bool:
-        """Whether a rank of this host has taken a step in the present round."""
+        """Whether a rank of this host has taken a step in the current round."""
         return self._watch is not None and any(each.first_done_at for each in self._watch.read())
 
     @property
     def grace_period(self) -> float:
-        """Seconds that the ranks need to save and end; 0 where they have not said."""
+        """Seconds that the ranks need to save and end; 0 if they have not published it."""
         return self._about.grace_period if self._about is not None else 0.0
 
     def agree(self) -> None:
-        """The hosts have met; they agree on the run's folder. Raises what PyTorch's stores do.
+        """Agree with the other hosts on the run's folder, after the rendezvous. Raises what PyTorch's stores raise.
 
-        It is that of the first host, since its first rank is the one that writes; it stays over all rounds.
+        The first host chooses it, since its first rank writes the run; it stays the same in all rounds.
         """
         round_ = self._hosts.round
         if self._run is None or round_ is None:
@@ -111,7 +111,7 @@ class NodeRounds:
         self.run_folder = Path(round_.store.get(_RUN_FOLDER).decode())
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """The hosts have met; these ranks are about to be started here."""
+        """Begin a round after the rendezvous; `ranks` are about to be started here."""
         round_ = self._round = self._hosts.round
         assert round_ is not None
         self._folder = self._place / f"round-{round_.number}"
@@ -148,7 +148,7 @@ class NodeRounds:
         self._hosts.heartbeat.enter(round_.number, self._hosts.peers(), self._word)
 
     def look(self) -> None:
-        """See what the ranks say of their job; to be called again and again."""
+        """Read the facts that the ranks publish about their job; to be called repeatedly."""
         said = read_job_info(self._folder)
         if said is None:
             return
@@ -159,12 +159,12 @@ class NodeRounds:
         self._about = said
         if self._watch is not None:
             self._watch.limit = said.hang_limit
-        # The folder of a script's training is known from now on alone.
+        # A script's training publishes its folder only now.
         if self._run is None and said.run_folder is not None and self._round is not None and self._round.first:
             self._hosts.post(_RUN_FOLDER, {"path": said.run_folder})
 
     def end(self, why: RanksEnded | None) -> None:
-        """This host's ranks have ended; `why` where one of them failed."""
+        """End the round on this host, whose ranks have ended; `why` if one of them failed."""
         if self._watch is None or self._round is None:
             return
         watch, self._watch = self._watch, None
@@ -177,7 +177,7 @@ class NodeRounds:
             why = RanksEnded(rank=watch.hang.rank, reason=watch.hang.reason, at=time.time())
         self._pending.ends()
         mine = next((each for each in watch.last if why is not None and each.rank == why.rank), None)
-        # When the rank last moved on: at most a step before the fault, and never after it.
+        # The rank's last progress: at most a step before the fault, and never after it.
         moment = None if mine is None else self._began + mine.moved_at
         left = {
             "why": asdict(why) if why is not None else None,
@@ -189,7 +189,7 @@ class NodeRounds:
         self._hosts.post(f"left/{self._round.number}/{self._hosts.node}", left)
 
     def close(self, *, failed: bool) -> None:
-        """No further round; with `failed` the last one's fault is written down, which is told as the job's end."""
+        """Close after the last round; with `failed`, write its fault to the run's folder."""
         self._pending.ends()
         round_ = self._round
         if failed and round_ is not None and round_.first and self._folder_of_run() is not None:
@@ -200,13 +200,14 @@ class NodeRounds:
                 time.sleep(_APART)
             found = self._root_cause(replace(round_, number=round_.number + 1, members=()))
             if found is not None:
-                # Where nothing was tried, the error that follows says it all; of a command it always does.
+                # Print it only if the job was restarted or interrupted: otherwise, and for a command, the final error
+                # says it all.
                 interrupted = self._signals is not None and self._signals.number is not None
                 self._tell(found[0], aloud=self._known is not None and (round_.number > 0 or interrupted))
         shutil.rmtree(self._place, ignore_errors=True)
 
     def _word(self) -> Mapping[str, Any]:
-        """What the other hosts are to know of these ranks; each heartbeat carries it."""
+        """Return the status of this host's ranks, which each heartbeat carries."""
         watch = self._watch
         if watch is None:
             return {}
@@ -214,7 +215,7 @@ class NodeRounds:
         return {"ranks": ranks, "entered": watch.entered}
 
     def _elsewhere(self) -> Elsewhere:
-        """What ranks of other hosts do, as their heartbeats say; the watchdog judges all ranks together."""
+        """Return the status of other hosts' ranks from their heartbeats; the watchdog judges all ranks together."""
         words = self._hosts.heartbeat.said.values()
         return Elsewhere(
             ranks=[Progress(**each) for word in words for each in word.get("ranks", ())],
@@ -222,7 +223,7 @@ class NodeRounds:
         )
 
     def _root_cause(self, round_: HostRound) -> tuple[Fault, float, int] | None:
-        """What ended the round before this one; None where nothing failed, as where a host has joined."""
+        """Find what ended the previous round; None if nothing failed, as when a host has joined."""
         before = round_.number - 1
         known = self._hosts.posted(f"round/{before}")
         if known is None:
@@ -242,7 +243,7 @@ class NodeRounds:
                 continue
             done = max(done, left["done"])
             if (why := left["why"]) is not None:
-                # A host that is lost takes its ranks with it; a rank that lost a connection has lost it to them.
+                # A lost host is the cause of its ranks' end; a lost connection follows from another rank.
                 lefts.append(((bool(why["follows"]), not left.get("lost", False), why["at"]), member["name"], left))
         if not lefts:
             return None
@@ -262,13 +263,13 @@ class NodeRounds:
         return fault, left["moment"] or why["at"], done
 
     def _new(self, round_: HostRound) -> Sequence[str]:
-        """The hosts of a round that were not in the one before."""
+        """Return the hosts of a round that were not in the previous one."""
         known = self._hosts.posted(f"round/{round_.number - 1}") or {"members": []}
         before = {member["node"] for member in known["members"]}
         return [member.name for member in round_.members if member.node not in before]
 
     def _lost(self, member: Mapping[str, Any], had: Sequence[int]) -> dict[str, Any]:
-        """What a host that is gone, with the ranks that it had, would have said."""
+        """Build the post of a lost host, which had the ranks `had`."""
         word = self._hosts.posted(f"alive/{member['node']}") or {}
         ranks = [Progress(**each) for each in word.get("ranks", ())] if word.get("agent") == member["agent"] else []
         moment = max((each.moved_at for each in ranks), default=time.time())
@@ -283,7 +284,7 @@ class NodeRounds:
         }
 
     def _goes_on(self, ranks: Sequence[Progress]) -> None:
-        """The training takes steps again."""
+        """Report the previous fault or the hosts that have joined, since the training takes steps again."""
         said = self._said()
         layout = said.layout if said is not None else None
         if self._pending.goes_on(ranks, offset=self._began, next_layout=layout) or not self._came:
@@ -295,16 +296,16 @@ class NodeRounds:
         tell(fault, self._folder_of_run() or self._place / "no-run", aloud=aloud)
 
     def _folder_of_run(self) -> Path | None:
-        """The run's folder, as a rank has told it or as the job is known to have it."""
+        """Return the run's folder, as published by a rank or known to the job."""
         said = self._said()
         folder = said.run_folder if said is not None and said.run_folder is not None else self._known_folder
         return Path(folder) if folder is not None else None
 
     def _said(self) -> JobInfo | None:
-        """What the ranks have said by now: short steps are done before the agent looks again."""
+        """Read what the ranks have published now: their first steps may be over before the agent looks again."""
         return read_job_info(self._folder) or self._about
 
 
 def say(text: str) -> None:
-    """A line of this host's agent, on standard error."""
+    """Print a line of this host's agent on standard error."""
     print(f"samestep: {text}", file=sys.stderr, flush=True)

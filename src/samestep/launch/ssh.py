@@ -1,4 +1,4 @@
-"""Start by SSH: OpenSSH as it is configured, one connection a host, with one fixed command at its other end."""
+"""SSH starter: OpenSSH as configured by the user; one connection for each host, with a fixed remote command."""
 
 import math
 import shlex
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from samestep.launch.node_spec import AgentCommand, LaunchOptions, NodeSpec, Starter
 from samestep.launch.remote_agent import agent_command
 
-_ALIVE = 2  # seconds between two questions whether a host is there
+_ALIVE = 2  # seconds between keep-alive messages
 
 
 def _options(silence: float) -> tuple[str, ...]:
-    """Nothing is asked at the terminal, and a host is given up when the others take it for lost.
+    """Options: no prompts at the terminal, and the same timeout for a silent host as the other hosts use.
 
     OpenSSH takes an option's first value: the user's own, in --ssh, come before these.
     """
@@ -32,8 +32,8 @@ def _options(silence: float) -> tuple[str, ...]:
 
 
 def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
-    """The command for each host: ssh with one fixed line, or the agent itself for this host."""
-    # The shell at the other end reads this one line, and nothing of the user's but the path of Python is in it.
+    """Build the command for each host: ssh with a fixed remote command, or the agent itself for this host."""
+    # The remote shell sees only this line, which contains nothing of the user's except the path of Python.
     line = shlex.join(agent_command(options.remote_python))
     return [
         AgentCommand(
@@ -47,7 +47,7 @@ def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentComma
 
 
 def _resolve(host: str, options: LaunchOptions) -> str:
-    """The name behind a host's, which may be one of OpenSSH's configuration alone."""
+    """Resolve a host's name, which may be an alias in OpenSSH's configuration."""
     try:
         done = subprocess.run(
             [*options.ssh, "-G", "--", host],
@@ -58,7 +58,7 @@ def _resolve(host: str, options: LaunchOptions) -> str:
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
-        return host  # its own message comes when it is to connect
+        return host  # ssh will report it on connecting
     lines = (line.partition(" ") for line in done.stdout.splitlines())
     return next((value for key, _, value in lines if key == "hostname"), host)
 

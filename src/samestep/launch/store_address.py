@@ -1,4 +1,4 @@
-"""Where a job's store is: what the name that the user gave leads to, and where the host that serves it listens."""
+"""Address of a job's store: what the user's name for it resolves to, and where the serving host listens."""
 
 import socket
 import time
@@ -14,13 +14,13 @@ from samestep.launch.rounds import say
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_APART = 0.5  # seconds between two questions for a name
+_APART = 0.5  # seconds between two lookups
 
 
 def resolved(part: NodeSpec, deadline: float) -> str:
-    """The address that the job's name for the place has on this host. Raises UserError where it gets none in time.
+    """Resolve the store's name on this host, with retries until the deadline. Raises UserError.
 
-    Containers get their names as they start, and others may ask before that.
+    Names of containers are registered when they start, which may be later than this.
     """
     told = False
     while True:
@@ -40,9 +40,9 @@ def resolved(part: NodeSpec, deadline: float) -> str:
 
 
 def to_serve_at(part: NodeSpec, resolved: str) -> str:
-    """Where the other hosts reach the store that this one serves. Raises UserError where that can't be known.
+    """Return the address at which other hosts reach the store served here. Raises UserError if unknown.
 
-    Debian's installer has a host's own name lead to 127.0.1.1 on itself, and on no other host.
+    Debian's installer makes a host's own name resolve to 127.0.1.1 on that host.
     """
     assert part.address is not None
     if _is_meant(part.address) or part.most == 1 or not is_loopback(resolved):
@@ -58,10 +58,10 @@ def to_serve_at(part: NodeSpec, resolved: str) -> str:
 
 
 def to_meet_at(named: str, others: Iterable[str]) -> str:
-    """Where the machine that starts a job serves its store, for which the user has named it.
+    """Return the address at which the starting machine serves the store, given the user's name for it.
 
-    `others` are the job's other hosts, as they are reached from here. Raises UserError where they can't reach it
-    there, OSError where the name leads nowhere.
+    `others`: the job's other hosts, as reached from here. Raises UserError if they can't reach the address, OSError
+    if the name doesn't resolve.
     """
     resolved = str(socket.getaddrinfo(named, None, type=socket.SOCK_STREAM)[0][4][0])
     if _is_meant(named) or not is_loopback(resolved):
@@ -70,7 +70,7 @@ def to_meet_at(named: str, others: Iterable[str]) -> str:
     address = next((each for each in towards if not is_loopback(each)), None)
     if address is not None:
         return address
-    if towards:  # all hosts are this machine
+    if towards:  # all hosts resolve to this machine
         return named
     raise UserError(
         f"--master-addr {named} leads to {resolved} on this machine, where no other host reaches it; use "
@@ -79,19 +79,19 @@ def to_meet_at(named: str, others: Iterable[str]) -> str:
 
 
 def _is_meant(named: str) -> bool:
-    """Whether the user has said an address, be it one that no other host reaches."""
+    """Whether the user gave an address explicitly, even one that no other host reaches."""
     return is_address(named) or named == "localhost"
 
 
 def _towards(hosts: Iterable[str]) -> Iterator[str]:
-    """The addresses of this host from which it reaches others, as far as they can be found."""
+    """Yield this host's addresses on the routes to other hosts, where known."""
     for name in hosts:
         with suppress(OSError):
             yield address_towards(name)
 
 
 def served(part: NodeSpec, address: str) -> "dist.TCPStore":
-    """The job's store, on this host. Raises UserError where it can't be there."""
+    """Serve the job's store on this host. Raises UserError if that isn't possible."""
     try:
         return store_at(address, part.port)
     except OSError as error:

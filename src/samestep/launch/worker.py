@@ -1,7 +1,7 @@
-"""What the elastic agent starts for each rank: a program, a command of samestep's own, or a call of a function.
+"""What the elastic agent starts for each rank: a program, a samestep command, or a function call.
 
-The last two are forked from a server that has imported PyTorch once. A command is checked before any process waits
-for another.
+The last two are forked from a server that has imported PyTorch. Commands are checked before any process waits for
+another.
 """
 
 import os
@@ -26,22 +26,22 @@ from samestep.launch.script_env import registry
 
 _USERS_MISTAKE = 2  # the exit code
 
-# A rank whose peer died sees its connection break within milliseconds. One that calls a function waits this long
-# (seconds) before it ends itself, so that the agent meets the death that was first.
+# A rank's death breaks its peers' connections within milliseconds. A rank that runs a function waits this long
+# (seconds) after its failure, so that the agent sees the first death first.
 _AFTER_YOU = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What a rank is."""
+    """What a rank runs."""
 
-    entrypoint: Callable[..., Any] | str  # a function at the top level of a module, or a program
-    arguments: Callable[[], tuple[Any, ...]]  # asked for in every round, whose variables are set by then
-    takes_notice: bool = True  # whether it is told by SIGTERM to end, and has time to; otherwise it is ended
+    entrypoint: Callable[..., Any] | str  # a module-level function, or a program
+    arguments: Callable[[], tuple[Any, ...]]  # called in every round, after its variables are set
+    takes_notice: bool = True  # whether to send it SIGTERM and wait; else it is killed
 
 
 def entry_of(program: Sequence[str]) -> Entry:
-    """Of a command from `rank_command`."""
+    """Return the entry of a command from `rank_command`."""
     words = list(program)
     forked = arguments_of(words)
     if forked is None:
@@ -51,10 +51,10 @@ def entry_of(program: Sequence[str]) -> Entry:
 
 
 def entry_of_call(file: Path) -> Entry:
-    """Of a function and its arguments, pickled into a file.
+    """Return the entry of a function call that is pickled in a file.
 
-    A file, not the pipe that starts a process: a rank that dies before it has read a large call from the pipe would
-    leave this process writing for ever.
+    A file instead of multiprocessing's pipe: a rank that dies before it has read a large call would block this
+    process in writing.
     """
     return Entry(entrypoint=run_call, arguments=lambda: (str(file), environment.snapshot()), takes_notice=False)
 
@@ -67,11 +67,11 @@ def rank_command(
     threads: int | None = None,
     local_ranks: int | None = None,
 ) -> list[str]:
-    """What the elastic agent of this host starts for each rank, so that `command` runs as one.
+    """Return the command that the elastic agent starts for each rank, to run `command` as one.
 
-    `command` is a script of Python's, `-m` and a module, or a program, with its arguments. OMP_NUM_THREADS counts as
-    asked for where `threads` doesn't say. With `local_ranks` (ranks that this host gets) a binding that they don't
-    fit is refused here. Raises UserError for what the user got wrong.
+    `command` is a Python script, `-m` and a module, or a program, with its arguments. OMP_NUM_THREADS applies if
+    `threads` is None. With `local_ranks` (ranks on this host) a binding that they don't fit is refused here. Raises
+    UserError.
     """
     if not command:
         raise UserError("there is no command to start; write it after --, such as -- train.py --lr 3e-4")
@@ -89,7 +89,7 @@ _OURS = ["-m", "samestep"]
 
 
 def arguments_of(program: Sequence[str]) -> list[str] | None:
-    """The entry's arguments, for `run_forked`, where a rank's command is one of samestep's; None where it is not."""
+    """Return the arguments for `run_forked` if the command is samestep's own; None if it isn't."""
     words = list(program)
     if fork_server.METHOD != "forkserver" or words[1:3] != _ENTRY or "--" not in words:
         return None
@@ -98,25 +98,25 @@ def arguments_of(program: Sequence[str]) -> list[str] | None:
 
 
 def _warm_up() -> None:
-    """Let the server import, while this process waits for other hosts."""
+    """Start the fork server, which imports while this process waits for other hosts."""
     fork_server.preload()
     fork_server.ensure_running()
 
 
 def _begin(environ: Mapping[str, str]) -> None:
-    """A forked rank's first moments; `environ` is that of the agent, over which the rank's own variables stand."""
-    # The server ignores them. The agent decides; a rank ends at once, wherever it is.
+    """Initialize a forked rank; `environ` is the agent's, under the rank's own variables."""
+    # The fork server ignores these signals. A rank ends on them at once; the agent decides what follows.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     environment.adopt(environ)
     end_with_starter()
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, TextIOWrapper)
-        stream.reconfigure(line_buffering=True)  # what it prints is seen at once, beside other ranks'
+        stream.reconfigure(line_buffering=True)  # so that output interleaves with other ranks'
 
 
 def run_forked(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Be a rank of samestep's own command; `arguments` are those of `rank_entry`."""
+    """Run a samestep command as a rank; `arguments` are those of `rank_entry`."""
     _begin(environ)
     try:
         (_, _, _, module, *words), variables = rank_entry.prepared(arguments)
@@ -138,7 +138,7 @@ def run_forked(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def run_call(file: str, environ: Mapping[str, str]) -> Any:
-    """Be a rank that calls a function, and return what it does; why it fails is left for the agent to read."""
+    """Run a pickled call as a rank, and return its result; a failure is written for the agent."""
     _begin(environ)
     try:
         function, arguments = pickle.loads(Path(file).read_bytes())
@@ -159,8 +159,8 @@ def _tell(message: str, *, mistake: str | None = None) -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End at once with an exit code, without Python's own ending."""
-    # PyTorch would print the traceback of every rank as well.
+    """Exit at once, without the interpreter's shutdown."""
+    # With a normal exit PyTorch would also print every rank's traceback.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""World: who this rank is, on which device it computes, and the process group that it joins and leaves."""
+"""World: this rank's numbers and device, and the process group that it joins and leaves."""
 
 import atexit
 import time
@@ -37,7 +37,7 @@ _SCOPE, _KEY = "samestep", "store"
 def join_process_group(
     run: HorovodRun, ranks: Ranks, backend: str, *, timeout: float = 300.0, **options: object
 ) -> None:
-    """Join torch.distributed on a free port of rank 0's host. Raises TimeoutError where it isn't told in time.
+    """Join torch.distributed on a free port of rank 0's host. Raises TimeoutError if rank 0 doesn't announce it.
 
     Ranks of several hosts meet at the address from which rank 0 reaches horovodrun's server, as all of them do.
     """
@@ -57,7 +57,7 @@ def join_process_group(
 
 
 def _meeting_place(run: HorovodRun, timeout: float) -> tuple[str, int]:
-    """The host and the port that rank 0 wrote down, as soon as it has."""
+    """Return the host and port that rank 0 has announced, as soon as it has."""
     from horovod.runner.http.http_client import read_data_from_kvstore  # pyright: ignore[reportMissingImports]
 
     until = time.monotonic() + timeout
@@ -78,7 +78,7 @@ _ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, one_host=
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This rank among all. A process that works alone is rank 0 of 1, with a process group like any other."""
+    """This rank's numbers and device. A single process is rank 0 of 1, in a process group of its own."""
 
     rank: int
     world_size: int
@@ -95,13 +95,13 @@ def join(
     transport: Transport = "gloo",
     share_devices: bool = False,
 ) -> Iterator[World]:
-    """Take this process's place among the ranks that a launcher started; alone where none did.
+    """Join the ranks that a launcher started, or run alone if none did.
 
-    With `alone` the process works by itself, even as one of many. A process group that is there already is used
-    and left as it is. Ranks that share one host listen on its loopback alone, those of several hosts on the interface
-    that leads to the others. `transport` is that of messages between ranks on CPUs; shared memory is used by every
-    group whose ranks share a host. With `share_devices` several ranks may compute on one accelerator, and messages
-    go through the host's memory.
+    With `alone` the process works by itself, even as one of many. An existing process group is used and left as it
+    is. Ranks that share one host listen on its loopback only, those of several hosts on the interface towards the
+    others. `transport` applies to messages between ranks on CPUs; shared memory is used by every group whose ranks
+    share a host. With `share_devices` several ranks may compute on one accelerator, and messages go through the
+    host's memory.
     """
     ranks = (None if alone else environment.ranks()) or _ALONE
     if transport == "shared-memory" and ranks.local_world_size < ranks.world_size:
@@ -125,13 +125,13 @@ def join(
     met = _met(ranks) if ours else None
     interface = _interface(ranks, met) if ours else None
     try:
-        # For as long as the group is there: groups of a mesh's dimensions are made later.
+        # Set as long as the group exists: a mesh's subgroups are created later.
         with environment.messages_over(interface, gloo_alone=not ranks.one_host), ExitStack() as while_here:
             if ours:
                 _join_process_group(world, ranks, met, while_here, transport, share_devices)
             yield world
     except BaseException:
-        # Leaving the group is an orderly goodbye that waits for others; a failing rank just ends.
+        # Leaving the group waits for the others; a failing rank must not.
         ours = ours and world.world_size == 1 and dist.is_initialized()
         raise
     finally:
@@ -143,7 +143,7 @@ def join(
 
 
 def _met(ranks: Ranks) -> Met | None:
-    """Where ranks have met that torch.distributed doesn't bring together by itself, or that are on several hosts."""
+    """Rendezvous through a store, if torch.distributed can't do it itself or the ranks are on several hosts."""
     if ranks.world_size == 1 or environment.horovodrun() is not None:
         return None
     if rank_rendezvous.tells_no_address(ranks):
@@ -155,7 +155,7 @@ def _met(ranks: Ranks) -> Met | None:
 
 
 def _interface(ranks: Ranks, met: Met | None) -> str | None:
-    """The interface for messages between ranks; None where the back end finds it as well."""
+    """Return the interface for messages between ranks; None if the back end finds it by itself."""
     if ranks.one_host:
         return loopback_interface()
     if (named := environment.place_interface()) is not None:
@@ -175,7 +175,7 @@ def _join_process_group(
     backend = backend_of(world.device, gloo_alone=share_devices)
     if backend == "gloo" and transport != "gloo":
         backend = shared_memory.register(environment.snapshot())
-    # NCCL then knows it before the first message; gloo can't split a group that is bound.
+    # Early binding lets NCCL know the device before the first message; gloo can't split a bound group.
     bound = world.device if world.device.type != "cpu" and not share_devices else None
     if world.world_size == 1:
         alone = dist.HashStore()  # no port, no other rank to meet
@@ -192,19 +192,19 @@ def _join_process_group(
 
 
 def leave_process_group() -> None:
-    """End the process group and all that were made of it, once every rank is there, without gloo's deadlock.
+    """Destroy the process group and its subgroups, once every rank is there, avoiding a deadlock in gloo.
 
     A thread of gloo lets go of a finished message with the group's lock held, and where the message's tensors came
-    from Python, it needs Python's lock for it. The group's end takes Python's lock first and then the group's, so
-    the two may wait for each other for ever. (Seen in PyTorch 2.13, once in some thirty ends of a busy machine.) Who
-    holds the group last ends it: often this function, but a DistributedDataParallel that lives on does so later.
+    from Python, it needs the GIL for it. The group's destructor takes the GIL first and then the group's lock, so the
+    two may deadlock. (Seen in PyTorch 2.13, once in some thirty ends of a busy machine.) Whoever holds the last
+    reference destroys the group: often this function, but a DistributedDataParallel that lives on does so later.
 
-    So every group sends one more message, which holds on to those before it. A rank among others holds on to that
-    message to the end of its process, and with it to the group's connections: so no thread of gloo is the last to
-    let go of one, whenever the group ends.
+    So every group sends one more message, which holds references to those before it. A rank among others holds a
+    reference to that message to the end of its process, and with it to the group's connections: so no thread of gloo
+    is the last to let go of one, whenever the group ends.
     """
     every = tuple(dist.distributed_c10d._world.pg_map)
-    # A barrier in every group, begun in the same order on all ranks, waited for only once all are begun.
+    # A barrier in every group: all are started in the same order on all ranks before any is waited for.
     last = [backend.barrier(dist.BarrierOptions()) for group in every if (backend := _gloo_of(group)) is not None]
     for work in last:
         work.wait()
@@ -214,12 +214,12 @@ def leave_process_group() -> None:
         if isinstance(group, KernelGroup):
             group.close()
     dist.destroy_process_group()
-    del last  # after the groups, whose threads are gone by now where there is no other reference
+    del last  # after the groups: their threads have ended unless there are other references
 
 
 def _gloo_of(group: Any) -> Any | None:
-    """The gloo that a group sends by, whichever back end the group has; None where it has none."""
-    with suppress(RuntimeError):  # a group without a back end for the CPU
+    """Return the gloo back end behind a group; None if it has none."""
+    with suppress(RuntimeError):  # the group has no back end for CPU tensors
         backend = group._get_backend(torch.device("cpu"))
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
         return backend if isinstance(backend, dist.ProcessGroupGloo) else None
@@ -227,4 +227,4 @@ def _gloo_of(group: Any) -> Any | None:
 
 
 def _hold(last: list[Any]) -> None:
-    """Does nothing; what is to be called at the end is there until then, with its arguments."""
+    """No-op registered with atexit, which keeps its arguments alive until exit."""

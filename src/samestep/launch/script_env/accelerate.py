@@ -10,12 +10,12 @@ from samestep.errors import UserError
 from samestep.launch.script_env import torch
 from samestep.launch.script_env.base import Contract, Expected, Rank
 
-# What `accelerate launch` says to torchrun rather than to the script, and what the rank has its own of.
+# Settings of torchrun in `accelerate launch`, which the rank has already.
 _NOT_THE_SCRIPTS = {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 
 
 def _expected(rank: Rank) -> Expected:
-    """torchrun's variables, and Accelerate's own from its configuration file, if there is one."""
+    """Return torchrun's variables, and Accelerate's own from its configuration file, if there is one."""
     ranks = torch.variables(rank)
     asked = rank.options.get("config")
     file = Path(asked) if asked else environment.accelerate_config(rank.environ)
@@ -27,21 +27,21 @@ def _expected(rank: Rank) -> Expected:
 
 
 def _by_default(rank: Rank) -> dict[str, str]:
-    """As `accelerate launch --cpu` on hosts without accelerators: there each rank would think itself alone."""
+    """Set ACCELERATE_USE_CPU without accelerators, as `accelerate launch --cpu`: else each rank would be alone."""
     from samestep.launch.device import accelerators
 
     return {} if "ACCELERATE_USE_CPU" in rank.environ or accelerators() else {"ACCELERATE_USE_CPU": "true"}
 
 
 def _of_file(file: Path, rank: Rank) -> dict[str, str]:
-    """What Accelerate's own launcher derives from a file. Raises UserError with what it says against it."""
-    # It tells at length what its caller left out, and that a GPU is missing.
+    """Derive the variables from a file with Accelerate's own launcher. Raises UserError with its message."""
+    # It warns about each omitted option and a missing GPU.
     logging.disable(logging.WARNING)
     try:
         with environment.given({}), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             prepared = _prepared(str(file), rank.ranks.world_size)
-    except Exception as error:  # a parser's, or one of many kinds for a key or a value
+    except Exception as error:  # from its parser, or any of many for a key or a value
         raise UserError(f"{file}: Accelerate can't launch from it: {error}") from None
     finally:
         logging.disable(logging.NOTSET)
@@ -53,7 +53,7 @@ def _of_file(file: Path, rank: Rank) -> dict[str, str]:
 
 
 def _prepared(file: str, ranks: int) -> dict[str, str]:
-    """The environment of a script that `accelerate launch --config_file` starts; the number of ranks is ours."""
+    """Return the environment of `accelerate launch --config_file`, with this job's number of ranks."""
     from accelerate.commands import launch  # pyright: ignore[reportMissingImports]
     from accelerate.utils import launch as prepare  # pyright: ignore[reportMissingImports]
 

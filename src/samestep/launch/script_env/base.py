@@ -1,4 +1,4 @@
-"""What a contract is: the variables and arguments that an engine's scripts expect, written from a rank's place.
+"""Contract: the variables and arguments that an engine's scripts expect, derived from a rank.
 
 Some contracts must agree on addresses and ports before the scripts start. Ranks do so through a store that all of
 them reach (`meeting`).
@@ -19,61 +19,61 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """A rank as a contract sees it: its place, its environment, and the options of --engine."""
+    """A rank's numbers, environment, and options of --engine."""
 
     ranks: Ranks
-    environ: Mapping[str, str]  # as the launcher left it
+    environ: Mapping[str, str]  # as set by the launcher
     threads: int
     options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def node(self) -> int:
-        """The number of this rank's host among the job's."""
+        """Node rank of this rank's host."""
         given = self.environ.get("GROUP_RANK", "")
         return int(given) if given.isdecimal() else self.ranks.rank // self.ranks.local_world_size
 
     @property
     def nodes(self) -> int:
-        """Hosts of the job, of as many ranks as this one where the launcher doesn't say."""
+        """Number of hosts; hosts of equal size are assumed if the launcher doesn't say."""
         given = self.environ.get("GROUP_WORLD_SIZE", "")
         return int(given) if given.isdecimal() else -(-self.ranks.world_size // self.ranks.local_world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a script finds when it starts."""
+    """Variables and arguments for a script."""
 
     variables: Mapping[str, str]
     arguments: tuple[str, ...] = ()  # before the script's own
-    # Address and port of a rank's presence: the script is told to stop when that rank has ended.
+    # Address and port of a rank's presence server: the script is terminated when that rank has ended.
     as_long_as: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """How an engine's scripts are told their place among the ranks."""
+    """How an engine's scripts learn their rank."""
 
-    expected: Callable[[Rank], Expected]  # every rank calls it, since some agree on addresses and ports
-    options: Mapping[str, str] = field(default_factory=dict)  # by name, with what each takes
+    expected: Callable[[Rank], Expected]  # called by every rank, since some agree on addresses and ports
+    options: Mapping[str, str] = field(default_factory=dict)  # name -> description of its value
     check: Callable[[Mapping[str, str]], None] = lambda options: None  # raises UserError for a wrong option
-    package: str | None = None  # of Python, which the contract needs to be written
-    installs: str = ""  # what would install it
+    package: str | None = None  # Python package that `expected` needs
+    installs: str = ""  # command that installs it
 
 
 def whole_number(name: str, text: str, least: int) -> int:
-    """The value of an option. Raises UserError where it is not a whole number, or too small."""
+    """Parse an integer option. Raises UserError if it is no integer, or too small."""
     if text.isdecimal() and int(text) >= least:
         return int(text)
     raise UserError(f"--engine: {name}={text}; it must be a whole number of {least} or more")
 
 
-# Slower than the slowest start of a rank: the first import of PyTorch from a cold disk.
+# Longer than the slowest start of a rank: PyTorch's first import from a cold disk.
 _PATIENCE = timedelta(minutes=5)
 
 
 @contextmanager
 def meeting(rank: Rank, address: str, port: int) -> Iterator["Store"]:
-    """A store that all ranks share until each of them has left it.
+    """Share a store among all ranks until each has left it.
 
     It is the store that the elastic agent serves. Where the agent serves none, rank 0 serves one at the same address
     and port, which are free again for its script afterwards. Keys have a prefix for each start of the ranks.
@@ -97,13 +97,13 @@ def meeting(rank: Rank, address: str, port: int) -> Iterator["Store"]:
 
 
 def gathered(store: "Store", name: str, rank: Rank, mine: str) -> list[str]:
-    """What each rank wrote under a name, in the order of ranks. Every rank must call this."""
+    """Exchange a value through the store; return all ranks' values by rank. Collective."""
     store.set(f"{name}/{rank.ranks.rank}", mine)
     return [store.get(f"{name}/{other}").decode() for other in range(rank.ranks.world_size)]
 
 
 def addresses(store: "Store", rank: Rank, main: str) -> list[str]:
-    """The address of each rank's host by which the other hosts reach it; the loopback where there is one host."""
+    """Return each rank's host address as other hosts reach it; the loopback on a single host. Collective."""
     from samestep.launch.network import LOOPBACK, agreed_before_group
 
     ranks = rank.ranks

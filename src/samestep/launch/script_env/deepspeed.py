@@ -8,7 +8,7 @@ from samestep.launch.script_env.base import Contract, Expected, Rank
 
 
 def _expected(rank: Rank) -> Expected:
-    """torchrun's variables with DeepSpeed's further names, and --local_rank for the script."""
+    """Return torchrun's variables with DeepSpeed's further names, and --local_rank for the script."""
     local_rank = rank.ranks.local_rank
     variables = {
         **torch.variables(rank),

@@ -1,6 +1,6 @@
-"""horovod: what `horovodrun --gloo` sets, with a server where its ranks meet, which lives as long as rank 0.
+"""horovod: what `horovodrun --gloo` sets, with a rendezvous server that lives as long as rank 0.
 
-As a program, `ADDRESS SLOTS`, the module is that server, and runs until its standard input ends.
+Run as a program with `ADDRESS SLOTS`, the module is that server, and runs until its standard input ends.
 """
 
 import json
@@ -23,7 +23,7 @@ _MODULE = "samestep.launch.script_env.horovod"  # the server as a program
 
 
 def _expected(rank: Rank) -> Expected:
-    """Agree on every rank's address and place, start the server beside rank 0, and say where it is."""
+    """Agree on every rank's address and numbers, start the server beside rank 0, and set its address."""
     ranks, variables = rank.ranks, torch.variables(rank)
     _check_name(rank)
     with meeting(rank, variables["MASTER_ADDR"], int(variables["MASTER_PORT"])) as store:
@@ -37,7 +37,7 @@ def _expected(rank: Rank) -> Expected:
 
 
 def _check_name(rank: Rank) -> None:
-    """Raise UserError where Horovod would not find the other hosts: it looks for some at this one's name alone."""
+    """Raise UserError if Horovod would not find other hosts: it relies on this host's name."""
     if rank.ranks.local_world_size < rank.ranks.world_size and own_name_leads_nowhere():
         name = socket.gethostname()
         raise UserError(
@@ -46,18 +46,18 @@ def _check_name(rank: Rank) -> None:
         )
 
 
-Slot = Mapping[str, str | int]  # a rank's place, by the names that Horovod has for its parts
+Slot = Mapping[str, str | int]  # a rank's numbers, by Horovod's names
 
 
 def slots_of(local_ranks: Sequence[int]) -> list[Slot]:
-    """Each rank's place among all, from the local ranks of all; a host's stand together and begin with 0."""
+    """Derive each rank's numbers from the local ranks of all; ranks of a host are consecutive and start at 0."""
     hosts = [local_ranks[: rank + 1].count(0) for rank in range(len(local_ranks))]
     slots: list[Slot] = []
     for rank, (local_rank, host) in enumerate(zip(local_ranks, hosts, strict=True)):
-        same_place = [other for other, number in enumerate(local_ranks) if number == local_rank]  # one a host
+        same_place = [other for other, number in enumerate(local_ranks) if number == local_rank]  # one on each host
         slots.append(
             {
-                "hostname": f"host-{host}",  # only a name that its ranks share
+                "hostname": f"host-{host}",  # any name that is the same for the host's ranks
                 "rank": rank,
                 "size": len(local_ranks),
                 "local_rank": local_rank,
@@ -70,7 +70,7 @@ def slots_of(local_ranks: Sequence[int]) -> list[Slot]:
 
 
 def variables_of(slot: Slot, address: str, port: int, interface: str | None) -> dict[str, str]:
-    """What `horovodrun` puts into a rank's environment, for a server of its ranks at an address."""
+    """Return a rank's variables as `horovodrun` sets them, for a server at this address."""
     return {
         **{f"HOROVOD_{name.upper()}": str(value) for name, value in slot.items()},
         "HOROVOD_CONTROLLER": "gloo",
@@ -86,7 +86,7 @@ CONTRACT = Contract(expected=_expected, package="horovod", installs="use make ho
 
 @contextmanager
 def serving(address: str, slots: Sequence[Slot]) -> Iterator[tuple[str, int]]:
-    """Serve on a free port of one address, as `horovodrun` does on all of its host's; gives address and port."""
+    """Serve on a free port of one address (`horovodrun` uses all addresses); yields address and port."""
     from horovod.runner.http.http_server import RendezvousHTTPServer  # pyright: ignore[reportMissingImports]
 
     server = RendezvousHTTPServer((address, 0), _handler(), False)
@@ -100,17 +100,17 @@ def serving(address: str, slots: Sequence[Slot]) -> Iterator[tuple[str, int]]:
 
 
 def _handler() -> type:
-    """Horovod's own, except that one group of ranks that has met does not undo the count of another.
+    """Build Horovod's handler, fixed so that one finished group doesn't reset the count of another.
 
     Ranks report when they have found each other; when all of a group have, the server drops their addresses. Horovod
-    0.28 also drops the reports of other groups then, so that their addresses stay. Where Horovod starts once more, a
-    rank may be given an address of the first start, at which no process listens.
+    0.28 also drops the reports of other groups then, so that their addresses stay. If Horovod starts again, a rank
+    may get an address of the first start, at which no process listens.
     """
     from horovod.runner.http.http_server import RendezvousHandler  # pyright: ignore[reportMissingImports]
 
     class Handler(RendezvousHandler):
         def do_DELETE(self) -> None:  # noqa: N802
-            """A rank has finished with a group's meeting; when all have, the group may meet again."""
+            """Record that a rank has finished a group's rendezvous; after all have, reset the group."""
             server: Any = self.server
             group, _, rank = self.path.removeprefix("/").partition("/")
             if group not in server.scope_size:
@@ -118,7 +118,7 @@ def _handler() -> type:
                 return
             with server.finished_list_lock, server.cache_lock:
                 met = server.finished_list[group]
-                if rank not in met:  # a rank reports again where the answer was lost
+                if rank not in met:  # a rank reports again if the response was lost
                     met.append(rank)
                 if len(met) == server.scope_size[group]:
                     met.clear()
@@ -129,7 +129,7 @@ def _handler() -> type:
 
 
 def main(address: str, slots: str) -> None:
-    """Serve until standard input ends; the port is printed as soon as the server listens."""
+    """Serve until standard input ends; print the port once the server listens."""
     with serving(address, json.loads(slots)) as (_, port):
         print(port, flush=True)
         sys.stdin.read()

@@ -12,17 +12,17 @@ from samestep.launch.script_env.base import Contract, Expected, Rank, addresses,
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-CHIEF, WORKER, SERVER = "chief", "worker", "ps"  # as TensorFlow calls them
+CHIEF, WORKER, SERVER = "chief", "worker", "ps"  # TensorFlow's names
 
-# TensorFlow would start as many threads as the host has cores, in every rank.
+# By default TensorFlow starts as many threads as the host has cores, in every rank.
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 
 def _expected(rank: Rank) -> Expected:
-    """TF_CONFIG: addresses and ports of all ranks, exchanged through a store, and which of them this is."""
+    """Build TF_CONFIG: all ranks' addresses and ports, exchanged through a store, and this rank's task."""
     variables = torch.variables(rank)
     kinds = kinds_of(rank.ranks.world_size, int(rank.options.get("servers", 0)))
-    # Each rank holds its port until all have theirs, so no two of a host get the same.
+    # Each rank holds its port until all have theirs, so that ranks of a host get different ones.
     with (
         meeting(rank, variables["MASTER_ADDR"], int(variables["MASTER_PORT"])) as store,
         held_port() as held,
@@ -39,7 +39,7 @@ def _expected(rank: Rank) -> Expected:
 
 
 def _presence_of_chief(store: "Store", rank: Rank, address: str) -> tuple[str, int] | None:
-    """Where the others see that the chief is there; they wait for work, and never end by themselves."""
+    """Return where other ranks detect the chief's end: workers and servers never end by themselves."""
     if rank.ranks.rank == 0:
         store.set("presence", str(sidecar.announce(address)))
         return None
@@ -47,7 +47,7 @@ def _presence_of_chief(store: "Store", rank: Rank, address: str) -> tuple[str, i
 
 
 def kinds_of(ranks: int, servers: int) -> list[str]:
-    """What each rank is: all workers; with parameter servers a chief, then workers, then those."""
+    """Return each rank's task: workers only; with parameter servers, a chief, workers, then the servers."""
     if not servers:
         return [WORKER] * ranks
     if ranks < servers + 2:

@@ -19,7 +19,7 @@ CONTRACTS: Mapping[str, Contract] = {
 
 
 def check(text: str) -> None:
-    """Raise UserError unless an engine is named, and its options are its own and right."""
+    """Raise UserError unless the text names an engine with valid options."""
     _read(text)
 
 
@@ -31,7 +31,7 @@ def check_installed(text: str) -> None:
 
 
 def expected(text: str, ranks: Ranks, environ: Mapping[str, str], threads: int) -> Expected:
-    """What this rank's script finds when it starts. Raises UserError where that can't be had here."""
+    """Return what this rank's script expects. Raises UserError if the engine isn't installed."""
     contract, options = _read(text)
     check_installed(text)
     return contract.expected(Rank(ranks=ranks, environ=environ, threads=threads, options=options))

@@ -1,11 +1,11 @@
-"""Sidecar: a helper process beside a rank, which ends when the rank has ended, however the rank ended.
+"""Sidecar: a helper process of a rank, which ends when the rank ends, however that happens.
 
-A sidecar may serve the rank's presence: others, on any host, learn from a connection to it whether the rank is still
-there. So a command on another host can be ended when that rank has ended: for scripts that wait for work and never
-end by themselves, such as parameter servers.
+A sidecar may serve the rank's presence: a connection to it from any host breaks when the rank ends. So a command on
+another host can be ended together with that rank: for scripts that wait for work and never end by themselves, such as
+parameter servers.
 
-As a program, `ADDRESS` serves the presence of the process that started it; `ADDRESS PORT COMMAND ...` runs a command
-until the rank whose presence is served there has ended.
+Run as a program, `ADDRESS` serves the presence of the parent process; `ADDRESS PORT COMMAND ...` runs a command until
+the rank whose presence is served there has ended.
 """
 
 import os
@@ -23,17 +23,17 @@ _MODULE = "samestep.launch.script_env.sidecar"
 
 
 def start_beside(module: str, *arguments: str) -> int:
-    """Start a module beside this rank: it prints the port on which it serves, and reads standard input to the end.
+    """Start a module as this rank's sidecar: it prints its port, and runs until its standard input ends.
 
-    Returns the port. Raises UserError where none is printed.
+    Returns the port. Raises UserError if none is printed.
     """
     helper = subprocess.Popen(
         [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert helper.stdin is not None
     assert helper.stdout is not None
-    # The helper reads until no process holds this end any more. It is open in the script too, and in nothing that
-    # Python's subprocess starts from there.
+    # The sidecar reads until the last copy of this pipe end is closed. The script inherits it across exec, but
+    # Python's subprocess doesn't pass it on.
     os.set_inheritable(helper.stdin.fileno(), True)
     line = helper.stdout.readline()
     if not line.strip().isdecimal():
@@ -41,19 +41,19 @@ def start_beside(module: str, *arguments: str) -> int:
     return int(line)
 
 
-_CONNECT = 30.0  # seconds for the connection
+_CONNECT = 30.0  # seconds to connect
 
-# With these a lost host is noticed after half a minute; with the system's own times, after two hours.
+# Detect a lost host within half a minute; the system's default is two hours.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 def announce(address: str) -> int:
-    """Serve this rank's presence from a sidecar; the port to connect to."""
+    """Serve this rank's presence from a sidecar; return the port."""
     return start_beside(_MODULE, address)
 
 
 def connect(address: str, port: int) -> socket.socket:
-    """A connection to the rank that has announced itself there. Raises StartError where there is none."""
+    """Connect to a rank's presence server. Raises StartError if none answers."""
     try:
         connection = socket.create_connection((address, port), timeout=_CONNECT)
     except OSError as error:
@@ -65,19 +65,19 @@ def connect(address: str, port: int) -> socket.socket:
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
-        if hasattr(socket, name):  # not every system has them
+        if hasattr(socket, name):  # not available on every system
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
 
 
 def wait_for_end(connection: socket.socket) -> None:
-    """Return when the rank at the other side has ended, or its host is lost."""
-    with connection, suppress(OSError):  # such as that of a host that is silent
+    """Wait until the rank at the other end has ended, or its host is lost."""
+    with connection, suppress(OSError):  # a keep-alive timeout of a silent host, say
         connection.recv(1)  # nothing is ever sent
 
 
 def serve_presence(address: str) -> None:
-    """Print a port, and hold every connection to it open until standard input ends."""
+    """Print a port, and keep all connections to it open until standard input ends."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=1024) as server:
         threading.Thread(target=_accept, args=(server,), daemon=True).start()
@@ -86,24 +86,24 @@ def serve_presence(address: str) -> None:
 
 
 def _accept(server: socket.socket) -> None:
-    """Accept connections, and keep them open as long as this process lives."""
-    kept = []  # a connection without a reference is closed
+    """Thread: accepts connections, and keeps them open."""
+    kept = []  # an unreferenced connection would be closed
     while True:
         kept.append(server.accept()[0])
 
 
-_PATIENCE = 5.0  # seconds between asking the command to end and ending it
+_PATIENCE = 5.0  # seconds between SIGTERM and SIGKILL to the command
 
 
 def until_rank_ends(address: str, port: int, command: Sequence[str]) -> list[str]:
-    """The command that runs another one until a rank has ended."""
+    """Return a command that runs `command` until a rank has ended."""
     return [sys.executable, "-m", _MODULE, address, str(port), *command]
 
 
 def run_until(address: str, port: int, command: Sequence[str]) -> int:
-    """Run a command until it ends, or the other rank does; its exit code, 0 where it was the other.
+    """Run a command until it or the rank ends; return its exit code, 0 if the rank ended first.
 
-    Raises StartError, and runs nothing, where the other rank is not reached.
+    Raises StartError, and runs nothing, if the rank can't be reached.
     """
     connection = connect(address, port)
     process = subprocess.Popen(command, preexec_fn=end_with_parent)
