@@ -17,7 +17,7 @@ from samestep.ranks import DEVICE_VARIABLES, Ranks, VisibleDevices, by_horovodru
 from samestep.ranks import read as read_ranks
 from samestep.ranks import visible_devices as read_visible
 
-# What this process began with. In a rank: what the server that it was forked from had at its start.
+# Variables at the start of this process. In a forked rank: those at the start of the fork server.
 _AT_FIRST: Final = dict(os.environ)
 
 
@@ -27,14 +27,14 @@ def ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
 
 
 def as_first_of(world_size: int, local_world_size: int) -> AbstractContextManager[None]:
-    """As if this process were the first of so many ranks of samestep's agents, to look at what they are to do."""
+    """Pretend to be the first of so many ranks of samestep's agents, for rehearsals."""
     wanted = {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_world_size}
     return given({name: str(value) for name, value in {**wanted, _ROUND: 0, _ROUND_FOLDER: os.devnull}.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class HorovodRun:
-    """What `horovodrun` tells a rank that it started."""
+    """Variables that `horovodrun` sets for a rank."""
 
     host: str  # this rank's, as the command names it
     address: str  # of the server where the ranks meet
@@ -42,7 +42,7 @@ class HorovodRun:
 
 
 def horovodrun(environ: Mapping[str, str] = os.environ) -> HorovodRun | None:
-    """How ranks that `horovodrun` started meet; None where something else started them, or nothing."""
+    """Return how ranks started by `horovodrun` meet; None if it didn't start this process."""
     if not by_horovodrun(environ):
         return None
     return HorovodRun(
@@ -58,17 +58,17 @@ def under_mpirun(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def main_address(environ: Mapping[str, str] = os.environ) -> str:
-    """The address of rank 0's host, as torchrun says it to every rank."""
+    """Return the address of rank 0's host, in torchrun's variable."""
     return environ.get("MASTER_ADDR", "127.0.0.1")
 
 
 def gloo_interface(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The network interface that the user chose for gloo's messages."""
+    """Return the network interface that the user chose for gloo."""
     return environ.get("HOROVOD_GLOO_IFACE", environ.get("GLOO_SOCKET_IFNAME"))
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ) -> VisibleDevices | None:
-    """Which accelerators a variable chooses for this process; None where none does."""
+    """Return the accelerators that a variable makes visible to this process; None if none is set."""
     return read_visible(environ)
 
 
@@ -78,7 +78,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # on which gloo's an
 def variables_of_interface(
     interface: str | None, environ: Mapping[str, str] = os.environ, *, gloo_alone: bool = False
 ) -> dict[str, str]:
-    """What names an interface for messages, unless the user has chosen one or it is None.
+    """Return the variables that select an interface, unless the user has chosen one or it is None.
 
     `gloo_alone`: NCCL keeps to its own choice, which may be several interfaces between hosts.
     """
@@ -88,7 +88,7 @@ def variables_of_interface(
 
 @contextmanager
 def messages_over(interface: str | None, *, gloo_alone: bool = False) -> Iterator[None]:
-    """An interface for the messages of torch.distributed, unless the user has chosen one or it is None."""
+    """Select an interface for torch.distributed, unless the user has chosen one or it is None."""
     chosen = variables_of_interface(interface, gloo_alone=gloo_alone)
     os.environ.update(chosen)
     try:
@@ -99,7 +99,7 @@ def messages_over(interface: str | None, *, gloo_alone: bool = False) -> Iterato
 
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Without the lines in which torch.profiler tells that it starts and stops, unless the user asks for a level."""
+    """Silence torch.profiler's messages about its start and stop, unless the user has set a log level."""
     name = "KINETO_LOG_LEVEL"
     asked = os.environ.get(name)
     os.environ.setdefault(name, "100")
@@ -110,7 +110,7 @@ def quiet_profiler() -> Iterator[None]:
 
 
 def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Threads a process that the user asked for by OMP_NUM_THREADS.
+    """Return the threads of each process that the user requested by OMP_NUM_THREADS; None if not set.
 
     torchrun sets OMP_NUM_THREADS=1 where the user set nothing; under it a 1 is not the user's choice, unless
     samestep has shared out the cores of the host. A task of srun has as many cores as were asked for
@@ -123,12 +123,12 @@ def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environ and _SHARED_OUT not in environ else threads
 
 
-# Set for a rank that has its share of its host's cores and threads.
+# Marks a rank that has been given its share of its host's cores and threads.
 _SHARED_OUT = "SAMESTEP_SHARED_OUT"
 
 
 def share(threads: int) -> dict[str, str]:
-    """Variables for a rank that has its share of its host's cores: the threads that it starts on them."""
+    """Return variables for a rank with its share of its host's cores: its number of threads."""
     return {"OMP_NUM_THREADS": str(threads), _SHARED_OUT: "1"}
 
 
@@ -145,12 +145,12 @@ def accelerate_config(environ: Mapping[str, str] = os.environ) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ToldRound:
-    """What this host's agent tells its ranks about the start that they are part of."""
+    """The round that a host's agent passes to its ranks in variables."""
 
-    number: int  # of the start, from 0, the same on all hosts
-    folder: str  # on this host, where the ranks leave how far they are
-    run_folder: str | None = None  # that an earlier round chose for what the run leaves; None: none did
-    memory: str | None = None  # on this host, for copies of the training's state from round to round
+    number: int  # of the round, from 0, the same on all hosts
+    folder: str  # on this host, for the ranks' status files
+    run_folder: str | None = None  # chosen by an earlier round; None: not yet
+    memory: str | None = None  # on this host, for in-memory checkpoints kept from round to round
 
 
 _ROUND, _ROUND_FOLDER, _RUN_FOLDER = "SAMESTEP_ROUND", "SAMESTEP_ROUND_FOLDER", "SAMESTEP_RUN_FOLDER"
@@ -158,7 +158,7 @@ _MEMORY_FOLDER = "SAMESTEP_MEMORY_FOLDER"
 
 
 def told_round(environ: Mapping[str, str] = os.environ) -> ToldRound | None:
-    """The round that an agent of samestep's told this rank; None where something else started it, or nothing."""
+    """Read the round passed by samestep's agent; None if no agent started this process."""
     if _ROUND not in environ or _ROUND_FOLDER not in environ or "RANK" not in environ:
         return None
     return ToldRound(
@@ -170,7 +170,7 @@ def told_round(environ: Mapping[str, str] = os.environ) -> ToldRound | None:
 
 
 def tell_round(round_: ToldRound) -> None:
-    """Tell the ranks that this process starts from now on."""
+    """Set the variables for ranks that this process starts from now on."""
     os.environ.update({_ROUND: str(round_.number), _ROUND_FOLDER: round_.folder})
     for name, value in ((_RUN_FOLDER, round_.run_folder), (_MEMORY_FOLDER, round_.memory)):
         if value is not None:
@@ -178,12 +178,12 @@ def tell_round(round_: ToldRound) -> None:
 
 
 def agent_signals(names: str) -> AbstractContextManager[None]:
-    """The signals upon which PyTorch's elastic agent ends, and what it tells its ranks: for as long as it runs."""
+    """Set the signals that PyTorch's elastic agent handles, while it runs."""
     return given({"TORCHELASTIC_SIGNALS_TO_HANDLE": names})
 
 
 def own_bootstrap() -> AbstractContextManager[None]:
-    """While PyTorch's rendezvous meets, it makes no store of its own for the ranks."""
+    """Keep PyTorch's rendezvous from creating a store of its own for the ranks."""
     return given({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
@@ -191,17 +191,17 @@ _MARK = "SAMESTEP_RUN"
 
 
 def marked(mark: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for a run whose processes are to be found again, whatever started them."""
+    """Return the environment for a run whose processes can be found again by its mark."""
     return {**environ, _MARK: mark}
 
 
 def mark_line(mark: str) -> bytes:
-    """How a mark stands among a process's variables."""
+    """Return the mark as an entry of a process's environment."""
     return f"{_MARK}={mark}".encode()
 
 
 def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
-    """Settings that TensorFlow reads while it is imported, or while it joins the ranks of a cluster."""
+    """Settings that TensorFlow reads during its import, or when it joins a cluster."""
     wanted = {
         # Keras 2, from tf_keras: Keras 3 does not know every strategy. With it TensorFlow also loads faster.
         "TF_USE_LEGACY_KERAS": "1",
@@ -213,12 +213,12 @@ def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> AbstractCon
 
 
 def quiet_import() -> AbstractContextManager[None]:
-    """Let PyTorch, where it is first imported now, not warn that names and peers can't be found while hosts meet."""
+    """During PyTorch's first import, silence its warnings about names and peers that can't be found."""
     return given({"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")})
 
 
 def devices(chosen: Sequence[int], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What leaves these accelerators to the ranks, counted among those that are left to this process."""
+    """Return the variable that leaves these accelerators to the ranks, by index among the visible ones."""
     visible = visible_devices(environ)
     if visible is None:
         return {DEVICE_VARIABLES[0]: ",".join(map(str, chosen))}
@@ -226,7 +226,7 @@ def devices(chosen: Sequence[int], environ: Mapping[str, str] = os.environ) -> d
 
 
 def no_devices(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What leaves no accelerator to the ranks, whichever variable leaves some to this process."""
+    """Return the variables that hide all accelerators from the ranks."""
     return dict.fromkeys([DEVICE_VARIABLES[0], *(name for name in DEVICE_VARIABLES[1:] if name in environ)], "")
 
 
@@ -234,13 +234,13 @@ _ERROR_FILE = "SAMESTEP_ERROR_FILE"
 
 
 def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the agent of samestep's that started this rank looks for why it ended; torchrun would print it again."""
+    """Return this rank's error file, if samestep's agent started it; torchrun would print the message again."""
     name = environ.get(_ERROR_FILE)
     return Path(name) if name else None
 
 
 def error_file_at(file: Path) -> dict[str, str]:
-    """Tells a rank where to write why it ends: PyTorch's own recorder too."""
+    """Return variables that tell a rank, and PyTorch's error handler, where to write its error file."""
     return {_ERROR_FILE: str(file), "TORCHELASTIC_ERROR_FILE": str(file)}
 
 
@@ -248,24 +248,24 @@ _BAR_FILE, _BAR_COLUMNS = "SAMESTEP_BAR_FILE", "SAMESTEP_BAR_COLUMNS"
 
 
 def bar_at(file: Path, columns: int) -> dict[str, str]:
-    """Tells ranks that the progress bar they write into a file is shown on a terminal of so many columns."""
+    """Return variables for a rank whose progress bar is written to a file and shown on a terminal of this width."""
     return {_BAR_FILE: str(file), _BAR_COLUMNS: str(columns)}
 
 
 def bar_file(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
-    """The file for this rank's progress bar and the columns of the terminal that shows it; None where none does."""
+    """Return the file for this rank's progress bar, and the terminal's width; None if no terminal shows it."""
     if _BAR_FILE not in environ:
         return None
     return Path(environ[_BAR_FILE]), integer(environ, _BAR_COLUMNS)
 
 
 def variables_file(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The file that the user names for variables that go to every host."""
+    """Return the user's file of variables that go to every host."""
     return environ.get("SAMESTEP_ENV_FILE") or None
 
 
 def cache_megabytes(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Megabytes that the user leaves to prepared data on disk, 0 for none of it; None where it isn't said."""
+    """Return the megabytes allowed for cached data, 0 for no cache; None if not set."""
     return integer(environ, _CACHE_MEGABYTES) if environ.get(_CACHE_MEGABYTES) else None
 
 
@@ -288,24 +288,24 @@ def slurm_node(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def given_address(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The host of rank 0 that the user, or a launcher, has said."""
+    """Return the address of rank 0's host that the user or a launcher has set."""
     return environ.get("MASTER_ADDR") or None
 
 
 def main_port(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The port that the user, or a launcher, has said for rank 0's store."""
+    """Return the port of rank 0's store that the user or a launcher has set."""
     return integer(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None
 
 
 def place_interface(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The network interface that a place names for the messages between its hosts: SageMaker does."""
-    with suppress(KeyError, ValueError, TypeError):  # what is wrong with them is told elsewhere
+    """Return the interface that the environment (SageMaker) names for messages between hosts."""
+    with suppress(KeyError, ValueError, TypeError):  # errors in these variables are reported elsewhere
         named = environ.get("SM_NETWORK_INTERFACE_NAME")
         return named or str(json.loads(environ["SM_RESOURCE_CONFIG"])["network_interface_name"] or "") or None
 
 
 def as_torchrun(ranks: Ranks, address: str, port: int) -> AbstractContextManager[None]:
-    """torchrun's variables, for engines that read nothing else, in a rank that another launcher started."""
+    """Set torchrun's variables in a rank of another launcher, for engines that read only those."""
     return given(
         {
             "RANK": str(ranks.rank),
@@ -320,7 +320,7 @@ def as_torchrun(ranks: Ranks, address: str, port: int) -> AbstractContextManager
 
 @contextmanager
 def agent_settings() -> Iterator[None]:
-    """Settings that PyTorch's elastic agent reads from its own environment, for as long as it runs."""
+    """Settings that PyTorch's elastic agent reads from its own environment, while it runs."""
     wanted = {
         # One thread while a rank imports; each rank sets its own number once it runs.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -334,13 +334,13 @@ def agent_settings() -> Iterator[None]:
 
 
 def deepspeed_settings(device_type: str, index: int | None) -> AbstractContextManager[None]:
-    """Settings that DeepSpeed reads while it is imported and set up; `index` is the accelerator's, None: the CPU."""
+    """Settings that DeepSpeed reads during its import and set-up; `index`: the accelerator's, None: the CPU."""
     return given({"DS_ACCELERATOR": device_type, "LOCAL_RANK": _deepspeed_local_rank(index)})
 
 
 @contextmanager
 def deepspeed_at_work(index: int | None) -> Iterator[None]:
-    """The setting that DeepSpeed also reads in the middle of a step. It is changed only where it isn't right."""
+    """Set LOCAL_RANK, which DeepSpeed also reads during a step, unless it is right already."""
     before, wanted = os.environ.get("LOCAL_RANK"), _deepspeed_local_rank(index)
     if before != wanted:
         os.environ["LOCAL_RANK"] = wanted
@@ -352,12 +352,12 @@ def deepspeed_at_work(index: int | None) -> Iterator[None]:
 
 
 def _deepspeed_local_rank(index: int | None) -> str:
-    # DeepSpeed takes the local rank for the accelerator's number. A process that works alone may have none.
+    # DeepSpeed uses the local rank as the accelerator's index. A single process may have no local rank.
     return os.environ.get("LOCAL_RANK", "0") if index is None else str(index)
 
 
 def _restore(before: Mapping[str, str | None]) -> None:
-    """Set variables back to what they were; None: not set."""
+    """Restore variables to earlier values; None: unset."""
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)
@@ -366,14 +366,14 @@ def _restore(before: Mapping[str, str | None]) -> None:
 
 
 def snapshot() -> dict[str, str]:
-    """All variables as they are now, for `adopt` in the ranks that this process starts."""
+    """Return all variables, for `adopt` in the ranks that this process starts."""
     return dict(os.environ)
 
 
 def adopt(environ: Mapping[str, str]) -> None:
-    """In a new rank: take the starting process's variables, and keep over them what the agent has set for this rank.
+    """In a new rank: take the starting process's variables, except those that the agent set for this rank.
 
-    A rank that is forked from a server has that server's variables, as old as the server.
+    A forked rank starts with the fork server's variables, which may be outdated.
     """
     for_this_rank = {name: value for name, value in os.environ.items() if _AT_FIRST.get(name) != value}
     for name in os.environ.keys() - environ.keys() - for_this_rank.keys():
@@ -382,7 +382,7 @@ def adopt(environ: Mapping[str, str]) -> None:
 
 
 def become(variables: Mapping[str, str]) -> None:
-    """In a new rank: have these variables and no others."""
+    """In a new rank: replace all variables."""
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)
@@ -390,7 +390,7 @@ def become(variables: Mapping[str, str]) -> None:
 
 @contextmanager
 def given(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables for a package that takes its settings from them. Afterwards all are as before, whatever it set."""
+    """Set variables for a package that reads them; afterwards restore all, including those that it changed."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

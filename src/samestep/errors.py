@@ -48,14 +48,14 @@ class RankFailedError(Exception):
 
 
 class HostLostError(Exception):
-    """A job over several hosts that can't go on here: which host or store was lost, and what to use instead.
+    """A multi-host job that can't go on here: which host or store was lost, and what to use instead.
 
     The command line prints it and exits with 1.
     """
 
 
 class JobOverError(HostLostError):
-    """A host joins, or joins again, a job that the others have ended."""
+    """A host joins a job that the other hosts have finished."""
 
 
 class InterruptedJobError(Exception):
@@ -99,18 +99,18 @@ class StartError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line breaks."""
+    """Return an error's message without line breaks."""
     return " ".join(str(error).split())
 
 
 def described(error: BaseException) -> str:
-    """An error in one line: its kind, its message, and the line of the user's code that led to it."""
+    """Describe an error in one line: its type, its message, and the line of the user's code that led to it."""
     place = place_of(error)
     return f"{type(error).__name__}: {one_line(error)}" + (f", at {place}" if place else "")
 
 
 def place_of(error: BaseException) -> str | None:
-    """The innermost line of the user's own code in an error's traceback, as file:line.
+    """Return the innermost line of the user's code in an error's traceback, as file:line.
 
     Where there is none, that of an installed package other than PyTorch, such as a model of transformers.
     """
@@ -118,12 +118,12 @@ def place_of(error: BaseException) -> str | None:
 
 
 def place_here() -> str | None:
-    """The innermost line of the user's own code that is running now, as `place_of` has it of an error."""
+    """Return the innermost line of the user's code that is running now, as file:line."""
     return _users_line(traceback.extract_stack())
 
 
 def _users_line(stack: traceback.StackSummary) -> str | None:
-    """The innermost frame of the user's code as file:line, or else of an installed package; None without either."""
+    """Return the innermost frame of the user's code as file:line, else of an installed package, else None."""
     frames = [(Path(frame.filename), frame.lineno) for frame in stack]
     own, standard = Path(__file__).parent, Path(sysconfig.get_path("stdlib"))
     frames = [place for place in reversed(frames) if place[0].suffix == ".py" and not place[0].is_relative_to(own)]
@@ -134,12 +134,12 @@ def _users_line(stack: traceback.StackSummary) -> str | None:
 
 
 def shown(file: Path) -> str:
-    """A file as messages name it: relative to the current folder where it lies in there."""
+    """Format a file for messages: relative to the current folder if it lies in there."""
     return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """What to use instead of an unknown word: the closest one first, then all."""
+    """Suggest known words for an unknown one: the closest one first, then all."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1)
     hint = f'did you mean "{near[0]}"? ' if near else ""
@@ -157,9 +157,9 @@ _SHOWN = 8  # samples that a message names
 
 @contextmanager
 def index_errors_explained(what: str, samples_of: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
-    """Turn PyTorch's error for a label or an id out of range, from deep in a forward, into a UserError.
+    """Convert PyTorch's error for a label or an id out of range into a UserError.
 
-    `what` ran, and names it in the message; `samples_of` gives the data set's indices of the samples that it had.
+    `what` names the code that ran; `samples_of` returns the data set's indices of its samples.
     """
     try:
         yield
@@ -177,7 +177,7 @@ def index_errors_explained(what: str, samples_of: Callable[[], Sequence[int]] = 
 
 
 def _of_a_list(error: BaseException) -> bool:
-    """Whether an error comes from Python's own sequences: a mistake in code, which needs its traceback."""
+    """Whether Python's own sequences raised an IndexError: a bug in code, which needs its traceback."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     by_python = re.match(r"(list|tuple|string|range object|pop|deque|bytearray) ", str(error)) is not None
     return by_python and "torch" not in Path(last.filename).parts

@@ -10,14 +10,14 @@ STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=
 
 
 def _no_switch(value: Any) -> Any:
-    """Refuse true and false (in YAML also yes, no, on, off) where a number is wanted: they'd count as 1 and 0."""
+    """Refuse true and false (in YAML also yes, no, on, off) for a number: they would count as 1 and 0."""
     if isinstance(value, bool):
         raise PydanticCustomError("number_wanted", "Input should be a number")
     return value
 
 
 def broken_rule(key: str, message: str) -> PydanticCustomError:
-    """What a validator raises where values that are right by themselves don't go together; `key` is one of them."""
+    """Build the error of a validator for values that are invalid in combination; `key` is one of them."""
     return PydanticCustomError("broken_rule", "{message}", {"key": key, "message": message})
 
 

@@ -30,7 +30,7 @@ from samestep.training.fit import Training, build_model
 from samestep.training.metrics_log import Bar
 from samestep.validation import checked
 
-# What of a recipe decides what a model says; the rest is how it learned.
+# Sections of a recipe that determine a model's output, unlike those about its training.
 _DECIDES = ("task", "data", "model", "args", "precision")
 
 
@@ -44,9 +44,9 @@ def evaluate(recipe: Recipe, checkpoint: str | Path, **run: Any) -> dict[str, An
 
 
 def load_model(recipe: Recipe, checkpoint: str | Path) -> nn.Module:
-    """The recipe's model with a checkpoint's weights, on the CPU, in evaluation mode. `checkpoint` as in `evaluate`.
+    """Return the recipe's model with a checkpoint's weights, on the CPU, in evaluation mode.
 
-    Raises UserError where the checkpoint is damaged, or another model's.
+    `checkpoint` as in `evaluate`. Raises UserError where the checkpoint is damaged, or another model's.
     """
     with _weights(Path(checkpoint)) as weights:
         recipe = _with_adapter(recipe, weights)
@@ -61,7 +61,7 @@ def load_model(recipe: Recipe, checkpoint: str | Path) -> nn.Module:
 
 
 def evaluate_job(job: Job, checkpoint: Path) -> dict[str, Any]:
-    """The metrics of a job's held-out samples, of a checkpoint's model. Raises UserError."""
+    """Compute the metrics of a job's held-out samples with a checkpoint's model. Raises UserError."""
     job = _alone(job)
     task = check_job(job)
     _check_held_out(task, "")
@@ -70,7 +70,7 @@ def evaluate_job(job: Job, checkpoint: Path) -> dict[str, Any]:
 
 
 def predict_job(job: Job, checkpoint: Path, file: Path | None, new_tokens: int = 0) -> Iterator[Prediction]:
-    """What a checkpoint's model makes of each sample of a file, or of the held-out ones. Raises UserError."""
+    """Yield predictions of a checkpoint's model for a file's samples, or the held-out ones. Raises UserError."""
     job = _alone(job)
     task = check_job(job)
     if file is None:
@@ -90,7 +90,7 @@ def predict_job(job: Job, checkpoint: Path, file: Path | None, new_tokens: int =
 
 
 def _alone(job: Job) -> Job:
-    """The job as one process does it, whatever layout trains it."""
+    """Return the job for one process, whatever layout trains it."""
     ranks = environment.ranks()
     if ranks is not None and ranks.world_size > 1:
         raise UserError("this command works in one process; start it without a launcher")
@@ -110,7 +110,7 @@ def _check_held_out(task: Task, instead: str) -> None:
 
 @contextmanager
 def _model(job: Job, task: Task, checkpoint: Path) -> Iterator[Training]:
-    """The job's model with a checkpoint's weights, where training and evaluation have it."""
+    """Build the job's model with a checkpoint's weights, prepared as in training."""
     with _weights(checkpoint) as weights, join(alone=True, device=job.run.device, threads=job.run.threads) as world:
         job = replace(job, recipe=_with_adapter(job.recipe, weights))
         training = Training(job, task, world, Layout())
@@ -121,10 +121,10 @@ def _model(job: Job, task: Task, checkpoint: Path) -> Iterator[Training]:
             if line.split()[0].split(".")[1] in _DECIDES:
                 training.session.warn(f"the checkpoint was trained otherwise: {line}")
         trainer = training.session.trainer
-        assert isinstance(trainer, Checkpointed)  # the native engine's is
+        assert isinstance(trainer, Checkpointed)  # true of the native engine's
 
         def read(pieces: Mapping[str, Piece]) -> None:
-            """Fills the model's parameters with the checkpoint's, in their own memory."""
+            """Read the checkpoint into the model's parameters, in place."""
             memory = {name.removeprefix(MODEL): box.values for name, piece in pieces.items() for box in piece.boxes}
             _fill(memory, trainer.tied(), weights, checkpoint)
 
@@ -133,14 +133,14 @@ def _model(job: Job, task: Task, checkpoint: Path) -> Iterator[Training]:
 
 
 def _with_adapter(recipe: Recipe, weights: Weights) -> Recipe:
-    """The recipe of the model whose weights these are: without adapters where they were merged into their base.
+    """Return the recipe of these weights' model: without adapters if they were merged into their base.
 
-    Raises CheckpointError where the adapters are of another kind.
+    Raises CheckpointError for adapters with other settings.
     """
     if recipe.adapter is None:
         return recipe
     if weights.base is None and not any(".lora_A." in f".{name}" for name in weights.entries):
-        # Groups may name what adapters have, and the optimizer may take matrices alone, as Muon does.
+        # Groups may name adapters' parameters, and some optimizers, such as Muon, accept matrices only.
         return replace(recipe, adapter=None, groups=(), optimizer=AdamW())
     told = weights.base.adapter if weights.base is not None else {}
     for key, value in (("r", recipe.adapter.rank), ("lora_alpha", recipe.adapter.alpha)):
@@ -152,15 +152,15 @@ def _with_adapter(recipe: Recipe, weights: Weights) -> Recipe:
 
 @contextmanager
 def _weights(checkpoint: Path) -> Iterator[Weights]:
-    """The checkpoint's weights, in whichever format it is."""
+    """Open the checkpoint's weights, in any known format."""
     with FORMATS[format_of(checkpoint)].open(checkpoint) as weights:
         yield weights
 
 
 def _fill(memory: Mapping[str, Tensor], tied: Mapping[str, str], weights: Weights, path: Path) -> None:
-    """Read weights into a model's memory. A parameter with several names may stand under any of them.
+    """Read weights into a model's memory. A tied parameter may have any of its names.
 
-    Raises CheckpointError where they are another model's.
+    Raises CheckpointError for another model's weights.
     """
     known = weights.names()
     names = {name: other for other, name in tied.items() if other in known}
@@ -185,11 +185,11 @@ def _fill(memory: Mapping[str, Tensor], tied: Mapping[str, str], weights: Weight
 
 
 def _left_out(memory: Mapping[str, Tensor], weights: Weights, path: Path) -> set[str]:
-    """What the weights leave out, since it is as the job's task builds it. Raises CheckpointError where it is not."""
+    """Return the names left out of the weights, which are the adapters' base. Raises CheckpointError for another."""
     base = weights.base
     if base is None:
         return set()
-    if not base.fingerprint:  # adapters from elsewhere, whose base is not told
+    if not base.fingerprint:  # adapters of other tools, with unknown base
         known = weights.names()
         return {name for name in memory if name not in known and ".lora_" not in name}
     held = {MODEL + name: whole_piece(value) for name, value in memory.items()}

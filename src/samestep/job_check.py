@@ -15,7 +15,7 @@ from samestep.tasks.turns import turns_of
 from samestep.training.fit import build_model, example_of
 from samestep.validation import checked
 
-# Every axis of the mesh by itself, over two ranks, which one start of them tries one after the other.
+# Each mesh axis alone, over two ranks; one start of the ranks tries all.
 LAYOUTS = (
     "dp2",
     "zero1x2",
@@ -34,7 +34,7 @@ _HELD_OUT = 32  # samples that are evaluated
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What was found of a job: the parts of its contract, and the layouts, if the contract is kept."""
+    """Results of checking a job: its contract, and the layouts if the contract holds."""
 
     job: str
     contract: Sequence[Finding]
@@ -42,7 +42,7 @@ class Checked:
 
     @property
     def kept(self) -> bool:
-        """Whether the whole contract is kept."""
+        """Whether the whole contract holds."""
         return all(finding.kept for finding in self.contract)
 
     @property
@@ -71,8 +71,8 @@ def check(recipe: Recipe, *, layouts: Sequence[str] | None = None, **run: Any) -
 
 
 def check_layouts(job: Job, layouts: Sequence[str] | None = None) -> Checked:
-    """The same of a job; the layout that it names is not looked at."""
-    # What is looked at is the task and its layouts, not how less could be sent than their steps send.
+    """Check a job in the same way; its own layout is ignored."""
+    # Compressed communication is left out: it takes another step by design.
     recipe = replace(job.recipe, communication=None)
     alone = replace(job, recipe=recipe, run=replace(job.run, layout="single", processes=None, engine_config=None))
     task = check_job(alone)
@@ -90,6 +90,6 @@ def check_layouts(job: Job, layouts: Sequence[str] | None = None) -> Checked:
 
 
 def _has_experts(job: Job, task: Task) -> bool:
-    """Whether layouts with ep are worth trying."""
+    """Whether the model has experts, so that layouts with ep apply."""
     model = build_model(task, job.recipe).model
     return has_experts(model, example_of(task, task.train_set(), turns_of(task)), job.run.expert_plan)

@@ -21,7 +21,7 @@ Keys = tuple[str, ...]
 
 
 class LoadedJob:
-    """A job, the file it was read from, and where each of its values came from."""
+    """A job, the file it was read from, and the source of each value."""
 
     def __init__(self, job: Job, file: Path, sources: Mapping[Keys, str]) -> None:
         self.job = job
@@ -39,7 +39,7 @@ def load(file: Path, overrides: Sequence[tuple[str, str, str]] = ()) -> LoadedJo
         _override(values, sources, key, text, source)
 
     def place(path: Keys) -> str:
-        """Where a value came from, for a message: its own line, or that of the section around it."""
+        """Return the source of a value for a message: its own line, or that of the section around it."""
         while path and path not in sources:
             path = path[:-1]
         return f"{sources.get(path, str(file))}: "
@@ -59,9 +59,9 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][\w-]*)\}", re.ASCII)
 
 
 class Expanded(str):
-    """A text of a job file in which environment variables were put in, and how the file has it.
+    """A text in which environment variables were expanded, with its original form.
 
-    What a run leaves for others has it as it was written: a variable may hold a secret, or a place of this machine.
+    A run's records contain the original: a variable may hold a secret, or a path of this machine.
     """
 
     written: str
@@ -73,7 +73,7 @@ class Expanded(str):
 
 
 def _with_variables(value: Any, path: Keys, environ: Mapping[str, str], place: Callable[[Keys], str]) -> Any:
-    """A value with ${NAME} in its texts replaced by environment variables, such as the folders that a place names."""
+    """Replace ${NAME} in a value's texts by environment variables. Raises UserError for unset ones."""
     if isinstance(value, dict):
         return {key: _with_variables(inner, (*path, str(key)), environ, place) for key, inner in value.items()}
     if isinstance(value, list):
@@ -91,7 +91,7 @@ def _with_variables(value: Any, path: Keys, environ: Mapping[str, str], place: C
 
 
 def dump(loaded: LoadedJob) -> str:
-    """The whole job as YAML, every value followed by a comment that says where it came from."""
+    """Format the whole job as YAML, with each value's source as a comment."""
     lines: list[tuple[str, str]] = []
     _dump(plain(loaded.job), (), loaded.sources, lines)
     width = min(48, max(len(line) for line, _ in lines))
@@ -99,7 +99,7 @@ def dump(loaded: LoadedJob) -> str:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
-    """A job file's values, and the line of each. Raises UserError with file and line for what is no YAML."""
+    """Parse a job file; return its values, and the line of each. Raises UserError with file and line."""
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -134,10 +134,10 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
 
 
 class _Reader(yaml.SafeLoader):
-    """YAML's reader, which also says in which line a value stands that it can't make sense of, such as a date."""
+    """YAML loader that reports the line of a value that it can't convert, such as an invalid date."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """What YAML can't make of a value, such as a date that isn't, is told with its line."""
+        """Report a value that YAML can't convert, such as an invalid date, with its line."""
         try:
             return super().construct_object(node, deep)
         except ValueError as error:
@@ -145,7 +145,7 @@ class _Reader(yaml.SafeLoader):
 
 
 def _find_lines(reader: _Reader, node: yaml.Node | None, path: Keys, file: Path, sources: dict[Keys, str]) -> None:
-    """Note the line of every key and every item of a list."""
+    """Record the line of every key and list item."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             sources[*path, str(index)] = f"{file}:{item.start_mark.line + 1}"
@@ -173,7 +173,7 @@ def _find_lines(reader: _Reader, node: yaml.Node | None, path: Keys, file: Path,
 
 
 def _override(values: dict[str, Any], sources: dict[Keys, str], key: str, text: str, source: str) -> None:
-    """Set one dotted key to what a flag or a variable says, over what the file has."""
+    """Set a dotted key to the value of a flag or variable, over the file's."""
     path = tuple(key.split("."))
     if len(path) < 2 or path[0] not in ("recipe", "run") or not all(path):
         raise UserError(f'{source}: "{key}" must be a dotted key below recipe or run, such as recipe.optimizer.lr')
@@ -201,7 +201,7 @@ def _override(values: dict[str, Any], sources: dict[Keys, str], key: str, text: 
 
 
 def _set_source(value: Any, path: Keys, source: str, sources: dict[Keys, str]) -> None:
-    """Note for a value and all in it where it came from."""
+    """Record the source of a value and all values in it."""
     sources[path] = source
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -222,7 +222,7 @@ def _resolve_paths(job: Job, file: Path) -> Job:
     base = file.resolve().parent
 
     def beside(text: Any) -> Any:
-        """A path as seen from the job file's folder, where there is such a file; else the text as it is."""
+        """Resolve a path relative to the job file's folder if it exists there; else return the text."""
         if not isinstance(text, str) or Path(text).is_absolute():
             return text
         path, colon, rest = text.partition(".py:")
@@ -258,9 +258,9 @@ def _exists(path: Path) -> bool:
 
 
 def plain(value: Any, *, written: bool = False) -> Any:
-    """A job, or a part of one, as the mappings, lists and scalars that YAML and JSON have.
+    """Convert a job, or a part of one, to mappings, lists and scalars of YAML and JSON.
 
-    `written`: for what others may see; values of tasks have `${NAME}` where the job file has it.
+    `written`: for published records; texts keep `${NAME}` as in the job file.
     """
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name), written=written) for field in fields(value)}

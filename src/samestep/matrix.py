@@ -65,7 +65,7 @@ _SETS = {"all": ALL, "fast": FAST, "experts": EXPERTS}
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One job under one layout: a proof, or why that layout was refused, or how it failed."""
+    """One job under one layout: its proof, why the layout was refused, or how it failed."""
 
     job: str
     layout: str
@@ -76,7 +76,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether it took the same step, or had a reason not to be there."""
+        """Whether the step was the same, or the layout was refused."""
         return self.reason is not None or (self.proof is not None and self.proof.same_step)
 
     @property
@@ -90,7 +90,7 @@ class Row:
 
     @property
     def words(self) -> Sequence[str]:
-        """Why the verdict is what it is, where the differences do not say it."""
+        """Reasons for the verdict beyond the differences."""
         told = self.reason or self.failure
         if told or self.proof is None or self.proof.same_step:
             return [told] if told else []

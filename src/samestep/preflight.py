@@ -1,4 +1,4 @@
-"""Preflight checks: what of a job can't work, found before any process starts, each told in one message."""
+"""Preflight checks: find what can't work in a job before any process starts, one message for each mistake."""
 
 from samestep import environment
 from samestep.engines import registry as engines
@@ -23,10 +23,10 @@ from samestep.training.optimizer import check_average_start, check_optimizers, c
 
 
 def preflight(job: Job, layout: Layout, task: Task | None = None, *, here: bool = True) -> Task:
-    """Check a job, and return its task, which is built where none is given. Raises UserError for the first mistake.
+    """Check a job, and return its task, which is built unless given. Raises UserError for the first mistake.
 
-    In this order: the job beside its engine and layout, this machine, and last the task, since data and tokenizers
-    take time to read. With `here` false all ranks are on other hosts, whose accelerators are not known.
+    The order: the job against its engine and layout, this machine, and last the task, since data and tokenizers take
+    time to read. With `here` false all ranks are on other hosts, whose accelerators are not known.
     """
     engine = engines.resolve(job.run.engine)
     _check_engine(job, engine, layout, here=here)
@@ -49,7 +49,7 @@ def preflight(job: Job, layout: Layout, task: Task | None = None, *, here: bool 
 
 
 def _check_engine(job: Job, engine: Engine, layout: Layout, *, here: bool) -> None:
-    """What the recipe and the run ask of an engine under this layout."""
+    """Check the recipe and the run against the engine and this layout."""
     recipe, run = job.recipe, job.run
     engines.check(engine, layout, recipe.precision, run.engine_config)
     engines.check_communication(recipe.communication, engine, layout, recipe.precision)
@@ -62,7 +62,7 @@ def _check_engine(job: Job, engine: Engine, layout: Layout, *, here: bool) -> No
 
 
 def _check_abilities(job: Job, engine: Engine, layout: Layout) -> None:
-    """Entries of a job that an engine has or has not, by its abilities."""
+    """Check keys that not every engine supports."""
     recipe, run, able, name = job.recipe, job.run, engine.abilities, engine.name
     if run.compile:
         if not able.compiles:
@@ -93,10 +93,10 @@ def _check_abilities(job: Job, engine: Engine, layout: Layout) -> None:
 
 
 def _check_task(job: Job, engine: Engine, layout: Layout, task: Task) -> None:
-    """The task beside the layout and the engine: its model's shape, data, losses, turns and buffers."""
+    """Check the task against layout and engine: its model's shape, data, losses, turns and buffers."""
     recipe, run = job.recipe, job.run
     layout.check_model(task.shape())
-    if recipe.task not in [*TASKS]:  # those that ship look at their data themselves
+    if recipe.task not in [*TASKS]:  # shipped tasks check their data themselves
         check_data(task)
     task.check()
     if run.group_by_length and task.sample_lengths() is None:

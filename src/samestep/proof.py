@@ -1,4 +1,4 @@
-"""The proof: a layout's first steps held against those of one process in float64.
+"""Proof: a layout's first steps compared with those of one process in float64.
 
 What is held against one process, all in float64: losses and gradient norms of each step, parameters and changed
 buffers after the last, metrics. Differences are relative: of a tensor the largest difference over the largest number
@@ -71,19 +71,19 @@ from samestep.training.update_rule import UpdateRule
 
 TOLERANCE = 1e-10
 
-# For engines that have no float64. Losses and gradient norms, which sum over all numbers, are judged by this; updates
-# of parameters and the optimizer's state by the rounding that was measured. Metrics are shown: a sample at the border
-# of two classes goes from one to the other.
+# For engines without float64. Losses and gradient norms, which are sums over many numbers, have this tolerance;
+# parameters and optimizer state are judged by measured rounding. Metrics are only shown: a sample at the border of
+# two classes may change class.
 FLOAT32_TOLERANCE = 1e-4
 _JUDGED_IN_LOW_PRECISION = ("loss", "grad_norm")
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
-# So many times the measured rounding of losses and norms passes, where that is more than `FLOAT32_TOLERANCE`.
+# Multiple of the measured rounding of losses and norms that passes, if it exceeds `FLOAT32_TOLERANCE`.
 _TIMES_MEASURED = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """How far a layout's steps were from one process's: the largest relative differences."""
+    """The largest relative differences between a layout's steps and one process's."""
 
     layout: str
     dtype: str
@@ -91,16 +91,16 @@ class Proof:
     max_relative_difference: Mapping[str, float]  # of loss, grad_norm, parameters, metrics
     tolerance: float
     worst_parameter: str
-    as_built: AsBuilt | None = None  # how far one process is from the model as its task built it
+    as_built: AsBuilt | None = None  # comparison of one process with the model as its task built it
     nonfinite: Sequence[NonFiniteValue] = ()
-    communication: str | None = None  # the recipe's way to send less, which is another step by what it is
-    # In float32 and bfloat16: parameters and optimizer state beside measured rounding.
+    communication: str | None = None  # the recipe's compressed communication, which takes another step by design
+    # In float32 and bfloat16: parameters and optimizer state compared with measured rounding.
     rounding: RoundingFound | None = None
-    departure: Departure | None = None  # the first difference, where it was looked for
+    departure: Departure | None = None  # the first difference, if it was searched for
 
     @property
     def same_step(self) -> bool:
-        """Whether every difference is rounding. Never of a recipe whose communication takes another step."""
+        """Whether all differences are rounding. Never with compressed communication, which takes another step."""
         if self.communication is not None:
             return False
         if self.nonfinite or not (self.as_built is None or self.as_built.same):
@@ -111,7 +111,7 @@ class Proof:
         return all(self.max_relative_difference[name] < self.tolerance for name in judged)
 
     def to_json(self) -> dict[str, Any]:
-        """All that was found; the words of what is not finite go along."""
+        """Return all results as JSON, with the words on non-finite values."""
         values = asdict(self)
         del values["worst_parameter"]
         values["nonfinite"] = [{**asdict(each), "words": each.words()} for each in self.nonfinite]
@@ -119,21 +119,21 @@ class Proof:
             values["as_built"] |= {"same": self.as_built.same, "words": self.as_built.words()}
         if self.rounding is not None:
             values["rounding"] = self.rounding.to_json()
-        # JSON has no infinity: a value that is not a number, or a list of another length, is a null.
+        # JSON has no infinity: NaN, or the difference of lists of unequal length, becomes null.
         return {**without_nonfinite(values), "same_step": self.same_step}
 
     def words(self) -> Sequence[str]:
-        """What there is to say beside the differences: a line for each value that is not finite, and the model's."""
+        """Remarks beside the differences: a line for each non-finite value, and on the model as built."""
         model = [self.as_built.words()] if self.as_built is not None else []
         rounding = [self.rounding.words()] if self.rounding is not None else []
         first = [self.departure.words()] if self.departure is not None else []
         return [*(each.words() for each in self.nonfinite), *first, *rounding, *model, *self._of_communication()]
 
     def _of_communication(self) -> Sequence[str]:
-        """What to say of methods that send less: how far their steps are from one process's."""
+        """Describe how far the steps of a compressed communication are from one process's."""
         if self.communication is None:
             return []
-        # Not of the gradient norms: ranks that step by themselves have each their own.
+        # Gradient norms are left out: with local steps each rank has its own.
         loss, parameters = (self.max_relative_difference[name] for name in ("loss", "parameters"))
         return [
             f"recipe.communication is {self.communication}, which does not take the same step as one process; in "
@@ -144,24 +144,24 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What one process did."""
+    """Results of the reference steps in one process."""
 
     losses: Sequence[float]
     grad_norms: Sequence[float]
     parameters: Path  # safetensors
-    rounding: Path | None  # safetensors: by how much rounding alone may have moved each number, where that is known
-    most_rounding: float  # the most of those
+    rounding: Path | None  # safetensors: how far rounding alone may have moved each number; None if unknown
+    most_rounding: float  # the largest of those
     metrics: Mapping[str, Any]
     held_out: int | None  # how many held-out samples were evaluated; None: all
-    buffers: Mapping[str, Tensor]  # of the model's state, those that the steps have moved
+    buffers: Mapping[str, Tensor]  # those of the model's buffers that the steps have changed
     as_built: AsBuilt | None = None
     nonfinite: NonFiniteValue | None = None
-    allowed: Allowed | None = None  # what rounding may make of it, where the layout does not compute in float64
-    state_keys: Sequence[str] = ()  # of the optimizer's state that is compared then
+    allowed: Allowed | None = None  # measured rounding, for layouts that don't compute in float64
+    state_keys: Sequence[str] = ()  # keys of the optimizer's state that is compared then
 
 
 def proof_job(job: Job, *, dropout: bool = False, precision: str | None = None) -> Job:
-    """The job as it is proved: float64 where its engine has that, and no dropout unless it is asked for.
+    """Return the job for a proof: in float64 if the engine supports it, without dropout unless requested.
 
     `precision`: another one, such as bf16. Raises UserError for an engine that can't take the same step.
     """
@@ -208,10 +208,10 @@ def reference(
 
 
 def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | None) -> Reference:
-    """Take the steps in one process, in float64, and keep in files what ranks are held against.
+    """Take the steps in one process, in float64, and save what ranks compare with.
 
-    Also noted: the first step as the model's own PyTorch takes it (`as_built`), how far rounding alone may move an
-    update that divides by a small number (`rounding`), and what the recipe's own precision rounds (`allowed`).
+    Also records the first step as the model's own PyTorch takes it (`as_built`), how far rounding alone may move an
+    update that divides by a small number (`rounding`), and the rounding of the recipe's own precision (`allowed`).
     """
     alone = Run(device=job.run.device, threads=job.run.threads, workers=job.run.workers)
     recipe = replace(job.recipe, precision="fp64", communication=None)
@@ -264,14 +264,14 @@ def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | N
 
 
 def _first(training: Training, report: StepReport) -> FirstStep:
-    """A reference's first step, with its gradients as they were before clipping."""
+    """Return a reference's first step, with its gradients before clipping."""
     norm = report.grad_norm.item()
     gradients = {name: gradient / clipping(training, norm) for name, gradient in gradients_of(training)}
     return FirstStep(loss=report.loss.item(), grad_norm=norm, gradients=gradients)
 
 
 def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int, known: Reference | None) -> Proof:
-    """Take the same steps on this rank under a layout, and compare; rank 0 knows the reference.
+    """Take the same steps on this rank under a layout, and compare them; rank 0 has the reference.
 
     Every rank compares the parameters that it holds, and the largest difference over all ranks counts.
     """
@@ -326,7 +326,7 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
 
 
 def tolerance_of(allowed: Allowed | None) -> float:
-    """Of losses and gradient norms where rounding was measured."""
+    """Return the tolerance of losses and gradient norms, given the measured rounding."""
     measured = allowed.steps if allowed is not None else 0.0
     return max(FLOAT32_TOLERANCE, _TIMES_MEASURED * measured)
 
@@ -338,14 +338,14 @@ def _beside_rounding(
     known: Reference | None,
     device: torch.device,
 ) -> RoundingFound:
-    """Parameters and optimizer state beside what rounding was measured to make of them."""
+    """Compare parameters and optimizer state with the measured rounding."""
     assert expected.allowed is not None
     typical = expected.allowed.typical
     values = load_file(known.parameters) if known is not None else None
     moves = load_file(expected.allowed.moves) if known is not None else None
 
     def compared(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:
-        """Each parameter's difference, beside what rounding may have made of it."""
+        """Yield each parameter's difference as a share of the measured rounding."""
         for name, mine in tensors:
             mine = as_real(mine).to(device)
             theirs = _from_rank_0(values, name, mine, device)
@@ -368,10 +368,10 @@ def _beside_rounding(
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
-    """A rank's parameters beside those of one process."""
+    """Comparison of a rank's parameters with one process's."""
 
     worst: float  # the largest relative difference
-    where: str  # the parameter that has it
+    where: str  # the parameter with it
     floor: float  # the root mean square of all parameters
     nonfinite: NonFiniteValue | None  # the first parameter that is not finite
 
@@ -379,11 +379,11 @@ class _Compared:
 def _compare_parameters(
     named: Sequence[tuple[str, Tensor]], known: Reference | None, device: torch.device, rounding_is_known: bool
 ) -> _Compared:
-    """The largest difference of the parameters that this rank sees, `named`, from those that rank 0 knows, and where.
+    """Compare this rank's parameters `named` with the reference, which rank 0 has. Collective.
 
     A parameter's difference is max|a - b| / max(max|b|, root mean square of all parameters). The floor is for
-    parameters whose true gradient is zero, such as the biases of attention's keys: they start at zero, and all
-    that moves them is rounding. Where AdamW makes more than the tolerance of that (see `Rounding`), it is taken off.
+    parameters whose true gradient is zero, such as the biases of attention's keys: they start at zero, and all that
+    moves them is rounding. If AdamW amplifies that beyond the tolerance (see `Rounding`), the rounding is subtracted.
     """
     reference = load_file(known.parameters) if known is not None else None
     moves = load_file(known.rounding) if known is not None and known.rounding is not None else None
@@ -404,10 +404,10 @@ def _compare_parameters(
 
 
 def _compare_buffers(trainer: Trainer, expected: Reference, compared: _Compared) -> _Compared:
-    """The same with the buffers that the reference's steps have moved, such as running statistics.
+    """Compare in the same way the buffers that the reference's steps have changed, such as running statistics.
 
-    A running mean may be of numbers that cancel out, and then it is rounding too: it has the parameters' floor. It
-    follows a bias before it, whose moves by rounding are taken off.
+    A running mean may average numbers that cancel out, and then it is rounding too: it has the parameters' floor. It
+    follows a bias before it, whose movement by rounding is subtracted.
     """
     state = trainer.state()
     for name, theirs in expected.buffers.items():
@@ -422,7 +422,7 @@ def _compare_buffers(trainer: Trainer, expected: Reference, compared: _Compared)
 
 
 def _from_rank_0(known: Mapping[str, Tensor] | None, name: str, like: Tensor, device: torch.device) -> Tensor:
-    """A tensor that rank 0 knows by name, in float64 on every rank; zeros where it doesn't know the name."""
+    """Broadcast a named tensor from rank 0, in float64; zeros if rank 0 doesn't have it."""
     values = torch.zeros_like(like, dtype=torch.float64)
     if known is not None and name in known:
         values = known[name].to(device)
@@ -431,7 +431,7 @@ def _from_rank_0(known: Mapping[str, Tensor] | None, name: str, like: Tensor, de
 
 
 def _on_any_rank(value: float, device: torch.device) -> float:
-    """The largest value over all ranks; every rank asks."""
+    """Return the largest value over all ranks. Collective."""
     largest = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()

@@ -1,8 +1,8 @@
-"""Where a proof's steps depart: the first module, by the means of the recorder that proves scripts.
+"""Finds the first module at which a proof's steps depart, with the recorder of script proofs.
 
-A proof that fails is taken once more, on both sides: in each forward of a step every module's output is noted, two
-numbers for each sample, and after it the parameters and the optimizer's averages of gradients. What is looked at
-first is what comes first: the forward, the gradients, the update.
+A failed proof is repeated on both sides: in each forward of a step every module's output is recorded as two numbers
+for each sample, and after it the parameters and the optimizer's averages of gradients. They are compared in the order
+of computation: the forward, the gradients, the update.
 """
 
 import math
@@ -33,12 +33,12 @@ from samestep.tasks.base import Task
 from samestep.training.fit import Training
 from samestep.training.rounding import relative, relative_tensors, state_name
 
-# The optimizer's state that is a sum of gradients: after the first step it is the gradient, times a number.
+# Optimizer state that accumulates gradients: after the first step it is a multiple of the gradient.
 _GRADIENTS = ("exp_avg", "momentum_buffer")
-_MOST_STEPS = 10  # that are looked at
-# Relative to a tensor's largest number, or to the root mean square of all. Rounding has made less of the gradients
-# of every right layout of the tests. Under AdamW it may move a number by a whole step, so parameters are
-# looked at only in float64, and by a wider limit.
+_MOST_STEPS = 10  # steps compared at most
+# Relative to a tensor's largest number, or to the root mean square of all. In all correct layouts of the tests,
+# gradients stay below these limits. Under AdamW rounding may move a number by a whole step, so parameters are
+# compared only in float64, with a wider limit.
 _LIMITS = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2}
 _PARAMETERS_LIMIT = 1e-6
 
@@ -49,26 +49,26 @@ class Departure:
 
     step: int  # from 1
     what: str  # forward, loss, gradient, parameters
-    module: str | None  # or parameter; None: all of them, or none that can be told
+    module: str | None  # or parameter; None: all of them, or unknown
     relative: float
 
     def words(self) -> str:
-        """Where the steps part, in one line."""
+        """Describe the departure in one line."""
         where = f" of {self.module}" if self.module else ""
         return f"first difference: step {self.step}, {self.what}{where} (relative {self.relative:.2g})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Looked:
-    """What one process did, step by step."""
+    """Records of the reference's steps."""
 
-    folder: Path  # in it a file of tensors for each step
+    folder: Path  # with a file of tensors for each step
     losses: Sequence[float]
-    forwards: Sequence[Sequence[Mapping[str, Any]]]  # of each step
+    forwards: Sequence[Sequence[Mapping[str, Any]]]  # by step
 
 
 class _Watch:
-    """Notes the forwards of a model that is trained, as the recorder of scripts does."""
+    """Records the forwards of a model in training, like the recorder of scripts."""
 
     def __init__(self) -> None:
         self.forwards: list[dict[str, Any]] = []
@@ -76,7 +76,7 @@ class _Watch:
         self._root: nn.Module | None = None
 
     def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Whether a model's forward begins here. A block that is computed again in backward is no model."""
+        """Whether a call starts a model's forward. A block that is recomputed in backward does not."""
         if not torch.is_grad_enabled() or next(module.parameters(), None) is None:
             return False
         if self._root is None:
@@ -94,7 +94,7 @@ class _Watch:
 
 @contextmanager
 def _watched() -> Iterator[_Watch]:
-    """Code in which every forward of a model is noted."""
+    """Record every forward of a model within a block."""
     watch = _Watch()
     end = listen_to_modules(watch.calls.called)
     try:
@@ -104,7 +104,7 @@ def _watched() -> Iterator[_Watch]:
 
 
 def look(job: Job, task: Task, steps: int, folder: Path) -> Looked:
-    """The steps of one process in float64. `job` is one that `proof_job` made."""
+    """Record the steps of one process in float64. `job` is from `proof_job`."""
     given = job.run
     alone = Run(device=given.device, threads=given.threads, workers=given.workers)
 
@@ -115,7 +115,7 @@ def look(job: Job, task: Task, steps: int, folder: Path) -> Looked:
         with _watched() as watch:
 
             def after(_: StepReport) -> None:
-                """After each step: its gradients and weights to a file, its forwards to the list."""
+                """After each step: save its gradients and weights to a file, and its forwards to the list."""
                 tensors = dict(_tensors(training.session.trainer))
                 save({name: value.cpu().clone() for name, value in tensors.items()}, _file(folder, len(forwards)))
                 forwards.append(watch.forwards)
@@ -126,9 +126,9 @@ def look(job: Job, task: Task, steps: int, folder: Path) -> Looked:
 
 
 def find(job: Job, task: Task, world: World, layout: Layout, steps: int, known: Looked | None) -> Departure | None:
-    """Take the same steps on this rank under a layout, and say where they depart first; rank 0 knows the others.
+    """Take the same steps on this rank under a layout, and find where they first depart; rank 0 has `known`.
 
-    None where they do not, in the steps that are looked at. Every rank returns the same.
+    None if they don't depart in the compared steps. Every rank returns the same.
     """
     training = Training(job, task, world, layout)
     comparison = _Comparison(training=training, known=known, world=world, precision=job.recipe.precision)
@@ -139,7 +139,7 @@ def find(job: Job, task: Task, world: World, layout: Layout, steps: int, known: 
 
 
 class _Comparison:
-    """Holds each step of a layout against that of one process, until one departs."""
+    """Compares each step of a layout with the reference, until one departs."""
 
     def __init__(self, *, training: Training, known: Looked | None, world: World, precision: str) -> None:
         self.watch = _Watch()
@@ -152,14 +152,14 @@ class _Comparison:
         self._step = 0
 
     def after(self, report: StepReport) -> None:
-        """After each step, until a difference is found: forwards first, then gradients and weights."""
+        """After each step, until a departure is found: compare forwards, then gradients and weights."""
         forwards, self.watch.forwards = self.watch.forwards, []
         if self.found is None:
             self.found = self._forward(forwards, report.loss.item()) or self._update()
         self._step += 1
 
     def _forward(self, forwards: Sequence[Mapping[str, Any]], loss: float) -> Departure | None:
-        """What rank 0 finds in the forwards of all ranks, told to all."""
+        """Compare the forwards of all ranks on rank 0, and broadcast the result."""
         everyone: list[Any] = [None] * self._world.world_size
         dist.all_gather_object(everyone, forwards)
         answer: list[Any] = [None]
@@ -169,7 +169,7 @@ class _Comparison:
         return answer[0]
 
     def _first_module(self, known: Looked, split: Sequence[Mapping[str, Any]], loss: float) -> Departure | None:
-        """The first module that makes something else of the same rows; else a loss that differs."""
+        """Return the first module whose output differs for the same rows, else a differing loss."""
         alone = known.forwards[self._step]
         module = _module_apart(alone, split, eps=self._limit / 100)
         if module is not None:
@@ -178,7 +178,7 @@ class _Comparison:
         return self._departure("loss", None, apart) if not apart <= self._limit else None
 
     def _update(self) -> Departure | None:
-        """The first gradient or weight that differs, in the order of the model."""
+        """Return the first gradient or weight that differs, in the order of the model."""
         values = load_file(_file(self._known.folder, self._step)) if self._known is not None else {}
         named = {name: value.cpu() for name, value in _tensors(self._training.session.trainer)}
         gradients = {name: value for name, value in named.items() if name.endswith(")")}
@@ -191,7 +191,7 @@ class _Comparison:
     def _departing(
         self, what: str, mine: Mapping[str, Tensor], values: Mapping[str, Tensor], limit: float
     ) -> Departure | None:
-        """Every rank has the whole of each, and may have another one than the others."""
+        """Compare tensors that every rank holds whole, each with the reference; the largest difference counts."""
         floor = _usual(mine.values())
         apart = {}
         for name, value in mine.items():
@@ -224,13 +224,13 @@ def _module_apart(
 
 
 def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, and of each the optimizer's averages of gradients, as far as they can be read."""
+    """Yield every parameter, and the optimizer's averages of its gradients where they can be read."""
     yield from ((name, as_real(value)) for name, value in trainer.parameters())
     yield from ((state_name(name, key), as_real(value)) for name, key, value in trainer.optimizer_state(_GRADIENTS))
 
 
 def _usual(tensors: Iterable[Tensor]) -> float:
-    """The root mean square of all."""
+    """Return the root mean square of all numbers."""
     squares = numbers = 0.0
     for each in tensors:
         squares += each.double().square().sum().item()

@@ -1,4 +1,4 @@
-"""A few steps of a training as a proof looks at them: losses, gradients, what steps them, and what they leave."""
+"""Takes a few steps of a training for a proof: losses, gradients, optimizer settings, and final state."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,27 +27,27 @@ from samestep.training.optimizer import SCHEDULE
 from samestep.training.rounding import Allowed, GradientFiles, GradientNoise, measure, relative, state_name
 
 AVERAGE = " (its average)"
-_EPS = 2.0**-52  # an optimizer that divides by less than the rounding of a gradient follows the rounding alone
+_EPS = 2.0**-52  # smallest eps: an optimizer that divides by less than a gradient's rounding follows the rounding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What some steps gave, on one side."""
+    """Results of some steps on one side."""
 
     losses: Sequence[float]
     grad_norms: Sequence[float]
     metrics: Mapping[str, Any]  # after the last of them
-    gradient: str | None  # the first parameter, in the order of backward, whose gradient was not finite
+    gradient: str | None  # the first parameter, in backward order, with a non-finite gradient
 
 
 def buffers_of(trainer: Trainer) -> dict[str, Tensor]:
-    """What of a whole model's state is no parameter, on the CPU."""
+    """Return the state of a whole model that is no parameter, on the CPU."""
     parameters = {name for name, _ in trainer.parameters()}
     return {name: value.clone() for name, value in trainer.state().items() if name not in parameters}
 
 
 def gradients_of(training: Training) -> Iterator[tuple[str, Tensor]]:
-    """The gradients of a reference as its last step left them: clipped."""
+    """Yield the clipped gradients of a reference's last step."""
     trainer = training.session.trainer
     assert isinstance(trainer, NativeTrainer)
     for name, parameter in trainer.model.named_parameters():
@@ -56,7 +56,7 @@ def gradients_of(training: Training) -> Iterator[tuple[str, Tensor]]:
 
 
 def settings_of(training: Training, lr: float) -> dict[str, tuple[float, float]]:
-    """Learning rate and eps of each parameter whose gradient its optimizer divides by its size, such as AdamW."""
+    """Return learning rate and eps of the parameters whose optimizer normalizes gradients, such as AdamW."""
     trainer = training.session.trainer
     assert isinstance(trainer, NativeTrainer)
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
@@ -66,7 +66,7 @@ def settings_of(training: Training, lr: float) -> dict[str, tuple[float, float]]
         for group in optimizer.param_groups:
             if isinstance(optimizer, torch.optim.SGD):
                 continue
-            # The group's own rate of this step, where it has the recipe's schedule.
+            # The group's own rate at this step, if it follows the recipe's schedule.
             own = SCHEDULE in group or not first["initial_lr"]
             rate = group["initial_lr"] * (1.0 if own else lr / first["initial_lr"])
             found |= {names[parameter]: (float(rate), _floor(group, parameter)) for parameter in group["params"]}
@@ -74,10 +74,10 @@ def settings_of(training: Training, lr: float) -> dict[str, tuple[float, float]]
 
 
 def _floor(group: Mapping[str, Any], parameter: Tensor) -> float:
-    """What is added to the size by which a parameter's gradient is divided, so that the size may be zero.
+    """Return the eps that is added to the size by which a parameter's gradient is divided.
 
-    Adafactor has two: one for the gradient, of which None is the gap between 1 and the next number, and one for the
-    parameter. A matrix it divides by means over rows and columns, which are as small as rounding nowhere.
+    Adafactor has two: one for the gradient (None: the dtype's epsilon), and one for the parameter. A matrix is
+    divided by means over rows and columns, which are nowhere as small as rounding.
     """
     eps = group.get("eps", _EPS)
     if not isinstance(eps, tuple):
@@ -88,13 +88,13 @@ def _floor(group: Mapping[str, Any], parameter: Tensor) -> float:
 
 
 def clipping(training: Training, norm: float) -> float:
-    """What a step multiplied a gradient of this norm with."""
+    """Return the factor by which a step scales a gradient of this norm."""
     clip = training.recipe.clip
     return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
 
 
 def weights_of(trainer: Trainer, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, whole, and after it what their average is where the recipe keeps one."""
+    """Yield every parameter in full, and then its moving average if the recipe keeps one."""
     yield from trainer.parameters()
     if recipe.average is not None:
         with trainer.averaged():
@@ -102,7 +102,7 @@ def weights_of(trainer: Trainer, recipe: Recipe) -> Iterator[tuple[str, Tensor]]
 
 
 def take(training: Training, steps: int, title: str, after: Callable[[StepReport], None] | None = None) -> Taken:
-    """Losses and gradient norms of the first steps, and the metrics after them.
+    """Take the first steps; return losses, gradient norms, and the metrics after them.
 
     There is an evaluation after the first step as well: the steps that follow must not know of it.
     """
@@ -129,12 +129,12 @@ def take(training: Training, steps: int, title: str, after: Callable[[StepReport
         )
 
 
-# Of the optimizers that engines have by name; others keep what they will, and their parameters are compared alone.
+# State of optimizers that engines know by name; others' state is unknown, and only parameters are compared.
 STATE_KEYS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def states_of(trainer: Trainer) -> dict[str, Tensor]:
-    """The optimizer's state of each parameter that is whole on this rank, on the CPU, by its name in files."""
+    """Return the optimizer's state of each parameter held in full by this rank, on the CPU, by name."""
     return {state_name(name, key): value.cpu().clone() for name, key, value in trainer.optimizer_state(STATE_KEYS)}
 
 
@@ -145,7 +145,7 @@ def save(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 class RoundedRuns:
-    """The steps of one process in the job's precision, several times, beside those in float64 that it is told of."""
+    """Repeats the steps of one process in the job's precision, to measure rounding against float64."""
 
     def __init__(self, job: Job, task: Task, folder: Path) -> None:
         self._job = job
@@ -156,15 +156,15 @@ class RoundedRuns:
         self._of_steps = 0.0  # the largest relative difference of losses and norms
 
     def begin(self, exact: Training) -> None:
-        """Take notice of the parameters before the first step."""
+        """Record the parameters before the first step."""
         self._before = {name: value.cpu().clone() for name, value in exact.session.trainer.parameters()}
 
     def note(self, exact: Training, report: StepReport) -> None:
-        """Take notice of a step in float64."""
+        """Record a step in float64."""
         self._files.add(gradients_of(exact), settings_of(exact, report.lr))
 
     def measured(self, world: World, exact: Mapping[str, Tensor], taken: Taken) -> Allowed:
-        """Take the steps, and say how far rounding takes them from `exact`."""
+        """Run the steps, and measure how far rounding moves them from `exact`."""
         noise = GradientNoise(self._files)
         runs = [found for way in range(_RUNS) if (found := self._run(world, way, noise, taken)) is not None]
         moves = {name: move for name, move in noise.moves().items() if name in exact}
@@ -173,9 +173,9 @@ class RoundedRuns:
         return Allowed(typical=measure(exact, self._before, runs, moves), moves=place, steps=self._of_steps)
 
     def _run(self, world: World, way: int, noise: GradientNoise, taken: Taken) -> dict[str, Tensor] | None:
-        """Parameters and state after the steps: the batch in its order or another, and in more micro-batches.
+        """Run the steps; return the final state. `way` 0 keeps the batch's order, 1 shuffles it, more also split it.
 
-        None for a model that takes no micro-batches.
+        From 2 on there are `way` micro-batches. None for a model that can't split its batch into micro-batches.
         """
         given = self._job.run
         micro_batch = -(-self._job.recipe.batch // way) if way > 1 else None

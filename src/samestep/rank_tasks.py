@@ -39,7 +39,7 @@ _UNTIMED = 3
 
 @contextmanager
 def joined(job: Job) -> Iterator[World]:
-    """This rank's place among all of a job's, with the transport and the precision of products that the job says."""
+    """Join this rank's process group, with the job's transport and float32 matmul precision."""
     engine = engines.resolve(job.run.engine)
     transport = job.run.transport if engine.abilities.shared_memory else "gloo"
     group = join(
@@ -59,7 +59,7 @@ def dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
 
 
 def dry_run_rank_many(job: Job, _: Layout, layouts: Sequence[Layout]) -> list[Sequence[Usage] | str]:
-    """The same of several layouts of one size, one after the other; a refusal is told as text."""
+    """Dry-run several layouts of one world size in turn; a refusal is returned as text."""
     found: list[Sequence[Usage] | str] = []
     with joined(job) as world:
         task = resolve_task(job.recipe)
@@ -69,10 +69,9 @@ def dry_run_rank_many(job: Job, _: Layout, layouts: Sequence[Layout]) -> list[Se
 
 
 def _or_refusal(attempt: Callable[[], T]) -> T | str:
-    """What an attempt at a layout returns, or why the layout was refused, which is the same on all ranks.
+    """Run an attempt at a layout; return its result, or why the layout was refused, the same on all ranks.
 
-    Raises LayoutError where one rank alone may have refused it: the layouts are tried again then, each in a start
-    of its own.
+    Raises LayoutError if only one rank may have refused it: each layout is then tried with a start of its own.
     """
     try:
         return attempt()
@@ -84,14 +83,14 @@ def _or_refusal(attempt: Callable[[], T]) -> T | str:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTiming:
-    """One rank's steps."""
+    """Step time and memory of one rank."""
 
     seconds: float  # the median step
     usage: Usage
 
 
 def time_steps(job: Job, task: Task, world: World, layout: Layout, steps: int) -> Sequence[StepTiming]:
-    """Take some steps beside the first ones and time each; every rank returns all ranks' timings."""
+    """Time the steps after the first ones; return all ranks' timings. Collective."""
     last = _UNTIMED + max(steps, 1)
     recipe = replace(job.recipe, steps=last, epochs=None)
     training = Training(replace(job, recipe=recipe), task, world, layout)
@@ -104,7 +103,7 @@ def time_steps(job: Job, task: Task, world: World, layout: Layout, steps: int) -
         now = time.perf_counter()
         seconds.append(now - began)
         began = now
-    assert training.usage is not None  # there are more steps than those before it
+    assert training.usage is not None  # guaranteed: there are timed steps after the untimed ones
     mine = StepTiming(seconds=median(seconds[_UNTIMED:]), usage=training.usage)
     if world.world_size == 1 and not dist.is_initialized():
         return (mine,)
@@ -141,7 +140,7 @@ def bits_rank(job: Job, layout: Layout, steps: int, folder: Path, threads: int |
 def verify_rank_many(
     job: Job, _: Layout, layouts: Sequence[Layout], steps: int, known: Reference
 ) -> list[tuple[Proof | str, float]]:
-    """Proofs of several layouts one after the other, or why they were refused, and the seconds that each took."""
+    """Verify several layouts in turn; return each proof, or why it was refused, with its seconds."""
     found: list[tuple[Proof | str, float]] = []
     with joined(job) as world:
         task = resolve_task(job.recipe)  # reading the data may take longer than a proof
@@ -154,7 +153,7 @@ def verify_rank_many(
 
 
 def on_its_cores(own: Sequence[Binding], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a rank that this process started, on the cores that are the rank's."""
+    """Call a function in a rank that this process started, bound to the rank's cores."""
     ranks = environment.ranks()
     assert ranks is not None
     bind(own[ranks.local_rank])

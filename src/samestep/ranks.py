@@ -23,7 +23,7 @@ class Ranks:
     world_size: int
     local_rank: int
     local_world_size: int
-    # Whether all ranks are known to share this host; a launcher that doesn't say how many there are leaves it open.
+    # Whether all ranks are known to share this host; unknown if the launcher doesn't say how many do.
     one_host: bool = False
     launcher: Launcher = "torchrun"  # or whatever says it with torchrun's variables
 
@@ -56,12 +56,12 @@ def _horovodrun(environ: Environ) -> Ranks | None:
 
 
 def _pytorchjob(environ: Environ) -> Ranks | None:
-    """A pod of a PyTorchJob that is one rank. RANK counts pods there, also where each is to hold several ranks."""
+    """A pod of a PyTorchJob that is one rank. RANK numbers pods, even if each is to have several ranks."""
     if not in_pytorchjob(environ):
         return None
     processes = environ.get("PET_NPROC_PER_NODE", "1")
     if processes.isdigit() and int(processes) > 1:
-        return None  # somebody has yet to start them
+        return None  # its ranks are not started yet
     return Ranks(
         rank=integer(environ, "RANK"),
         world_size=integer(environ, "WORLD_SIZE"),
@@ -95,12 +95,12 @@ def _open_mpi(environ: Environ) -> Ranks | None:
 
 
 def _pmi(environ: Environ) -> Ranks | None:
-    """MPICH's and Intel's mpirun; the variables of PMI alone, without the local ones, may be anybody's."""
+    """MPICH's and Intel's mpirun; PMI's variables without the local ones may come from elsewhere."""
     return _of_many(environ, ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"], "pmi")
 
 
 def _of_many(environ: Environ, names: list[str], launcher: Launcher) -> Ranks | None:
-    """One of several ranks, from variables that must all be there; a single process is free to start its own."""
+    """One of several ranks, if all its variables are set; a single process may start ranks itself."""
     if any(name not in environ for name in names):
         return None
     rank, world_size, local_rank, local_size = (integer(environ, name) for name in names)
@@ -117,7 +117,7 @@ def _of_many(environ: Environ, names: list[str], launcher: Launcher) -> Ranks | 
 
 
 def _slurm(environ: Environ) -> Ranks | None:
-    """A task of a step of several, as srun starts them. A batch script is no task, whatever its variables say."""
+    """A task of a step with several, started by srun. A batch script is none, despite its variables."""
     if not in_slurm_step(environ) or "SLURM_PROCID" not in environ:
         return None
     world_size = integer(environ, "SLURM_STEP_NUM_TASKS", integer(environ, "SLURM_NTASKS", 1))
@@ -157,7 +157,7 @@ def by_horovodrun(environ: Environ) -> bool:
 
 
 def in_pytorchjob(environ: Environ) -> bool:
-    """Whether this is what Kubeflow's operator has put into a pod, and no launcher has set its own over it."""
+    """Whether Kubeflow's operator set the variables in this pod, and no launcher has replaced them."""
     pod = "KUBERNETES_SERVICE_HOST" in environ or "PET_NNODES" in environ
     return (
         pod
@@ -175,7 +175,7 @@ _COUNT = re.compile(r"(\d{1,6})(?:\(x(\d{1,6})\))?", re.ASCII)
 
 
 def counts(name: str, text: str) -> list[int]:
-    """A number for each node, as Slurm writes it: 2(x3),1 for 2, 2, 2, 1."""
+    """Expand Slurm's number for each node: 2(x3),1 is 2, 2, 2, 1."""
     found: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
@@ -188,7 +188,7 @@ def counts(name: str, text: str) -> list[int]:
 
 
 def accelerators(name: str, text: str) -> int:
-    """A number of accelerators, as Slurm writes it: 4, or behind a kind a100:4, or of several kinds a100:2,v100:2."""
+    """Parse Slurm's number of accelerators: 4, with a type a100:4, or of several types a100:2,v100:2."""
     numbers = [each.rpartition(":")[2] for each in text.split(",")]
     if not all(number.isascii() and number.isdigit() for number in numbers):
         raise UserError(f"{name} is {text!r}; a number of accelerators such as 4 or a100:4 is wanted")
@@ -196,9 +196,9 @@ def accelerators(name: str, text: str) -> int:
 
 
 def has_a_tasks_accelerators(environ: Environ, seen: int) -> bool:
-    """Whether the accelerators that this rank sees are its own, since srun has shared out the host's among its tasks.
+    """Whether this rank sees only its own accelerators, since srun has divided the host's among its tasks.
 
-    Without --gpus-per-task, and with --gpu-bind=none, every task sees all of the host's.
+    Without --gpus-per-task, or with --gpu-bind=none, every task sees all of the host's.
     """
     found = read(environ)
     if found is None or found.launcher != "slurm" or "SLURM_GPUS_ON_NODE" not in environ:
@@ -208,7 +208,7 @@ def has_a_tasks_accelerators(environ: Environ, seen: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class VisibleDevices:
-    """The accelerators that a variable leaves to this process, as their makers number or name them."""
+    """Accelerators that a variable makes visible to this process, as numbers or ids."""
 
     variable: str
     devices: tuple[str, ...]
@@ -232,7 +232,7 @@ def visible_devices(environ: Mapping[str, str]) -> VisibleDevices | None:
     if name is None:
         return None
     devices = tuple(device.strip() for device in environ[name].split(",") if device.strip())
-    # The makers' own libraries take what is no device for the end of the list.
+    # Vendors' libraries stop at the first invalid entry.
     end = next((index for index, device in enumerate(devices) if device in _NO_DEVICE), len(devices))
     return VisibleDevices(variable=name, devices=devices[:end])
 

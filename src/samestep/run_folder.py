@@ -19,15 +19,15 @@ _STEP = re.compile(r"step-(\d{1,15})")
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlace:
-    """What a job says of its run's folder."""
+    """Where a job's run folder is, or will be."""
 
-    folder: str | None = None  # that it names
-    name: str  # of a new one
-    resumes: bool = False  # whether it goes on with the last run of that name that was saved
+    folder: str | None = None  # the folder named by the job
+    name: str  # of a new folder
+    resumes: bool = False  # whether to resume the last saved run of that name
 
     @classmethod
     def of(cls, job: "Job") -> "RunPlace":
-        """As a job says it."""
+        """Derive it from a job."""
         task = job.recipe.task
         name = job.name or (task if isinstance(task, str) else type(task).__name__)
         return cls(
@@ -37,7 +37,7 @@ class RunPlace:
         )
 
     def chosen(self) -> Path:
-        """The folder. Without a name of its own, the next run will have another one."""
+        """Return the folder. Unless the job names one, each new run gets another folder."""
         if self.folder is not None:
             return Path(self.folder)
         wanted = Path("runs") / self.name
@@ -62,7 +62,7 @@ def _last_saved(wanted: Path) -> Path | None:
 
 
 def candidates(place: Path) -> list[Path]:
-    """The checkpoints that a path may mean, the newest first: itself, those in it, or those of the run that it is."""
+    """Return the checkpoints that a path may mean, newest first: the path itself, those in it, or in its run."""
     if (place / INFO_FILE).is_file():
         return [place]
     for folder in (place, place / CHECKPOINTS):

@@ -35,14 +35,14 @@ from samestep.training.optimizer import OptimizerPlan, make_schedule
 
 
 class LocalMicroBatch(NamedTuple):
-    """A micro-batch of this rank, and whether its samples count: 0.0 where they are only lent."""
+    """A micro-batch of this rank, and its weight: 0.0 if its samples are lent."""
 
     batch: Batch
     weight: float
 
 
 class Step(NamedTuple):
-    """What one step had, over all ranks."""
+    """Results of one step over all ranks."""
 
     loss: Tensor
     grad_norm: Tensor  # before clipping
@@ -50,7 +50,7 @@ class Step(NamedTuple):
 
 
 class Loop:
-    """A recipe on one rank of `world_size`, whose process group is there where it has company."""
+    """Trains a recipe on one rank of `world_size`; with several ranks in an existing process group."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Loop:
         compile: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`group` are all ranks; None: the default group."""
+        """`group`: the group of all ranks; None: the default group."""
         if recipe.precision not in PRECISIONS:
             raise UserError(
                 f"recipe.precision is {recipe.precision}; handwritten methods have {', '.join(PRECISIONS)}"
@@ -97,10 +97,10 @@ class Loop:
         self.module = torch.compile(self._replicas) if compile else self._replicas
         self.optimizer = OptimizerPlan(recipe, self.model)(self.model.named_parameters())
         self.schedule = make_schedule(recipe.schedule, self.total_steps, self.optimizer)
-        torch.manual_seed(recipe.seed + rank)  # dropout draws other numbers on every rank
+        torch.manual_seed(recipe.seed + rank)  # different dropout on every rank
 
     def _build(self) -> nn.Module:
-        """The task's model on the device, in the recipe's dtype."""
+        """Build the task's model on the device, in the recipe's dtype."""
         model = build_model(self.task, self.recipe).model
         if not self.recipe.dropout:
             switch_off(model)
@@ -124,7 +124,7 @@ class Loop:
         )
 
     def batches(self) -> Iterator[tuple[list[LocalMicroBatch], float]]:
-        """This rank's part of every step, and the seconds that it waited for the data."""
+        """Yield this rank's micro-batches of every step, and the seconds that it waited for data."""
         shares = [self.order.shares(step, self.place, self._micro_batch) for step in range(self.total_steps)]
         loader = iter(
             DataLoader(
@@ -199,7 +199,7 @@ class Loop:
         return Step(loss=totals[0] / terms, grad_norm=norm, lr=lr)
 
     def steps(self) -> Iterator[Step]:
-        """Take every step, each when it is asked for."""
+        """Take the steps lazily."""
         for step, (parts, _) in enumerate(self.batches()):
             yield self.step(parts, len(self.order.global_batch(step)))
 
@@ -207,12 +207,12 @@ class Loop:
         return holdings(self.model, self.optimizer, Layout())
 
     def sent(self) -> dict[str, int]:
-        """Nothing by other ways than torch.distributed."""
+        """Bytes sent by other means than torch.distributed: none."""
         return {}
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Metrics of the held-out samples, each seen once: ranks take a slice each and gather the predictions."""
+        """Compute metrics of the held-out samples, each once: ranks take a slice each and gather the predictions."""
         samples = self.task.eval_set()
         if samples is None or len(samples) == 0:
             return {}
@@ -229,13 +229,13 @@ class Loop:
         return {name: plain(named_parts(metric, metric.compute()), names) for name, metric in metrics.items()}
 
     def _evaluated(self, size: int) -> list[range]:
-        """A consecutive slice of the held-out samples for each rank, in batches."""
+        """Return this rank's consecutive slice of the held-out samples, in batches."""
         start, stop = bounds(size, self.place.index, self.place.of)
         batch = self.recipe.evaluation.batch
         return [range(first, min(stop, first + batch)) for first in range(start, stop, batch)]
 
     def _scores(self, indices: range, samples: Any) -> tuple[Tensor, Tensor]:
-        """Predictions and targets of some held-out samples, on the CPU."""
+        """Compute predictions and targets of some held-out samples, on the CPU."""
         batch = self._on_device(self.task.collate([samples[index] for index in indices]))
         with self._autocast(), self._throughout():
             output = call(self.model, batch.inputs)
@@ -244,7 +244,7 @@ class Loop:
         return predictions.cpu(), targets.cpu()
 
     def gather(self, mine: Any) -> list[Any]:
-        """What every rank has, in the order of the ranks."""
+        """Gather a value from all ranks, by rank."""
         if self.place.of == 1:
             return [mine]
         everyone: list[Any] = [None] * self.place.of

@@ -30,15 +30,15 @@ from samestep.training.result import MODEL_FILE, TrainResult, write_report, writ
 
 
 def spawn_ranks(job: Path, folder: Path, processes: int) -> None:
-    """Start ranks as torch.multiprocessing.spawn does, and wait for all of them."""
+    """Start ranks by torch.multiprocessing.spawn, and wait for all of them."""
     with TemporaryDirectory(prefix="samestep-spawn-") as meeting:
-        # A file to meet at: no port that another job could take.
+        # A FileStore: needs no port, which another job could take.
         store = f"file://{Path(meeting).resolve()}/store"
         spawn(_spawned, (processes, job, folder, store), nprocs=processes)
 
 
 def _spawned(rank: int, processes: int, job: Path, folder: Path, store: str) -> None:
-    """One of them."""
+    """Run one spawned rank."""
     code = run_rank(
         job, folder, Ranks(rank=rank, world_size=processes, local_rank=rank, local_world_size=processes), store
     )
@@ -47,7 +47,7 @@ def _spawned(rank: int, processes: int, job: Path, folder: Path, store: str) -> 
 
 
 def run_rank(job: Path, folder: Path, ranks: Ranks, meet_at: str | None = None) -> int:
-    """Train as one rank; the exit code. Why a job can't be trained so, and what failed, is left in `folder`."""
+    """Train as one rank; return the exit code. The reason of a failure is left in `folder`."""
     try:
         train(load(job).job, folder, ranks=ranks, meet_at=meet_at)
     except UserError as error:
@@ -108,7 +108,7 @@ def train(job: Job, folder: Path, *, ranks: Ranks, meet_at: str | None = None) -
 
 
 def _take_all_steps(loop: Loop, records: Records, folder: Path) -> TrainResult:
-    """Every step, one of them measured as samestep measures its own, and the evaluations."""
+    """Take every step, one of them with memory and traffic measured, and evaluate."""
     losses: list[float] = []
     seconds = evaluation_seconds = 0.0
     samples = 0
@@ -146,7 +146,7 @@ def _take_all_steps(loop: Loop, records: Records, folder: Path) -> TrainResult:
 
 
 def _evaluates_after(loop: Loop, done: int) -> bool:
-    """Whether the recipe wants an evaluation after so many steps."""
+    """Whether the recipe has an evaluation after `done` steps."""
     wanted = loop.recipe.evaluation
     if done == loop.total_steps:
         return wanted.at_end
@@ -156,7 +156,7 @@ def _evaluates_after(loop: Loop, done: int) -> bool:
 def _line(
     loop: Loop, step: int, report: Step, samples: int, step_seconds: float, data_seconds: float
 ) -> dict[str, float]:
-    """A step as metrics.jsonl has it."""
+    """Build a step's line of metrics.jsonl."""
     return {
         "step": step,
         "epoch": loop.order.epoch_of(step),

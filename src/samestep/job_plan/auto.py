@@ -13,22 +13,22 @@ from samestep.job_plan.plan import JobPlan, plan_job
 from samestep.job_plan.predict import Prediction, slower_by
 from samestep.launch.device import accelerators
 
-_LIMIT = 60.0  # seconds of rehearsing
+_LIMIT = 60.0  # seconds for rehearsals
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The layout that was found for a job."""
+    """The layout chosen for a job."""
 
-    job: Job  # with it
+    job: Job  # with the chosen layout
     prediction: Prediction
     why: Sequence[str]  # three lines
 
 
 def with_layout(job: Job) -> Chosen:
-    """The job with the layout that is chosen for it.
+    """Choose the fastest layout for a job, by plan.
 
-    Raises UserError where nothing fits, and where the ranks are not this machine's own cores.
+    Raises UserError if no layout fits, or if the ranks don't run on this machine's own cores.
     """
     check_here(job)
     plan = plan_job(job, this_machine(job.run.processes, job.recipe.precision), limit=_LIMIT)
@@ -38,7 +38,7 @@ def with_layout(job: Job) -> Chosen:
 
 
 def _why(plan: JobPlan) -> list[str]:
-    """Which layout, where its step goes, and why the next one is slower."""
+    """Describe the chosen layout, the parts of its step, and why the next one is slower."""
     best, *others = plan.fitting
     tried = len(plan.predictions) + len(plan.refused)
     shares = sorted(best.parts.items(), key=lambda part: -part[1])
@@ -61,7 +61,7 @@ def _why(plan: JobPlan) -> list[str]:
 
 
 def beside_lines(found: Sequence[Term]) -> list[str]:
-    """A plan beside its run: time, then memory; empty where nothing was measured."""
+    """Compare a plan with its run: time, then memory; empty if nothing was measured."""
     lines = []
     for unit, what in (("s", "time of a step"), ("B", "bytes of a rank")):
         told = ", ".join(f"{each.name} {_shown(each)}" for each in found if each.unit == unit)
@@ -71,14 +71,14 @@ def beside_lines(found: Sequence[Term]) -> list[str]:
 
 
 def _shown(term: Term) -> str:
-    """A term as planned and as measured, in seconds or bytes, with the relative error."""
+    """Format a term as planned and as measured, with the relative error."""
     numbers = (term.planned, term.measured)
     told = " and ".join(f"{each:.3g} s" if term.unit == "s" else bytes_shown(each) for each in numbers)
     return told + ("" if term.error is None else f" ({term.error:+.0%})")
 
 
 def check_here(job: Job) -> None:
-    """Raise UserError where ranks are others' to start, or run on accelerators."""
+    """Raise UserError if a launcher started this rank, or ranks run on accelerators."""
     if environment.ranks() is not None:
         raise UserError(
             "layout auto is chosen before ranks start, and this process is a rank already; name a layout, such as "

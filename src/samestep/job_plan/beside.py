@@ -1,4 +1,4 @@
-"""A plan beside the run that came of it: each term as it was planned and as it was, and which one is off most."""
+"""A plan compared with the run that followed it: each term as planned and as measured, and the largest error."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 PLAN_FILE = "plan.json"
 STEP = "step"
-_FIRST = 3  # steps that are not like the others: buffers and optimizer state are made, and bytes are counted
+_FIRST = 3  # untypical first steps, which allocate buffers and optimizer state, or count bytes
 _COMPUTE = ("products", "attention", "passes", "operators", "sharding")
 _MESSAGES = ("messages", "bytes sent")
 _HELD = ("parameters", "optimizer_state", "activations", "gathered_and_gradients")
@@ -20,7 +20,7 @@ _HELD = ("parameters", "optimizer_state", "activations", "gathered_and_gradients
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One number of a plan, and what the run had."""
+    """One number of a plan, and its measurement."""
 
     name: str
     planned: float
@@ -29,20 +29,20 @@ class Term:
 
     @property
     def error(self) -> float | None:
-        """Relative to what was measured; None where that is nothing."""
+        """Relative error; None if the measurement is 0."""
         return self.planned / self.measured - 1 if self.measured else None
 
 
 def write_plan(prediction: "Prediction", folder: Path) -> None:
-    """Leave a plan in the folder of its run, where `samestep doctor` finds it."""
+    """Save a plan into its run's folder, for `samestep doctor`."""
     (folder / PLAN_FILE).write_text(json.dumps(prediction.to_json(), indent=2) + "\n", encoding="utf-8")
 
 
 def terms(plan: Mapping[str, Any], report: Mapping[str, Any], step_seconds: Sequence[float]) -> list[Term]:
-    """The terms of a plan (`Prediction.to_json`) and of its run (report.json, and the seconds of its steps).
+    """Return the terms of a plan (`Prediction.to_json`) and of its run (report.json, and the steps' seconds).
 
-    First the whole step, then its parts: what a rank computes by itself, and the rest, which is messages and waiting
-    for others; then what the fullest rank held, and what the rank that sends most has sent.
+    First the whole step, then its parts: a rank's own computation, and the rest, which is messages and waiting; then
+    the memory of the fullest rank, and the traffic of the rank that sends most.
     """
     late = step_seconds[_FIRST:] or step_seconds
     found: list[Term] = []
@@ -69,6 +69,6 @@ def terms(plan: Mapping[str, Any], report: Mapping[str, Any], step_seconds: Sequ
 
 
 def furthest(found: Sequence[Term], unit: str) -> Term | None:
-    """The part whose difference is the largest, of those in a unit."""
+    """Return the part, in this unit, with the largest difference."""
     parts = [term for term in found if term.unit == unit and term.name != STEP]
     return max(parts, key=lambda term: abs(term.planned - term.measured), default=None)

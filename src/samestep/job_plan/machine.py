@@ -19,12 +19,12 @@ from samestep.planning.hardware import Cluster
 from samestep.training.rehearsal import Collectives
 from samestep.training.step_work import CountedWork, StepWork
 
-# What a rank does by itself. "sharding" is the hooks that gather and scatter a unit's shards, which are Python.
+# Causes of a rank's own time. "sharding" is FSDP2's gather and scatter hooks, which run in Python.
 COMPUTE: Sequence[str] = ("products", "attention", "passes", "operators", "sharding")
 CAUSES: Sequence[str] = (*COMPUTE, "messages", "bytes sent")
 
-# Without `samestep comm --json` or --measure: a message through shared memory between two ranks of this machine
-# (docs/communication.md), for want of a measurement.
+# Defaults without `samestep comm --json` or --measure: a message through shared memory between two ranks
+# (docs/communication.md).
 _MESSAGE_SECONDS, _BYTE_SECONDS = 1e-4, 1 / 2e9
 _SECONDS = 0.2  # of each measurement
 _ROWS, _LAYERS = 2048, 6  # tokens, and linear layers one after the other, whose products are measured
@@ -48,21 +48,21 @@ class Rates:
     """Seconds of each unit of work on one thread, and of messages between ranks of this machine."""
 
     flop: float  # of products and convolutions
-    product_element: float = 0.0  # a number that a product reads or writes: more than the rest where a side is small
-    attention_flop: float = 0.0  # in attention's kernels
-    byte: float  # read or written by what is no product
-    operator: float  # to issue one, with autograd's part of it
-    shard_message: float = 0.0  # FSDP2's hooks around one that gathers or scatters a unit, beside what it sends
-    shard_tensor: float = 0.0  # and of each parameter in it
+    product_element: float = 0.0  # an element that a product reads or writes; matters for narrow products
+    attention_flop: float = 0.0  # in attention kernels
+    byte: float  # read or written by operators other than products
+    operator: float  # launch overhead of an operator, with autograd's
+    shard_message: float = 0.0  # FSDP2's hooks around a gather or scatter of a unit, beside its transfer
+    shard_tensor: float = 0.0  # the same, for each parameter of the unit
     message: float
     byte_sent: float
-    kinds: Mapping[str, "MessageRate"] = field(default_factory=dict)  # collectives whose messages were measured
+    kinds: Mapping[str, "MessageRate"] = field(default_factory=dict)  # collectives with measured rates
     speedup: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})  # of products, by threads
-    pass_speedup: Mapping[int, float] = field(default_factory=dict)  # of passes, where it is another one
+    pass_speedup: Mapping[int, float] = field(default_factory=dict)  # of element-wise passes, if different
     source: str = "measured"
 
     def corrected(self, factors: Mapping[str, float]) -> "Rates":
-        """The rates, each multiplied by the factor of its cause."""
+        """Return the rates multiplied by a factor for each cause."""
         changed = {name: getattr(self, name) * factors[cause] for cause in factors for name in _RATES[cause]}
         kinds = {
             kind: MessageRate(
@@ -74,7 +74,7 @@ class Rates:
         return replace(self, **changed, kinds=kinds, source="corrected by measured steps")
 
     def sending(self, collectives: Sequence[Collectives]) -> tuple[float, float]:
-        """Seconds that messages take for being there, and seconds for their bytes."""
+        """Return the seconds of messages' latencies, and the seconds for their bytes."""
         usual = MessageRate(message=self.message, byte_sent=self.byte_sent)
         rates = [(each, self.kinds.get(each.kind, usual)) for each in collectives]
         return sum(each.count * rate.message for each, rate in rates), sum(
@@ -82,7 +82,7 @@ class Rates:
         )
 
     def computing(self, work: StepWork, threads: int) -> dict[str, float]:
-        """Seconds that a rank computes by itself, by cause."""
+        """Return the seconds of a rank's own computation, by cause."""
         products = _of_threads(self.speedup, threads)
         passes = _of_threads(self.pass_speedup or self.speedup, threads)
         seconds = (
@@ -100,7 +100,7 @@ class Rates:
 
 
 def _of_threads(speedup: Mapping[int, float], threads: int) -> float:
-    """The speedup of so many threads, or of the most that was measured below."""
+    """Return the speedup of `threads` threads, or of the next smaller measured number."""
     return speedup.get(threads) or max((each for number, each in speedup.items() if number <= threads), default=1.0)
 
 
@@ -143,15 +143,15 @@ def this_machine(devices: int | None, precision: str, comm: Path | None = None) 
 
 
 def devices_of(cluster: Cluster) -> Machine:
-    """Devices of a data sheet, of which 94 % of the memory is taken to be usable."""
+    """Return a data sheet's devices, of whose memory 94 % is assumed to be usable."""
     device = cluster.device
     return Machine(name=device.name, devices=cluster.devices, memory=0.94 * device.memory, cluster=cluster)
 
 
 def measured_rates(precision: str) -> Rates:
-    """Rates of one thread, and what more threads give; the number of threads is as before afterwards.
+    """Measure the rates of one thread, and the speedup of more; restores the number of threads.
 
-    Memory is kept between calls, as ranks do.
+    Freed memory is kept between calls, as ranks do.
     """
     before, kept = torch.get_num_threads(), keep_freed_memory(environment.snapshot())
     try:
@@ -185,9 +185,9 @@ def measured_rates(precision: str) -> Rates:
 
 
 def message_rates(file: Path) -> dict[str, Any]:
-    """Latency and seconds a byte of an all-reduce and of each other collective that `samestep comm --json` measured.
+    """Read latency and seconds a byte of each collective from a file of `samestep comm --json`.
 
-    A collective has the transport by which its bytes go fastest, which is the one that ranks of a host choose.
+    Of several transports the one with the highest bandwidth counts, which ranks of a host choose.
     """
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
@@ -213,7 +213,7 @@ def message_rates(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """A collective of `samestep comm`: its name among messages, and which part of its bytes each rank sends."""
+    """A collective of `samestep comm`: its name in rehearsals, and the fraction of its bytes that each rank sends."""
 
     name: str
     sent_share: Callable[[int], float]
@@ -235,7 +235,7 @@ _KINDS: Mapping[str, _Kind] = {
 
 
 def _repeated(run: Callable[[], object]) -> float:
-    """Seconds of the fastest call: others are those in which other programs had the cores."""
+    """Return the seconds of the fastest call; slower ones were disturbed by other programs."""
     run()
     fastest, until = float("inf"), time.perf_counter() + _SECONDS
     while (began := time.perf_counter()) < until:
@@ -245,25 +245,25 @@ def _repeated(run: Callable[[], object]) -> float:
 
 
 def _products(columns: int, dtype: torch.dtype) -> tuple[float, StepWork]:
-    """Forward and backward of linear layers, whose factors come from memory as in a training, and their work."""
+    """Time forward and backward of linear layers whose operands come from memory; return seconds and work."""
     layers = nn.Sequential(*(nn.Linear(columns, columns, bias=False) for _ in range(_LAYERS))).to(dtype)
     given = torch.randn(_ROWS, columns).to(dtype).requires_grad_()
     return _of_step(lambda: layers(given).sum())
 
 
 def _of_products(measured: Sequence[tuple[float, StepWork]]) -> tuple[float, float]:
-    """Seconds of a FLOP and of a number that is read or written, by which two steps take what was measured."""
+    """Solve for the seconds of a FLOP and of an element from two measured steps."""
     rows = [[work.product_flops, work.product_elements] for _, work in measured]
     seconds = [each for each, _ in measured]
     found = torch.linalg.solve(torch.tensor(rows, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64))
     flop, element = found.tolist()
-    if flop <= 0 or element < 0:  # narrow layers are no slower
+    if flop <= 0 or element < 0:  # narrow layers are as fast
         return seconds[0] / rows[0][0], 0.0
     return flop, element
 
 
 def _attention_seconds(dtype: torch.dtype) -> float:
-    """Seconds of a FLOP of attention, forward and backward."""
+    """Measure the seconds of a FLOP of attention, forward and backward."""
     query, key, value = (torch.randn(_HEADS).to(dtype).requires_grad_() for _ in range(3))
     seconds, work = _of_step(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True).sum())
     return seconds / work.attention_flops if work.attention_flops else 0.0
@@ -276,7 +276,7 @@ def _pass_seconds(rates: Rates) -> float:
 
 
 def _pass_speedup() -> dict[int, float]:
-    """What more threads give to passes, which share the memory's bandwidth and wait for each other in each."""
+    """Measure the speedup of element-wise passes, which share memory bandwidth and synchronize each time."""
     seconds: dict[int, float] = {}
     for threads in dict.fromkeys((1, cores())):
         torch.set_num_threads(threads)
@@ -285,7 +285,7 @@ def _pass_speedup() -> dict[int, float]:
 
 
 def _passes() -> tuple[float, StepWork]:
-    """Seconds and work of element-wise operators alone, from which the rate of memory follows."""
+    """Time element-wise operators only, which determine the memory rate; return seconds and work."""
     given, beside = (torch.randn(_PASSES).requires_grad_() for _ in range(2))
 
     def forward() -> Tensor:
@@ -297,7 +297,7 @@ def _passes() -> tuple[float, StepWork]:
 
 
 def _operator_seconds(rates: Rates) -> float:
-    """What forward and backward of a tiny model take for each operator, beside its work."""
+    """Measure an operator's overhead by forward and backward of a tiny model."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(8)))
     given = torch.randn(4, 8)
     seconds, work = _of_step(lambda: model(given).sum())
@@ -305,16 +305,16 @@ def _operator_seconds(rates: Rates) -> float:
 
 
 def _shard_seconds(rates: Rates) -> tuple[float, float]:
-    """What FSDP2's hooks take for each message, and for each parameter in one.
+    """Measure FSDP2's hooks: seconds of each message, and of each parameter in one.
 
-    Small units of few parameters and of many are sharded in a process group that sends nothing, as in a rehearsal.
+    Shards small units with few and with many parameters, in a fake process group as in a rehearsal.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if dist.is_initialized():  # a rank has its own group, and no plan is made in one
+    if dist.is_initialized():  # a rank has its own group, and makes no plans
         return 0.0, 0.0
     rows: list[list[float]] = []
     seconds: list[float] = []
@@ -339,7 +339,7 @@ def _shard_seconds(rates: Rates) -> tuple[float, float]:
 
 
 def _of_step(forward: Callable[[], Tensor]) -> tuple[float, StepWork]:
-    """Seconds of a forward with its backward, and its work."""
+    """Time a forward with its backward; return seconds and work."""
     counted = CountedWork()
     with counted:
         forward().backward()

@@ -14,13 +14,13 @@ from samestep.job_plan.machine import CAUSES, Machine
 from samestep.job_plan.plan import JobPlan
 from samestep.job_plan.predict import Prediction, peak_of
 
-_STIFFNESS = 0.003  # how much a factor that leaves the others costs, against a squared relative error of a step
+_STIFFNESS = 0.003  # penalty on a factor's deviation from the common one, against a squared relative error of a step
 _LEAST, _MOST = 0.05, 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One layout's steps as predicted and as they were."""
+    """One layout's step as predicted and as measured."""
 
     prediction: Prediction
     seconds: float | None  # None: it failed
@@ -29,7 +29,7 @@ class Measured:
 
     @property
     def error(self) -> float | None:
-        """Relative to what was measured."""
+        """Relative error of the prediction; None if the layout failed."""
         return None if self.seconds is None else self.prediction.seconds / self.seconds - 1
 
     def to_json(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Measured:
 def measure(
     job: Job, predictions: Sequence[Prediction], *, steps: int = 6, say: Callable[[str], None] = lambda text: None
 ) -> list[Measured]:
-    """Take some steps of each layout in processes of its own."""
+    """Run some steps of each layout in new processes."""
     found = []
     for each in predictions:
         say(each.layout)
@@ -64,10 +64,10 @@ def measure(
 
 
 def corrections(measured: Sequence[Measured]) -> dict[str, float]:
-    """A factor for the rate of each cause, by which predictions come near what was measured.
+    """Fit a factor for each cause's rate, so that predictions match the measurements.
 
-    All causes first get the median of measured / predicted; from there ridge regression moves each on its own, as far
-    as the relative errors of the steps ask for it.
+    All causes start at the median of measured / predicted; ridge regression then adjusts each of them, as far as the
+    relative errors of the steps require.
     """
     rows = [(each.prediction.parts, each.seconds) for each in measured if each.seconds]
     if not rows:
@@ -92,6 +92,6 @@ def corrected(machine: Machine, factors: Mapping[str, float]) -> Machine:
 def measured_plan(
     job: Job, plan: JobPlan, *, most: int, say: Callable[[str], None] = lambda text: None
 ) -> tuple[JobPlan, list[Measured]]:
-    """Measure the first layouts of a plan, and make it again with corrected rates."""
+    """Measure the fastest layouts of a plan, and rank all layouts again with corrected rates."""
     found = measure(job, plan.fitting[:most], say=say)
     return plan.again(job, corrected(plan.machine, corrections(found))), found

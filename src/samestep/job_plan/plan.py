@@ -15,12 +15,12 @@ from samestep.training.rehearsal import Rehearsal
 
 LIMIT = 120.0  # seconds of rehearsing
 
-_FINEST = 4  # micro-batches a pipeline rank of which more are tried: bubbles are an eighth of the step then
+_FINEST = 4  # micro-batches for each pipeline rank in the finer trial: bubbles take an eighth of the step then
 _SCHEDULES = (
     "interleaved-1f1b",
     "zbv-zero-bubble",
-)  # tried with two stages a rank where a pipeline is among the best
-_REFINED = 2  # of the best pipelines, how many are tried so
+)  # tried with two stages a rank for the best pipelines
+_REFINED = 2  # number of the best pipelines to refine
 
 # Layouts that are looked at, simple ones first, and the most slices and stages that models are cut into.
 _DATA = ("dp{}", "zero1x{}", "zero2x{}", "fsdp{}")
@@ -35,13 +35,13 @@ _LARGEST_TENSOR, _LARGEST_PIPELINE = 8, 16
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout, in micro-batches of so many samples (None: as few as it can have)."""
+    """A layout with a micro-batch size (None: as few micro-batches as possible)."""
 
     layout: str
     micro_batch: int | None
 
     def of(self, job: Job) -> Job:
-        """The job under it."""
+        """Return the job with this layout."""
         run = replace(job.run, layout=self.layout, micro_batch=self.micro_batch, processes=None)
         return replace(job, run=run)
 
@@ -51,12 +51,12 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """What was found, fastest first: what fits, then what does not."""
+    """Predictions of all layouts, fastest first: those that fit, then those that don't."""
 
     machine: Machine
     predictions: Sequence[Prediction]
-    refused: Sequence[tuple[str, str]]  # layouts that the job can't have, and why
-    untried: Sequence[str]  # for want of time
+    refused: Sequence[tuple[str, str]]  # layout -> why the job can't have it
+    untried: Sequence[str]  # for lack of time
     rehearsed: Sequence[tuple[Candidate, Sequence[Rehearsal]]]
 
     @property
@@ -75,7 +75,7 @@ class JobPlan:
         )
 
     def again(self, job: Job, machine: Machine) -> "JobPlan":
-        """The same layouts by other rates."""
+        """Predict the same layouts with other rates."""
         found = [predict(each.of(job), Layout.parse(each.layout), machine, ranks) for each, ranks in self.rehearsed]
         return replace(self, machine=machine, predictions=_ranked(found))
 
@@ -95,11 +95,11 @@ class JobPlan:
 def plan_job(
     job: Job, machine: Machine, *, limit: float = LIMIT, say: Callable[[str], None] = lambda text: None
 ) -> JobPlan:
-    """Rehearse the layouts of a job on a machine, for so many seconds at most.
+    """Rehearse the layouts of a job on a machine, within `limit` seconds.
 
-    First every layout in the job's micro-batches; of those that don't fit what holds less; then of the best pipelines
-    other schedules and more micro-batches. Raises UserError where no layout can be had, with what is wrong with the
-    simplest one.
+    First every layout with the job's micro-batches; for those that don't fit, variants with less memory; then other
+    schedules and more micro-batches for the best pipelines. Raises UserError, about the simplest layout, if the job
+    can have none.
     """
     alone = replace(job, run=replace(job.run, device="cpu"))
     queue = [Candidate(layout=text, micro_batch=job.run.micro_batch) for text in _wanted(machine)]
@@ -134,7 +134,7 @@ def plan_job(
 
 
 def layouts_of(devices: int) -> Iterator[str]:
-    """Layouts over so many devices: along one axis, along two, along three."""
+    """Yield layouts for a number of devices: with one axis, two, and three."""
     if devices == 1:
         yield "single"
         return
@@ -150,7 +150,7 @@ def layouts_of(devices: int) -> Iterator[str]:
 
 
 def _sensible(text: str) -> bool:
-    """Whether slices and stages are no more than models are cut into."""
+    """Whether tensor and pipeline sizes are within the usual bounds."""
     for part in text.split():
         if part.startswith("tp") and int(part[2:]) > _LARGEST_TENSOR:
             return False
@@ -160,7 +160,7 @@ def _sensible(text: str) -> bool:
 
 
 def _smaller(job: Job, candidate: Candidate, layout: Layout) -> list[Candidate]:
-    """What holds less than a candidate that does not fit: smaller micro-batches, and layers computed again."""
+    """Return variants of a candidate with less memory: smaller micro-batches, and recomputation."""
     if candidate.micro_batch != job.run.micro_batch:
         return []
     found = []
@@ -174,7 +174,7 @@ def _smaller(job: Job, candidate: Candidate, layout: Layout) -> list[Candidate]:
 
 
 def _finer(job: Job, found: Sequence[tuple[Candidate, Prediction]]) -> list[Candidate]:
-    """Other schedules and more micro-batches of the best pipelines that fit."""
+    """Return variants of the best fitting pipelines with other schedules and more micro-batches."""
     pipelines = [each for each, prediction in found if prediction.fits and Layout.parse(each.layout).pipeline > 1]
     seconds = {each: prediction.seconds for each, prediction in found}
     tried: list[Candidate] = []
@@ -188,7 +188,7 @@ def _finer(job: Job, found: Sequence[tuple[Candidate, Prediction]]) -> list[Cand
 
 
 def _wanted(machine: Machine) -> list[str]:
-    """Layouts of all devices; where ranks share a host's cores, one process with all of them as well."""
+    """Return the layouts of all devices; on shared cores, also one process with all of them."""
     alone = ["single"] if machine.cluster is None and machine.devices > 1 else []
     return [*alone, *layouts_of(machine.devices)]
 

@@ -19,13 +19,13 @@ from samestep.planning.stage_time import CONTENTION, data_group
 from samestep.training.rehearsal import Collectives, Rehearsal
 from samestep.training.usage import Usage
 
-_FORWARD = 1 / 3  # of a step's work; the backward computes two products for each of its
-_BEHIND = ("replicate", "shard")  # axes whose traffic runs behind the backward, where devices have links of their own
+_FORWARD = 1 / 3  # of a step's FLOPs; backward computes two products for each of the forward's
+_BEHIND = ("replicate", "shard")  # axes whose communication overlaps with backward on devices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A layout's step."""
+    """Predicted time and memory of a layout's step."""
 
     layout: str
     micro_batch: int | None
@@ -60,19 +60,19 @@ class Prediction:
 
 
 def slower_by(other: Prediction, best: Prediction) -> tuple[str, float]:
-    """The cause that takes most more time than in the best layout, and the seconds."""
+    """Return the cause with the largest excess over the best layout, and its seconds."""
     more = {cause: other.parts[cause] - best.parts[cause] for cause in best.parts}
     cause = max(more, key=lambda each: more[each])
     return cause, more[cause]
 
 
 def peak_of(usage: Usage) -> int:
-    """Bytes of a rank at the fullest moment of a step, counted tensor by tensor."""
+    """Return a rank's peak bytes in a step, summed over tensors."""
     return usage.parameters + usage.optimizer_state + usage.activations + usage.gathered_and_gradients
 
 
 def predict(job: Job, layout: Layout, machine: Machine, ranks: Sequence[Rehearsal]) -> Prediction:
-    """The step of a layout whose ranks (of each pipeline stage, or some) were rehearsed."""
+    """Predict the step of a layout from rehearsals of its ranks, one for each pipeline stage or some."""
     usage = [rank.usage for rank in ranks]
     peak = max(map(peak_of, usage))
     held = peak * (layout.size if machine.cluster is None else 1)
@@ -91,9 +91,9 @@ def predict(job: Job, layout: Layout, machine: Machine, ranks: Sequence[Rehearsa
 
 
 def _on_cores(job: Job, layout: Layout, machine: Machine, rates: Rates, rank: Rehearsal) -> dict[str, float]:
-    """Seconds of a rank alone on its threads, and of its messages."""
+    """Return a rank's seconds of computation on its own threads, and of its messages."""
     threads = threads_of(layout.size, job.run.threads)
-    waiting = max(1.0, layout.size / machine.cores)  # ranks that take turns on a core meet the later
+    waiting = max(1.0, layout.size / machine.cores)  # ranks that share a core delay each other's messages
     messages, bytes_sent = rates.sending(rank.collectives)
     return {
         **rates.computing(rank.work, threads),
@@ -103,7 +103,7 @@ def _on_cores(job: Job, layout: Layout, machine: Machine, rates: Rates, rank: Re
 
 
 def _on_devices(job: Job, layout: Layout, cluster: Cluster, rank: Rehearsal) -> dict[str, float]:
-    """Seconds of a rank on a device of its own, and of its messages that run behind nothing."""
+    """Return a rank's seconds on its own device, and of the messages that don't overlap."""
     device, software = cluster.device, SOFTWARE["samestep"]
     operators = [
         Operator(name="product", matmul=(m, n, k, count * times), launches=0.0)
@@ -112,7 +112,7 @@ def _on_devices(job: Job, layout: Layout, cluster: Cluster, rank: Rehearsal) -> 
     work = work_of(operators, device, software, job.recipe.precision)
     rate = device.flops[job.recipe.precision] * device.efficiency.matmul
     products = work.seconds + rank.work.other_flops / rate
-    attention = rank.work.attention_flops / (0.5 * rate)  # about what its kernels reach
+    attention = rank.work.attention_flops / (0.5 * rate)  # typical efficiency of its kernels
     passes = rank.work.bytes / (device.bandwidth * device.efficiency.bandwidth)
     host = max(rank.work.operators * device.efficiency.launch_seconds - products - attention - passes, 0.0)
     exposed = behind = 0.0
@@ -128,10 +128,10 @@ def _on_devices(job: Job, layout: Layout, cluster: Cluster, rank: Rehearsal) -> 
 
 
 def _message_seconds(layout: Layout, cluster: Cluster, each: Collectives) -> float:
-    """Seconds of one kind of message in a step, on the links that its group has in the cluster.
+    """Return the seconds of one kind of message in a step, on the links of its group.
 
-    What a rank sends is known from the rehearsal; `sent * part` is the whole message again, since a rank sends (n -
-    1) / n of it (of an all-reduce twice that).
+    The rehearsal gives what a rank sends; `sent * part` is the whole message again, since a rank sends (n - 1) / n of
+    it (of an all-reduce twice that).
     """
     axes = [axis for axis in each.axis.split("+") if axis in MESH_DIMENSIONS]
     group = data_group(layout, axes) if axes else Group(size=each.ranks, stride=1)
@@ -147,13 +147,13 @@ def _message_seconds(layout: Layout, cluster: Cluster, each: Collectives) -> flo
 
 
 def _every_stage(layout: Layout, parts: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    """The parts of each pipeline rank: of those that were not rehearsed, the nearest one's."""
+    """Return the parts of each pipeline rank; one that was not rehearsed has those of the nearest."""
     last, known = layout.pipeline - 1, len(parts) - 1
     return [parts[round(stage * known / last)] if last else parts[0] for stage in range(layout.pipeline)]
 
 
 def _together(job: Job, layout: Layout, machine: Machine, stages: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds of the whole step by cause: pipelines played, ranks that share cores in turns."""
+    """Combine the stages to a step's seconds by cause: simulate the pipeline, and share cores among ranks."""
     compute = [sum(parts[cause] for cause in COMPUTE) for parts in stages]
     worst = dict(stages[max(range(len(stages)), key=lambda stage: sum(stages[stage].values()))])
     busiest = elapsed = max(compute)
@@ -161,7 +161,7 @@ def _together(job: Job, layout: Layout, machine: Machine, stages: Sequence[Mappi
         number = micro_batches(layout, job.recipe.batch, job.run.micro_batch)
         elapsed = _played(layout, compute, number or layout.pipeline)
     if machine.cluster is None:
-        # All ranks' work, dealt over the cores.
+        # At least the work of all ranks divided among the cores.
         threads = threads_of(layout.size, job.run.threads)
         whole = sum(compute) * (layout.size / layout.pipeline) * threads
         elapsed = max(elapsed, whole / machine.cores)
@@ -170,7 +170,7 @@ def _together(job: Job, layout: Layout, machine: Machine, stages: Sequence[Mappi
 
 
 def _played(layout: Layout, compute: Sequence[float], number: int) -> float:
-    """Seconds of a pipeline's step: each rank's computation as the schedule's forwards and backwards."""
+    """Simulate the pipeline's schedule with each rank's computation; return the seconds of a step."""
     owners = pipeline_events.owners(layout.schedule, layout.pipeline, layout.stages_a_rank)
     each = [compute[rank] / number / layout.stages_a_rank for rank in owners]
     stages = [

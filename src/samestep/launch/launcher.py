@@ -1,4 +1,4 @@
-"""Launcher: from the hosts that were found and the user's options to a NodeSpec a host, and how agents start."""
+"""Launcher: turns the hosts found and the user's options into a NodeSpec for each host, and starts the agents."""
 
 import re
 import socket
@@ -29,14 +29,14 @@ STARTERS: Mapping[str, Starter] = {
 
 
 def starter_of(place: str) -> Starter:
-    """How the agents of a place's hosts are brought up: by SSH, unless it has a way of its own."""
+    """Return the starter of agents in an environment: its own, else SSH."""
     return STARTERS.get(place, ssh.STARTER)
 
 
 def node_rank_of(found: FoundCluster, given: int | None, most: int, *, named: bool) -> int:
-    """This host's number among `most`: as the user has `given` it, or as the place does where the hosts are `named`.
+    """Return this host's node rank among `most` hosts: as `given` by the user, else as the environment has it.
 
-    Raises UserError where neither says it, and for a host that the job leaves out.
+    Raises UserError if neither is known, and for a host that the job leaves out.
     """
     if given is not None:
         if not 0 <= given < most:
@@ -60,9 +60,9 @@ _STARTED_BY = {"open-mpi": "mpirun", "pmi": "mpirun", "slurm": "srun"}
 
 
 def check_one_a_host() -> None:
-    """Raise UserError where a launcher started several of this process on a host: each would start all ranks."""
+    """Raise UserError if a launcher started several of this process on a host, since each would start all ranks."""
     ranks = environment.ranks()
-    # Where the launcher doesn't say how many are on this host, they may be on as many hosts.
+    # If the launcher doesn't give the number on this host, each may be on a host of its own.
     unsaid = ranks is not None and ranks.local_world_size == ranks.world_size and not ranks.one_host
     if ranks is None or ranks.local_world_size < 2 or unsaid:
         return
@@ -82,22 +82,22 @@ _NOT_OF_AN_ID = re.compile(r"[^\w.-]", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """What the user wants of a launch, beside the hosts."""
+    """The user's options for a launch, except those that name the hosts."""
 
     command: tuple[str, ...]
     device: DeviceChoice = "auto"
     engine: str = "torch"
     bind: BindChoice = "auto"
     threads: int | None = None
-    nodes: tuple[int, int] | None = None  # fewest and most hosts of a job that may shrink and grow
-    no_ssh: bool = False  # somebody starts this on every host
+    nodes: tuple[int, int] | None = None  # fewest and most hosts of an elastic job
+    no_ssh: bool = False  # the user starts this command on every host
     num_nodes: int | None = None
     node_rank: int | None = None
     address: str | None = None  # of the job's store
     port: int | None = None
     job: str | None = None
     logs: Path | None = None
-    run: RunPlace | None = None  # what a job of samestep's says of its run's folder
+    run: RunPlace | None = None  # of a samestep job: where its run's folder is
     output: Output = "terminal"
     max_restarts: int = 0
     start_timeout: float = 300.0
@@ -108,11 +108,11 @@ class LaunchRequest:
     ssh: tuple[str, ...] = ("ssh",)
     remote_python: tuple[str, ...]
     ray: str | None = None  # the address of a Ray cluster
-    folder: str  # in which the ranks work, on every host
+    folder: str  # working directory of the ranks on every host
 
 
 def launch(found: FoundCluster, wanted: LaunchRequest, variables: Variables) -> Outcome:
-    """Start a job and see it end. `variables` go to every host. Raises UserError before anything is started."""
+    """Run a job to its end. `variables` go to every host. Raises UserError before anything is started."""
     check_one_a_host()
     found = first_hosts(found, wanted)
     part = part_here(found, wanted)
@@ -130,9 +130,9 @@ def launch(found: FoundCluster, wanted: LaunchRequest, variables: Variables) -> 
 
 
 def first_hosts(found: FoundCluster, wanted: LaunchRequest) -> FoundCluster:
-    """What is found, without hosts beyond the most that the job takes; this machine may be none of the others.
+    """Drop hosts beyond the most that the job takes; this machine may not be among the others.
 
-    Where the same is started on every host, each needs to know of all.
+    All hosts are kept if the same command is started on every host, since each must know of all.
     """
     if wanted.nodes is None or wanted.no_ssh or found.on_every_host:
         return found
@@ -142,7 +142,7 @@ def first_hosts(found: FoundCluster, wanted: LaunchRequest) -> FoundCluster:
 
 
 def part_here(found: FoundCluster, wanted: LaunchRequest) -> NodeSpec | None:
-    """The part of this process in the job; None where it is to bring agents up on other hosts."""
+    """Return this host's part of the job; None if this process starts agents on other hosts."""
     cluster = found.cluster
     if wanted.no_ssh or found.on_every_host:
         return _one_of_many(found, wanted)
@@ -159,16 +159,16 @@ def part_here(found: FoundCluster, wanted: LaunchRequest) -> NodeSpec | None:
 
 
 def world_of(found: FoundCluster, wanted: LaunchRequest) -> tuple[int, int]:
-    """The most ranks that a job may have, in all and on its first host."""
+    """Return the largest world size of a job, and the ranks on its first host."""
     hosts = found.cluster.hosts
-    if wanted.no_ssh and len(hosts) == 1:  # the others are like this one
+    if wanted.no_ssh and len(hosts) == 1:  # assume that the others are like this one
         return hosts[0].slots * _nodes(wanted, None)[1], hosts[0].slots
     most = _nodes(wanted, len(hosts))[1]
     return sum(host.slots for host in hosts[:most]), hosts[0].slots
 
 
 def _one_of_many(found: FoundCluster, wanted: LaunchRequest) -> NodeSpec:
-    """This host's part, where somebody starts the same command on each."""
+    """Return this host's part of a job whose command is started on every host."""
     cluster, named = found.cluster, found.on_every_host or len(found.cluster.hosts) > 1
     fewest, most = _nodes(wanted, len(cluster.hosts) if named else None)
     node_rank = node_rank_of(found, wanted.node_rank, most, named=named)
@@ -200,7 +200,7 @@ def _one_of_many(found: FoundCluster, wanted: LaunchRequest) -> NodeSpec:
 
 
 def _port_of(found: FoundCluster) -> int:
-    """Jobs that a place tells apart meet at ports of their own."""
+    """Return the store's port: derived from the environment's job id if it has one, else the default."""
     if not found.on_every_host or found.cluster.job is None:
         return DEFAULT_PORT
     with environment.quiet_import():
@@ -209,7 +209,7 @@ def _port_of(found: FoundCluster) -> int:
 
 
 def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: Variables) -> Outcome:
-    """Bring the agents of all hosts up, and serve the store where they meet."""
+    """Serve the job's store, and start the agents of all hosts from here."""
     with environment.quiet_import():
         from samestep.launch import store_address
         from samestep.launch.controller import Controller
@@ -258,7 +258,7 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: Variables)
 
 
 def _no_store(wanted: LaunchRequest, other: str, error: OSError) -> str:
-    """Why the store where hosts meet can't be served at that address."""
+    """Explain why the job's store can't be served at that address."""
     from samestep.launch.network import why_not
 
     if wanted.port is not None and (why := why_not(wanted.port, error)) is not None:
@@ -272,7 +272,7 @@ def _no_store(wanted: LaunchRequest, other: str, error: OSError) -> str:
 
 
 def _part(wanted: LaunchRequest, job: str, cluster: Cluster, number: int) -> NodeSpec:
-    """One host's part of the job, as it travels there."""
+    """Build one host's part of the job."""
     host: Host = cluster.hosts[number]
     return NodeSpec(
         job=job,
@@ -299,14 +299,14 @@ def _part(wanted: LaunchRequest, job: str, cluster: Cluster, number: int) -> Nod
 
 
 def _logs(wanted: LaunchRequest, job: str) -> str | None:
-    """The folder of the ranks' files; None: one in the run's folder, of which the first host knows."""
+    """Return the folder of the ranks' logs; None: in the run's folder, which the first host chooses."""
     if wanted.logs is None and wanted.run is not None:
         return None
     return str(wanted.logs or Path("runs") / f"launch-{job}")
 
 
 def check_size(wanted: LaunchRequest) -> None:
-    """Raise UserError for a number of hosts that no job can have."""
+    """Raise UserError for an impossible number of hosts."""
     if wanted.nodes is not None and wanted.num_nodes is not None:
         raise UserError("--nodes and --num-nodes are both given; --nodes 1:4 is for a job that may shrink and grow")
     if wanted.num_nodes is not None and wanted.num_nodes < 1:
@@ -314,7 +314,7 @@ def check_size(wanted: LaunchRequest) -> None:
 
 
 def _nodes(wanted: LaunchRequest, there: int | None) -> tuple[int, int]:
-    """Fewest and most hosts; `there`: how many the place offers, where it says so."""
+    """Return the fewest and most hosts; `there`: the number that the environment offers, if known."""
     check_size(wanted)
     if wanted.nodes is None and wanted.num_nodes is None and there is None:
         raise UserError("--no-ssh needs to know how many hosts there are; use --num-nodes 2, the same on all")
@@ -328,7 +328,7 @@ def _nodes(wanted: LaunchRequest, there: int | None) -> tuple[int, int]:
 
 
 def _job_of(found: FoundCluster, wanted: LaunchRequest, default: str | None = None) -> str:
-    """The id of the job: given, the place's, or made here."""
+    """Return the job's id: the given one, the environment's, or a new one."""
     if wanted.job:
         if not _ID.fullmatch(wanted.job):
             raise UserError(f'--job-id is "{wanted.job}"; use letters, digits, dots, dashes and underscores')
@@ -340,7 +340,7 @@ def _job_of(found: FoundCluster, wanted: LaunchRequest, default: str | None = No
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """The fewest and most hosts of `--nodes 1:4`. Raises UserError."""
+    """Parse the fewest and most hosts of `--nodes 1:4`. Raises UserError."""
     first, _, last = text.partition(":")
     with suppress(ValueError):
         fewest, most = int(first), int(last or first)
@@ -350,7 +350,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def parse_command(words: Sequence[str]) -> tuple[str, ...]:
-    """The command behind the options of a launch, with or without -- before it. Raises UserError."""
+    """Return the command after the options of a launch, with or without -- before it. Raises UserError."""
     command = tuple(words[1:] if words[:1] == ["--"] else words)
     if not command:
         raise UserError("there is no command to start; write it after --, such as -- train.py --lr 3e-4")

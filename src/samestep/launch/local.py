@@ -35,11 +35,11 @@ from samestep.layout import Layout
 from samestep.run_folder import LOGS
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-_HOST = "localhost"  # as the ranks' files have it
+_HOST = "localhost"  # in the paths of the ranks' logs
 
 # A function and its arguments.
 Call = tuple[Callable[..., Any], Sequence[Any]]
-# A job and its layout with fewer ranks; None where there is none.
+# Returns a job and its layout with fewer ranks; None if there is none.
 Smaller = Callable[[Job, Layout], tuple[Job, Layout] | None]
 
 
@@ -77,7 +77,7 @@ def train(job: Job, layout: Layout, folder: Path, *, call: Callable[[Job, Layout
 
 
 class _Training:
-    """What is trained in the present round, and with how many ranks."""
+    """The job, layout and call of the current round."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class _Training:
         _write(call(job, layout), place)
 
     def known(self) -> JobInfo:
-        """What the watchdog and the rounds want to know of the job before a rank tells it."""
+        """Return the job's facts for the watchdog and the rounds, before a rank publishes them."""
         run = self._job.run
         return JobInfo(
             hang_limit=run.hang_limit,
@@ -106,7 +106,7 @@ class _Training:
         )
 
     def shrink(self) -> int | None:
-        """Go on with fewer ranks, of which one is lost for good, where the job allows that."""
+        """Switch to a smaller layout, if the job is elastic, after a rank is lost for good; return its size."""
         found = self._smaller(self._job, self._layout) if self._job.run.elastic else None
         if found is None:
             return None
@@ -123,7 +123,7 @@ def _run(
     max_restarts: int = 0,
     supervision: Supervision | None = None,
 ) -> Any:
-    """By the elastic agent; signals that `supervision` takes are its own, any other ends the ranks."""
+    """Run the elastic agent; signals that `supervision` handles are left to it, any other ends the ranks."""
     taken = TAKEN if supervision is not None and supervision.signals is not None else ()
     with ExitStack() as stack:
         stack.enter_context(_signal_handlers_kept())
@@ -131,7 +131,7 @@ def _run(
         stack.callback(_show_cursor)
         follower = stack.enter_context(Follower(prefixes=False, bars=True))
         files = RankFiles(logs, _HOST, follower, otherwise="run.folder says another")
-        stack.enter_context(environment.given({}))  # the variables of a round stand there, for its ranks
+        stack.enter_context(environment.given({}))  # restores the variables that each round sets for its ranks
         stack.enter_context(environment.agent_settings())
         spec = AgentSpec(
             hosts=SingleNodeRendezvous(uuid.uuid4().hex),
@@ -156,7 +156,7 @@ def _run(
 
 
 def _first_failure(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> RankFailedError | UserError:
-    """The root cause among the ranks that failed."""
+    """Return the error of the rank that failed first."""
     first = first_of(failures, _HOST, files.here)
     failed = failures[first.rank]
     mistake = mistake_told(failed)
@@ -166,7 +166,7 @@ def _first_failure(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> 
 
 
 def _ranks_ended(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> RanksEnded:
-    """Which rank failed first and why, as a round's end is told."""
+    """Return the rank that failed first, and why, to end a round."""
     first = first_of(failures, _HOST, files.here)
     found = _first_failure(files, failures)
     reason = found.reason if isinstance(found, RankFailedError) else str(found)
@@ -174,7 +174,7 @@ def _ranks_ended(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> Ra
 
 
 def _exit_reason(exit_code: int) -> str:
-    """What to say of a rank that ended without a reason."""
+    """Describe the end of a rank without an error file."""
     if exit_code >= 0:
         return f"its process ended with exit code {exit_code} and gave no reason; what it printed stands above"
     return f"its process was {ended_by(-exit_code)}"
@@ -185,7 +185,7 @@ _CALL = "call.pickle"
 
 @contextmanager
 def _place() -> Iterator[Path]:
-    """A folder for a start. Raises UserError where this process can't start ranks."""
+    """Create a scratch folder for a start. Raises UserError if this process can't start ranks."""
     if fork_server.imports_main_again():
         raise UserError(
             "samestep starts ranks that import your script again, and the script starts a job as it is imported; "
@@ -197,7 +197,7 @@ def _place() -> Iterator[Path]:
 
 
 def _write(call: Call, place: Path) -> None:
-    """Where the ranks read what they are to call."""
+    """Write the pickled call for the ranks. Raises UserError if it can't be pickled."""
     function, arguments = call
     try:
         data = pickle.dumps((function, tuple(arguments)))
@@ -211,7 +211,7 @@ def _write(call: Call, place: Path) -> None:
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """The agent puts its own handlers in place and leaves them there."""
+    """Restore the signal handlers afterwards: the elastic agent replaces them and doesn't."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -225,7 +225,7 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 
 def _show_cursor() -> None:
-    """A rank that was stopped in the middle of its progress bar left the cursor hidden."""
+    """Show the cursor, which a rank killed within its progress bar leaves hidden."""
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Logs of ranks: a file a rank and stream, and all of it on the terminal, each line with the rank that wrote it."""
+"""Logs of ranks: a file for each rank and stream, and all of them on the terminal with a prefix for each rank."""
 
 import os
 import sys
@@ -18,21 +18,18 @@ from samestep.errors import UserError
 from samestep.run_folder import LOGS, errors_of, output_of, rank_file
 
 _OTHERWISE = "--logs FOLDER says another"
-_COLUMNS = 80  # of a terminal that doesn't say how many it has
-_EVERY = 0.1  # seconds between two looks at the files
-_BAR_EVERY = 5.0  # seconds between two pictures of a bar that redraws its line
+_COLUMNS = 80  # of a terminal that doesn't report its width
+_EVERY = 0.1  # seconds between polls of the files
+_BAR_EVERY = 5.0  # seconds between printed states of a progress bar
 
 
 class RankFiles(LogsSpecs):
-    """FOLDER/HOST/round-0/rank-3.out and rank-3.err; every start of this host's ranks is a round."""
+    """The folders FOLDER/HOST/round-0/rank-3.out and rank-3.err; each start of this host's ranks is a round."""
 
     def __init__(
         self, folder: Path | None, host: str, follower: "Follower | None", *, otherwise: str = _OTHERWISE
     ) -> None:
-        """`folder`: None until the run's is known. `follower` shows what is written; None: nothing is shown.
-
-        `otherwise`: what to do where the folder can't be.
-        """
+        """`folder`: None until the run's is known. `follower` prints what is written; None: nothing is printed."""
         super().__init__()
         self._chosen = folder
         self._host = host
@@ -41,7 +38,7 @@ class RankFiles(LogsSpecs):
         self._round = -1
 
     def of_run(self, folder: Path) -> None:
-        """The run's folder, which takes the files where no other one was chosen for them."""
+        """Use the run's folder, unless another one was chosen."""
         self._chosen = self._chosen or folder / LOGS
 
     @property
@@ -56,13 +53,13 @@ class RankFiles(LogsSpecs):
 
     @property
     def here(self) -> Path:
-        """The folder of the round that runs."""
+        """The folder of the current round."""
         return self._folder / f"round-{self._round}"
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called by the elastic agent with the variables of each local rank, before it starts them.
+        """Create the files of a round; called by the elastic agent with the variables of each local rank.
 
-        Raises UserError where the folder can't be.
+        Raises UserError if the folder can't be created.
         """
         try:
             self._make_folder()
@@ -88,27 +85,25 @@ class RankFiles(LogsSpecs):
         return found
 
     def _make_folder(self) -> None:
-        """A new one for this round."""
+        """Create a new folder for this round."""
         self._folder.mkdir(parents=True, exist_ok=True)
         while True:
             self._round += 1
-            with suppress(FileExistsError):  # of an agent that was on this host before, or is there too
+            with suppress(FileExistsError):  # of a former, or another, agent on this host
                 self.here.mkdir()
                 return
 
 
 def _terminal(number: int) -> BinaryIO:
-    """This process's standard output (1) or error (2), whatever stands in their places in Python."""
+    """Open this process's standard output (1) or error (2), even if sys.stdout or sys.stderr is replaced."""
     return open(number, "wb", closefd=False)
 
 
 class Follower:
-    """Shows what ranks write into files, for as long as its `with` block lasts."""
+    """Prints what ranks write to their log files, within a `with` block."""
 
     def __init__(self, *, prefixes: bool = True, bars: bool = False) -> None:
-        """`prefixes`: before each line the rank that wrote it. `bars`: where standard error is a terminal, what ranks
-        write there is shown as it comes, and the progress bar of rank 0 below it.
-        """
+        """`prefixes`: start each line with its rank. `bars`: if stderr is a terminal, copy output as it comes."""
         self._prefixes = prefixes
         self._streams = (_terminal(1), _terminal(2)) if bars else (sys.stdout.buffer, sys.stderr.buffer)
         self._bars = bars and self._streams[1].isatty()
@@ -129,9 +124,9 @@ class Follower:
         self._turn_to(())
 
     def follow(self, folder: Path, ranks: Mapping[int, str]) -> dict[str, str]:
-        """Turn to the files of these ranks, when those before have been shown to their ends.
+        """Follow the files of these ranks, after printing the rest of the previous ones.
 
-        `ranks`: what stands before each line of a rank. Returns variables for the ranks.
+        `ranks`: prefix of each rank's lines. Returns variables for the ranks.
         """
         bar = rank_file(folder, 0, "bar") if self._bars and 0 in ranks else None
         shown: list[_Shown] = [_Bar(bar, self._streams[1])] if bar is not None else []
@@ -145,14 +140,14 @@ class Follower:
         return environment.bar_at(bar, os.get_terminal_size(self._streams[1].fileno()).columns or _COLUMNS)
 
     def _turn_to(self, shown: "Sequence[_Shown]") -> None:
-        """Show other files from now on, and what is left of the ones before."""
+        """Print the rest of the previous files, and follow others."""
         with self._lock:
             for file in self._shown:
                 file.show(last=True)
             self._shown = shown
 
     def _run(self) -> None:
-        """A thread: ten looks a second at what was written."""
+        """Thread: polls the files ten times a second."""
         while not self._over.wait(_EVERY):
             with self._lock:
                 for file in self._shown:
@@ -160,16 +155,16 @@ class Follower:
 
 
 class _Shown(ABC):
-    """A file that grows, of which more is shown again and again."""
+    """A growing file whose new content is printed."""
 
     def __init__(self, path: Path, stream: BinaryIO, prefix: str = "") -> None:
         self.path = path
         self.stream = stream
         self._prefix = prefix.encode()
-        self._at = 0  # bytes that were read
+        self._at = 0  # offset of the next read
 
     def new(self) -> bytes:
-        """What was written since; a file that has become shorter is read from its start."""
+        """Read the new content; a truncated file is read from its start."""
         if not self.path.exists():
             return b""
         with self.path.open("rb") as file:
@@ -182,11 +177,11 @@ class _Shown(ABC):
 
     @abstractmethod
     def show(self, *, last: bool = False) -> None:
-        """Show what is new; `last`: nothing more will come."""
+        """Print the new content; `last`: nothing more will come."""
 
 
 class _Bytes(_Shown):
-    """As it comes, on a terminal, where the next picture of a bar goes over the one before."""
+    """Copies output unchanged to a terminal, where a progress bar overwrites itself."""
 
     def show(self, *, last: bool = False) -> None:
         """Write what is new, as it is."""
@@ -195,7 +190,7 @@ class _Bytes(_Shown):
 
 
 class _Bar(_Bytes):
-    """A progress bar, which is no part of what a rank leaves behind."""
+    """A progress bar's file, which is removed at the end."""
 
     def show(self, *, last: bool = False) -> None:
         super().show(last=last)
@@ -204,15 +199,15 @@ class _Bar(_Bytes):
 
 
 class _Lines(_Shown):
-    """Whole lines, each with the rank before it."""
+    """Prints whole lines, each with its rank's prefix."""
 
     def __init__(self, path: Path, stream: BinaryIO, prefix: str = "") -> None:
         super().__init__(path, stream, prefix)
-        self._rest = b""  # of a line that has no end yet
+        self._rest = b""  # incomplete last line
         self._bar_shown = 0.0
 
     def show(self, *, last: bool = False) -> None:
-        """Write new lines, each with its rank; a line that isn't ended waits for its end."""
+        """Print new lines with their prefix; an incomplete line waits for its end."""
         *lines, self._rest = (self._rest + self.new()).split(b"\n")
         if self._rest and (last or self._bar_is_due()):
             lines.append(self._rest)
@@ -221,7 +216,7 @@ class _Lines(_Shown):
             write_lines(self.stream, [self._prefix + _last_picture(line) for line in lines])
 
     def _bar_is_due(self) -> bool:
-        """Whether a bar that redraws its line has not been shown for 5 s."""
+        """Whether the incomplete line is a progress bar that has not been printed for 5 s."""
         if b"\r" not in self._rest or time.monotonic() - self._bar_shown < _BAR_EVERY:
             return False
         self._bar_shown = time.monotonic()
@@ -229,17 +224,17 @@ class _Lines(_Shown):
 
 
 def _last_picture(line: bytes) -> bytes:
-    """A line as a terminal shows it at its end: a progress bar goes back to its beginning and writes over it."""
+    """Return a line's final state on a terminal: what follows the last carriage return."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def write_lines(stream: BinaryIO, lines: Sequence[bytes]) -> None:
-    """Whole lines in one piece, so that other writers' lines stay whole. A reader who has gone is no error."""
+    """Write lines in one call, so that other writers don't split them. A closed reader is no error."""
     _write(stream, b"".join(line + b"\n" for line in lines))
 
 
 def _write(stream: BinaryIO, data: bytes) -> None:
-    """Write to the terminal, which may be gone."""
+    """Write to the terminal, which may be closed."""
     with suppress(BrokenPipeError, ValueError):  # ValueError: closed
         stream.write(data)
         stream.flush()

@@ -19,7 +19,7 @@ _USERS_CHOICE = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALL
 
 
 def available_memory() -> int | None:
-    """Bytes that a process can still have here; None where the system doesn't say."""
+    """Return the bytes that a process can still allocate here; None if unknown."""
     free, limit = meminfo().get("MemAvailable"), cgroup_limit()
     return min((each for each in (free, limit) if each is not None), default=None)
 

@@ -29,7 +29,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an address, and not a name that has one."""
+    """Whether a text is an IP address rather than a name."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -42,7 +42,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_ours(address: str) -> bool:
-    """Whether an address is one of this host's: no other can be bound to."""
+    """Whether an address belongs to this host, so that a socket can bind to it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -53,22 +53,22 @@ def is_ours(address: str) -> bool:
 
 
 def address_towards(host: str) -> str:
-    """The address of this host from which it reaches another; nothing is sent to find it."""
+    """Return this host's address on the route to another host; sends nothing."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return probe.getsockname()[0]
 
 
-# Below those that systems give to outgoing connections and to sockets that ask for any port, so that none takes it
-# between the moment it is let go of and the server's start; Linux: net.ipv4.ip_local_port_range, RFC 6335 elsewhere.
+# Below the ephemeral ports, so that no outgoing connection takes one between its release and the server's start.
+# Linux: net.ipv4.ip_local_port_range, RFC 6335 elsewhere.
 _PORTS = range(10000, 20000)
 
 
 def held_port() -> socket.socket:
-    """A socket that holds a port of every address, and does not listen; closed, it leaves the port to the server.
+    """Bind a socket to a free port at every address without listening; closing it frees the port for the server.
 
-    Raises OSError where none is free.
+    Raises OSError if none is free.
     """
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         held = socket.socket()
@@ -84,15 +84,15 @@ def held_port() -> socket.socket:
 _PROC = Path("/proc")
 _LISTENING = "0A"
 
-# What holds a port on which no process listens, as far as can be seen.
+# Description of the holder of a port on which no process visibly listens.
 NOBODY_LISTENS = "a socket that does not listen, such as an outgoing connection or one that was closed a moment ago"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """A process that holds a socket."""
+    """A process that holds a port."""
 
-    pid: int | None  # None: the process is another user's, which only root may look at
+    pid: int | None  # None: another user's process, visible to root only
     name: str | None
     user: str
 
@@ -105,7 +105,7 @@ class Holder:
 
 
 def why_not(port: int, error: OSError) -> str | None:
-    """Why no process could listen on a port, after its number; None where the error is not about the port."""
+    """Explain why a port can't be listened on; None if the error is not about the port."""
     if error.errno == errno.EACCES:
         return "is one that only root may listen on"
     if error.errno != errno.EADDRINUSE:
@@ -114,7 +114,7 @@ def why_not(port: int, error: OSError) -> str | None:
 
 
 def holders(port: int) -> list[Holder]:
-    """The processes that listen on a port; of other users' processes only root sees more than whose they are."""
+    """Find the processes that listen on a port; without root, other users' ones only by their user."""
     users = dict(_listening(port))
     if not users:
         return []
@@ -139,7 +139,7 @@ def _listening(port: int) -> Iterator[tuple[str, int]]:
 
 
 def _target(link: Path) -> str:
-    """Where a link of /proc points; nothing where it is gone."""
+    """Return the target of a link in /proc; empty if it is gone."""
     with suppress(OSError):  # closed meanwhile
         return str(link.readlink())
     return ""
@@ -161,13 +161,13 @@ _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of linux/sockios.h
 
 
 def loopback_interface() -> str | None:
-    """The interface that no other host reaches; None where the system doesn't name it."""
+    """Return the name of the loopback interface; None if unknown."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an address; None where this system doesn't say."""
+    """Return the network interface with an address; None if unknown."""
     if sys.platform != "linux":
         return None
     wanted = ipaddress.ip_address(address.partition("%")[0])
@@ -181,20 +181,20 @@ def interface_of(address: str) -> str | None:
                 answer = ioctl(asked, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
             except OSError:  # it has none
                 continue
-            if answer[20:24] == wanted.packed:  # after its name, and the kind and port of a socket's address
+            if answer[20:24] == wanted.packed:  # follows the interface's name and the address family and port
                 return name
     return None
 
 
 def _interface_of_6(digits: str) -> str | None:
-    """The interface that has an IPv6 address, which /proc has as 32 hexadecimal digits."""
+    """Return the interface with an IPv6 address, given as 32 hexadecimal digits as in /proc."""
     table = Path("/proc/net/if_inet6")
     lines = table.read_text(encoding="ascii").splitlines() if table.exists() else []
     return next((line.split()[5] for line in lines if line.startswith(digits)), None)
 
 
 def own_name_leads_nowhere() -> bool:
-    """Whether this host's name leads to its loopback, as Debian's installer has it in /etc/hosts, or to nothing."""
+    """Whether this host's name resolves to its loopback, as Debian's installer sets in /etc/hosts, or not at all."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -203,10 +203,10 @@ def own_name_leads_nowhere() -> bool:
 
 
 def for_messages(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
-    """The interface to name for messages between hosts; None where the one that gloo would find by itself does.
+    """Return the interface to set for messages between hosts; None to leave gloo its own choice.
 
-    It looks for the address that this host's name leads to. Where that is the loopback, the interface is named by
-    which this host reaches the place where ranks meet.
+    Gloo uses the address that this host's name resolves to. If that is the loopback, choose the interface on the
+    route to the ranks' meeting address.
     """
     if ranks.local_world_size == ranks.world_size:
         return None
@@ -215,7 +215,7 @@ def for_messages(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
         return named
     try:
         address = address_towards(main)
-    except OSError:  # joining will tell
+    except OSError:  # joining will report it
         return None
     return None if is_loopback(address) else interface_of(address)
 
@@ -250,7 +250,7 @@ def store_client(address: str, port: int, *, answer_within: float) -> "dist.TCPS
 
 
 def reach(address: str, port: int, *, within: float) -> Literal["answers", "refuses", "silent"]:
-    """Whether something listens on a port of a host, or the host says that nothing does, or it says nothing."""
+    """Try to connect to a port: it answers, refuses, or is silent."""
     try:
         socket.create_connection((address, port), timeout=within).close()
     except ConnectionRefusedError:
@@ -302,7 +302,7 @@ _KEY = "samestep-address-of-rank-"
 
 
 def agreed_before_group(store: "dist.Store", rank: int, world_size: int, main: str) -> str:
-    """This host's address for the ranks of others, agreed on through the store where all meet, on host `main`."""
+    """Return this host's address for other hosts' ranks, exchanged through the store on host `main`."""
     mine = address_towards(main)
     store.set(f"{_KEY}{rank}", mine)
     if not is_loopback(mine):
@@ -311,7 +311,7 @@ def agreed_before_group(store: "dist.Store", rank: int, world_size: int, main: s
 
 
 def agreed_in_group(main: str) -> str:
-    """The same, by ranks that are in a process group already; every rank must ask."""
+    """Like `agreed_before_group`, in an existing process group; collective."""
     import torch.distributed as dist
 
     mine = address_towards(main)
@@ -321,7 +321,7 @@ def agreed_in_group(main: str) -> str:
 
 
 def _outwards(mine: str, all_ranks: Iterable[str]) -> str:
-    """An address that leads out of this host, where any rank is on another host."""
+    """Return a non-loopback address of this host, if any rank is on another host."""
     if not is_loopback(mine):
         return mine
     other = next((address for address in all_ranks if not is_loopback(address)), None)

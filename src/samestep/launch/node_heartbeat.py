@@ -1,8 +1,7 @@
-"""Publishes this node's heartbeat through the hosts' store, and detects nodes whose heartbeat has stopped.
+"""Publishes this node's heartbeat in the job's store, and detects nodes whose heartbeat has stopped.
 
-A thread with a connection of its own sends the heartbeats, so that a long call of the elastic agent stops none of
-them. `lost` judges by a clock that stands still while this process does, so that an agent that was paused for a
-while doesn't take the others for dead.
+A thread with its own connection sends the heartbeats, so that a long call of the elastic agent delays none. `lost`
+uses a clock that stops while this process is stopped, so that a paused agent doesn't take the others for dead.
 """
 
 import json
@@ -20,31 +19,31 @@ from samestep.launch.node_spec import Limits
 
 State = Literal["meets", "runs", "failed", "changes", "done"]
 
-_LOOKS = 0.1  # seconds between two calls of `lost`, at most
-_LAST = 1.0  # seconds for the last word
+_LOOKS = 0.1  # maximum seconds between two calls of `lost`
+_LAST = 1.0  # seconds for the last heartbeat
 _GONE = 1.0  # seconds after which a store that refuses a connection counts as ended
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """Another host of the present round."""
+    """Another host of the current round."""
 
     node: int
     name: str
-    agent: str  # which of the agents that may have run on that host
+    agent: str  # id of the agent process, new after a restart of the host's agent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """Why this host's ranks can't go on."""
+    """The reason why this host's round is over."""
 
-    what: Literal["host", "store", "round"]  # silent, out of reach, left by a host that is still there
+    what: Literal["host", "store", "round"]  # no heartbeat; unreachable; left by a live host
     host: str
     seconds: float = 0.0
     state: State = "failed"  # of the host that left
 
     def __str__(self) -> str:
-        """What a host, or the store, has not done, for how long."""
+        """Describe which host or store was lost, and for how long."""
         if self.what == "host":
             return f"{self.host} has sent no heartbeat for {self.seconds:.1f} s"
         if self.what == "store":
@@ -53,12 +52,12 @@ class Lost:
 
 
 class NodeHeartbeat:
-    """Sends this host's heartbeats, and watches those of the others."""
+    """Sends this host's heartbeats, and monitors the other hosts'."""
 
     def __init__(
         self, address: str, port: int, *, job: str, node: int, limits: Limits, identity: bytes | None = None
     ) -> None:
-        """The store is at `address`:`port`. Raises RuntimeError where none answers, or another than `identity`."""
+        """Connect to the store. Raises RuntimeError if none answers, or its identity isn't `identity`."""
         self._address, self._port = address, port
         self._limits = limits
         self._prefix = f"samestep/{job}"
@@ -67,7 +66,7 @@ class NodeHeartbeat:
         self._tells: Callable[[], Mapping[str, Any]] = dict
         self._round, self._state, self._count = -1, "meets", 0
         self._peers: Sequence[Peer] = ()
-        self._said: Mapping[int, Mapping[str, Any]] = {}  # node -> its last word
+        self._said: Mapping[int, Mapping[str, Any]] = {}  # node -> its last heartbeat
         self._answers = 0
         self._refused = False
         self._store: TCPStore | None = store_client(address, port, answer_within=limits.silence)
@@ -83,39 +82,39 @@ class NodeHeartbeat:
         self._thread.start()
 
     def enter(self, number: int, peers: Sequence[Peer], tells: Callable[[], Mapping[str, Any]]) -> None:
-        """A round has begun. `tells` gives what the others are to know of this host's ranks."""
+        """Start of a round. `tells` returns the status of this host's ranks for the other hosts."""
         self._mind = _Mind(self._limits)
-        self._said = {}  # what was said in an earlier round may be of an agent that is no more
+        self._said = {}  # an earlier round's heartbeats may be of a former agent
         self._tells = tells
         self._state = "runs"
         self._round, self._peers = number, peers
 
     def leave(self, state: State) -> None:
-        """This host's ranks have ended, or will now; without effect where they have done all."""
+        """Announce that this host's ranks end now; no effect if they are done."""
         self._state = "done" if self._state == "done" else state
         self._tells = dict
-        if state != "changes":  # ranks that save for a change would wait for those of a host that is lost meanwhile
+        if state != "changes":  # ranks that save still watch for lost hosts, whose ranks they would wait for
             self._peers = ()
         self._wake.set()
 
     def done(self) -> None:
-        """This host's ranks have done all that there was to do."""
+        """Announce that this host's ranks are done."""
         self._state = "done"
         self._wake.set()
 
     @property
     def all_done(self) -> bool:
-        """Whether the ranks of all hosts of the round have."""
+        """Whether all hosts of the round have announced that."""
         said = self._said
         return all(said.get(peer.node, {}).get("state") == "done" for peer in self._peers)
 
     @property
     def said(self) -> Mapping[int, Mapping[str, Any]]:
-        """What the hosts of this round told last, by node rank."""
+        """Last heartbeats of this round, by node rank."""
         return {node: word for node, word in self._said.items() if word.get("round") == self._round}
 
     def lost(self) -> Lost | None:
-        """Why this round is over for this host's ranks; None where it isn't. To be asked every tenth of a second."""
+        """Return why this round is over for this host; None if it isn't. To be called every tenth of a second."""
         store = f"{self._address}:{self._port}"
         if self._replaced:
             return Lost(what="store", host=store, seconds=self._mind.store_silent)
@@ -129,7 +128,7 @@ class NodeHeartbeat:
                 continue
             if word["agent"] != peer.agent:
                 return Lost(what="round", host=peer.name)
-            # Its first word of this round may still be to come.
+            # Its first heartbeat of this round may still be missing.
             if word["round"] > self._round or (word["round"] == self._round and word["state"] != "runs"):
                 return Lost(what="round", host=peer.name, state=word["state"])
             if (seconds := self._mind.silent(peer.node)) > self._limits.silence:
@@ -137,22 +136,21 @@ class NodeHeartbeat:
         return None
 
     def close(self) -> None:
-        """Send a last heartbeat, where the store still answers."""
+        """Send a last heartbeat if the store still answers, and stop."""
         self._over = True
         self._wake.set()
         self._thread.join(_LAST)
 
     def _run(self) -> None:
-        """The thread: a heartbeat every half second, over a connection that is made anew where it breaks.
+        """Thread: sends a heartbeat every half second, and reconnects when the connection breaks.
 
-        Ends with one more heartbeat that tells the host's last state, so that the others need not wait for its
-        silence.
+        The last heartbeat carries the host's final state, so that the others need not wait for the timeout.
         """
         over = False
         while not over:
             self._wake.wait(self._limits.beat)
             self._wake.clear()
-            over = self._over  # read before the last heartbeat, which then has the state in which it ended
+            over = self._over  # read before the heartbeat, so that the last one has the final state
             try:
                 if self._store is None:
                     self._store = self._connected()
@@ -162,17 +160,17 @@ class NodeHeartbeat:
                 self._refused = reach(self._address, self._port, within=1.0) == "refuses"
 
     def _connected(self) -> TCPStore:
-        """A connection to the store, once its port answers within a second. Notes a store of another life."""
+        """Connect to the store if its port answers within a second, and check that it is the same store."""
         if reach(self._address, self._port, within=1.0) != "answers":
             raise RuntimeError("nobody is there")
         store = store_client(self._address, self._port, answer_within=self._limits.silence)
         self._refused = False
-        # Another store at the same place knows nothing of this job.
+        # A new store at this address has no data of this job.
         self._replaced = store.compare_set(f"{self._prefix}/identity", "", "another") != self.identity
         return store
 
     def _beat(self, store: TCPStore) -> None:
-        """Set this host's word (a count that grows, round, state, what its ranks do), read the peers' words."""
+        """Write this host's heartbeat (count, round, state, ranks' status), and read the peers'."""
         self._count += 1
         word = {
             "agent": self.agent,
@@ -186,7 +184,7 @@ class NodeHeartbeat:
         nodes = [peer.node for peer in peers]
         if nodes:
             words = store.multi_get([self._key(node) for node in nodes])
-            if peers is self._peers:  # no other round has begun meanwhile
+            if peers is self._peers:  # unless another round has begun
                 self._said = {node: json.loads(word) for node, word in zip(nodes, words, strict=True)}
         self._answers += 1
 
@@ -195,7 +193,7 @@ class NodeHeartbeat:
 
 
 class _Mind:
-    """How long each has been silent."""
+    """Measures how long each peer, and the store, has been silent."""
 
     def __init__(self, limits: Limits) -> None:
         self._clock = Clock(_LOOKS)
@@ -206,16 +204,15 @@ class _Mind:
         self._silent: dict[int, float] = {}
 
     def look(self, answers: int, said: Mapping[int, Mapping[str, Any]]) -> None:
-        """Add to each host's silence (seconds) the time since the last look, unless its count has grown.
+        """Add the time since the last call to each peer's silence (seconds), or reset it if its count has changed.
 
-        Seconds are those of a clock that stands still while this process does, and don't count while the store
-        doesn't answer.
+        Time doesn't count while this process is stopped, nor while the store doesn't answer.
         """
         now = self._clock.look()
         since, self._looked_at = now - self._looked_at, now
         if answers != self._answers:
             self._answers, self._answered_at = answers, now
-        # While the store didn't answer, no host counts as silent.
+        # No host counts as silent while the store doesn't answer.
         hears = now - self._answered_at <= 2 * self._beat
         for node, word in said.items():
             count = word["agent"], word["count"]
@@ -226,9 +223,9 @@ class _Mind:
 
     @property
     def store_silent(self) -> float:
-        """Seconds."""
+        """Seconds since the store last answered."""
         return self._looked_at - self._answered_at
 
     def silent(self, node: int) -> float:
-        """Seconds."""
+        """Seconds since a peer's last heartbeat."""
         return self._silent.get(node, 0.0)

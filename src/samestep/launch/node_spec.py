@@ -1,7 +1,6 @@
-"""NodeSpec: what one host does in a job. Its agent needs to know no more, and it travels to that host as JSON.
+"""NodeSpec: one host's part of a job. It contains all that the host's agent needs, and is sent to it as JSON.
 
-Limits are the times after which hosts of a job take each other for dead. A Starter brings the agents of a job's hosts
-up from one of them, or from none.
+Limits are the timeouts after which hosts take each other for dead. A Starter starts the agents of a job's hosts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,24 +12,24 @@ from samestep.launch.affinity import BindChoice
 from samestep.ranks import DeviceChoice
 from samestep.run_folder import RunPlace
 
-_SIGNS = 4  # heartbeats that must be missing before a host is silent
+_SIGNS = 4  # missing heartbeats before a host counts as silent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Times in seconds."""
+    """Timeouts and intervals in seconds."""
 
-    silence: float = 8.0  # of a host, or of the store where hosts meet, until it counts as lost
+    silence: float = 8.0  # without heartbeats of a host, or answers of the store, until it counts as lost
     beat: float = 0.5  # between two heartbeats
-    keep_alive: int = 1  # between two heartbeats of PyTorch's rendezvous; three missing: not there
-    first_call: float = 30.0  # that a job which has the fewest hosts it needs waits for more, when it starts
-    last_call: float = 2.0  # the same, when it starts again
-    meet: float = 600.0  # that hosts wait until there are enough
-    # That a host which is cut off tries to reach the others again; by these limits it ends within 20 s.
+    keep_alive: int = 1  # between heartbeats of PyTorch's rendezvous, which tolerates two missing
+    first_call: float = 30.0  # wait for more hosts than the minimum at the job's start
+    last_call: float = 2.0  # the same at a later round
+    meet: float = 600.0  # wait for the minimum number of hosts
+    # Seconds for which a disconnected host tries to reach the others again; with these limits it ends within 20 s.
     come_back: float = 8.0
 
     def check(self) -> None:
-        """Raise UserError for a limit under which hosts would be lost that are there."""
+        """Raise UserError for a timeout so short that live hosts would count as lost."""
         least = _SIGNS * self.beat
         if self.silence < least:
             raise UserError(
@@ -47,32 +46,32 @@ class NodeSpec:
     """One host's part of a job."""
 
     job: str  # the job's id, the same on all hosts
-    host: str  # this one, as messages call it
-    node_rank: int = 0  # which of the hosts it is
-    hosts: tuple[str, ...] = ()  # all, by node rank, as far as they are known
-    fewest: int = 1  # hosts that the job needs
-    most: int = 1  # hosts that it takes
+    host: str  # its name in messages
+    node_rank: int = 0  # its index among the hosts
+    hosts: tuple[str, ...] = ()  # names of all hosts by node rank, if known
+    fewest: int = 1  # minimum number of hosts
+    most: int = 1  # maximum number of hosts
     num_procs: int  # ranks of this host
-    chosen: tuple[int, ...] | None = None  # of its accelerators, those that the ranks see; None: the first ones
-    alike: bool = True  # whether every host has so many
-    address: str | None = None  # of the store where the hosts meet; None: this one is alone
+    chosen: tuple[int, ...] | None = None  # indices of the accelerators that the ranks see; None: the first ones
+    alike: bool = True  # whether every host has this many ranks
+    address: str | None = None  # of the job's store; None: a single-host job
     port: int = 0
-    serves: bool = False  # whether this host's agent holds the store
+    serves: bool = False  # whether this host's agent serves the store
     command: tuple[str, ...]  # a script or a program with its arguments, as the user gave them
-    device: DeviceChoice = "auto"  # cpu: slots are places on cores, and ranks see no accelerator
-    engine: str = "torch"  # which variables the ranks expect
-    bind: BindChoice = "auto"  # to which cores the ranks are bound
+    device: DeviceChoice = "auto"  # cpu: slots are places on cores, and ranks see no accelerators
+    engine: str = "torch"  # selects the variables that scripts expect
+    bind: BindChoice = "auto"  # how ranks are bound to cores
     threads: int | None = None  # a rank
     logs: str | None = None  # the folder of the ranks' files; None: one in the run's folder
-    run: RunPlace | None = None  # where the run's folder is, of a job of samestep's
+    run: RunPlace | None = None  # of a samestep job: where its run's folder is
     output: Output = "terminal"
     max_restarts: int = 0
-    start_timeout: float = 300.0  # seconds that hosts wait for each other
-    grace_period: float = 30.0  # seconds that the ranks have to end when they are told to
+    start_timeout: float = 300.0  # seconds to wait for other hosts
+    grace_period: float = 30.0  # seconds for ranks to end after SIGTERM
     heartbeat_timeout: float = Limits.silence  # seconds without a heartbeat, after which a host is lost
-    rejoin_timeout: float = Limits.come_back  # seconds in which a host that is cut off may come back
-    join_timeout: float = Limits.first_call  # seconds that a job waits for more hosts than it needs, when it starts
-    controlled: bool = False  # whether a controller tells the user how the job ended
+    rejoin_timeout: float = Limits.come_back  # seconds for which a disconnected host may come back
+    join_timeout: float = Limits.first_call  # seconds to wait for more hosts than the minimum, at the start
+    controlled: bool = False  # whether a controller reports the job's outcome to the user
 
     @property
     def elastic(self) -> bool:
@@ -80,7 +79,7 @@ class NodeSpec:
 
     @property
     def limits(self) -> Limits:
-        """When this host takes others for lost."""
+        """Timeouts after which this host takes others for lost."""
         return Limits(
             meet=self.start_timeout,
             silence=self.heartbeat_timeout,
@@ -90,11 +89,11 @@ class NodeSpec:
 
     @property
     def size(self) -> str:
-        """The number of hosts, as the command line says it."""
+        """Number of hosts in the form of the command line."""
         return f"{self.fewest}:{self.most}" if self.elastic else str(self.most)
 
     def name_of(self, node_rank: int) -> str:
-        """How messages call another host."""
+        """Return another host's name for messages."""
         return self.hosts[node_rank] if node_rank < len(self.hosts) else f"node rank {node_rank}"
 
     def to_json(self) -> dict[str, Any]:
@@ -110,23 +109,23 @@ class NodeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What the user says about how to reach the hosts."""
+    """The user's options for reaching the hosts."""
 
     ssh: tuple[str, ...] = ("ssh",)  # the command, with its options
     remote_python: tuple[str, ...]  # Python on the hosts
     ray: str | None = None  # the address of a Ray cluster
-    this: int | None = None  # which of the hosts is this machine
+    this: int | None = None  # index of this machine among the hosts
     silence: float = Limits.silence  # seconds without a heartbeat, after which a host is lost
-    kept_back: tuple[str, ...] = ()  # variables that no other host is to get
+    kept_back: tuple[str, ...] = ()  # variables that no other host receives
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentCommand:
-    """A local process (ssh, srun or ray) whose streams are those of the agents on some hosts."""
+    """A local process (ssh, srun or ray) connected to the agents of one or several hosts."""
 
     command: tuple[str, ...]
-    parts: tuple[NodeSpec, ...]  # of several, each agent takes its own host's
-    without: tuple[str, ...] = ()  # variables that this process doesn't get
+    parts: tuple[NodeSpec, ...]  # of several, each agent picks its own host's
+    without: tuple[str, ...] = ()  # variables removed from this process's environment
 
     @property
     def hosts(self) -> str:
@@ -135,10 +134,10 @@ class AgentCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class Starter:
-    """A way to bring agents up."""
+    """A way to start agents."""
 
     bring: Callable[[Sequence[NodeSpec], LaunchOptions], list[AgentCommand]]
-    # What becomes of variables that may be secrets, for a message.
+    # What happens to variables that may be secrets, for a message.
     kept_back: str = "not sent to other hosts"
-    # What a host's name stands for, in the eyes of this starter: an address or a name that resolves here.
+    # Resolves a host's name, as this starter understands it, to an address or a name that resolves here.
     resolve: Callable[[str, LaunchOptions], str] = lambda host, options: host

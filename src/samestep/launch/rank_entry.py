@@ -1,7 +1,7 @@
-"""A rank's first moments: it takes its cores, its threads and its engine's variables, and becomes the user's script.
+"""Entry point of a rank: binds it to its cores, sets threads and the engine's variables, and execs the user's script.
 
-`python -m samestep.launch.rank_entry [--engine NAME] [--bind CHOICE] [--threads N] -- script.py ...`, started
-for each rank by a launcher. It keeps its process number, so that its starter still watches the right one.
+`python -m samestep.launch.rank_entry [--engine NAME] [--bind CHOICE] [--threads N] -- script.py ...`, started for
+each rank by a launcher. The process id stays, so that the starter still watches the right process.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from samestep.launch.network import for_messages
 from samestep.launch.script_env import registry, sidecar
 from samestep.ranks import Ranks
 
-# Ranks of a host make the same mistake together, and the launcher ends all when the first has ended. The others wait
-# so long (seconds) that the mistake is told once.
+# If all ranks of a host make the same mistake, the launcher ends all when the first has ended. The others wait this
+# long (seconds), so that it is reported once.
 _AFTER_YOU = 0.5
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Become the user's command; returns only where that fails."""
+    """Exec the user's command; returns only on failure."""
     try:
         _become(arguments)
     except UserError as error:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def tell(error: UserError) -> None:
-    """Say a mistake. Where all ranks of a host make the same one, the first has the time to be the only one."""
+    """Print a mistake; ranks other than the host's first wait, so that it is usually printed once."""
     ranks = _ranks_if_readable()
     if ranks is not None and ranks.local_rank > 0:
         time.sleep(_AFTER_YOU)
@@ -53,7 +53,7 @@ def _become(arguments: Sequence[str]) -> NoReturn:
 
 
 def prepared(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Take this rank's cores, and return what it is to become, and with which variables."""
+    """Bind this rank to its cores; return the command to exec and its environment."""
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     options, command = _parser().parse_args(arguments[:end]), arguments[end + 1 :]
     check_choice(options.bind)
@@ -81,23 +81,23 @@ def prepared(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _own_words(command: Sequence[str]) -> int:
-    """How many words name what is run; its arguments follow."""
+    """Count the words that name the program; its arguments follow."""
     return 2 if command[0] == "-m" else 1
 
 
 def _program(command: Sequence[str]) -> list[str]:
-    """What is run, without its arguments: Python on a script or a module, or a program of the system's."""
+    """Return the program without its arguments: Python with a script or a module, or an executable."""
     if not command:
         raise UserError("there is no command to start; write it after --, such as -- train.py --lr 3e-4")
     check_command(command, os.uname().nodename)
-    python = [sys.executable, "-u"]  # what it prints is seen at once, beside other ranks'
+    python = [sys.executable, "-u"]  # unbuffered, so that output interleaves with other ranks'
     if command[0] == "-m":
         return [*python, "-m", command[1]]
     return [*python, command[0]] if command[0].endswith(".py") else [command[0]]
 
 
 def _ranks_if_readable() -> Ranks | None:
-    """The rank by the launcher's variables; None where they contradict each other."""
+    """Return the rank from the launcher's variables; None if they are contradictory."""
     try:
         return environment.ranks()
     except UserError:

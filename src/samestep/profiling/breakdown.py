@@ -1,4 +1,4 @@
-"""From what the ranks' clocks noted to categories that add up to a step, and the rank that holds the others up."""
+"""Converts what the ranks' clocks recorded to categories that add up to a step, and finds the straggler."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -8,25 +8,25 @@ from typing import Any
 
 from samestep.profiling.clock import Interval, StepTimes
 
-# They add up to a step's wall time. Communication is what a rank waited for; what ran beside its work is apart.
+# Parts of a step's wall time. Communication is the time waited for; overlapped communication is separate.
 CATEGORIES = ("compute", "communication", "data", "optimizer", "other", "idle")
 _WORK = {"forward": "compute", "backward": "compute", "optimizer": "optimizer"}
 
-_HOLDS_UP = 0.1  # of a step: how much longer than the others' the slowest rank's own work takes
-_MOSTLY = 0.8  # of the steps: in how many it is the slowest
+_HOLDS_UP = 0.1  # of a step: excess of the straggler's own work over the other ranks'
+_MOSTLY = 0.8  # of the steps: minimum share in which it is the slowest
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankProfile:
-    """Seconds of one rank a step, means over the profiled steps where nothing else is said."""
+    """Seconds of one rank's step: means over the profiled steps, unless noted."""
 
     rank: int
     seconds: float  # wall time, from asking for one step's data to asking for the next's
     own_seconds: float  # median, without waiting for messages
     categories: Mapping[str, float]  # by CATEGORIES; their sum is `seconds`
-    overlapped: float  # communication beside which the rank worked
-    phases: Mapping[str, Mapping[str, float]]  # of each phase of a step: busy, idle, waited
-    typical: Mapping[str, Mapping[str, float]]  # the same, medians, which one interrupted step does not move
+    overlapped: float  # communication that overlapped with the rank's work
+    phases: Mapping[str, Mapping[str, float]]  # phase -> busy, idle, waited
+    typical: Mapping[str, Mapping[str, float]]  # the same as medians, robust against interruptions
     own_steps: tuple[float, ...] = ()  # of each step, without waiting for messages
 
     def to_json(self) -> dict[str, Any]:
@@ -49,24 +49,24 @@ class RankProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """The rank for whose own work the others wait."""
+    """The rank whose own work delays the others."""
 
     rank: int
     own_seconds: float
     others_seconds: float  # median of the other ranks' own work
-    phase: str  # in which most of the difference lies
-    kind: str  # busy: it worked; idle: it didn't run
+    phase: str  # with most of the difference
+    kind: str  # busy: working; idle: not running
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Where the time of a training's steps went, on every rank."""
+    """Breakdown of a training's step time on every rank."""
 
     layout: str
     steps: tuple[int, ...]  # that were profiled, counted from 0
     ranks: tuple[RankProfile, ...]
     straggler: Straggler | None
-    usual_seconds: float | None  # median of rank 0's other steps, which no profiler made slower; None: there are none
+    usual_seconds: float | None  # median of rank 0's unprofiled steps; None: there are none
     folder: Path
 
     def to_json(self) -> dict[str, Any]:
@@ -83,10 +83,10 @@ class Profile:
 def rank_profile(
     rank: int, steps: Sequence[StepTimes], *, ran: Sequence[Interval], unseen: Sequence[Interval] = (), idles: bool
 ) -> RankProfile:
-    """What one rank's clock noted in `steps`, one or more.
+    """Build a rank's profile from what its clock recorded in `steps`, one or more.
 
-    `ran`: when collectives ran or were on their way. `unseen`: waits in the rank's own thread of which the clock was
-    not told. `idles`: whether a thread that uses no processor is idle; it isn't where it waits for an accelerator.
+    `ran`: intervals in which collectives ran. `unseen`: waits in the rank's own thread that the clock did not record.
+    `idles`: whether a thread without processor time is idle; it isn't where it waits for an accelerator.
     """
     each = [_one_step(step, unseen, idles=idles) for step in steps]
     phases: dict[str, dict[str, float]] = {}
@@ -118,7 +118,7 @@ def rank_profile(
 
 
 def _one_step(step: StepTimes, unseen: Sequence[Interval], *, idles: bool) -> dict[str, dict[str, float]]:
-    """Seconds of each phase in one step: busy, idle, waited."""
+    """Return the seconds of each phase in one step: busy, idle, waited."""
     found: dict[str, dict[str, float]] = {}
     known = _united(step.waits, step)
     for name, portion in step.portions.items():
@@ -132,12 +132,12 @@ def _one_step(step: StepTimes, unseen: Sequence[Interval], *, idles: bool) -> di
 
 
 def _beside(step: StepTimes, ran: Sequence[Interval], unseen: Sequence[Interval]) -> int:
-    """Nanoseconds in which collectives ran and the rank didn't wait for any."""
+    """Return the nanoseconds in which collectives ran while the rank didn't wait for any."""
     return _length(_without(_united(ran, step), _united([*step.waits, *unseen], step)))
 
 
 def find_straggler(ranks: Sequence[RankProfile]) -> Straggler | None:
-    """The slowest rank, where its own work takes a tenth of a step longer than the others' in most steps."""
+    """Find the rank whose own work takes a tenth of a step longer than the others' in most steps; else None."""
     if len(ranks) < 2:
         return None
     slowest = max(ranks, key=lambda rank: rank.own_seconds)
@@ -160,13 +160,13 @@ Span = tuple[int, int]
 
 
 def _overlap(intervals: Iterable[Interval], within: Interval | StepTimes) -> list[Span]:
-    """The parts of intervals that lie within another, in order."""
+    """Clip intervals to another one, and sort them."""
     cut = ((max(each.start, within.start), min(each.end, within.end)) for each in intervals)
     return sorted((start, end) for start, end in cut if start < end)
 
 
 def _united(intervals: Iterable[Interval], within: Interval | StepTimes) -> list[Span]:
-    """The same, with those joined that touch."""
+    """Clip intervals to another one, and merge those that overlap or touch."""
     joined: list[Span] = []
     for start, end in _overlap(intervals, within):
         if joined and start <= joined[-1][1]:
@@ -177,7 +177,7 @@ def _united(intervals: Iterable[Interval], within: Interval | StepTimes) -> list
 
 
 def _without(spans: Iterable[Span], others: Sequence[Span]) -> list[Span]:
-    """What is left of spans outside of others, which are in order and apart."""
+    """Subtract sorted, disjoint spans from spans."""
     left: list[Span] = []
     for start, end in spans:
         for from_, to in others:

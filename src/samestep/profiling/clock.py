@@ -39,7 +39,7 @@ class Portion:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """One step of one rank. The portions' `wall` and `waited` add up to `end - start`."""
+    """Phases and waits of one step of one rank. The portions' `wall` and `waited` add up to `end - start`."""
 
     step: int
     start: int  # nanoseconds of `time.perf_counter_ns`
@@ -59,21 +59,21 @@ class _Step:
 
 
 class StepClock:
-    """Knows at each moment of a step which phase the thread is in, and whether it waits for messages.
+    """Tracks, during a step, which phase the thread is in, and whether it waits for messages.
 
-    All time goes to the innermost phase that was entered, and to `other` outside of any. The wall clock says how
-    long; the thread's own processor clock says how much of that it ran. What is told from other threads than the
-    one that made the clock, and between steps, is ignored.
+    Time is attributed to the innermost phase, or to `other` outside of any. The wall clock gives the duration; the
+    thread's processor clock gives how much of it the thread ran. Calls from other threads, and between steps, are
+    ignored.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        """`synchronize` waits for an accelerator, whose work counts for the phase that asked for it."""
+        """`synchronize` waits for an accelerator, so that its work counts for the phase that issued it."""
         self._thread = threading.get_ident()
         self._synchronize = synchronize
         self._step: _Step | None = None
         self._phases: list[Phase] = []
         self._waiting: list[str] = []
-        self._ending = False  # all gradients of a backward are there, and its last callbacks run
+        self._ending = False  # all gradients of a backward are computed, and its final callbacks run
         self._last = self._processor = self._phase_began = self._wait_began = 0
 
     @property
@@ -88,7 +88,7 @@ class StepClock:
         self._step = _Step(step=step, start=self._last)
 
     def end(self) -> StepTimes | None:
-        """It is over; None where none was begun."""
+        """End the step; return its times, None if none was begun."""
         if self._step is None:
             return None
         self._note()
@@ -105,7 +105,7 @@ class StepClock:
 
     @contextmanager
     def of(self, phase: Phase) -> Iterator[None]:
-        """What runs in here belongs to a phase."""
+        """Attribute the time of a block to a phase."""
         if not self._mine():
             yield
             return
@@ -121,10 +121,10 @@ class StepClock:
             self._phases.pop()
 
     def gradients_there(self) -> None:
-        """A backward has computed every gradient: until its phase ends it may only wait for messages.
+        """Signal that backward has computed all gradients: until its phase ends, time without processor is a wait.
 
-        DistributedDataParallel waits there for its buckets, in C++, which no hook sees. A thread that
-        waits uses no processor; what it copies meanwhile does.
+        DistributedDataParallel waits there for its buckets, in C++, which no hook sees. A waiting thread uses no
+        processor; copies meanwhile do.
         """
         if self._mine():
             self._note()
@@ -132,7 +132,7 @@ class StepClock:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """In here the thread waits for messages, or carries them itself."""
+        """Attribute the time of a block to waiting for messages, or transferring them."""
         if not self._mine():
             yield
             return
@@ -152,7 +152,7 @@ class StepClock:
         return self._step is not None and threading.get_ident() == self._thread
 
     def _enter(self, phase: Phase) -> None:
-        """The phase before ends now, and another begins within it."""
+        """End the interval of the current phase, and enter another one within it."""
         self._note()
         self._close_phase()
         self._phases.append(phase)
@@ -166,7 +166,7 @@ class StepClock:
         self._phase_began = self._last
 
     def _note(self) -> None:
-        """Give the time since the last note to where the thread was."""
+        """Attribute the time since the last call to the current phase."""
         now, processor = time.perf_counter_ns(), time.thread_time_ns()
         wall, ran = now - self._last, processor - self._processor
         self._last, self._processor = now, processor
@@ -188,17 +188,17 @@ class StepClock:
 
 
 def told_of_gradients(clock: StepClock, backward: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A backward that is a phase of its own, in which the clock is told when every gradient is there.
+    """Wrap backward in a phase of its own, and signal the clock when every gradient is computed.
 
-    Autograd then runs the callbacks that were queued in this backward, in their order. The clock's is queued by the
-    first node, so it comes before those that wait for messages.
+    Autograd runs callbacks queued during backward in order. The clock's is queued by the first node, so it runs
+    before those that wait for messages.
     """
 
     def tell_at_end(_: Tensor) -> None:
         Variable._execution_engine.queue_callback(clock.gradients_there)
 
     def run(loss: Tensor) -> None:
-        """A backward whose end is noted when the last gradient is there, and not when the call returns."""
+        """Run backward; queue the clock's callback for the end of gradient computation."""
         with clock.of("backward"):
             hook = loss.register_hook(tell_at_end) if loss.requires_grad else None
             backward(loss)
@@ -209,7 +209,7 @@ def told_of_gradients(clock: StepClock, backward: Callable[[Tensor], None]) -> C
 
 
 class MessageWatch:
-    """Tells a clock of every wait, and notes when collectives of shared memory ran, in whichever thread."""
+    """Reports every wait to a clock, and records when shared-memory collectives ran, in any thread."""
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
@@ -231,18 +231,18 @@ class MessageWatch:
                 self._ran.append(Interval(name=kind, start=began, end=time.perf_counter_ns()))
 
     def ran(self) -> list[Interval]:
-        """The collectives of shared memory that have run."""
+        """Return the intervals of shared-memory collectives."""
         with self._lock:
             return list(self._ran)
 
 
 @contextmanager
 def watched(watch: MessageWatch) -> Iterator[None]:
-    """Every process group that is there tells `watch`.
+    """Make every existing process group report to `watch`.
 
-    A group of shared memory does so itself. PyTorch's groups have no such hook: while this lasts, `wait` of their
-    `Work` tells. What C++ waits for by itself (the end of DistributedDataParallel's backward, `wait_tensor`) isn't
-    seen here; see `StepClock.gradients_there` and `breakdown`.
+    Shared-memory groups report themselves. PyTorch's groups have no such hook: within this context, `wait` of their
+    `Work` reports. Waits inside C++ (the end of DistributedDataParallel's backward, `wait_tensor`) aren't seen here;
+    see `StepClock.gradients_there` and `breakdown`.
     """
     groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, KernelGroup)]
     wait_of_pytorch = dist.Work.wait

@@ -1,6 +1,6 @@
-"""StepProfiler: profiles some steps of a training on one rank, and gathers what all ranks found.
+"""StepProfiler: profiles some steps of a training on one rank, and gathers the profiles of all ranks.
 
-A rank's trace is one file for Perfetto: what `torch.profiler` recorded and what the clock noted.
+A rank's trace is one file for Perfetto, with the events of `torch.profiler` and of the clock.
 """
 
 import json
@@ -23,12 +23,12 @@ from samestep.job import Profiling
 from samestep.profiling.breakdown import Profile, RankProfile, find_straggler, rank_profile
 from samestep.profiling.clock import Interval, MessageWatch, StepClock, StepTimes, watched
 
-MARK = "samestep: step "  # and its number: an event at the moment in which the clock begins the step
+MARK = "samestep: step "  # followed by its number: an event at the clock's start of the step
 
 # Rows of the trace beside the threads.
 _ROWS = {"phases": 900_000_001, "waits for messages": 900_000_002, "collectives": 900_000_003}
 
-# What PyTorch calls a wait for a functional collective, which stands in the thread that waits.
+# PyTorch's name of a wait for a functional collective, in the waiting thread.
 _WAITS = "_c10d_functional::wait_tensor"
 
 
@@ -36,7 +36,7 @@ class Trace:
     """The trace file of one rank. Its events are in microseconds of the profiler's clock."""
 
     def __init__(self, file: Path, steps: Sequence[StepTimes]) -> None:
-        """Read what the profiler wrote of these steps."""
+        """Read the profiler's trace of these steps."""
         self._file = file
         self._steps = steps
         self._whole: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -44,14 +44,14 @@ class Trace:
         starts = {f"{MARK}{step.step}": step.start for step in steps}
         marks = [event for event in self._events if event.get("name") in starts]
         self._thread = marks[0]["tid"] if marks else None
-        # From nanoseconds of the clock to microseconds of the profiler; a busy machine may have stood between the two
-        # readings of some step.
+        # Offset from the clock's nanoseconds to the profiler's microseconds; the median, since a busy machine may
+        # interrupt between the two readings.
         self._offset = median(mark["ts"] - starts[mark["name"]] / 1e3 for mark in marks) if marks else 0.0
 
     def on_their_way(self) -> list[Interval]:
-        """Collectives of gloo, from when they begin to when they are done.
+        """Return gloo's collectives from start to completion.
 
-        Receives are left out: one that was asked for early carries nothing until its sender has something.
+        Receives are left out: one posted early transfers nothing until its sender does.
         """
         return [
             self._interval(event)
@@ -103,12 +103,12 @@ Batch = TypeVar("Batch")
 
 
 def trace_file(folder: Path, rank: int) -> Path:
-    """Where a rank's trace stands in the folder of a profile."""
+    """Return the path of a rank's trace."""
     return folder / f"trace-rank{rank}.json"
 
 
 class StepProfiler:
-    """Profiles the steps that are asked for, while the training asks it for its batches."""
+    """Profiles the requested steps, as an iterator around the training's batches."""
 
     def __init__(self, asked: Profiling, *, first_step: int, total_steps: int, device: torch.device) -> None:
         """Raises UserError where the training is over before the first step to profile."""
@@ -139,7 +139,7 @@ class StepProfiler:
         self.finish()
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of the steps from the first one; a step lasts until the next one's batch is asked for."""
+        """Yield the batches; a step lasts until the next batch is requested."""
         source = iter(batches)
         step = self._first_step
         while True:
@@ -152,13 +152,13 @@ class StepProfiler:
             step += 1
 
     def finish(self) -> None:
-        """The last step is over, whatever comes then."""
+        """End the last step."""
         if not self._over:
             self._between(self._total_steps)
             self._over = True
 
     def _between(self, step: int) -> None:
-        """The step before this one is over, if there was one."""
+        """End the previous step, if any, and start or stop the profiler."""
         if (times := self.clock.end()) is not None:
             self._times.append(times)
         elif self._is_usual(step - 1):
@@ -176,13 +176,13 @@ class StepProfiler:
         self._asked_at = time.perf_counter()
 
     def _is_usual(self, step: int) -> bool:
-        """Whether a step ran as it does without a profile: not the first, nor that whose bytes are counted."""
+        """Whether an unprofiled step is typical: not the first one, nor the one whose bytes are counted."""
         return step > self._first_step and step not in (self._first_step + 2, self._begin - 1)
 
     def gather(self, folder: Path, *, rank: int, layout: str) -> Profile | None:
-        """Write this rank's trace, and bring all ranks' times together; every rank must ask.
+        """Write this rank's trace, and gather all ranks' profiles. Collective.
 
-        None where the training ended before a step was profiled. Rank 0 writes the table as JSON.
+        None if the training ended before a step was profiled. Rank 0 writes the table as JSON.
         """
         self.finish()
         mine = None if self._profiler is None or not self._times else self._of_rank(folder, rank)
@@ -205,7 +205,7 @@ class StepProfiler:
         return found
 
     def _of_rank(self, folder: Path, rank: int) -> RankProfile:
-        """Write this rank's trace, and find its profile in it."""
+        """Write this rank's trace, and compute its profile."""
         folder.mkdir(parents=True, exist_ok=True)
         file = trace_file(folder, rank)
         self._profiler.export_chrome_trace(str(file))

@@ -14,9 +14,9 @@ _MOST_NUMBERS = 1 << 14  # of a row; of a longer one, so many at equal distances
 
 
 class Activations:
-    """Notes the output of every module, in the order in which they end, while a model's forward runs.
+    """Records the output of every module, in order of completion, during a model's forward.
 
-    Of a row x there is its norm, and its product with cos(1.7 k + 0.3): the same numbers in another order, or with
+    For a row x it keeps the norm, and the product with cos(1.7 k + 0.3): the same numbers in another order, or with
     other signs, differ in one of the two.
     """
 

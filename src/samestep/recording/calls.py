@@ -12,17 +12,17 @@ Call = Callable[..., Any]
 
 
 class ModelCalls:
-    """Follows the calls of modules, and has each output inside of a model's forward noted where that is wanted.
+    """Tracks nested module calls, and records outputs within a model's forward if requested.
 
-    `begins` says whether an outermost call is a forward that is followed; it may set `activations`, to have outputs
-    noted. `ends` is given what that forward returned, before the caller has it.
+    `begins` decides whether an outermost call is a forward to track; it may set `activations` to have outputs
+    recorded. `ends` receives the forward's result before the caller does.
     """
 
     def __init__(self, begins: Callable[[nn.Module, Any, Any], bool], ends: Callable[[Any], None]) -> None:
         self.activations: Activations | None = None
         self._begins = begins
         self._ends = ends
-        self._depth = 0  # of modules inside each other's forward
+        self._depth = 0  # nesting depth of module calls
 
     @property
     def inside(self) -> bool:
@@ -30,7 +30,7 @@ class ModelCalls:
         return self._depth > 0
 
     def called(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """`call`, which is nn.Module.__call__ as it was, with a module and its arguments."""
+        """Call the original nn.Module.__call__, `call`, and track it."""
         if self._depth == 0 and not self._begins(module, args, kwargs):
             return call(module, *args, **kwargs)
         self._depth += 1
@@ -45,13 +45,13 @@ class ModelCalls:
         return result
 
     def take_activations(self) -> list[dict[str, Any]] | None:
-        """What was noted since the forward began, once; None where nothing was to be noted."""
+        """Return and clear what was recorded since the forward began; None if nothing was requested."""
         activations, self.activations = self.activations, None
         return activations.to_json() if activations is not None else None
 
 
 def listen_to_modules(called: Callable[[Call, nn.Module, Any, Any], Any]) -> Callable[[], None]:
-    """Have every call of a module go through `called`, but those that torch.compile traces; returns what ends it."""
+    """Route every module call through `called`, except under torch.compile; returns the function that ends it."""
     call = nn.Module.__call__
 
     def through(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -20,15 +20,15 @@ _SMALL = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Apart:
-    """Of one tensor. Squares and products are sums over its numbers, in float64."""
+    """Difference of one tensor between the runs. Squares and products are sums over its numbers, in float64."""
 
     name: str
     alone: float  # its norm in the run alone
-    apart: float  # the norm of what lies between both runs, relative to `alone`
+    apart: float  # norm of the difference between both runs, relative to `alone`
     noise: float  # likewise between the run alone and its repetition
     ranks_apart: float  # the largest distance of a rank's copy from rank 0's, relative
     ratio: float  # of the split run's tensor, as a multiple of the other's
-    rest: float  # what lies between the split run's and that multiple, relative to the split run's
+    rest: float  # remainder after subtracting that multiple, relative to the split run's
     of_ranks: Sequence[tuple[float, float]] = ()  # ratio and rest of each rank's shards
     product: float = 0.0
     square: float = 0.0
@@ -39,9 +39,9 @@ class Apart:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What counts as rounding in one step, for tensors of one kind."""
+    """Rounding limits of one kind of tensor in one step."""
 
-    common: float  # of a usual tensor
+    common: float  # of a typical tensor
     own: Mapping[str, float]  # of each
 
     def of(self, name: str) -> float:
@@ -55,7 +55,7 @@ class Limits:
 
 
 def limits_of(tensors: Sequence[Apart], dtype: torch.dtype, before: Limits | None = None) -> Limits:
-    """Noise grows from step to step, so what it was `before` is the least of what it is."""
+    """Return a step's limits; never below those `before`, since noise grows from step to step."""
     smallest = _UNITS * torch.finfo(dtype).eps
     common = max(smallest, NOISES * median([each.noise for each in tensors] or [0.0]))
     own = {each.name: NOISES * each.noise for each in tensors}
@@ -66,7 +66,7 @@ def limits_of(tensors: Sequence[Apart], dtype: torch.dtype, before: Limits | Non
 
 
 def compare_tensors(number: int, kind: str, alone: Run, split: Run, again: Run | None) -> list[Apart]:
-    """All tensors of a kind in one step, one after the other."""
+    """Compare all tensors of a kind in one step."""
     names = alone.tensor_names(number, kind)
     scale = _usual_size(number, kind, alone, names)
     return [_apart(number, kind, name, alone, split, again, scale) for name in names]
@@ -84,10 +84,10 @@ def _usual_size(number: int, kind: str, run: Run, names: Sequence[str]) -> float
 
 
 def _apart(number: int, kind: str, name: str, alone: Run, split: Run, again: Run | None, usual: float) -> Apart:
-    """How far a tensor of the split run is from that of the run alone, relative to its norm.
+    """Compare a tensor of the split run with the run alone, relative to its norm.
 
-    `usual`, the usual size of a number of these tensors, keeps one near zero from counting as far apart. `noise` is
-    the same distance between two runs alone, where there was a second.
+    `usual`, the typical magnitude of a number, is a floor for tensors near zero. `noise` is the difference between
+    two runs alone, if there was a second.
     """
     known = alone.joined(number, kind, name)
     assert known is not None
@@ -135,7 +135,7 @@ def ratio_of(product: float, square: float, split_square: float) -> tuple[float,
 
 
 def _of_ranks(found: Joined, known: Tensor) -> list[tuple[float, float]]:
-    """For each rank's piece: by which factor it differs from the known one, and what the factor leaves."""
+    """Return, for each rank's piece, its ratio to the known piece, and the remainder."""
     numbers = []
     for _, place, value in found.pieces:
         piece = piece_of(known, place).reshape(-1)
@@ -148,7 +148,7 @@ def _of_ranks(found: Joined, known: Tensor) -> list[tuple[float, float]]:
 
 
 def together(tensors: Sequence[Apart]) -> tuple[float, float]:
-    """Ratio and rest of several tensors as one."""
+    """Return ratio and remainder of several tensors as one."""
     return ratio_of(
         sum(each.product for each in tensors),
         sum(each.square for each in tensors),
@@ -164,7 +164,7 @@ def overall(tensors: Sequence[Apart]) -> float:
 
 
 def common_module(names: Sequence[str]) -> str | None:
-    """What the names of parameters have in common: a parameter, or the innermost module that holds them all."""
+    """Return the common part of parameters' names: a parameter, or the innermost module that contains all."""
     if not names:
         return None
     if len(names) == 1:

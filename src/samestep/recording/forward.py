@@ -1,4 +1,4 @@
-"""Forward: the first module that makes something else of the same samples with the same weights."""
+"""Finds the first module whose output differs for the same samples with the same weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from samestep.recording.record import RankStep, Row
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """Which inputs name a sample, in each run: the same ones where both have them."""
+    """Names of the inputs that identify a sample, in each run."""
 
     alone: Sequence[str]
     split: Sequence[str]
 
 
 def rows_of_forward(forward: Mapping[str, Any], keys: Sequence[str]) -> list[Row]:
-    """The samples of one forward, in their order."""
+    """Return the samples of one forward, in order."""
     columns = [forward["rows"][name] for name in keys if name in forward["rows"]]
     return list(zip(*columns, strict=True)) if columns else []
 
@@ -34,7 +34,7 @@ _LEAST = 1e-9  # of rounding, in float64; of other precisions a hundred times wh
 def first_module_apart(
     alone: Sequence[RankStep], split: Sequence[RankStep], keys: Keys, *, eps: float
 ) -> ModuleApart | None:
-    """In the order in which modules end; None where none departs, or no row can be found in both runs."""
+    """Return the first differing module in order of completion; None if none differs, or no row is in both runs."""
     mine = _outputs(alone, keys.alone)
     theirs = _outputs(split, keys.split)
     limit = max(_LEAST, 100 * eps)
@@ -61,7 +61,7 @@ _Numbers = tuple[str, int, float, float]
 
 
 def _outputs(steps: Sequence[RankStep], keys: Sequence[str]) -> dict[tuple[str, int], dict[Row, _Numbers]]:
-    """By a module's name and the number of its call in a forward: what it made of each sample."""
+    """Collect each sample's recorded output, by module name and number of the call within a forward."""
     found: dict[tuple[str, int], dict[Row, _Numbers]] = {}
     for step in steps:
         for forward in step.forwards:
@@ -74,7 +74,7 @@ def _outputs(steps: Sequence[RankStep], keys: Sequence[str]) -> dict[tuple[str, 
 
 
 def _calls(forward: Mapping[str, Any]) -> list[tuple[tuple[str, int], Mapping[str, Any]]]:
-    """The noted calls of a forward, each with its module and the running number of that module's calls."""
+    """Return the recorded calls of a forward, each with its module and its number among that module's calls."""
     counted: dict[str, int] = {}
     calls = []
     for call in forward.get("activations", ()):

@@ -1,4 +1,4 @@
-"""What a run left: the steps of all its ranks, and its tensors whole, whichever rank holds which part of them."""
+"""Records of a run: the steps of all its ranks, and tensors assembled from the ranks' parts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,28 +35,28 @@ class RankStep:
 
     @cached_property
     def settings(self) -> dict[str, Mapping[str, Any]]:
-        """The settings of the group of each parameter, by the parameter's name."""
+        """The optimizer group's settings of each parameter, by name."""
         return {name: group["options"] for group in self.values["groups"] for name in group["names"]}
 
     @cached_property
     def tensors(self) -> dict[str, dict[str, Mapping[str, Any]]]:
-        """Where each tensor stands, by its kind (before, gradient, after, buffer) and its name."""
+        """File positions of the tensors, by kind (before, gradient, after, buffer) and name."""
         return {kind: {place["name"]: place for place in places} for kind, places in self.values["tensors"].items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What one rank noted."""
+    """Records of one rank."""
 
     steps: Sequence[RankStep]
     evaluations: Sequence[Mapping[str, Any]]
     gathered: Sequence[Mapping[str, Any]]
-    loaded: Sequence[int]  # after how many steps an optimizer's state was loaded
+    loaded: Sequence[int]  # numbers of steps after which an optimizer's state was loaded
     end: Mapping[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> "Rank":
-        """What one rank left."""
+        """Read one rank's records."""
         found = list(events(folder))
 
         def of(kind: str) -> list[Mapping[str, Any]]:
@@ -71,7 +71,7 @@ class Rank:
         )
 
     def then(self, other: "Rank") -> "Rank":
-        """This rank and what went on where it had ended."""
+        """Append the records of a rank that resumed where this one ended."""
         before = len(self.steps)
 
         def later(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -88,20 +88,20 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """A tensor of a step over all ranks."""
+    """A tensor of one step, assembled over all ranks."""
 
-    value: Tensor  # the whole, in float64
-    copies: Sequence[Tensor] = ()  # of each rank, where each has the whole
-    pieces: Sequence[tuple[int, Mapping[str, Any], Tensor]] = ()  # rank, place and values, where each has a part
-    absent: Sequence[int] = ()  # ranks that have none of it
+    value: Tensor  # the whole tensor, in float64
+    copies: Sequence[Tensor] = ()  # each rank's copy, if replicated
+    pieces: Sequence[tuple[int, Mapping[str, Any], Tensor]] = ()  # rank, place and values of each part, if sharded
+    absent: Sequence[int] = ()  # ranks without any of it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The ranks of one run."""
+    """Records of a run's ranks."""
 
     ranks: Sequence[Rank]
-    names: Mapping[str, str] = field(default_factory=dict)  # the record's names of tensors, by those asked for
+    names: Mapping[str, str] = field(default_factory=dict)  # requested name -> recorded name
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
@@ -127,7 +127,7 @@ class Run:
         return list(found)
 
     def joined(self, number: int, kind: str, name: str) -> Joined | None:
-        """A tensor, whole; None where no rank has it."""
+        """Assemble a tensor; None if no rank has it."""
         name = self.names.get(name, name)
         places = [step.tensors.get(kind, {}).get(name) for step in self.step(number)]
         held = [(rank, place) for rank, place in enumerate(places) if place is not None]
@@ -146,7 +146,7 @@ class Run:
         return Joined(value=whole, pieces=loaded, absent=absent)
 
     def dtype(self) -> torch.dtype:
-        """That of the gradients, which sets what rounding is."""
+        """Dtype of the gradients, which determines rounding."""
         for kind in ("gradient", "after"):
             for place in self.step(0)[0].tensors.get(kind, {}).values():
                 return getattr(torch, place["dtype"])
@@ -154,7 +154,7 @@ class Run:
 
 
 def piece_of(whole: Tensor, place: Mapping[str, Any]) -> Tensor:
-    """The part of a whole tensor that stands at a place; a view, which may be written to."""
+    """Return the part of a tensor at a place, as a writable view."""
     if place["start"] is not None:
         count = place["shape"][0] if place["shape"] else 1
         return whole.view(-1)[place["start"] : place["start"] + count]
@@ -169,10 +169,10 @@ def _real(value: Tensor) -> Tensor:
 
 
 def with_names_of(run: Run, other: Run) -> Run:
-    """A run whose tensors are asked for by the names of another one.
+    """Return a run whose tensors are accessed by another run's names.
 
-    A model that a framework calls inside of another has shorter names: `net.0.weight` is `0.weight`. Where no names
-    belong together, tensors of the same shapes do, in the optimizer's order.
+    A model that a framework wraps has other names: `net.0.weight` is `0.weight`. If no names match, tensors of the
+    same shapes are matched in the optimizer's order.
     """
     own = dict.fromkeys(name for kind in ("gradient", "after") for name in run.tensor_names(0, kind))
     theirs = dict.fromkeys(name for kind in ("gradient", "after") for name in other.tensor_names(0, kind))

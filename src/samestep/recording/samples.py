@@ -39,8 +39,8 @@ class Rows:
     """The rows of one forward."""
 
     batch: int  # how many
-    hashes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of each input with so many rows, by its path
-    counts: Mapping[str, int] = field(default_factory=dict)  # what a mean over the batch may be divided by
+    hashes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # input path -> hashes of its rows
+    counts: Mapping[str, int] = field(default_factory=dict)  # possible divisors of a mean over the batch
 
 
 def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], made: Container[int] = ()) -> Rows | None:
@@ -65,7 +65,7 @@ def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], made: Container[int]
 
 
 def _left(value: Tensor, mask: Tensor | None) -> Iterator[Tensor]:
-    """The rows, without their padding."""
+    """Yield the rows without padding."""
     value = value.cpu()
     if mask is None or value.shape[: mask.dim()] != mask.shape:
         yield from value
@@ -79,7 +79,7 @@ def _hash(row: Tensor) -> str:
 
 
 def _counts(inputs: Mapping[str, Tensor]) -> dict[str, int]:
-    """How many tokens count in a batch, by masks and labels: what an average over tokens divides by."""
+    """Count the tokens of a batch by masks and labels: possible divisors of a mean over tokens."""
     counts = {}
     for name, value in inputs.items():
         if value.dtype.is_floating_point or value.dtype.is_complex or value.dim() < 2:
@@ -92,5 +92,5 @@ def _counts(inputs: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def random_state() -> str:
-    """A hash of where this process's random numbers stand. None is drawn."""
+    """Hash the state of this process's random generator, without drawing."""
     return _hash(torch.get_rng_state())

@@ -1,6 +1,6 @@
-"""Which part of which parameter a rank holds, by the parameter's name in the model as the user wrote it.
+"""Which part of which parameter a rank holds, by the parameter's name in the user's model.
 
-No rank asks another one: the offsets stand in DTensors (FSDP2, tensor parallel) and in FSDP1's flat parameters.
+Needs no messages: the offsets are in DTensors (FSDP2, tensor parallel) and in FSDP1's flat parameters.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-# Modules that stand around another one, by the name of their class, and where they hold it.
+# Wrapper modules by class name, and the attribute with the wrapped module.
 _WRAPPERS: Mapping[str, str] = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
@@ -63,19 +63,20 @@ def named_modules(module: nn.Module, name: str = "", seen: set[int] | None = Non
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Of one parameter: what a rank's tensor, or a stretch of it, is of the whole.
+    """A rank's tensor, or a stretch of it, as part of one parameter.
 
-    `start`: where a stretch of the whole, flattened, begins. `offset`: where a block does. Neither: it is whole.
+    `start`: offset of a stretch in the flattened parameter. `offset`: offset of a block. Neither: the whole
+    parameter.
     """
 
     name: str
     shape: tuple[int, ...]  # of the whole
     start: int | None = None
     offset: tuple[int, ...] | None = None
-    stretch: tuple[int, int] | None = None  # of the rank's tensor, flattened; None: all of it
+    stretch: tuple[int, int] | None = None  # range in the rank's flattened tensor; None: all of it
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This rank's numbers of a parameter, or of a tensor of its shape such as its gradient."""
+        """Return this rank's numbers of a parameter, or of a tensor of its shape such as its gradient."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         local = local.detach()
         return local if self.stretch is None else local.reshape(-1)[self.stretch[0] : self.stretch[1]]
@@ -85,7 +86,7 @@ class Part:
 
 
 def parts_of(roots: Mapping[str, nn.Module]) -> dict[int, list[Part]]:
-    """The parts behind each parameter, by its identity; `roots`: the models by what their names begin with."""
+    """Return the parts in each parameter, by its id; `roots`: prefix of names -> model."""
     found: dict[int, list[Part]] = {}
     for root_name, root in roots.items():
         for name, module in named_modules(root, root_name):
@@ -177,16 +178,16 @@ def _fragments(optimizer: Any, parameter: Any) -> Iterator[tuple[Tensor, int, in
 
 
 def still_to_be_reduced(tensor: Tensor) -> dict[str, str]:
-    """Of a DTensor whose sum or mean over ranks is still to be taken: which of the two."""
+    """Return the pending reduction (sum or mean) of a DTensor, if it has one."""
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
     partial = [each for each in placements if isinstance(each, Partial)]
     return {"partial": partial[0].reduce_op} if partial else {}
 
 
 def ranks_of_a_sample(module: nn.Module) -> int:
-    """How many ranks hold one model's tensor-parallel slices, and so are given the same samples.
+    """Count the ranks that hold one model's tensor-parallel slices, and so get the same samples.
 
-    The mesh of a parameter is that of the slices and, where FSDP2 shards it as well, of the shards.
+    A parameter's mesh includes the shards if FSDP2 shards it as well.
     """
     mesh = max((each.device_mesh.size() for each in module.parameters() if isinstance(each, DTensor)), default=1)
     shards = 1

@@ -13,10 +13,9 @@ EVENTS, TENSORS = "events.jsonl", "tensors.bin"
 
 
 class Writer:
-    """Writes one rank's record: one tensor at a time, which is on its way to the disk before the next is copied.
+    """Writes one rank's record; a tensor is flushed before the next is copied.
 
-    Lines and tensors go through to the operating system at each event, so that a rank that is killed leaves what it
-    has noted.
+    Each event is flushed to the operating system, so that a killed rank leaves its records.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -25,7 +24,7 @@ class Writer:
         self._tensors = (folder / TENSORS).open("wb")
 
     def event(self, kind: str, **values: Any) -> None:
-        """Tensors first: an event that names them must not be on disk before them."""
+        """Write an event, after the tensors that it refers to."""
         self._tensors.flush()
         self._events.write(json.dumps({"event": kind, **values}) + "\n")
         self._events.flush()
