@@ -1,4 +1,4 @@
-"""One run of a command in a session of its own, with a time limit, of which no process is left behind."""
+"""Runs a command in its own session with a time limit, and leaves none of its processes behind."""
 
 import os
 import signal
@@ -58,9 +58,9 @@ def run(
 
 
 def _end(process: subprocess.Popen[bytes] | None, mark: str) -> None:
-    """End what is left of a run: launchers put their ranks into sessions of their own, so a group is not all.
+    """End all processes of a run: launchers put ranks into sessions of their own, so its process group is not all.
 
-    None: a signal came while it was being started.
+    `process` is None if a signal came while it was being started.
     """
     if process is not None:
         if process.poll() is None:
@@ -78,7 +78,7 @@ def _end(process: subprocess.Popen[bytes] | None, mark: str) -> None:
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:
-    """Send a signal to a command and all that it has started."""
+    """Send a signal to a command's process group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
 

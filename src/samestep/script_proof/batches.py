@@ -1,4 +1,4 @@
-"""Which samples of a data set a DataLoader's batches are made of: noted, or those that another run has noted.
+"""Records which samples of a data set a DataLoader's batches have, or replays the batches recorded by another run.
 
 An iteration over a DataLoader has a number: the first one that gives a batch has 0. Ranks that run one script, and
 the script alone, count the same, so that the run alone can be given the batches of the ranks, one after the other.
@@ -21,11 +21,11 @@ class Iteration:
     size: int | None  # samples of the data set
     batches: Sequence[Sequence[Indices]]  # of each rank
     ended: bool  # on all ranks, rather than cut off by the end of the run
-    made: int | None  # the number of the DataLoader's batch sampler, among those that DataLoaders made themselves
+    made: int | None  # index of the DataLoader's batch sampler, among those that DataLoaders created
 
     @property
     def joined(self) -> list[Indices]:
-        """The batches of all ranks, each as one: rank 0's samples first."""
+        """The ranks' batches concatenated, rank 0's samples first."""
         longest = max((len(each) for each in self.batches), default=0)
         return [
             [index for rank in self.batches if number < len(rank) for index in rank[number]]
@@ -34,7 +34,7 @@ class Iteration:
 
 
 def iterations(folder: Path) -> dict[int, Iteration]:
-    """What a run trained on, by the iteration's number. None of those whose samples have no whole numbers."""
+    """Read the iterations that a run trained on, by number, except those whose samplers give no integers."""
     found: dict[int, list[dict[str, Any]]] = {}
     places = sorted(folder.glob("rank-*/"), key=lambda place: int(place.name.removeprefix("rank-")))
     for place in places:
@@ -53,7 +53,7 @@ def iterations(folder: Path) -> dict[int, Iteration]:
 
 
 def _of_rank(folder: Path) -> dict[int, dict[str, Any]]:
-    """What a rank noted: by the number of an iteration its batches, whether it ended, whether it trained."""
+    """Read one rank's iterations, by number: batches, whether it ended, whether it trained."""
     found: dict[int, dict[str, Any]] = {}
     for event in events(folder):
         kind, number = event["event"], event.get("iteration", -1)
@@ -72,39 +72,39 @@ class Batches:
     """A rank's iterations over its DataLoaders."""
 
     def __init__(self, writer: Writer, *, given: Path | None, times: int, made: Sequence[int]) -> None:
-        """`given`: the run whose batches are taken. `times`: how many times as large those of samplers `made` are."""
+        """`given`: the run whose batches are replayed. `times`: factor on the batch size of the samplers `made`."""
         self._writer = writer
         self._given: Mapping[int, Iteration] = iterations(given) if given is not None else {}
         self._times = times
         self._widened = set(made)
-        self._samplers: list[Any] = []  # that DataLoaders made for themselves; kept, so that no id comes twice
+        self._samplers: list[Any] = []  # created by DataLoaders; kept alive, so that no id is reused
         self._count = 0
         self._last: int | None = None
         self._training: set[int] = set()
 
     def loader_made(self, loader: Any) -> None:
-        """A DataLoader that made its own batch sampler."""
+        """Register a DataLoader that created its own batch sampler."""
         if self._times > 1 and len(self._samplers) in self._widened:
             loader.batch_sampler.batch_size *= self._times
         self._samplers.append(loader.batch_sampler)
 
     def iterator_made(self, indices: Iterator[Any], loader: Any) -> Iterator[Any]:
-        """What gives the numbers of samples to one iterator of a DataLoader."""
+        """Wrap the index iterator of a DataLoader's iterator."""
         return _Noted(indices, lambda: self._begun(loader), self)
 
     def _begun(self, loader: Any) -> int:
-        """An iteration gives its first batch now: it gets the next number."""
+        """Number an iteration when its first batch is requested."""
         number, self._count = self._count, self._count + 1
         made = next((at for at, each in enumerate(self._samplers) if each is loader.batch_sampler), None)
         self._writer.event("iteration", iteration=number, size=_size(loader.dataset), made=made)
         return number
 
     def instead(self, number: int, indices: Iterator[Any]) -> Iterator[Any]:
-        """The batches of the other run, where it trained on this iteration."""
+        """Return the other run's batches, if it trained on this iteration."""
         other = self._given.get(number)
         if other is None:
             return indices
-        next(indices, None)  # it draws from the random numbers what it would have drawn
+        next(indices, None)  # advances the random generator as without a replay
         return iter(other.joined)
 
     def noted(self, number: int, indices: Any) -> None:
@@ -114,19 +114,19 @@ class Batches:
         self._writer.event("iteration ends", iteration=number)
 
     def given(self, indices: Any) -> None:
-        """A batch was given by the iterator with these indices."""
+        """Remember the iteration of the last batch."""
         if isinstance(indices, _Noted):
             self._last = indices.number
 
     def trained(self) -> None:
-        """A model is called to be trained: with what the last batch held."""
+        """Record that a model is trained on the last batch's iteration."""
         if self._last is not None and self._last not in self._training:
             self._training.add(self._last)
             self._writer.event("iteration trains", iteration=self._last)
 
 
 class _Noted:
-    """An iterator over lists of indices that tells of each."""
+    """Iterator over lists of indices that records each."""
 
     def __init__(self, indices: Iterator[Any], begun: Callable[[], int], batches: Batches) -> None:
         self._indices = indices
@@ -138,7 +138,7 @@ class _Noted:
         return self
 
     def __next__(self) -> Any:
-        """The next indices, noted, or those of the split run in their place."""
+        """Return the next indices, recorded, or the split run's in their place."""
         if self.number is None:
             self.number = self._begun()
             self._indices = self._batches.instead(self.number, self._indices)

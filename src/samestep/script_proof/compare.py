@@ -39,7 +39,7 @@ from samestep.script_proof.updates import COARSE, buffer_finding, follows_sample
 
 @dataclass(frozen=True, kw_only=True)
 class StepNumbers:
-    """How far both runs are apart in one step, relative, and how far rounding alone drives them."""
+    """Relative differences of both runs in one step, and the noise."""
 
     step: int  # from 1
     loss: float | None
@@ -53,12 +53,12 @@ class StepNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What came of a proof."""
+    """The result of a proof."""
 
     processes: int
     steps: int  # that were compared
     finding: Finding | None
-    noise: Mapping[str, float]  # that was measured, of gradients and parameters: the largest of a step
+    noise: Mapping[str, float]  # largest measured noise of gradients and of parameters
     curve: Sequence[StepNumbers] = ()
     notes: Sequence[Words] = ()
     losses: Mapping[str, Sequence[float]] = field(default_factory=dict)  # a step: alone, again, split
@@ -101,7 +101,7 @@ IN_FLOAT64 = "float64"  # the folder of the runs that decide then
 
 
 def prove(proof: ScriptProof, folder: Path, starter: Starter = launched) -> Verdict:
-    """Take the runs of a proof into a new folder, and compare them; a doubtful verdict is checked in float64.
+    """Run a proof in a new folder, and compare its runs; a doubtful verdict is checked in float64.
 
     Raises UserError where a run fails or does not end, or where they can't be compared.
     """
@@ -116,10 +116,10 @@ def prove(proof: ScriptProof, folder: Path, starter: Starter = launched) -> Verd
 
 
 def _checked(verdict: Verdict, found: Finding, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
-    """The verdict in float64 where it is a clear one there; otherwise the given one, with what came of it.
+    """Return the verdict in float64 if it is clear there; else the given one, with a note on the attempt.
 
-    What computes in bfloat16 all the same rounds halves of a batch otherwise than the whole of it: in float64 these
-    differ by nothing that could explain a departure.
+    Code that computes in bfloat16 anyway rounds halves of a batch differently from the whole: in float64 they differ
+    by nothing that could explain a departure.
     """
     place = folder / IN_FLOAT64
     exactly = replace(proof, dtype="float64")
@@ -141,7 +141,7 @@ def _checked(verdict: Verdict, found: Finding, proof: ScriptProof, folder: Path,
 
 
 def _is_clear(verdict: Verdict) -> bool:
-    """The same step, or another one for a reason that is known."""
+    """Whether the steps are the same, or differ for a known reason."""
     return verdict.finding is None or verdict.finding.kind not in _DOUBTFUL
 
 
@@ -196,13 +196,13 @@ class _Comparison:
     again: Run
     split: Run
     dropout: bool
-    own: Run | None = None  # the run alone with its own batches, where `alone` had those of the split run
-    whole: bool = False  # the model can't be called with halves of its batch, which were to measure rounding
+    own: Run | None = None  # the run alone with its own batches, if `alone` was given the split run's
+    whole: bool = False  # the model can't be called with half batches, by which rounding is measured
     placed: bool = False  # a sample's place in its batch matters
-    order: tuple[int, Finding] | None = None  # of the split run's samples: the first step with a fault, and which
+    order: tuple[int, Finding] | None = None  # first step of the split run whose samples are wrong, and the finding
 
     def verdict(self) -> Verdict:
-        """The first difference, if there is one, with the curve of all steps."""
+        """Find the first difference, and compute the curve of all steps."""
         found = self._sampling()
         steps = min(self.alone.steps, self.split.steps)
         numbers: list[StepNumbers] = []
@@ -241,14 +241,14 @@ class _Comparison:
         )
 
     def _sampling(self) -> Sampling:
-        """Until which step the samples are the same, and what is wrong with them from there on."""
+        """Compare the samples: up to which step they are the same, and what is wrong from there on."""
         found = sampling(self.alone, self.split, self.again, given=self.own is not None)
         if self.order is not None and found.mistake is None and self.order[0] < found.same:
             return Sampling(same=self.order[0], finding=self.order[1], seen=found.seen)
         return found
 
     def _check_losses(self, steps: Sequence[StepNumbers]) -> None:
-        """Raise UserError for steps that are the same since nothing is learned in them."""
+        """Raise UserError for steps that are the same because nothing is learned in them."""
         seen = all(step.losses for run in (self.alone, self.split) for step in run.step(0))
         values = [value for run in (self.alone, self.split) for value in losses_of(run)]
         if steps and seen and not any(values) and not any(step.learns for step in steps):
@@ -269,7 +269,7 @@ class _Comparison:
         return any(step.values["dropout"] for step in self.split.step(0))
 
     def _initial(self) -> Finding | None:
-        """What is wrong with the weights before the first step. Raises UserError for unseeded ones."""
+        """Compare the weights before the first step. Raises UserError for unseeded ones."""
         tensors = compare_tensors(0, "before", self.alone, self.split, self.again)
         limits = limits_of(tensors, self.alone.dtype())
         if tensors and max(each.noise for each in tensors) > 1e-3:
@@ -282,7 +282,7 @@ class _Comparison:
         return initial_finding(tensors, limits, self.alone, self.split)
 
     def _step(self, number: int, known: dict[str, Limits], *, judged: bool) -> tuple[Finding | None, StepNumbers]:
-        """The first difference in a step, where it is looked for, and the step's numbers."""
+        """Compare one step; return the first difference if `judged`, and the step's numbers."""
         dtype = self.alone.dtype()
         found = {}
         for kind in ("gradient", "after", "buffer"):
@@ -303,7 +303,7 @@ class _Comparison:
     def _judge(
         self, number: int, found: Mapping[str, Sequence[Apart]], limits: Mapping[str, Limits]
     ) -> Finding | None:
-        """What a step's gradients, update or buffers show; None where all is noise."""
+        """Judge a step's gradients, update and buffers; None if all differences are noise."""
         pair = StepPair(
             number=number,
             alone=self.alone.step(number),
@@ -320,7 +320,7 @@ class _Comparison:
         )
 
     def _without_samples(self) -> Finding | None:
-        """Where the samples of both runs are others: what can be seen in the ranks of the split run alone."""
+        """With different samples in both runs, compare the ranks of the split run with each other."""
         for number in range(self.split.steps):
             for kind, name, what in (
                 ("gradient", "not-reduced", "gradient"),
@@ -338,7 +338,7 @@ class _Comparison:
         return None
 
     def _rest(self) -> Finding | None:
-        """What is looked at where every step was the same."""
+        """Compare what is left if every step was the same: evaluation, dropout, number of steps."""
         found = evaluation_finding(self.alone, self.split, keys_of(self.alone, self.split))
         if found is None and self.dropout and self._equal_draws():
             return Finding(kind="equal-draws", step=1, what="random numbers", relative=1.0)
@@ -351,17 +351,17 @@ class _Comparison:
         return found
 
     def _equal_draws(self) -> bool:
-        """Whether all ranks, where there is dropout, begin their first forward with the same generator."""
+        """Whether all ranks, if there is dropout, begin their first forward with the same generator state."""
         states = {step.forwards[0]["random"] for step in self.split.step(0) if step.forwards}
         return len(self.split.ranks) > 1 and len(states) == 1 and self._drops()
 
     def _ranks_have_equal_losses(self) -> bool:
-        """Whether each rank gave the same losses to backward as the others, in every step."""
+        """Whether all ranks had the same losses in every step."""
         ranks = [[each["value"] for step in rank.steps for each in step.losses] for rank in self.split.ranks]
         return len(ranks) > 1 and any(ranks[0]) and all(losses == ranks[0] for losses in ranks)
 
     def _notes(self, found: Sampling) -> Iterator[Words]:
-        """What a reader should know of how the runs were made comparable."""
+        """Notes on how the runs were made comparable."""
         if not found.seen:
             yield Words(
                 "no samples were seen: no model that is an nn.Module was called with tensors before the first step",

@@ -1,8 +1,8 @@
-"""The run alone on the split run's batches: where its own are of other sizes, or in another order.
+"""Runs the script alone on the split run's batches, if its own have other sizes or another order.
 
-A script whose batch size is that of a rank, or whose sampler depends on the number of processes, is compared so
-without any change: the second run alone is given, batch by batch, what all ranks together trained on. What can be
-wrong with the samples themselves is then looked for in the split run.
+A script whose batch size is per rank, or whose sampler depends on the number of processes, is compared without any
+change: the second run alone is given, batch by batch, what all ranks together trained on. Errors in the samples
+themselves are then searched for in the split run.
 """
 
 from collections import Counter
@@ -18,21 +18,21 @@ from samestep.script_proof.sampling import check_steps, sampling
 
 @dataclass(frozen=True, kw_only=True)
 class Following:
-    """How the run alone is to be started once more."""
+    """How to start the run alone once more."""
 
     folder: str  # of the split run
-    times: int  # as large are the batches of these samplers, so that DataLoaders have the lengths of those of a rank
+    times: int  # factor on the batch sizes of these samplers, so that DataLoaders have the lengths of a rank's
     widened: tuple[int, ...]
 
 
 def following(alone: Path, split: Path) -> Following | None:
-    """None where steps can be compared as they are, or where batches can't be given."""
+    """Return how to follow the split run; None if steps are comparable already, or batches can't be replayed."""
     mine, theirs = Run.read(alone), Run.read(split)
     check_steps(mine, theirs)
     if sampling(mine, theirs, mine).mistake is None:
         return None
     own, others = iterations(alone), iterations(split)
-    known = sorted(own.keys() & others.keys())  # in as many steps one process comes less far
+    known = sorted(own.keys() & others.keys())  # one process gets less far in the same number of steps
     if not known or any(own[number].size != others[number].size for number in known):
         return None
     first = known[0]
@@ -70,7 +70,7 @@ def order_finding(own: Path, split: Path, steps: Run) -> tuple[int, Finding] | N
 def _wrong(
     one: Iteration, previous: Iteration | None, alone: Mapping[int, Iteration], number: int
 ) -> Iterator[tuple[int, tuple[int, str]]]:
-    """The number of the first batch with a fault, and of how many samples which kind."""
+    """Yield the number of the first wrong batch, with the number of samples and the kind of error."""
     own = alone.get(number)
     if own is not None and not _repeats(own):
         repeats = _repeats(one)
@@ -88,7 +88,7 @@ def _wrong(
 
 
 def _repeats(one: Iteration) -> dict[int, int]:
-    """By the number of a batch: how many of its samples have been there before."""
+    """Count, by batch number, the samples that have occurred before."""
     seen: Counter[int] = Counter()
     found: dict[int, int] = {}
     for at, batch in enumerate(one.joined):

@@ -14,14 +14,14 @@ from samestep.recording.forward import Keys, ModuleApart, first_module_apart
 from samestep.recording.record import RankStep, Run
 from samestep.script_proof.kinds import Finding
 
-# What is left of a difference once a multiple is taken off: so small, and the multiple is what it is.
+# Largest remainder, after subtracting a multiple, at which the difference counts as that multiple.
 _REST = 0.02
-_NEAR = 0.01  # a ratio is a whole number's, so near to it
+_NEAR = 0.01  # tolerance for a ratio to be an integer
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPair:
-    """One step of both runs."""
+    """One step of both runs, with the differences of its gradients."""
 
     number: int
     alone: Sequence[RankStep]
@@ -42,7 +42,7 @@ class StepPair:
         return max(len(step.losses) for step in self.split)
 
     def finding(self, kind: str, names: Sequence[str] | None = None, **facts: object) -> Finding:
-        """A finding of this step; with a module where some of the tensors depart and not all."""
+        """Build a finding of this step, with the module if only some tensors depart."""
         module = common_module(names) if names is not None and len(names) < len(self.tensors) else None
         return Finding(
             kind=kind, step=self.number + 1, what="gradient", relative=self.worst, module=module, facts=facts
@@ -50,7 +50,7 @@ class StepPair:
 
 
 def gradient_finding(pair: StepPair, alone: Run, split: Run, keys: Keys | None) -> Finding | None:
-    """The kind of the difference of a step's gradients; None where there is none."""
+    """Classify the difference of a step's gradients; None if there is none."""
     apart = _ranks_apart(pair)
     if apart is not None:
         return apart
@@ -74,12 +74,12 @@ def gradient_finding(pair: StepPair, alone: Run, split: Run, keys: Keys | None) 
 
 
 def _of_forward(kind: str, pair: StepPair, found: ModuleApart) -> Finding:
-    """What is seen in a module's output before any gradient."""
+    """Build a finding about a module's output."""
     return Finding(kind=kind, step=pair.number + 1, what="forward", relative=found.relative, module=found.module)
 
 
 def _ranks_apart(pair: StepPair) -> Finding | None:
-    """Parameters of which every rank has a gradient of its own."""
+    """Find parameters whose gradients differ between ranks."""
     own = [each.name for each in pair.tensors if not each.missing and pair.limits.ranks_exceeded(each)]
     if not own:
         return None
@@ -96,7 +96,7 @@ def _ranks_apart(pair: StepPair) -> Finding | None:
 
 
 def _clipped(pair: StepPair) -> Finding | None:
-    """Clipping at the wrong moment, or by the wrong norm."""
+    """Find clipping at the wrong time, or by the wrong norm."""
     mine, theirs = pair.alone[0].clips, pair.split[0].clips
     if not mine and not theirs:
         return _shards_scaled_apart(pair)
@@ -115,7 +115,7 @@ def _clipped(pair: StepPair) -> Finding | None:
 
 
 def _shards_scaled_apart(pair: StepPair) -> Finding | None:
-    """Shards that each rank has multiplied with a number of its own."""
+    """Find shards that each rank has scaled by a factor of its own."""
     ratios: dict[int, list[float]] = {}
     for each in pair.tensors:
         for rank, (ratio, rest) in enumerate(each.of_ranks):
@@ -130,7 +130,7 @@ def _shards_scaled_apart(pair: StepPair) -> Finding | None:
 
 
 def _scaled(pair: StepPair) -> Finding | None:
-    """All gradients, or some of them, are a multiple of what they should be."""
+    """Find gradients, all or some, that are a multiple of the right ones."""
     ratio, rest = together(pair.tensors)
     ranks, micro_batches = len(pair.split), pair.micro_batches
     if rest < _REST and abs(ratio - 1) > _NEAR:
@@ -146,7 +146,7 @@ def _scaled(pair: StepPair) -> Finding | None:
 
 
 def _multiple(pair: StepPair, ratio: float, ranks: int, micro_batches: int) -> Finding:
-    """Which number a ratio is: that of the ranks, or of the micro-batches. Where both are equal, the losses say."""
+    """Attribute a ratio to the number of ranks or of micro-batches; if both are equal, the losses decide."""
     # One process with as many micro-batches would not divide by them either. Twice may well be the ranks' alone, as
     # where an engine divides that is not there with one process.
     accumulated = micro_batches > 1 and (ratio < 1 or len(pair.alone[0].losses) != micro_batches)
@@ -163,7 +163,7 @@ def _multiple(pair: StepPair, ratio: float, ranks: int, micro_batches: int) -> F
     if accumulated and any(_is(ratio, each) for each in (ranks / micro_batches, micro_batches / ranks)):
         return pair.finding("accumulation-divisor", ratio=ratio, by=micro_batches)
     if losses is not None and _between(ratio, losses):
-        # Clipping, of which an engine may tell nothing, has made the larger of both smaller.
+        # Clipping, which an engine may not report, has reduced the larger of both.
         if accumulated and _is_of(losses, micro_batches):
             return pair.finding("accumulation-divisor", ratio=losses, by=micro_batches)
         if _is_of(losses, ranks):
@@ -192,7 +192,7 @@ def _loss_ratio(pair: StepPair) -> float | None:
 
 
 def counts_of(step: RankStep) -> list[dict[str, float]]:
-    """What each backward of a step may have divided by: rows, targets, and what the inputs say."""
+    """Return the possible divisors of each backward of a step: rows, targets, and counts of the inputs."""
     found = []
     begun = 0
     for loss in step.losses:
@@ -208,9 +208,9 @@ def counts_of(step: RankStep) -> list[dict[str, float]]:
 
 
 def _mean_of_means(pair: StepPair) -> Finding | None:
-    """Counts by which the split run's losses, weighted, make the loss alone, which their plain mean does not.
+    """Find counts with which the weighted mean of the split run's losses is the loss alone, unlike their plain mean.
 
-    Losses are taken up to one common factor: a backward of an accumulation may get a part of its loss.
+    Losses are compared up to a common factor, since with accumulation a backward may get a part of its loss.
     """
     parts = [(loss["value"], counts) for step in pair.split for loss, counts in _losses(step)]
     whole = [(loss["value"], counts) for loss, counts in _losses(pair.alone[0])]
@@ -245,13 +245,13 @@ def _by_count(parts: Sequence[tuple[float, Mapping[str, float]]], name: str) -> 
 
 
 def _divided(pair: StepPair) -> bool:
-    """Whether a micro-batch gives backward a part of its loss: then the sum is of the size of the loss alone."""
+    """Whether micro-batches divide their losses: then their sum is about the loss alone."""
     ratio = _loss_ratio(pair)
     return pair.micro_batches > 1 and ratio is not None and 0.5 < ratio < 2.0
 
 
 def _lost_micro_batches(pair: StepPair) -> Finding | None:
-    """Gradients smaller by much, in a step of several micro-batches: some of them are not in it."""
+    """Find much smaller gradients in a step of several micro-batches: some of them are missing."""
     if pair.micro_batches < 2:
         return None
     ratio, _ = together(pair.tensors)

@@ -1,4 +1,4 @@
-"""Calls a model with each half of its batch in turn, and joins what it returns: rounding as micro-batches make it."""
+"""Calls a model with each half of its batch, and joins the results: rounding as with micro-batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -13,26 +13,26 @@ from samestep.recording.shards import unwrapped
 
 
 class Halves:
-    """Each forward of a model in training in two: where all it returns has the rows of the batch, and only there.
+    """Splits each training forward of a model in two, if everything that it returns has the batch's rows.
 
-    A model that returns a mean over its rows, or that normalizes by the batch, is called once with all of them.
+    A model that returns a mean over its rows, or normalizes over the batch, is called once with all of them.
     """
 
     def __init__(self, done: Callable[[], None]) -> None:
-        """`done` is called after each forward that was made in two."""
+        """`done` is called after each forward that was split."""
         self._done = done
-        self._model: nn.Module | None = None  # whose next call is made in two
+        self._model: nn.Module | None = None  # the model whose next call is split
         self._batch = 0
 
     def begin(self, model: nn.Module, batch: int) -> None:
-        """A forward of a model with so many rows begins."""
-        inner = unwrapped(model)  # DDP's own forward is for one backward
+        """Prepare to split a forward of a model with `batch` rows."""
+        inner = unwrapped(model)  # not DDP's forward, which is for one backward
         by_batch = any(isinstance(each, _BatchNorm) and each.training for each in inner.modules())
         self._model = None if by_batch or batch < 2 else inner
         self._batch = batch
 
     def called(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The call of the watched model, once in two halves; where it can't be joined, whole as it was."""
+        """Call the prepared model with two halves; if the results can't be joined, with the whole batch."""
         if module is not self._model:
             return call(module, *args, **kwargs)
         self._model = None
@@ -50,18 +50,18 @@ class Halves:
 
 
 class _NotByRowsError(Exception):
-    """What a model returned has something that is no tensor with the rows of the batch."""
+    """The model returned something other than tensors with the batch's rows."""
 
 
 def _of_rows(value: Any, batch: int, rows: slice) -> Any:
-    """Arguments with some rows of each tensor that has those of the batch."""
+    """Slice the rows of each tensor argument that has the batch's rows."""
     if isinstance(value, Tensor):
         return value[rows] if value.dim() > 0 and value.shape[0] == batch else value
     return _like(value, lambda _, each: _of_rows(each, batch, rows))
 
 
 def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """What two calls returned as one nest, tensors joined along their rows."""
+    """Join the results of two calls, concatenating tensors along their rows."""
     first = values[0]
     if isinstance(first, Tensor):
         if any(each.dim() == 0 or each.shape[0] != size for each, size in zip(values, sizes, strict=True)):
@@ -79,7 +79,7 @@ def _at(value: Any, key: Any) -> Any:
 
 
 def _like(value: Any, made: Callable[[Any, Any], Any]) -> Any:
-    """A container of the same kind, of what is made of each key and value; anything else as it is."""
+    """Build a container of the same type from `made(key, value)`; other values are returned unchanged."""
     if isinstance(value, Mapping):
         items = {key: made(key, each) for key, each in value.items()}
         return type(value)(**items) if is_dataclass(value) else type(value)(items)  # pyright: ignore[reportCallIssue]

@@ -1,4 +1,4 @@
-"""The functions of PyTorch and Accelerate that a recorder listens to: in the place of each, one that calls it.
+"""Wraps the functions of PyTorch and Accelerate whose calls the recorder needs.
 
 A function is replaced where scripts find it, in its module and in those that have imported it already; modules that
 are not imported yet are changed when they are (`after_import`). Under torch.compile the originals run: a recorder
@@ -26,7 +26,7 @@ from samestep.recording.calls import Call, listen_to_modules
 
 
 class Listener(Protocol):
-    """What a recorder does when the script calls one of these. `call` is the function as it was."""
+    """Callbacks of the recorder. `call` is the original function."""
 
     def module_called(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
     def backward_called(self, call: Call, tensors: Any, args: Any, kwargs: Any) -> Any: ...
@@ -45,7 +45,7 @@ class Listener(Protocol):
 
 
 def install(listener: Listener, *, dropout: bool) -> None:
-    """Put a listener in place, for good: this process has no other purpose. Without `dropout` none is applied."""
+    """Install a listener for the rest of the process. Without `dropout` none is applied."""
     register_optimizer_step_pre_hook(listener.before_step)
     register_optimizer_step_post_hook(listener.after_step)
     listen_to_modules(listener.module_called)
@@ -83,7 +83,7 @@ def _clipping(listener: Listener) -> None:
 
 
 def _clip(call: Call, listener: Listener) -> Call:
-    """A clip function that tells of its limit and its norm; "parameters" and the limit may come by keyword."""
+    """Wrap a clip function to report limit and norm; both arguments may be passed by keyword."""
 
     @wraps(call)
     def clip(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def _fsdp_clipping(module: ModuleType, listener: Listener) -> None:
 
 
 def _losses(listener: Listener) -> None:
-    """The number of targets of a mean. A recorder asks for it where ranks have unlike many."""
+    """Wrap losses to report the number of targets in their mean, which may differ between ranks."""
     for name in ("cross_entropy", "nll_loss"):
         setattr(F, name, _of_classes(getattr(F, name), listener))
     for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits"):
@@ -128,7 +128,7 @@ def _of_classes(call: Call, listener: Listener) -> Call:
 
 
 def _weights(target: Tensor, weight: Tensor | None, ignored: int) -> float:
-    """What a mean over the targets divides by."""
+    """Return the divisor of a mean over the targets."""
     kept = target[target != ignored]
     return kept.numel() if weight is None else weight.detach()[kept].double().sum().item()
 
@@ -166,7 +166,7 @@ def _dropout(listener: Listener, *, kept: bool) -> None:
 
 
 def _drop(call: Call, listener: Listener, kept: bool) -> Call:
-    """A dropout function that tells that it was called, and drops nothing where it is off."""
+    """Wrap a dropout function to report calls, and to drop nothing if dropout is off."""
 
     @wraps(call)
     def drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -178,7 +178,7 @@ def _drop(call: Call, listener: Listener, kept: bool) -> Call:
 
 
 def _loading(listener: Listener) -> None:
-    """A script that loads an optimizer's state goes on with a training."""
+    """Report when an optimizer's state is loaded, which means that the script resumes a training."""
     call = torch.optim.Optimizer.load_state_dict
 
     @wraps(call)
@@ -235,7 +235,7 @@ def _indices(listener: Listener) -> None:
 
 
 def _processes(listener: Listener) -> None:
-    """Processes that the script starts, but those of a DataLoader: the recorder isn't in them."""
+    """Report processes that the script starts, except DataLoader workers: the recorder doesn't run in them."""
     base = multiprocessing.process.BaseProcess
     call = base.start
 
@@ -251,14 +251,14 @@ _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_sc
 
 
 def _messages(listener: Listener) -> None:
-    """Collectives that are called by name; those of PyTorch's own modules, such as FSDP's, are none of them."""
+    """Wrap collectives to report calls by the script, not by PyTorch's own modules such as FSDP."""
     for name in _COLLECTIVES:
         call = getattr(torch.distributed, name)
         setattr(torch.distributed, name, _told(call, listener))
 
 
 def _told(call: Call, listener: Listener) -> Call:
-    """A collective that tells of a script's own calls, not of those that PyTorch or DeepSpeed make."""
+    """Wrap a collective to report the script's own calls, not those of PyTorch or DeepSpeed."""
 
     @wraps(call)
     def collective(*args: Any, **kwargs: Any) -> Any:
@@ -287,7 +287,7 @@ def _gathering(module: ModuleType, listener: Listener) -> None:
 
 
 def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
-    """Change a module as soon as it is imported; at once where it has been."""
+    """Apply a change to a module when it is imported; at once if it already is."""
     if name in sys.modules:
         change(sys.modules[name])
     else:

@@ -29,7 +29,7 @@ from samestep.script_proof.settings import RecordSettings
 
 
 class Stopped(SystemExit):
-    """Ends the script after the last step that is noted, past what handles errors."""
+    """Raised after the last recorded step; derives from SystemExit, so that error handlers let it pass."""
 
 
 class Recorder:
@@ -39,11 +39,11 @@ class Recorder:
         self._settings = settings
         self._writer = Writer(Path(settings.folder) / f"rank-{rank}")
         self._thread = threading.get_ident()
-        self._roots: dict[str, nn.Module] = {}  # the models that were called, by what their names begin with
-        self._sharers: dict[str, int] = {}  # of each model: the ranks that train on one sample together
+        self._roots: dict[str, nn.Module] = {}  # prefix of names -> model that was called
+        self._sharers: dict[str, int] = {}  # model -> number of ranks that train on one sample together
         self._optimizers: list[Any] = []
         self._counts: list[int] = []  # steps of each optimizer
-        self._stepping: list[Any] = []  # optimizers inside of each other's step
+        self._stepping: list[Any] = []  # optimizers with a step in progress, nested
         self._calls = ModelCalls(self._enter, self._leave)
         self._halves = Halves(self._halved)
         self._in_backward = False
@@ -54,7 +54,7 @@ class Recorder:
         self._processes = 0
         self._buffers: dict[str, tuple[int, int, dict[str, Any]]] = {}
         self._moved = False  # whether the variant's change was made
-        self._made: list[weakref.ref[Tensor]] = []  # what models returned, for as long as the script holds it
+        self._made: list[weakref.ref[Tensor]] = []  # weak references to what models returned
         self._writer.event("start", rank=rank, world_size=world_size, variant=settings.variant)
 
     def install(self) -> None:
@@ -80,7 +80,7 @@ class Recorder:
         return self._halves.called(call, module, args, kwargs)
 
     def _halved(self) -> None:
-        """Note once that a forward ran in two halves."""
+        """Record, once, that a forward was split in two halves."""
         if not self._moved:
             self._moved = True
             self._writer.event("halved")
@@ -89,13 +89,13 @@ class Recorder:
         return bool(self._stepping) and not self._step.in_closure
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Note that a model's forward begins, where this is one: a module without parameters is none."""
+        """Record the start of a forward; a module without parameters is no model."""
         if next(module.parameters(), None) is None:
             return False
         root = self._root(module)
         made = {tensor.untyped_storage().data_ptr() for each in self._made if (tensor := each()) is not None}
         rows = rows_of(args, kwargs, made)
-        # A wrapper may have been left in the other mode than the model in it.
+        # A wrapper may be in another mode than the wrapped model.
         training = torch.is_grad_enabled() and shards.unwrapped(module).training
         noted = {
             "model": root,
@@ -118,7 +118,7 @@ class Recorder:
         return True
 
     def _leave(self, result: Any) -> None:
-        """A forward has ended: what it returned is watched for, what its modules made is noted."""
+        """Record the end of a forward: its modules' outputs and its results."""
         self._made = [each for each in self._made if each() is not None]
         self._made += [weakref.ref(value) for _, value in tensors_in(result)]
         activations = self._calls.take_activations()
@@ -136,7 +136,7 @@ class Recorder:
         )
 
     def _root(self, module: nn.Module) -> str:
-        """What the names of a model begin with. A part of a model that is known has that one's names."""
+        """Return the prefix of a model's names; a wrapper shares that of its model."""
         inner = shards.unwrapped(module)
         for name, root in self._roots.items():
             if root is module or shards.unwrapped(root) is inner:
@@ -161,7 +161,7 @@ class Recorder:
         return dict(self._roots)
 
     def _disturb(self, module: nn.Module) -> None:
-        """For the measure of noise: the first weights moved, where no batch could be reversed."""
+        """Perturb the initial weights to measure noise, if no batch could be reversed."""
         if self._moved or self._settings.variant in ("as-is", "halves"):
             return
         if self._settings.variant == "moved" or not self._seen:
@@ -191,7 +191,7 @@ class Recorder:
             self._step.targets += count
 
     def sent(self) -> None:
-        """A model's forward that sends something to other ranks may work with them on the same samples."""
+        """Record that a forward communicates: its ranks may share the same samples."""
         if self._calls.inside and not self._in_backward and self._step.forwards:
             self._step.forwards[-1]["sends"] = True
 
@@ -331,7 +331,7 @@ class Recorder:
         return {"names": names, "options": dict(_options(group))}
 
     def _add(self, kind: str, part: shards.Part, tensor: Tensor) -> None:
-        """Note a tensor's values, with where they belong in the whole."""
+        """Record a tensor's values, with their place in the whole tensor."""
         if self._settings.modules is not None and not fnmatch.fnmatch(part.name, self._settings.modules):
             return
         assert self._step.tensors is not None
@@ -370,7 +370,7 @@ class Recorder:
 
 
 class _Noted:
-    """What is known of the step that is under way."""
+    """Records of the current step."""
 
     def __init__(self) -> None:
         self.forwards: list[dict[str, Any]] = []
@@ -396,7 +396,7 @@ class _Noted:
 
 
 def _sums_in_step(optimizer: Any) -> bool:
-    """Whether its step first sums gradients over ranks, and then calls the step of its base class: Horovod's."""
+    """Whether an optimizer's step reduces gradients before it calls the base class's step, as Horovod's does."""
     return hasattr(optimizer, "skip_synchronize")
 
 

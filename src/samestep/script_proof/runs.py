@@ -18,7 +18,7 @@ from samestep.script_proof.settings import RecordSettings, Variant
 
 ALONE, AGAIN, SPLIT = "alone", "again", "split"
 SETTINGS = "settings.json"
-# How rounding is measured: by the first of these that can be.
+# Ways to measure rounding, in the order in which they are tried.
 VARIANTS: Mapping[str, Sequence[Variant]] = {
     "order": ("reversed", "moved"),
     "micro-batches": ("halves", "reversed", "moved"),
@@ -28,11 +28,11 @@ OWN = "alone-own"  # the run alone with its own batches, where it was run once m
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptProof:
-    """What the user asks for."""
+    """Options of a script proof."""
 
     script: tuple[str, ...]  # train.py and its arguments, or -m, a module and its arguments; NAME=VALUE before it
     alone: tuple[str, ...] | None = None  # with one process; None: the same
-    then: tuple[str, ...] | None = None  # what goes on where the split run has ended
+    then: tuple[str, ...] | None = None  # command that resumes where the split run ended
     processes: int = 2
     engine: str = "torch"
     device: str = "auto"
@@ -60,7 +60,7 @@ class ScriptProof:
 
 
 def words(flag: str, text: str, *, script: bool = True) -> tuple[str, ...]:
-    """The words in one option: those of a `script`, which must be there. Raises UserError."""
+    """Split an option's text into words; those of a `script` are checked. Raises UserError."""
     try:
         found = tuple(shlex.split(text))
     except ValueError:
@@ -95,7 +95,7 @@ def with_variables(command: Sequence[str]) -> tuple[dict[str, str], tuple[str, .
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One run that is to be started."""
+    """One run to start."""
 
     name: str  # of its folder
     command: tuple[str, ...]  # the script and its arguments
@@ -144,9 +144,8 @@ def _names_hosts(options: Sequence[str]) -> bool:
 def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> None:
     """Run the script alone, split, and alone again, each run in a folder of its own.
 
-    Where the run alone has other samples in a step than the split run, it is run once more on those of the split run.
-
-    Raises UserError where a run fails or does not end.
+    If the run alone has other samples in a step than the split run, it is repeated on those of the split run. Raises
+    UserError if a run fails or does not end.
     """
     alone = proof.alone if proof.alone is not None else proof.script
     _run(
@@ -177,9 +176,9 @@ def _measure_rounding(
     settings: RecordSettings,
     *before: Start,
 ) -> None:
-    """Run the script alone again, by the first variant that differs from the run alone by rounding and no more.
+    """Run the script alone again, by the first variant that differs from it by rounding only.
 
-    `before`: what is run first, at the same time where that can be.
+    `before`: a run to start first, or at the same time.
     """
     variants = VARIANTS[proof.noise]
     for variant in variants:
@@ -192,9 +191,9 @@ def _measure_rounding(
 
 
 def measure_in_halves(proof: ScriptProof, folder: Path, starter: Starter) -> bool:
-    """Measure rounding once more: the run alone again, its model called with each half of a batch.
+    """Measure rounding again: run the script alone with its model called on each half of a batch.
 
-    False, and the former measure stays, where the model can't be called so.
+    Returns False, and keeps the former measurement, if the model can't be called so.
     """
     settings = RecordSettings.read(folder / ALONE / SETTINGS)
     alone = proof.alone if proof.alone is not None else proof.script
@@ -205,7 +204,7 @@ def measure_in_halves(proof: ScriptProof, folder: Path, starter: Starter) -> boo
         if _is_rounding("halves", folder):
             return True
     except UserError:
-        pass  # a script may want whole batches, and was judged without them
+        pass  # a script may need whole batches; the verdict without them stands
     (folder / AGAIN).rename(folder / _HALVES)
     (folder / _BEFORE_HALVES).rename(folder / AGAIN)
     return False
@@ -215,7 +214,7 @@ _BEFORE_HALVES, _HALVES = "measured-first", "measured-in-halves"
 
 
 def _is_rounding(variant: Variant, folder: Path) -> bool:
-    """Where what is made of a sample depends on its place in the batch, or on the others, it is no rounding."""
+    """Whether the second run differs by rounding only: no sample's output depends on its place in the batch."""
     if variant == "halves" and not any(each["event"] == "halved" for each in events(folder / AGAIN / "rank-0")):
         return False
     return not places_matter(Run.read(folder / ALONE), Run.read(folder / AGAIN))
@@ -226,7 +225,7 @@ def _tried(folder: Path, variant: Variant) -> Path:
 
 
 def gave_no_measure(folder: Path, variant: Variant) -> bool:
-    """Whether rounding was to be measured by this variant, and was measured by another one."""
+    """Whether measuring rounding by this variant failed, so that another one was used."""
     return _tried(folder, variant).is_dir()
 
 
@@ -273,7 +272,7 @@ def _check(starts: Sequence[Start], outcomes: Sequence[subprocess_group.Outcome]
 
 
 def _waits_for_processes(place: Path) -> bool:
-    """Whether rank 0 of a run has started processes and has not taken a step itself."""
+    """Whether rank 0 of a run has started processes, and taken no step itself."""
     kinds = {each["event"] for each in events(place / "rank-0")}
     return "process" in kinds and "step" not in kinds
 
@@ -329,7 +328,7 @@ _OWN_FILE = str(Path(__file__).with_name("runner.py"))
 
 
 def _reason(output: str) -> str:
-    """The last lines of a run that failed, without what says nothing of the script: the runner's own frames."""
+    """Return the last lines of a failed run, without the runner's own frames."""
     lines: list[str] = []
     own = False
     for line in output.splitlines():

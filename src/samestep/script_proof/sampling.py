@@ -19,16 +19,16 @@ Rows = Counter[Row]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What the samples of two runs have in common."""
+    """Comparison of the samples of two runs."""
 
-    same: int  # so many steps from the first on have the same samples
-    finding: Finding | None = None  # what is wrong in the step after them
+    same: int  # number of first steps with the same samples
+    finding: Finding | None = None  # what is wrong in the next step
     mistake: str | None = None  # why steps can't be compared, and what to pass
     seen: bool = True  # whether samples were seen at all
 
 
 def sampling(alone: Run, split: Run, again: Run, *, given: bool = False) -> Sampling:
-    """Hold the samples of each step beside each other. `given`: the run alone had the split run's batches."""
+    """Compare the samples of each step. `given`: the run alone was given the split run's batches."""
     steps = min(alone.steps, split.steps)
     keys = keys_of(alone, split)
     if keys is None:
@@ -50,12 +50,12 @@ def sampling(alone: Run, split: Run, again: Run, *, given: bool = False) -> Samp
 
 
 def _continues(split: Run) -> bool:
-    """Whether it was stopped before its own end."""
+    """Whether the run was stopped before its end."""
     return any(rank.end.get("how") == "stopped" for rank in split.ranks)
 
 
 def keys_of(alone: Run, split: Run) -> Keys | None:
-    """The inputs by which samples are told apart. None where no model's forward was seen, or none with rows."""
+    """Return the inputs that identify samples; None if no model's forward was seen, or none with rows."""
     if not alone.steps or not split.steps:
         return None
     mine, theirs = _first_inputs(alone), _first_inputs(split)
@@ -64,7 +64,7 @@ def keys_of(alone: Run, split: Run) -> Keys | None:
     shared = [name for name in mine if name in theirs]
     if shared and any(set(mine[name]) & set(theirs[name]) for name in shared):
         return Keys(alone=shared, split=shared)
-    # A framework may call the whole where the other run calls a part: with the batch in another place.
+    # A framework may call the whole model where the other run calls a part, with the batch in another argument.
     best = max(
         ((a, s) for a in mine for s in theirs), key=lambda pair: len(set(mine[pair[0]]) & set(theirs[pair[1]]))
     )
@@ -89,9 +89,9 @@ def rows_in_step(run: Run, number: int) -> int:
 
 
 def _sharers(run: Run) -> int:
-    """Ranks that train on one sample together: those of tensor parallel.
+    """Count the ranks that train on one sample together, as in tensor parallelism.
 
-    Without DTensors they are told by what is sent in a model's forward, and by rows that are those of rank 0.
+    Without DTensors they are detected by communication in a model's forward, and by the same rows as rank 0's.
     """
     if not run.steps:
         return 1
@@ -102,7 +102,7 @@ def _sharers(run: Run) -> int:
 
 
 def _each_once(rows: Rows, sharers: int) -> Rows:
-    """Rows that several ranks were given, to train on them together, counted once."""
+    """Count rows that several ranks share only once."""
     return Counter({row: -(-count // sharers) for row, count in rows.items()}) if sharers > 1 else rows
 
 
@@ -114,7 +114,7 @@ def _of_rank(run: Run, rank: int, number: int, keys: Sequence[str]) -> Rows:
 
 
 def _rows(run: Run, number: int, keys: Sequence[str]) -> Rows:
-    """The rows of all ranks in one step, those of ranks that share samples once."""
+    """Return the rows of all ranks in one step; ranks that share samples count once."""
     total: Rows = Counter()
     for rank in range(len(run.ranks)):
         total += _of_rank(run, rank, number, keys)
@@ -133,7 +133,7 @@ def _drawn_anew(mine: Sequence[Rows], repeated: Sequence[Rows]) -> str | None:
 
 
 def _samples(kind: str, number: int, count: int, of: Rows, **facts: Any) -> Finding:
-    """A finding about `count` samples of those in `of`."""
+    """Build a finding about `count` samples of those in `of`."""
     return Finding(
         kind=kind,
         step=number + 1,
@@ -152,7 +152,7 @@ _GIVEN = (
 def _judged(
     alone: Run, split: Run, number: int, mine: Sequence[Rows], theirs: Sequence[Rows], keys: Keys
 ) -> tuple[Finding | None, str | None]:
-    """What the first step with other samples looks like; or why it can't be said."""
+    """Classify the first step with different samples; or return why that isn't possible."""
     a, s = mine[number], theirs[number]
     missing, extra = sum((a - s).values()), sum((s - a).values())
     for judge in (
@@ -227,7 +227,7 @@ def _resumed(split: Run, number: int, mine: Sequence[Rows], theirs: Sequence[Row
 
 
 def _epoch(rows: Sequence[Rows]) -> int | None:
-    """Steps in an epoch: up to the first whose samples have mostly been there before; None where none has."""
+    """Return the steps in an epoch: up to the first one whose samples mostly occurred before; None if none has."""
     seen: set[Row] = set()
     for number, step in enumerate(rows):
         before = sum(1 for row in step if row in seen)
@@ -248,7 +248,7 @@ def _epoch_again(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> F
 
 
 def _padded_or_lost(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
-    """Samples that make up for others at the end of an epoch, or that fall away there."""
+    """Find samples that were added to fill the end of an epoch, or dropped there."""
     a, s = mine[number], theirs[number]
     missing, extra = sum((a - s).values()), sum((s - a).values())
     seen = set().union(*mine[: number + 1])
@@ -289,7 +289,7 @@ def _shuffled_apart(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -
 
 
 def _never_seen(alone: Run, split: Run, number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
-    """Samples of the run alone that the split run has nowhere, though both saw their epoch's end."""
+    """Find samples of the run alone that never occur in the split run, though both completed their epoch."""
     for run, rows in ((alone, mine), (split, theirs)):
         if _continues(run) and _epoch(rows) is None:
             return None

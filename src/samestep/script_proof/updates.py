@@ -30,7 +30,7 @@ def initial_finding(tensors: Sequence[Apart], limits: Limits, alone: Run, split:
 
 
 def _rank_0_agrees(alone: Run, split: Run, name: str) -> bool:
-    """Whether, of a parameter in shards, those of rank 0 are those of the run alone, and others are not."""
+    """Whether rank 0's shards of a parameter are those of the run alone, and other ranks' are not."""
     mine, theirs = alone.joined(0, "before", name), split.joined(0, "before", name)
     if mine is None or theirs is None or not theirs.pieces:
         return False
@@ -40,7 +40,7 @@ def _rank_0_agrees(alone: Run, split: Run, name: str) -> bool:
 
 
 def _weights(kind: str, tensors: Sequence[Apart], names: Sequence[str], relative: float) -> Finding:
-    """A finding about initial weights, with the module if it is one alone."""
+    """Build a finding about initial weights, with the module if it is a single one."""
     module = common_module(names) if len(names) < len(tensors) else None
     return Finding(kind=kind, step=0, what="initial weights", relative=relative, module=module)
 
@@ -71,7 +71,7 @@ def settings_finding(number: int, alone: Run, split: Run) -> Finding | None:
 
 
 def _rates_of_ranks(number: int, split: Run) -> Finding | None:
-    """Learning rates that are another on each rank."""
+    """Find learning rates that differ between ranks."""
     rates = [
         next((options["lr"] for options in step.settings.values() if "lr" in options), None)
         for step in split.step(number)
@@ -90,7 +90,7 @@ _DECIDING = ("betas", "eps", "momentum", "dampening", "nesterov", "alpha", "cent
 
 
 def _settings(steps: Sequence[RankStep]) -> dict[str, Mapping[str, Any]]:
-    """Of all ranks: some may have no part of a parameter."""
+    """Merge the settings of all ranks, since some may hold no part of a parameter."""
     found: dict[str, Mapping[str, Any]] = {}
     for step in reversed(steps):
         found |= step.settings
@@ -125,7 +125,7 @@ def _setting(
 def _learning_rate(
     number: int, alone: Run, split: Run, name: str, a: float, s: float, names: Sequence[str] | None
 ) -> Finding:
-    """A schedule that goes so many times as fast, one common factor, or something else."""
+    """Classify a learning rate: a schedule that is stepped too often, a common factor, or something else."""
     mine = _rates(alone, name)
     theirs = _rates(split, split.names.get(name, name))
     facts: dict[str, Any] = {"alone": a, "split": s}
@@ -152,13 +152,13 @@ def _learning_rate(
 
 
 def _times_as_fast(mine: Sequence[float], theirs: Sequence[float], by: int, begun: int) -> bool:
-    """Whether the split run's schedule makes `by` steps in each of the other's, of which `begun` before the first."""
+    """Whether the split run's schedule takes `by` steps for one of the other's, after `begun` of them."""
     pairs = [(theirs[at], mine[at * by + begun]) for at in range(len(theirs)) if at * by + begun < len(mine)]
     return len(pairs) > 1 and all(_equal(one, other) for one, other in pairs)
 
 
 def follows_samples(own: Run, split: Run, by: int) -> bool:
-    """Whether, after as many samples, the split run has the rates of one process with batches of a `by`-th."""
+    """Whether the split run has, after as many samples, the rates of one process with batches `by` times smaller."""
     name = next(iter(own.step(0)[0].settings), None)
     if name is None:
         return False
@@ -201,7 +201,7 @@ def update_finding(
 
 
 def _continued(split: Run) -> int | None:
-    """After how many steps another start of the script went on."""
+    """Return the number of steps after which the script was started again and resumed; None if it wasn't."""
     folders = [step.folder for step in split.ranks[0].steps]
     return next((number for number, folder in enumerate(folders) if folder != folders[0]), None)
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """Some samples, collated.
+    """A batch of collated samples.
 
-    `inputs` is what the model is called with: a mapping becomes keywords, a tuple positions, anything else
-    the one argument. `targets` is for the loss and the metrics; the model doesn't see it.
+    `inputs` is what the model is called with: a mapping becomes keywords, a tuple positions, anything else the one
+    argument. `targets` is for the loss and the metrics; the model doesn't see it.
     """
 
     inputs: Any
@@ -29,7 +29,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a sample costs, for the speeds that a training reports; None where it isn't known."""
+    """Cost of a sample, for the reported speeds; None if unknown."""
 
     tokens: int | None = None
     flops: float | None = None  # floating-point operations of forward and backward, without any recomputation
@@ -45,7 +45,7 @@ class Samples(Protocol):
 
 
 class First(Sequence[Any]):
-    """The first of some samples."""
+    """The first samples of a data set."""
 
     def __init__(self, samples: Samples, most: int) -> None:
         self._samples = samples
@@ -61,16 +61,16 @@ class First(Sequence[Any]):
 
 
 class Task(ABC):
-    """What is trained. A task says nothing of ranks, devices or layouts.
+    """What is trained: a model, its data and its loss. Independent of ranks, devices and layouts.
 
     Every rank builds the task for itself, so everything here must be a function of the arguments alone.
     """
 
-    predicts_from: ClassVar[str | None] = None  # what `predict` reads, in words; None: held-out samples alone
+    predicts_from: ClassVar[str | None] = None  # description of what `predict` reads; None: held-out samples only
     # The weights of the loss's terms, where it gives a mapping of name -> (sum, count); the step's loss is then the
     # sum over the terms of weight * sum / count.
     loss_weights: ClassVar[Mapping[str, float]] = {}
-    writes_text: ClassVar[bool] = False  # whether `predict` goes on with a text
+    writes_text: ClassVar[bool] = False  # whether `predict` continues a text
 
     @abstractmethod
     def model(self) -> "nn.Module":
@@ -115,7 +115,7 @@ class Task(ABC):
                 f"these samples can't be stacked ({one_line(error)}); write collate(samples), which returns "
                 "samestep.Batch(inputs, targets)"
             ) from error
-        # default_collate turns tuples into lists, but a tuple is called as positions and a list as one argument.
+        # default_collate converts tuples to lists, but a tuple means positional arguments and a list a single one.
         return Batch(tuple(inputs) if isinstance(samples[0][0], tuple) else inputs, targets)
 
     def metrics(self) -> "Mapping[str, Metric]":
@@ -123,15 +123,15 @@ class Task(ABC):
         return {}
 
     def scores(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
-        """The predictions and the targets that the metrics are updated with."""
+        """Return predictions and targets for the metrics."""
         return default_scores(output, batch)
 
     def batch_buffers(self) -> "Mapping[str, str]":
-        """Buffers of the model that its training forward fills from its samples: name or pattern -> "mean" or "sum".
+        """Return the model's buffers that a training forward fills from samples: name or pattern -> "mean" or "sum".
 
-        "mean" is for what moves by a mean over the samples, such as `usage.lerp_(hits.mean(0), 0.1)`; "sum" for what
-        adds a sum over them, such as `counts += hits.sum(0)`. Both are then those of the global batch under every
-        layout. Batch norm's statistics are by themselves.
+        "mean": updated by a mean over the samples, such as `usage.lerp_(hits.mean(0), 0.1)`; "sum": a sum over them
+        is added, such as `counts += hits.sum(0)`. Both then cover the global batch under every layout. Batch norm's
+        statistics need no entry.
         """
         return {}
 
@@ -152,7 +152,7 @@ class Task(ABC):
         return ModelShape()
 
     def work(self) -> Work:
-        """What a sample costs; from it tokens a second and the use of the device are reported."""
+        """Return a sample's cost, from which tokens a second and utilization are computed."""
         return Work()
 
     def pretrained(self) -> "Pretrained | None":
@@ -166,7 +166,7 @@ class Task(ABC):
 
 
 def default_scores(output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
-    """What the model gave, and what it should have given. Raises UserError where either is not a tensor."""
+    """Return the model's output and the batch's targets. Raises UserError if either is not a tensor."""
     from torch import Tensor
 
     if not isinstance(output, Tensor):
@@ -203,7 +203,7 @@ def call(model: Any, inputs: Any) -> Any:
 
 
 def as_batch(collated: Any) -> Batch:
-    """What a collate gave, as a Batch. Raises UserError where it is not a pair of inputs and targets."""
+    """Convert a collate's result to a Batch. Raises UserError unless it is a pair of inputs and targets."""
     if isinstance(collated, Batch):
         return collated
     if isinstance(collated, (tuple, list)) and len(collated) == 2:
@@ -223,7 +223,7 @@ def as_batch(collated: Any) -> Batch:
 
 
 def check_data(task: Task) -> None:
-    """Raise UserError where a task's data sets are not what samples can be dealt out of."""
+    """Raise UserError for data sets from which samples can't be drawn by index."""
     check_samples(task.train_set(), "train_set()")
     held_out = task.eval_set()
     if held_out is not None:
@@ -246,7 +246,7 @@ def check_samples(samples: Any, what: str) -> None:
 
 
 def missing_sample(samples: Any, index: int, error: Exception) -> str:
-    """Says that a data set has no sample where its length has one."""
+    """Describe that a data set has no sample at an index within its length."""
     return (
         f"a {type(samples).__name__} of length {len(samples)} gives no sample {index} ({described(error)}); use a "
         "__len__ that counts the samples that __getitem__ gives for 0, 1, 2, ..."
@@ -254,7 +254,7 @@ def missing_sample(samples: Any, index: int, error: Exception) -> str:
 
 
 def _length(samples: Any, what: str) -> int:
-    """How many samples there are. Raises UserError for what can't be indexed by number."""
+    """Return the number of samples. Raises UserError if they can't be indexed by number."""
     from torch.utils.data import DataLoader, IterableDataset
 
     kind = type(samples).__name__
@@ -286,7 +286,7 @@ def _no_index(samples: Any) -> str:
 
 
 def sum_and_count(loss: Any) -> "tuple[Tensor, Tensor | int]":
-    """What a loss gave: a pair of the sum over its terms, a tensor of one number, and how many terms those are.
+    """Check a loss's result: a sum over its terms (a tensor of one number), and their count.
 
     Raises UserError where it is a mean, or anything else.
     """
@@ -336,7 +336,7 @@ def _count(count: Any, total: "Tensor") -> "Tensor | int":
         raise UserError(f"the loss gave a {type(value).__name__} as its count; use how many terms its sum has")
     if not 0 <= value < float("inf"):
         raise UserError(f"the loss gave {value} as its count; use how many terms its sum has, 0 or more")
-    # Where nothing counts, the step is sum / count of the other ranks' terms, to which this sum would be added.
+    # If nothing counts, the step is sum / count of the other ranks' terms, to which this sum would be added.
     if value == 0 and type(total) is torch.Tensor and total.device.type == "cpu" and abs(total.item()) > 0:
         raise UserError(f"the loss gave a sum of {total.item():.6g} and a count of 0; use how many terms the sum has")
     return count

@@ -57,7 +57,7 @@ class HuggingFace(Task):
         self._count = count
 
     def __getstate__(self) -> dict[str, Any]:
-        """What the ranks get: with all that was found by trying the model."""
+        """State sent to the ranks, with all that trying the model has found."""
         if isinstance(self._model, nn.Module) and any(map(parametrize.is_parametrized, self._model.modules())):
             raise UserError(
                 f"model= is a {type(self._model).__name__} with parametrized layers (weight_norm, spectral_norm, "
@@ -92,7 +92,7 @@ class HuggingFace(Task):
 
     @cached_property
     def _lengths(self) -> list[int] | None:
-        """Looked up once, since every row is read for it; the ranks get what was found."""
+        """Computed once, since it reads every row; ranks receive the result."""
         if not isinstance(self._data[0], Mapping) or "input_ids" not in self._data[0]:
             return None
         return [len(self._data[index]["input_ids"]) for index in range(len(self._data))]
@@ -207,7 +207,7 @@ class HuggingFace(Task):
 
     @cached_property
     def _facts(self) -> ModelFacts:
-        """What trying the model on the first rows tells; each process that builds the task alone does it again."""
+        """Try the model on the first rows; each process that builds the task by itself repeats it."""
         rows = [self._data[index] for index in range(min(_FIRST, len(self._data)))]
         rows = rows * 2 if len(rows) == 1 else rows
         try:
@@ -296,7 +296,7 @@ def _stacked(rows: list[Any]) -> Mapping[str, Any]:
 
 
 def _nothing(output: Any) -> Tensor:
-    """A sum of no numbers of what a model gave: zero, and so is its gradient for every parameter."""
+    """Return an empty sum of the model's outputs: zero, with zero gradients for every parameter."""
     tensors = [value for value in _tensors(output) if value.is_floating_point() and value is not loss_of(output)]
     with_gradients = [value for value in tensors if value.requires_grad] or tensors
     return sum((value.flatten()[:0].sum() for value in with_gradients[:1]), torch.zeros(()))

@@ -37,10 +37,10 @@ _known: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
 
 
 class Gather:
-    """What a loss gets as `gather`. This one is of a process that has the whole batch in one call."""
+    """The `gather` argument of a loss. This one is for a process with the whole batch in one call."""
 
     def __call__(self, nest: Any) -> Any:
-        """The same nest of tensors with the rows of the global batch, in its order.
+        """Gather the rows of the global batch, in its order, for a nest of tensors.
 
         Every tensor has one row a sample, [samples of this call, ...], and becomes [samples of the batch, ...].
         Every call of the loss in a step must gather tensors of the same kinds, in the same order.
@@ -48,7 +48,7 @@ class Gather:
         return nest
 
     def rows(self, tensor: "Tensor") -> "Tensor":
-        """Which rows of what was gathered are those of this call's samples. [samples of this call], int64
+        """Return the indices, among the gathered rows, of this call's samples. [samples of this call], int64
 
         `tensor` is any with one row a sample; the result is on its device.
         """
@@ -61,7 +61,7 @@ alone = Gather()
 
 
 def of_whole_batch(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss that is called with the whole batch at once."""
+    """Bind `gather` for a loss that is called with the whole batch at once."""
     return partial(loss, gather=alone) if takes_gather(loss) else loss
 
 
@@ -78,7 +78,7 @@ def takes_gather(loss: Callable[..., Any]) -> bool:
 
 
 def _names_gather(loss: Callable[..., Any]) -> bool:
-    """Whether a callable has the parameter; one whose signature can't be read is taken to have none."""
+    """Whether a callable has the parameter; False if its signature can't be read."""
     try:
         return _PARAMETER in inspect.signature(loss).parameters
     except (TypeError, ValueError):  # a callable without a signature
@@ -87,13 +87,13 @@ def _names_gather(loss: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class SeveralLosses:
-    """What a trainer gets as the loss of several terms: a function that gives name -> (sum, count), and weights."""
+    """The loss of several terms for a trainer: a function that returns name -> (sum, count), and weights."""
 
     function: Callable[..., Any]
     weights: Mapping[str, float]
 
     def around(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> "SeveralLosses":
-        """The same with its function wrapped."""
+        """Return a copy with its function wrapped."""
         return replace(self, function=wrap(self.function))
 
     def terms(self, output: Any, batch: Batch, **gather: Any) -> "dict[str, tuple[Tensor, Tensor | int]]":
@@ -118,7 +118,7 @@ class SeveralLosses:
         return total, sum((count for _, count in terms.values()), start=0)  # pyright: ignore[reportReturnType]
 
     def of_whole_batch(self, output: Any, batch: Batch, **gather: Any) -> "tuple[Tensor, int]":
-        """The loss of a step that has this batch alone, and 1."""
+        """Return the loss of a step with only this batch, and the count 1."""
         terms = self.terms(output, batch, **gather)
         parts = [self.weights[name] * value / _at_least_one(count) for name, (value, count) in terms.items()]
         return sum(parts, start=0), 1  # pyright: ignore[reportReturnType]

@@ -35,7 +35,7 @@ class Ratio:
 
 
 class Share(Ratio):
-    """One column's sum over its count. Updated with sums and counts, both [batches, columns]."""
+    """Sum of one column over its count. Updated with sums and counts, both [batches, columns]."""
 
     def __init__(self, column: int) -> None:
         super().__init__()

@@ -17,19 +17,19 @@ _LARGE = 200_000_000  # parameters
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What trying a model on a few rows tells."""
+    """Facts about a model, found by trying it on a few rows."""
 
     accepted: frozenset[str] | None  # names that its forward takes; None: any
-    labels: Sequence[str]  # the names of what the loss is held against
-    terms: Terms | None  # what the loss is a mean over; None: what the user's function counts
-    classes: int | None  # how many, where each of the first labels is a class and has logits
+    labels: Sequence[str]  # names of the inputs that are labels
+    terms: Terms | None  # what the loss is a mean over; None: counted by the user's function
+    classes: int | None  # number of classes, if the first labels are classes with logits
     names: Sequence[str]  # of the classes
-    contrast: Contrast | None = None  # the loss that compares the samples of a batch, where it is such a one
+    contrast: Contrast | None = None  # the contrastive loss, if the model has one
 
     def takes(self, key: str) -> bool:
         """Whether the model's forward takes an input of this name."""
         if self.contrast is not None and key == RETURN_LOSS:
-            return False  # it would be of the samples of one call
+            return False  # the model's own loss would cover the samples of one call only
         return self.accepted is None or key in self.accepted
 
     def check(self, inputs: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ def same_tensors(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 
 def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """A model, given or built. Raises UserError for one without values or parameters."""
+    """Return the model, given or built. Raises UserError for one on the meta device or without parameters."""
     built = model if isinstance(model, nn.Module) else model()
     if not isinstance(built, nn.Module):
         raise UserError(f"model= gave a {type(built).__name__}; use a function that returns an nn.Module")
@@ -144,7 +144,7 @@ def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:
-    """The model on the CPU in float32: itself where it is that already."""
+    """Return the model on the CPU in float32, copied only if necessary."""
     tensors = [*model.parameters(), *model.buffers()]
     if all(t.device.type == "cpu" and (t.dtype == torch.float32 or not t.is_floating_point()) for t in tensors):
         return model
@@ -159,7 +159,7 @@ def _wide(model: nn.Module) -> nn.Module:
 
 
 def _accepted(model: nn.Module) -> frozenset[str] | None:
-    """The names that a forward takes; None where it takes any, and names none."""
+    """Return the names that a forward accepts; None if it accepts any."""
     parameters = inspect.signature(model.forward).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = frozenset(each.name for each in parameters if each.kind not in variable)
@@ -168,7 +168,7 @@ def _accepted(model: nn.Module) -> frozenset[str] | None:
 
 
 def _classes(model: nn.Module, inputs: Mapping[str, Any], label: str, terms: Terms | None) -> int | None:
-    """How many classes the labels are of; None where a label is not a class, or has no logits of its own."""
+    """Count the classes of the labels; None if labels are no classes, or have no logits."""
     labels = inputs[label]
     if labels.is_floating_point() or (terms is not None and terms.kind == "samples" and labels.ndim > 1):
         return None

@@ -154,7 +154,7 @@ def find_terms(model: nn.Module, inputs: Inputs, labels: Sequence[str], given: A
 
 @dataclass(frozen=True)
 class _Trial:
-    """Some samples together, then each alone, and the mean losses that a model gave for them."""
+    """Mean losses of some samples together, then of each alone."""
 
     parts: Sequence[Inputs]
     means: Sequence[float]
@@ -167,7 +167,7 @@ def _trial(model: nn.Module, inputs: Inputs, size: int) -> _Trial:
 
 
 def _fits(counts: Sequence[int], trial: _Trial, tolerance: float) -> bool:
-    """Whether mean * count adds up: that of all samples is the sum over each alone, but for rounding."""
+    """Whether mean * count of all samples is the sum over each sample alone, up to rounding."""
     sums = [mean * count if count else 0.0 for mean, count in zip(trial.means, counts, strict=True)]
     if not counts[0] or not all(map(math.isfinite, sums)):
         return False
@@ -176,7 +176,7 @@ def _fits(counts: Sequence[int], trial: _Trial, tolerance: float) -> bool:
 
 
 def _proportional(first: Sequence[int], second: Sequence[int]) -> bool:
-    """Whether two counts give the same step: sum / count is the same where both sum and count have one factor."""
+    """Whether two counts are proportional, so that a step is the same with either."""
     return all(one * second[0] == other * first[0] for one, other in zip(first, second, strict=True))
 
 
@@ -198,7 +198,7 @@ def _candidates(model: nn.Module, inputs: Inputs, labels: Sequence[str]) -> Iter
 
 
 def _counted(inputs: Inputs, labels: Sequence[str]) -> str:
-    """The tensor whose length is the number of samples."""
+    """Return the tensor whose length is the number of samples."""
     return labels[0] if labels else next(name for name, value in inputs.items() if _has_samples(value))
 
 
@@ -238,9 +238,9 @@ def _variants(model: nn.Module, inputs: Inputs, labels: Sequence[str]) -> Iterat
 
 
 def _masked(labels: Tensor, ignored: int, fill: bool) -> Tensor:
-    """Labels of which each sample keeps more than the one before it; the first label of the first sample is kept.
+    """Mask labels so that each sample keeps more than the previous one; the first sample's first label is kept.
 
-    `fill`: labels that were masked already get a value first, so that more of the candidates can be told apart.
+    `fill`: replace masked labels by a value first, so that more candidates can be distinguished.
     """
     if labels.ndim == 1:
         return torch.cat([labels[:-1], labels.new_tensor([ignored])])
@@ -282,7 +282,7 @@ def _mean(model: nn.Module, inputs: Inputs, what: str) -> float:
 
 
 def _fix(model: nn.Module, trials: Sequence[_Trial]) -> str:
-    """The end of a message: what to use instead of a loss that no count fits."""
+    """Return the remedy for a loss that no count fits, as the end of a message."""
     config = getattr(model, "config", None)
     if getattr(config, "ctc_loss_reduction", None) == "sum":
         return 'use ctc_loss_reduction="mean", since this is a sum'
@@ -297,9 +297,9 @@ def _fix(model: nn.Module, trials: Sequence[_Trial]) -> str:
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode, in which parameters that are all zeros have small random values.
+    """Switch a model to evaluation mode, with small random values in all-zero parameters.
 
-    New output layers are often zeros: then all losses are equal, and no count can be told from another.
+    New output layers are often zero: all losses are then equal, which distinguishes no counts.
     """
     training = [module for module in model.modules() if module.training]
     zeros = [p for p in model.parameters() if p.is_floating_point() and not bool(p.detach().any())]

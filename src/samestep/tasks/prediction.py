@@ -19,11 +19,11 @@ Prediction = Mapping[str, Any]  # what JSON can hold
 
 @dataclass(frozen=True, kw_only=True)
 class ToPredict:
-    """What a user wants predicted."""
+    """What to predict."""
 
     file: Path | None  # a file or folder, as the task's `predicts_from` says; None: the held-out samples
     batch: int  # samples of one forward
-    new_tokens: int = 0  # for tasks that write text: how much of it at most
+    new_tokens: int = 0  # maximum number of tokens for tasks that write text
 
 
 def predict_each(task: "Task", model: Model, samples: "Samples", batch: int) -> Iterator[Prediction]:
@@ -37,7 +37,7 @@ def predict_each(task: "Task", model: Model, samples: "Samples", batch: int) -> 
 
 
 def from_scores(task: "Task", output: Any, batch: "Batch") -> list[Prediction]:
-    """What the metrics would see of each sample: its prediction and its target, as numbers or lists of them."""
+    """Return each sample's prediction and target, as the metrics get them, as numbers or lists."""
     predictions, targets = task.scores(output, batch)
     pairs = zip(predictions.tolist(), targets.tolist(), strict=True)
     return [{"prediction": prediction, "target": target} for prediction, target in pairs]

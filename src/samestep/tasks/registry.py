@@ -97,7 +97,7 @@ def import_file(path: Path, key: str = "recipe.task") -> ModuleType:
 
 @contextmanager
 def _folder_on_path(path: Path) -> Iterator[None]:
-    """A task's file imports its neighbours as a script does."""
+    """Put a task's folder on sys.path, so that its file imports its neighbours as a script does."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
@@ -108,7 +108,7 @@ def _folder_on_path(path: Path) -> Iterator[None]:
 
 
 def _line_of(error: BaseException, path: Path) -> str:
-    """The line of the user's file in which an import failed, and where the error was raised if that is elsewhere."""
+    """Return the line of the user's file in which an import failed, and where the error was raised if elsewhere."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         frames.append((str(error.filename), error.lineno))
@@ -118,7 +118,7 @@ def _line_of(error: BaseException, path: Path) -> str:
 
 
 def arguments_of(task_class: type[Task], recipe: Recipe) -> dict[str, Any]:
-    """The arguments that a recipe gives a task's class, each checked against its type hint.
+    """Collect the arguments of a task's class from a recipe, each checked against its type hint.
 
     An argument without a type hint, or with one that only type checkers see, is handed over as it is.
     """
@@ -149,7 +149,7 @@ def arguments_of(task_class: type[Task], recipe: Recipe) -> dict[str, Any]:
 
 
 def hints_of(function: Any) -> dict[str, Any]:
-    """Types of a function's arguments; none where they can't be resolved."""
+    """Return the type hints of a function; empty if they can't be resolved."""
     if function is object.__init__:
         return {}
     try:

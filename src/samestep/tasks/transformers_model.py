@@ -31,7 +31,7 @@ _SIZE_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """What stands beside a model's weights in a folder that transformers' `from_pretrained` loads."""
+    """Configuration and tokenizer that accompany weights for transformers' `from_pretrained`."""
 
     auto_class: Any  # such as AutoModelForCausalLM
     config: "PreTrainedConfig"
@@ -159,9 +159,9 @@ def config_of_folder(folder: Path, further: Mapping[str, Any], others: Mapping[s
 def trial(
     build: "Callable[[], PreTrainedModel]", *, name: str, is_new: bool, kind: str, known_to_fit: str
 ) -> "PreTrainedModel":
-    """A model built only to be looked at; a new one without memory for its parameters.
+    """Build a model for inspection; a new one on the meta device.
 
-    Raises UserError where it can't be built, with `kind` for what it should have become.
+    Raises UserError if it can't be built, with `kind` for what it should have become.
     """
     import torch
 

@@ -32,7 +32,7 @@ class Turn:
     every: int = 1  # it is taken in steps `every` - 1, 2 * `every` - 1, ..., counted from 0
 
     def loss_of_step(self) -> Callable[..., Any]:
-        """Its loss as a trainer takes it."""
+        """Return the turn's loss in the form for a trainer."""
         return with_weights(self.loss, self.loss_weights)
 
     def steps(self, name: str) -> bool:
@@ -60,7 +60,7 @@ class InTurns(Task):
 
 @dataclass(frozen=True)
 class StepTurns:
-    """The turns of a task's steps, as a trainer gets them in place of a loss."""
+    """The turns of a task's steps, given to a trainer instead of a loss."""
 
     turns: Sequence[Turn]
 

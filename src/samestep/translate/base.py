@@ -23,7 +23,7 @@ _ORDER_OF_OFFLOADS = get_args(Offload)
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of the mesh; one of `data` and `replicas` may be None: what the others leave of the processes."""
+    """Mesh sizes; one of `data` and `replicas` may be None: the number of processes left by the others."""
 
     pipeline: int = 1
     replicas: int | None = 1  # of the shards, where both are asked for
@@ -75,7 +75,7 @@ _TASK_REMARK = "not in the source: your task; its data and model go beside it"
 
 
 class Draft:
-    """Keys of a job with the reason for each, and what of the source has no key here."""
+    """Keys of a job with their reasons, and remarks on what has no key in a job."""
 
     def __init__(self) -> None:
         self._values: dict[str, dict[str, Any]] = {"recipe": {}, "run": {}}
@@ -108,7 +108,7 @@ class Draft:
         return here
 
     def remark(self, source: str, value: Any, why: str) -> None:
-        """Something of the source that has no counterpart: where it stands, what it says, what to use instead."""
+        """Add a remark on a value without counterpart: its place, the value, what to use instead."""
         self.remarks.append(f"{source}: {why}" if value is None else f"{source} = {shown(value)}: {why}")
 
     def values(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ _SWITCHES = {"true": True, "false": False, "yes": True, "no": False, "1": True, 
 
 
 class Keys:
-    """A section, where it stands, and which of its keys have been taken."""
+    """Reads a section's keys, and tracks which were read."""
 
     def __init__(self, values: Any, draft: Draft, place: str = "") -> None:
         if not isinstance(values, Mapping):
@@ -271,7 +271,7 @@ class GivenSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A file's text, and what of the job could not be said in it."""
+    """A file's text, and remarks on what it can't express."""
 
     text: str
     remarks: Sequence[str] = ()

@@ -29,7 +29,7 @@ class Timing:
 
     @property
     def noise(self) -> float:
-        """Half of what lies between the fastest and the slowest repeat, as a share of the median."""
+        """Half the range of the repeats, relative to the median."""
         return (max(self.repeats) - min(self.repeats)) / 2 / self.seconds
 
 
@@ -46,12 +46,12 @@ class Row:
 
     @property
     def worth(self) -> float | None:
-        """How many times as fast a step is with it as with what was best before."""
+        """Speedup over the best settings before it."""
         return None if self.timing is None or self.before is None else self.before.seconds / self.timing.seconds
 
     @property
     def noise(self) -> float | None:
-        """The larger noise of the two: less than that is not told from nothing."""
+        """The larger noise of the two; smaller speedups are not significant."""
         return None if self.timing is None or self.before is None else max(self.timing.noise, self.before.noise)
 
     def to_json(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One thing to try; `keeps_result` is False where it changes more than the order of sums."""
+    """A setting to try; `keeps_result` is False if it changes results beyond the order of sums."""
 
     name: str
     candidates: Callable[[Job, Layout], Sequence[Candidate]]

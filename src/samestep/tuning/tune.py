@@ -126,7 +126,7 @@ def greedy(
 
 
 def _measured(measure: Measure, job: Job, variables: Mapping[str, str]) -> float:
-    """Seconds of a step as the job is; what stops that is wrong with the job, not with a setting."""
+    """Return the seconds of a step of the unchanged job. A failure here is the job's, not a setting's."""
     try:
         return measure(job, variables)
     except TrialError as error:
@@ -146,7 +146,7 @@ def _compared(
     repeats: int,
     task: Task | None,
 ) -> tuple[Found, Timing | None]:
-    """Each candidate's timing, or why there is none, and that of the job as it is, all in turns."""
+    """Time each candidate and the unchanged job, in turns; a failed candidate has its error."""
     ended: dict[int, TrialError] = {}
     for number, candidate in enumerate(candidates):
         if (error := _refused(candidate, job, task)) is not None:
@@ -200,7 +200,7 @@ def _fastest(found: Found, before: Timing | None) -> Candidate | None:
 def _row(
     setting: Setting, candidate: Candidate, result: Timing | TrialError, before: Timing | None, *, kept: bool
 ) -> Row:
-    """A value's row: what it was worth, or why it could not be tried."""
+    """Build a value's row: its speedup, or why it could not be tried."""
     if isinstance(result, TrialError):
         return Row(setting=setting.name, value=candidate.value, status=result.status, reason=str(result))
     status: Status = "kept" if kept else "not better" if setting.keeps_result else "changes the result"
@@ -208,7 +208,7 @@ def _row(
 
 
 class _Trials:
-    """Runs trials one at a time, each a short training in a folder of its own."""
+    """Runs trials one at a time, each a short training in a new folder."""
 
     def __init__(self, folder: Path, steps: int, time_limit: float) -> None:
         self._folder = folder
@@ -238,7 +238,7 @@ class _Trials:
         return median(value["step_seconds"] + value["data_seconds"] for value in values)
 
     def _short(self, job: Job) -> Job:
-        """So many steps and nothing beside them: no checkpoints, no restarts, no evaluation but the last."""
+        """Return a job with `steps` steps and nothing else: no checkpoints, no restarts, one evaluation at most."""
         evaluation = replace(job.recipe.evaluation, every=None)
         recipe = replace(job.recipe, steps=self._steps, epochs=None, evaluation=evaluation)
         alone = {"check": False, "tensorboard": False, "rank_lines": False, "profile": None, "folder": None}
