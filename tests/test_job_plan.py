@@ -41,6 +41,13 @@ def two() -> JobPlan:
     return plan_job(job(), PLACE)
 
 
+@pytest.fixture
+def shortly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan few layouts, by rates that are measured for less time and so are less exact."""
+    monkeypatch.setattr("samestep.job_plan.plan._OTHERS", ("tp{}",))
+    monkeypatch.setattr("samestep.job_plan.machine._SECONDS", 0.02)
+
+
 @pytest.mark.quick
 def test_products_and_passes_of_a_step_are_counted() -> None:
     model = torch.nn.Linear(8, 4)
@@ -99,7 +106,9 @@ def test_pipelines_are_tried_with_other_schedules_and_more_micro_batches(two: Jo
     assert {"pp2 schedule=interleaved-1f1b stages=2", "pp2 schedule=zbv-zero-bubble stages=2"} <= told
 
 
-def test_what_does_not_fit_is_no_best_layout() -> None:
+def test_what_does_not_fit_is_no_best_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samestep.job_plan.plan._DATA", ("fsdp{}",))
+    monkeypatch.setattr("samestep.job_plan.plan._OTHERS", ())
     found = plan_job(job(), replace(PLACE, memory=1.0))
     assert not found.fitting
     assert any(each.layout.endswith("recompute=full") for each in found.predictions)
@@ -115,6 +124,7 @@ def test_layouts_are_left_out_for_want_of_time() -> None:
     assert "dp2" in found.untried
 
 
+@pytest.mark.usefixtures("shortly")
 def test_devices_of_a_data_sheet(two: JobPlan) -> None:
     found = plan_job(job(), devices_of(cluster_of("h100", 2)))
     assert found.machine.rates is None
@@ -213,6 +223,7 @@ def test_steps_are_taken_beside_predictions(two: JobPlan) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("shortly")
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out, html = tmp_path / "job.yaml", tmp_path / "out.json", tmp_path / "plan.html"
     file.write_text("recipe: {task: regression, epochs: 2, batch: 64}\n")
@@ -253,6 +264,7 @@ def test_words_that_do_not_go_together(
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.usefixtures("shortly")
 def test_a_layout_is_found_and_told_before_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("recipe: {task: regression, steps: 3, batch: 64}\nrun: {layout: auto, processes: 2}\n")

@@ -94,7 +94,8 @@ def trained(
 @pytest.mark.parametrize(
     ("size", "names"),
     [
-        (2, tuple(RECIPES)),
+        (2, ("mixed", "tied")),
+        pytest.param(2, ("points", "lines", "branches"), marks=pytest.mark.slow),
         (3, ("points", "branches")),  # 8 and 5 virtual ranks, which 3 ranks can't have alike
         pytest.param(3, ("lines", "mixed", "tied"), marks=pytest.mark.slow),
         pytest.param(4, tuple(RECIPES), marks=pytest.mark.slow),
@@ -111,11 +112,16 @@ def test_the_fast_way_has_other_bits(tmp_path: Path) -> None:
     assert found["points", "single"]["weights"] != found["points", "dp2"]["weights"]
 
 
-def test_it_is_the_step_of_one_process() -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [("single",), pytest.param(("dp2", "zero1x2", "fsdp2"), marks=pytest.mark.slow)],  # which have the same bits
+    ids=["one rank", "two ranks"],
+)
+def test_it_is_the_step_of_one_process(layouts: tuple[str, ...]) -> None:
     cases = {
         f"{name} {layout}": (RECIPES[name], layout, ORDERED)
         for name in RECIPES
-        for layout in ("single", "dp2", "zero1x2", "fsdp2")
+        for layout in layouts
         if not _skips_blocks(name, layout)
     }
     assert same(prove(cases), list(cases)) == {}
