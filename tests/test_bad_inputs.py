@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ SCRIPTS = {
     "broken": "def train(:",
 }
 
+# The command, which a slow test starts, is held against all of them.
+FAST = ("nothing", "endless", "many", "tensors", "spawns", "raises")
+
 TOLD = {
     "nothing": ["ended without a step of a torch.optim optimizer", "its last words", "no data in /data/train"],
     "endless": ["with 1 process did not end within 4 s; --steps N stops it", "--time-limit SECONDS leaves it more"],
@@ -64,9 +68,17 @@ TOLD = {
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("scripts")
-    for name, text in SCRIPTS.items():
-        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    return judged(FAST, tmp_path_factory.mktemp("scripts"))
+
+
+@pytest.fixture(scope="module")
+def slow_outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return judged([name for name in SCRIPTS if name not in FAST], tmp_path_factory.mktemp("more_scripts"))
+
+
+def judged(names: Iterable[str], folder: Path) -> dict[str, Any]:
+    for name in names:
+        (folder / f"{name}.py").write_text(SCRIPTS[name], encoding="utf-8")
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/scripts/bad_inputs.py"), str(folder)],
         capture_output=True,
@@ -79,23 +91,33 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_what_can_not_be_judged_has_one_message(name: str, outcome: dict[str, Any]) -> None:
+@pytest.fixture
+def found(name: str, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Of one script."""
+    return request.getfixturevalue("outcome" if name in FAST else "slow_outcome")["found"][name]
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(TOLD))
+def test_what_can_not_be_judged_has_one_message(name: str, found: dict[str, Any]) -> None:
     for words in TOLD[name]:
-        assert words in outcome["found"][name]["refused"]
+        assert words in found["refused"]
 
 
-@pytest.mark.parametrize("name", ["tensors", "tracebacks"])
+@pytest.mark.parametrize("name", marked(["tensors", "tracebacks"]))
 def test_a_model_of_plain_tensors_and_tracebacks_that_are_printed_are_judged(
-    name: str, outcome: dict[str, Any]
+    name: str, found: dict[str, Any]
 ) -> None:
-    found = outcome["found"][name]
     assert found["same_step"]
     assert any("no samples were seen" in note for note in found["notes"])
 
 
-def test_no_process_is_left(outcome: dict[str, Any]) -> None:
-    assert outcome["left"] == 0
+@pytest.mark.parametrize("which", ["outcome", pytest.param("slow_outcome", marks=pytest.mark.slow)])
+def test_no_process_is_left(which: str, request: pytest.FixtureRequest) -> None:
+    assert request.getfixturevalue(which)["left"] == 0
 
 
 # As a user starts it: by the command, whose ranks `samestep launch` starts. No script here changes the exit code.

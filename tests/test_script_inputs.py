@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +23,53 @@ REFUSED = {
     "exits": r"(?s)with 1 process failed.*exit code",
 }
 JUDGED = ("no-module", "alike", "forks", "leaves", "traceback", "goes-on", "long")
-RUNS = (*REFUSED, *JUDGED, "places", "places:micro-batches", "module", "rounds", "departs", "coarse")
+# tests/test_bad_inputs.py has fast tests of much that only slow ones look at here.
+FAST = ("waits", "modules", "no-module", "alike", "long", "places", "module", "rounds", "departs")
+SLOW = (*(kind for kind in (*REFUSED, *JUDGED) if kind not in FAST), "places:micro-batches", "coarse")
+
+pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "tests/scripts/judge_odd.py"), *RUNS]
+def judged(kinds: Sequence[str]) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "tests/scripts/judge_odd.py"), *kinds]
     path = os.pathsep.join([str(ROOT / "tools"), str(ROOT / "src")])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "message"), REFUSED.items(), ids=REFUSED)
-def test_what_can_not_be_proved_is_told(found: dict[str, Any], kind: str, message: str) -> None:
-    assert isinstance(found[kind], str), found[kind]
-    assert re.search(message, found[kind])
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return judged(FAST)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", JUDGED)
-def test_an_odd_script_is_judged(found: dict[str, Any], kind: str) -> None:
-    assert found[kind]["same_step"], found[kind]
-    assert found[kind]["steps"] == (3 if kind == "leaves" else 4)
+@pytest.fixture(scope="module")
+def found_slowly() -> dict[str, Any]:
+    return judged(SLOW)
 
 
-@pytest.mark.timeout(300)
+@pytest.fixture
+def outcome(kind: str, request: pytest.FixtureRequest) -> Any:
+    """Of one kind."""
+    return request.getfixturevalue("found" if kind in FAST else "found_slowly")[kind]
+
+
+def marked(kinds: Iterable[str]) -> list[Any]:
+    return [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", marked(REFUSED))
+def test_what_can_not_be_proved_is_told(outcome: Any, kind: str) -> None:
+    assert isinstance(outcome, str), outcome
+    assert re.search(REFUSED[kind], outcome)
+
+
+@pytest.mark.parametrize("kind", marked(JUDGED))
+def test_an_odd_script_is_judged(outcome: Any, kind: str) -> None:
+    assert outcome["same_step"], outcome
+    assert outcome["steps"] == (3 if kind == "leaves" else 4)
+
+
 def test_a_place_in_the_batch_is_no_rounding(found: dict[str, Any]) -> None:
     places = found["places"]
     assert (places["kind"], places["first_difference"]["step"]) == ("forward-differs", 1), places
@@ -56,7 +77,6 @@ def test_a_place_in_the_batch_is_no_rounding(found: dict[str, Any]) -> None:
     assert any("its place in the batch matters" in note for note in places["notes"])
 
 
-@pytest.mark.timeout(300)
 def test_a_module_is_judged_in_float64_and_in_micro_batches(found: dict[str, Any]) -> None:
     module, script = found["module"], found["long"]
     assert (module["same_step"], module["steps"]) == (True, 4), module
@@ -64,14 +84,15 @@ def test_a_module_is_judged_in_float64_and_in_micro_batches(found: dict[str, Any
     assert not any(_WHOLE in note for note in module["notes"])
 
 
-@pytest.mark.timeout(300)
-def test_a_model_that_can_not_be_called_with_halves_is_told(found: dict[str, Any]) -> None:
-    places, halves = found["places"], found["places:micro-batches"]
+@pytest.mark.slow
+def test_a_model_that_can_not_be_called_with_halves_is_told(
+    found: dict[str, Any], found_slowly: dict[str, Any]
+) -> None:
+    places, halves = found["places"], found_slowly["places:micro-batches"]
     assert any(_WHOLE in note for note in halves["notes"])
     assert (halves["kind"], halves["noise"]) == (places["kind"], places["noise"])
 
 
-@pytest.mark.timeout(300)
 def test_a_small_departure_is_rounding_only_where_float64_has_none(found: dict[str, Any]) -> None:
     rounds, departs = found["rounds"], found["departs"]
     assert rounds["same_step"], rounds
@@ -81,9 +102,9 @@ def test_a_small_departure_is_rounding_only_where_float64_has_none(found: dict[s
     assert any("in float64 the runs differ too" in note for note in departs["notes"])
 
 
-@pytest.mark.timeout(300)
-def test_what_computes_in_bfloat16_is_judged_by_the_rounding_of_halves(found: dict[str, Any]) -> None:
-    coarse = found["coarse"]
+@pytest.mark.slow
+def test_what_computes_in_bfloat16_is_judged_by_the_rounding_of_halves(found_slowly: dict[str, Any]) -> None:
+    coarse = found_slowly["coarse"]
     assert coarse["same_step"], coarse
     assert any("called with each half of a batch" in note for note in coarse["notes"])
     assert any("an update that departs for another reason is not told" in note for note in coarse["notes"])
@@ -92,18 +113,21 @@ def test_what_computes_in_bfloat16_is_judged_by_the_rounding_of_halves(found: di
 _WHOLE = "can't be called with a half of its batch"
 
 
-@pytest.mark.timeout(300)
 def test_what_was_not_seen_is_said(found: dict[str, Any]) -> None:
     assert any("no samples were seen" in note for note in found["no-module"]["notes"])
     equal = [
         "losses of all ranks are equal" in " ".join(found[kind]["notes"]) for kind in ("no-module", "alike", "long")
     ]
     assert equal == [False, True, False]
-    assert any("left without an end that Python knows" in note for note in found["leaves"]["notes"])
 
 
-@pytest.mark.timeout(300)
-def test_nothing_is_left_running(found: dict[str, Any]) -> None:
+@pytest.mark.slow
+def test_an_end_that_was_not_seen_is_said(found_slowly: dict[str, Any]) -> None:
+    assert any("left without an end that Python knows" in note for note in found_slowly["leaves"]["notes"])
+
+
+@pytest.mark.parametrize("which", ["found", pytest.param("found_slowly", marks=pytest.mark.slow)])
+def test_nothing_is_left_running(which: str, request: pytest.FixtureRequest) -> None:
+    assert request.getfixturevalue(which)
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert found
     assert "odd_training.py" not in left
