@@ -386,8 +386,19 @@ def test_variables_before_a_script_are_its_own(tmp_path: Path, monkeypatch: pyte
 # From end to end
 
 
+def launched_here(command: Sequence[str], *, limit: float) -> Outcome:
+    """`samestep launch` in this process, which starts the ranks."""
+    return Outcome(code=main(command[3:]), seconds=0.0, output="")
+
+
 @pytest.mark.timeout(240)
-def test_a_script_is_proved_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # PyTorch's elastic agent leaves ranks' files
+@pytest.mark.parametrize("here", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_script_is_proved_by_the_command(
+    here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if here:
+        monkeypatch.setattr(runs.subprocess_group, "run", launched_here)
     file, page = tmp_path / "verdict.json", tmp_path / "page.html"
     script = f"{ROOT}/zoo/fault_loss_times_ranks.py"
     command = ["verify", "--script", script, "--steps", "2", "--json", str(file), "--report", str(page)]
@@ -404,10 +415,7 @@ def test_a_script_is_proved_by_the_command(tmp_path: Path, capsys: pytest.Captur
     assert "梯度是 2.000 倍" in text
 
 
-FEW = (
-    *("fault_head_not_reduced", "fault_mean_of_ranks", "fault_clip_fsdp1_shards"),
-    *("right_accumulate", "right_fsdp2", "right_rank_batch", "right_tensor_parallel"),
-)
+FEW = ("fault_head_not_reduced", "fault_clip_fsdp1_shards", "right_accumulate", "right_tensor_parallel")
 
 
 def zoo(file: Path, *names: str, limit: float) -> list[dict[str, Any]]:
