@@ -155,6 +155,10 @@ def test_the_report_opens_without_a_network_and_draws(compared: Compared, tmp_pa
         assert "main-svg" in plot[0], name
     assert 'data-shown="en"' in opened.document
     assert "seconds of training" in opened.document
+
+
+@pytest.mark.slow
+def test_the_report_opens_in_chinese(compared: Compared, tmp_path: Path) -> None:
     chinese = chromium.open_page(compared.page, tmp_path, language="zh-CN")
     assert chinese.console == []
     assert 'data-shown="zh"' in chinese.document

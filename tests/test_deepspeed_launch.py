@@ -28,6 +28,7 @@ run: {{layout: zero1x2, engine: deepspeed, device: cpu, folder: {folder}, tensor
 """
 
 
+@pytest.mark.slow  # DeepSpeed is imported by both of its launchers, and by each rank
 def test_ranks_of_the_deepspeed_command_train(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(JOB.format(folder=tmp_path / "run"), encoding="utf-8")

@@ -66,6 +66,7 @@ def test_a_failure_on_one_host_ends_the_other_and_both_tell_it(port: int, capfd:
     assert other.returncode == 1
 
 
+@pytest.mark.slow
 def test_hosts_that_differ_do_not_begin(port: int, capfd: pytest.CaptureFixture[str]) -> None:
     with started(*one_of_two(1, port, "--num-procs", "2", "--", TOLD, "tell")) as other:
         assert main(["launch", *one_of_two(0, port, "--num-procs", "1", "--", TOLD, "tell")]) == 2
@@ -113,6 +114,15 @@ def test_versions_that_differ_are_named_with_both_hosts(port: int, monkeypatch: 
     assert told == [str(late.value)]
 
 
+def test_hosts_with_other_ranks_do_not_agree(port: int) -> None:
+    first = Handshake(part(0, port))
+    with waiting(first) as told:
+        await_seat(first)
+        with pytest.raises(UserError, match='differ in their ranks a host: host-a has "1", host-b has "2"') as late:
+            Handshake(part(1, port, num_procs=2)).agree()
+    assert told == [str(late.value)]
+
+
 def await_seat(first: Handshake) -> None:
     while not first._there("samestep/node/0"):
         pass
@@ -134,10 +144,10 @@ def test_another_jobs_store_is_no_place_to_meet_and_is_not_disturbed(port: int) 
 
 def test_hosts_that_do_not_come_are_named(port: int) -> None:
     with pytest.raises(StartError, match=r"only 1 of 2 hosts came within 1 s: host-a; not host-b$"):
-        Handshake(part(0, port, start_timeout=1.0, hosts=("host-a", "host-b"))).agree()
+        Handshake(part(0, port, start_timeout=0.6, hosts=("host-a", "host-b"))).agree()
     says = f"host-b waited 1 s for the job's store at 127.0.0.1:{port}: Connection refused; host-a is to serve it"
     with pytest.raises(StartError, match=says):
-        Handshake(part(1, port, start_timeout=1.0, hosts=("host-a", "host-b")))
+        Handshake(part(1, port, start_timeout=0.6, hosts=("host-a", "host-b")))
 
 
 def test_a_taken_port_is_named_with_its_holder(capfd: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +163,7 @@ def test_an_address_of_another_host_is_no_place_for_the_store(port: int) -> None
     with pytest.raises(UserError, match="--master-addr is to be an address of the host with --node-rank 0"):
         Handshake(part(0, port, address="203.0.113.1"))
     with pytest.raises(UserError, match=r"the name no.such.host.invalid does not resolve"):
-        Handshake(part(1, port, address="no.such.host.invalid", start_timeout=1.0))
+        Handshake(part(1, port, address="no.such.host.invalid", start_timeout=0.6))
 
 
 def test_what_listens_may_be_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
