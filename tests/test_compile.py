@@ -3,14 +3,13 @@
 import inspect
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
-import proving
 import pytest
 import torch
 from proving import same
@@ -21,11 +20,12 @@ from torch import nn
 import samestep
 from samestep.job import Job, Run
 from samestep.launch import local
+from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.parallel.compile import compile_blocks
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.recompute import recompute
-from samestep.proof import proof_job, reference
+from samestep.proof import Reference, hold_against, proof_job, reference
 from samestep.tasks.registry import resolve
 
 LAYERS, PRODUCTS = 4, 7  # of the tiny Llama: layers, and products of matrices in each
@@ -78,29 +78,36 @@ def test_compiled_blocks_take_the_same_step(layout: str) -> None:
     assert proof.same_step, proof
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A model with compiled blocks: its layers, and products of matrices in each."""
+
+    model: str | Tiny = "llama"
+    layers: int = LAYERS
+    products: int = PRODUCTS
+    micro_batch: int | None = MICRO_BATCH
+
+
+LLAMA = Compiled()
+# Statistics over the ranks are a part of the block; a compiled one is computed again as a whole.
+NORMED = Compiled(model=Normed(), layers=Normed.LAYERS, products=1, micro_batch=None)
+# gpt-oss has attention with sinks, which gets all tokens; what differs from call to call is no part of it.
+GATHERED = Compiled(model="gpt-oss", layers=2, products=5)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("layouts", [("pp2 recompute=full", "tp2 sequence=split"), ("cp2",)])
-def test_blocks_call_what_was_traced_of_one_of_them(layouts: Sequence[str]) -> None:
+def test_blocks_call_what_was_traced_of_one_of_them() -> None:
     """The compiler's front end alone, whose graphs run as they are: kernels take minutes to be written."""
-    _assert_compiled(layouts, steps=1, traced_by=as_it_is)
+    cases = [(LLAMA, "pp2 recompute=full"), (LLAMA, "tp2 sequence=split"), (LLAMA, "cp2"), (NORMED, "dp2")]
+    _assert_compiled(cases, steps=1, traced_by=as_it_is)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.timeout(170)
-def test_blocks_with_batch_norm_share_what_was_traced() -> None:
-    """Statistics over the ranks are a part of the block; a compiled one is computed again as a whole."""
-    layouts = ("dp2", "fsdp2 recompute=selective")
-    _assert_compiled(
-        layouts, steps=1, traced_by=as_it_is, model=Normed(), layers=Normed.LAYERS, products=1, micro_batch=None
-    )
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.timeout(170)
-def test_blocks_that_gather_their_tokens_share_what_was_traced() -> None:
-    """gpt-oss has attention with sinks, which gets all tokens; what differs from call to call is no part of it."""
-    _assert_compiled(("cp2",), steps=1, traced_by=as_it_is, model="gpt-oss", layers=2, products=5)
+@pytest.mark.timeout(300)
+def test_blocks_of_more_models_call_what_was_traced_of_one_of_them() -> None:
+    _assert_compiled([(NORMED, "fsdp2 recompute=selective"), (GATHERED, "cp2")], steps=1, traced_by=as_it_is)
 
 
 @pytest.mark.slow
@@ -109,33 +116,30 @@ def test_blocks_that_gather_their_tokens_share_what_was_traced() -> None:
 @pytest.mark.parametrize("layouts", [("pp2", "tp2 recompute=full"), ("cp2",), ("cp2 attention=ring",)])
 def test_blocks_are_cut_into_forward_and_backward(layouts: Sequence[str]) -> None:
     """As for the compiler; what it would write is run as it is."""
-    _assert_compiled(layouts, steps=2, traced_by=in_forward_and_backward)
+    _assert_compiled([(LLAMA, layout) for layout in layouts], steps=2, traced_by=in_forward_and_backward)
 
 
-def _assert_compiled(
-    layouts: Sequence[str],
-    *,
-    steps: int,
-    traced_by: TracedBy,
-    model: str | Tiny = "llama",
-    layers: int = LAYERS,
-    products: int = PRODUCTS,
-    micro_batch: int | None = MICRO_BATCH,
-) -> None:
+def _assert_compiled(cases: Sequence[tuple[Compiled, str]], *, steps: int, traced_by: TracedBy) -> None:
     """The step is that of one process, and every block's products of matrices ran in what was traced of a few."""
-    run = Run(compile=True, threads=1, micro_batch=micro_batch, check=False)
-    jobs = {layout: proof_job(Job(recipe=recipe(model), run=replace(run, layout=layout))) for layout in layouts}
+    jobs: list[Job] = []
+    known: dict[Compiled, Reference] = {}
     with TemporaryDirectory() as folder:
-        first = jobs[layouts[0]]
-        known = reference(first, resolve(first.recipe), steps, Path(folder))
-        found = {layout: local.start(_traced, (jobs[layout], known, steps, traced_by), 2) for layout in layouts}
-    assert same({layout: proof for layout, (proof, *_) in found.items()}, layouts) == {}
-    # A stage has half of the layers; ranks with half of the tokens or features have all of them.
-    least = steps * (BATCH // (micro_batch or BATCH)) * layers * products
-    for layout, (_, traced, ran) in found.items():
+        for model, layout in cases:
+            run = Run(compile=True, threads=1, micro_batch=model.micro_batch, check=False, layout=layout)
+            jobs.append(proof_job(Job(recipe=recipe(model.model), run=run)))
+            if model not in known:
+                place = Path(folder) / str(len(known))
+                place.mkdir()
+                known[model] = reference(jobs[-1], resolve(jobs[-1].recipe), steps, place)
+        found = local.start(_traced, (jobs, [known[model] for model, _ in cases], steps, traced_by), 2)
+    names = [f"{number}: {layout}" for number, (_, layout) in enumerate(cases)]
+    assert same({name: proof for name, (proof, *_) in zip(names, found, strict=True)}, names) == {}
+    for (model, layout), (_, traced, ran) in zip(cases, found, strict=True):
+        # A stage has half of the layers; ranks with half of the tokens or features have all of them.
+        least = steps * (BATCH // (model.micro_batch or BATCH)) * model.layers * model.products
         assert ran >= least // Layout.parse(layout).pipeline, layout
         # One graph (or its pieces) for a shape, one for any shape, and one without gradients; not one a layer.
-        assert traced <= 3 * products, layout
+        assert traced <= 3 * model.products, layout
 
 
 def as_it_is(count: Count) -> Callable[..., Any]:
@@ -181,19 +185,28 @@ def in_forward_and_backward(count: Count) -> Callable[..., Any]:
     return aot_autograd(fw_compiler=forward, bw_compiler=backward)
 
 
-def _traced(job: Job, known: Any, steps: int, traced_by: TracedBy) -> tuple[Any, int, int]:
-    """A layout's proof, and how many products of matrices this rank's compiled forwards have, and computed."""
+def _traced(
+    jobs: Sequence[Job], known: Sequence[Reference], steps: int, traced_by: TracedBy
+) -> list[tuple[Any, int, int]]:
+    """Each job's proof, and how many products of matrices this rank's compiled forwards have, and computed."""
 
-    traced: list[int] = []
-    ran: list[int] = []
+    found: list[tuple[Any, int, int]] = []
+    with join(device="cpu", threads=1) as world:
+        for job, reference in zip(jobs, known, strict=True):
+            torch._dynamo.reset()  # nothing traced of the job before is called
+            traced: list[int] = []
+            ran: list[int] = []
 
-    def count(products: int) -> Callable[[], None]:
-        traced.append(products)
-        return partial(ran.append, products)
+            def count(products: int, traced: list[int] = traced, ran: list[int] = ran) -> Callable[[], None]:
+                traced.append(products)
+                return partial(ran.append, products)
 
-    with patch.object(torch, "compile", partial(torch.compile, backend=traced_by(count))):
-        proofs = proving._on_each_rank({"": job}, {"": known}, steps)
-    return proofs[""], sum(traced), sum(ran)
+            layout = Layout.parse(job.run.layout)
+            mine = reference if world.rank == 0 else None
+            with patch.object(torch, "compile", partial(torch.compile, backend=traced_by(count))):
+                proof = hold_against(job, resolve(job.recipe), world, layout, steps, mine)
+            found.append((proof, sum(traced), sum(ran)))
+    return found
 
 
 @pytest.mark.filterwarnings("ignore")
