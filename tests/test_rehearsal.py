@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,25 +30,52 @@ def rehearsed(layout: str, world: int, *, batch: int = 32, task: Any = None, **r
     return rehearse_job(Job(recipe=recipe, run=Run(layout=layout, **run)), world)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", ["dp2", "zero1x2", "fsdp2", "pp2"])
-def test_a_rank_is_rehearsed_to_the_byte(layout: str) -> None:
-    recipe = samestep.Recipe(task=Points(), batch=16, steps=4)
-    really = samestep.dry_run(recipe, layout, micro_batch=4, threads=1)
-    found = rehearse_job(Job(recipe=recipe, run=Run(layout=layout, micro_batch=4)), 2)
-    for each in found:
-        assert each.usage.to_json() == really[each.rank].to_json()
+Really = Mapping[str, Sequence[Usage] | str]  # by layout, what ranks that ran had
+
+OF_POINTS = Job(recipe=samestep.Recipe(task=Points(), batch=16, steps=4), run=Run(micro_batch=4, threads=1))
+LAYOUTS = ("dp2", "zero1x2", "fsdp2", "pp2")
+
+OF_TINY = Job(recipe=samestep.Recipe(task=Tiny(name="qwen2"), batch=10, steps=4), run=Run(threads=1))
+SLICED = ("tp2 sequence=split", "pp2 stages=2 schedule=interleaved-1f1b")
+OFFLOADED = ("zero1x2 offload=optimizer", "fsdp2 offload=activations+parameters")
+
+
+@pytest.fixture(scope="module")
+def points() -> Really:
+    return dry_run_layouts(OF_POINTS, [*LAYOUTS, "cp2"])
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Really:
+    return dry_run_layouts(OF_TINY, [*SLICED, *OFFLOADED])
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", ["tp2", "tp2 sequence=split", "pp2 stages=2 schedule=interleaved-1f1b"])
-def test_slices_and_uneven_micro_batches_are_rehearsed_to_the_byte(layout: str) -> None:
-    recipe = samestep.Recipe(task=Tiny(name="qwen2"), batch=10, steps=4)
-    really = samestep.dry_run(recipe, layout, threads=1)
-    for found in rehearse_job(Job(recipe=recipe, run=Run(layout=layout)), 2):
-        assert found.usage.to_json() == really[found.rank].to_json()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_is_rehearsed_to_the_byte(layout: str, points: Really) -> None:
+    _assert_to_the_byte(OF_POINTS, layout, points)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", SLICED)
+def test_slices_and_uneven_micro_batches_are_rehearsed_to_the_byte(layout: str, tiny: Really) -> None:
+    _assert_to_the_byte(OF_TINY, layout, tiny)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_whole_tokens_of_slices_are_rehearsed_to_the_byte() -> None:
+    _assert_to_the_byte(OF_TINY, "tp2", {"tp2": samestep.dry_run(OF_TINY.recipe, "tp2", threads=1)})
+
+
+def _assert_to_the_byte(job: Job, layout: str, really: Really) -> None:
+    for found in rehearse_job(replace(job, run=replace(job.run, layout=layout)), 2):
+        usage = really[layout][found.rank]
+        assert isinstance(usage, Usage)
+        assert found.usage.to_json() == usage.to_json()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_stage_of_sliced_stages_is_rehearsed_as_it_runs() -> None:
     """The second stage, whose logits stay in slices, by the groups of its own rank."""
@@ -76,6 +103,7 @@ def test_of_data_ranks_the_one_with_the_longest_samples_is_rehearsed() -> None:
     assert fullest == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_of_replicated_pipelines_the_one_with_the_longest_micro_batches_in_a_row_is_rehearsed() -> None:
     job = Job(recipe=samestep.Recipe(task=Tiny(name="gpt2"), batch=10, steps=4), run=Run(threads=1))
@@ -85,28 +113,30 @@ def test_of_replicated_pipelines_the_one_with_the_longest_micro_batches_in_a_row
 
 
 @pytest.mark.timeout(300)
-def test_what_is_offloaded_is_rehearsed_to_the_byte() -> None:
-    layouts = ["dp2 offload=activations", "zero1x2 offload=optimizer", "fsdp2 offload=activations+parameters"]
-    job = Job(recipe=samestep.Recipe(task=Tiny(name="qwen2"), batch=8, steps=4), run=Run(threads=1))
-    really = dry_run_layouts(job, layouts)
-    for layout in layouts:
-        (found,) = rehearse_job(replace(job, run=replace(job.run, layout=layout)), 2)
-        usage = really[layout][found.rank]
-        assert isinstance(usage, Usage)
-        assert replace(found.usage, host=0) == replace(usage, host=0)
-        # Buffers of the host stay; those of lengths that only other steps had are not rehearsed.
-        assert 0 < found.usage.host <= usage.host
+@pytest.mark.parametrize("layout", OFFLOADED)
+def test_what_is_offloaded_is_rehearsed_to_the_byte(layout: str, tiny: Really) -> None:
+    _assert_offloaded_to_the_byte(layout, tiny)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_many_layouts_are_counted_in_one_start() -> None:
-    job = Job(recipe=samestep.Recipe(task=Points(), batch=16, steps=4), run=Run(threads=1))
-    found = dry_run_layouts(job, ["dp2", "zero1x2", "cp2"])
-    for layout in ("dp2", "zero1x2"):
-        (rank, *_) = rehearse_job(replace(job, run=replace(job.run, layout=layout)), 2)
-        assert not isinstance(found[layout], str)
-        assert found[layout][rank.rank] == rank.usage
-    assert "tokens" in str(found["cp2"])
+def test_offloaded_activations_are_rehearsed_to_the_byte() -> None:
+    layout = "dp2 offload=activations"
+    _assert_offloaded_to_the_byte(layout, dry_run_layouts(OF_TINY, [layout]))
+
+
+def _assert_offloaded_to_the_byte(layout: str, really: Really) -> None:
+    (found,) = rehearse_job(replace(OF_TINY, run=replace(OF_TINY.run, layout=layout)), 2)
+    usage = really[layout][found.rank]
+    assert isinstance(usage, Usage)
+    assert replace(found.usage, host=0) == replace(usage, host=0)
+    # Buffers of the host stay; those of lengths that only other steps had are not rehearsed.
+    assert 0 < found.usage.host <= usage.host
+
+
+def test_a_layout_that_the_job_cannot_have_is_told_beside_those_that_are_counted(points: Really) -> None:
+    assert "tokens" in str(points["cp2"])
+    assert [layout for layout in LAYOUTS if isinstance(points[layout], str)] == []
 
 
 @pytest.mark.timeout(120)
@@ -272,7 +302,9 @@ def test_a_model_that_shapes_do_not_lead_through_is_told_in_one_message(kind: st
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", ["pp2", "pp2 stages=2 schedule=interleaved-1f1b"])
+@pytest.mark.parametrize(
+    "layout", ["pp2", pytest.param("pp2 stages=2 schedule=interleaved-1f1b", marks=pytest.mark.slow)]
+)
 def test_stages_of_an_encoder_and_a_decoder_are_rehearsed(layout: str) -> None:
     recipe = samestep.Recipe(task=Tiny(name="t5"), batch=8, steps=4)
     really = samestep.dry_run(recipe, layout, threads=1)
