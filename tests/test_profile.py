@@ -1,7 +1,7 @@
 """Where a step's time goes: categories that add up, the rank that holds the others up, files, and bad input."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +18,45 @@ from samestep.profiling.clock import Interval, Portion, StepTimes
 
 pytestmark = pytest.mark.timeout(120)
 
-LAYOUTS = ("dp2", "zero1x2", "zero2x2", "fsdp2", "tp2", "pp2")
+LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2")
+MORE_LAYOUTS = ("zero1x2", "zero2x2")
 
 # What is slow, under which layout: where the last rank's time goes, and in which category.
-PLANTED = {
-    "asleep": (SlowForward(), "dp2", "forward", "idle", "idle"),
+Planted = tuple[samestep.Task, str, str, str, str]
+PLANTED: Mapping[str, Planted] = {
     "busy": (SlowForward(busy=True), "dp2", "forward", "busy", "compute"),
     "data": (SlowData(), "dp2", "data", "idle", "data"),
     "asleep-in-shards": (SlowForward(), "fsdp2", "forward", "idle", "idle"),
+}
+MORE_PLANTED: Mapping[str, Planted] = {
+    "asleep": (SlowForward(), "dp2", "forward", "idle", "idle"),
     "asleep-in-slices": (SlowForward(), "tp2", "forward", "idle", "idle"),
 }
 
+Found = tuple[Path, dict[str, Profile]]  # the folder with what was written, and profiles by their names
+
+
+def _profiled(
+    folder: Path, transport: Any, layouts: Sequence[str], planted: Mapping[str, Planted], *more: Any
+) -> Found:
+    cases: list[Any] = [(Net(), layout, layout, {}) for layout in layouts]
+    cases += [(task, layout, name, {}) for name, (task, layout, *_) in planted.items()]
+    cases += more
+    all_of_them = profiles(cases, folder, ranks=2, transport=transport)
+    return folder, {name: profile for (_, _, name, _), profile in zip(cases, all_of_them, strict=True)}
+
 
 @pytest.fixture(scope="module", params=[pytest.param("gloo", marks=pytest.mark.slow), "auto"])
-def found(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, Profile]]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """A profile of each layout and of each planted case, over gloo or shared memory."""
-    folder = tmp_path_factory.mktemp("profiles")
-    cases: list[Any] = [(Net(), layout, layout, {}) for layout in LAYOUTS]
-    cases += [(task, layout, name, {}) for name, (task, layout, *_) in PLANTED.items()]
-    cases += [(Net(), "dp2", "small-buckets", {"bucket_mb": 1e-3})]
-    all_of_them = profiles(cases, folder, ranks=2, transport=request.param)
-    return folder, {name: profile for (_, _, name, _), profile in zip(cases, all_of_them, strict=True)}
+    small_buckets = (Net(), "dp2", "small-buckets", {"bucket_mb": 1e-3})
+    return _profiled(tmp_path_factory.mktemp("profiles"), request.param, LAYOUTS, PLANTED, small_buckets)
+
+
+@pytest.fixture(scope="module", params=["gloo", "auto"])
+def more_found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """The same of those that slow tests look at."""
+    return _profiled(tmp_path_factory.mktemp("more-profiles"), request.param, MORE_LAYOUTS, MORE_PLANTED)
 
 
 def adds_up(profile: Profile) -> None:
@@ -52,8 +68,17 @@ def adds_up(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_categories_add_up_to_the_step(layout: str, found: tuple[Path, dict[str, Profile]]) -> None:
-    profile = found[1][layout]
+def test_categories_add_up_to_the_step(layout: str, found: Found) -> None:
+    _assert_whole(found[1][layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", MORE_LAYOUTS)
+def test_categories_add_up_to_the_step_under_more_layouts(layout: str, more_found: Found) -> None:
+    _assert_whole(more_found[1][layout])
+
+
+def _assert_whole(profile: Profile) -> None:
     adds_up(profile)
     assert profile.steps == (4, 5, 6, 7, 8)
     assert [rank.rank for rank in profile.ranks] == [0, 1]
@@ -65,9 +90,18 @@ def test_categories_add_up_to_the_step(layout: str, found: tuple[Path, dict[str,
 
 
 @pytest.mark.parametrize("case", PLANTED)
-def test_the_slow_rank_is_named_with_what_is_slow(case: str, found: tuple[Path, dict[str, Profile]]) -> None:
-    _, _, phase, kind, category = PLANTED[case]
-    profile = found[1][case]
+def test_the_slow_rank_is_named_with_what_is_slow(case: str, found: Found) -> None:
+    _assert_slow_rank_named(found[1][case], PLANTED[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE_PLANTED)
+def test_the_slow_rank_is_named_under_more_layouts(case: str, more_found: Found) -> None:
+    _assert_slow_rank_named(more_found[1][case], MORE_PLANTED[case])
+
+
+def _assert_slow_rank_named(profile: Profile, planted: Planted) -> None:
+    _, _, phase, kind, category = planted
     adds_up(profile)
     fast, slow = profile.ranks
     assert slow.categories[category] > 0.8 * SLOW
@@ -84,7 +118,7 @@ def test_the_slow_rank_is_named_with_what_is_slow(case: str, found: tuple[Path, 
     assert profile.straggler.kind == (kind if more["idle"] < more[kind] else "idle")
 
 
-def test_each_rank_leaves_a_trace_and_the_table_stands_in_json(found: tuple[Path, dict[str, Profile]]) -> None:
+def test_each_rank_leaves_a_trace_and_the_table_stands_in_json(found: Found) -> None:
     folder, profiles = found
     for rank in (0, 1):
         events = json.loads((folder / "dp2" / f"trace-rank{rank}.json").read_text(encoding="utf-8"))["traceEvents"]
@@ -107,7 +141,7 @@ def test_each_rank_leaves_a_trace_and_the_table_stands_in_json(found: tuple[Path
         assert set(rank["categories_ms"]) == set(CATEGORIES)
 
 
-def test_small_buckets_are_more_messages(found: tuple[Path, dict[str, Profile]]) -> None:
+def test_small_buckets_are_more_messages(found: Found) -> None:
     events = {}
     for name in ("dp2", "small-buckets"):
         trace = json.loads((found[0] / name / "trace-rank0.json").read_text(encoding="utf-8"))["traceEvents"]
