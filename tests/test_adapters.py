@@ -1,17 +1,20 @@
 """Low-rank adapters beside a frozen base: the same step under layouts, what is held and sent, and mistakes."""
 
+from collections.abc import Collection, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from adapter_tasks import OwnAdapters, PeftNextWord
 from model_tasks import NextWord, Sentences
-from proving import Case, assert_same_steps
+from proving import Case, assert_same_steps, prove, same
 from small_tasks import Points
 from torch import nn
 
 import samestep
 from samestep import Evaluation, LoRA
 from samestep.parallel.low_rank import adapted_layers
+from samestep.proof import Proof
 from samestep.tasks.registry import resolve
 from samestep.training.fit import build_model
 
@@ -53,9 +56,32 @@ def points() -> samestep.Recipe:
 MUON = samestep.NamedOptimizer(name="torch.optim.Muon", lr=1e-2)
 
 
-def test_a_llama_with_adapters_takes_the_same_steps() -> None:
-    few = [(gpt2(), "tp2 sequence=split", {}), (bert(), "pp2", {}), (points(), "tp2", {})]
-    assert_same_steps([*cases(("dp2", "fsdp2", "tp2", "pp2"), llama(optimizer=MUON)), *few], steps=2, dropout=True)
+@pytest.fixture(scope="module")
+def proofs() -> Mapping[str, Proof | str]:
+    return prove({**OWN, **(OF_PEFT if find_spec("peft") is not None else {})}, steps=2, dropout=True)
+
+
+def _assert_same(proofs: Mapping[str, Proof | str], names: Collection[str]) -> None:
+    assert same(proofs, list(names)) == {}
+    assert {getattr(proofs[name], "dtype", None) for name in names} == {"float64"}
+
+
+OWN: Mapping[str, Case] = {
+    "llama, shards": (llama(optimizer=MUON), "fsdp2", {}),
+    "llama, slices": (llama(optimizer=MUON), "tp2", {}),
+    "gpt2, tokens split": (gpt2(), "tp2 sequence=split", {}),
+    "bert, stages": (bert(), "pp2", {}),
+    "points, slices": (points(), "tp2", {}),
+}
+
+
+def test_a_llama_and_others_with_adapters_take_the_same_steps(proofs: Mapping[str, Proof | str]) -> None:
+    _assert_same(proofs, OWN)
+
+
+@pytest.mark.slow
+def test_a_llama_with_adapters_and_muon_takes_the_same_steps() -> None:
+    assert_same_steps(cases(("dp2", "pp2"), llama(optimizer=MUON)), steps=2, dropout=True)
 
 
 @pytest.mark.slow
@@ -69,10 +95,13 @@ def test_a_llama_with_adapters_takes_the_same_steps_on_eight_ranks() -> None:
     assert_same_steps(cases(("pp2 fsdp2 tp2",), llama(), llama(optimizer=MUON), gpt2()), steps=2, dropout=True)
 
 
-def test_models_of_peft_take_the_same_steps() -> None:
+SOME_OF_PEFT = recipe(PeftNextWord(kind="llama", layers=2, targets=r".*(q_proj|o_proj|up_proj|down_proj)"))
+OF_PEFT: Mapping[str, Case] = {f"peft, {layout}": (SOME_OF_PEFT, layout, {}) for layout in ("tp2", "fsdp2")}
+
+
+def test_models_of_peft_take_the_same_steps(proofs: Mapping[str, Proof | str]) -> None:
     pytest.importorskip("peft")
-    some = recipe(PeftNextWord(kind="llama", layers=2, targets=r".*(q_proj|o_proj|up_proj|down_proj)"))
-    assert_same_steps(cases(("tp2", "fsdp2"), some), steps=2, dropout=True)
+    _assert_same(proofs, OF_PEFT)
 
 
 @pytest.mark.slow

@@ -50,7 +50,16 @@ class PartlyIdle(Tiny):
 
 
 def test_the_step_is_that_of_one_process() -> None:
-    """Under schedules of each kind, with weights that stages share, with owners of gradients, with idle weights."""
+    """With weights that stages share, with owners of gradients, with idle weights."""
+    cases: dict[str, Case] = {
+        "in turns": (_recipe(PartlyIdle()), "dp2 pp2", RUN),
+        "owners": (_recipe(Tiny(name="llama-tied")), "pp2 zero1x2", RUN),
+    }
+    assert same(prove(cases, steps=3), list(cases)) == {}
+
+
+@pytest.mark.slow
+def test_the_step_is_that_of_one_process_under_schedules_of_each_kind() -> None:
     llama, tied = _recipe(Tiny(name="llama")), _recipe(Tiny(name="llama-tied"))
     cases: dict[str, Case] = {
         "one after the other": (llama, "dp2 pp2 schedule=gpipe", RUN),

@@ -31,33 +31,31 @@ RECIPES = {name: recipe(name) for name in ("list", "masked", "dense", "dictionar
 RECIPES |= {name: recipe(name) for name in ("three", "coupled", "none", "uneven", "scored")}
 
 TWO: Mapping[str, Case] = {
-    "a list": (RECIPES["list"], "ep2", {}),
     "a list, in micro-batches": (RECIPES["list"], "ep2", {"micro_batch": 2}),
-    "a list, recomputed": (RECIPES["list"], "ep2 recompute=full", {}),
-    "ranks without a token": (RECIPES["masked"], "ep2", {"micro_batch": 1}),
     "ranks without a token, recomputed": (RECIPES["masked"], "ep2 recompute=full", {"micro_batch": 1}),
-    "named": (RECIPES["dense"], "ep2", {"expert_plan": {"layers.*.experts": "split"}}),
     "one layer whole": (RECIPES["list"], "ep2", {"expert_plan": {"layers.0.*": "whole"}}),
     "a dictionary with a buffer": (RECIPES["dictionary"], "ep2", {}),
-    "a stack": (RECIPES["stack"], "ep2", {}),
     "transformers": (RECIPES["mixtral"], "ep2", {}),
-    "transformers, recomputed": (RECIPES["mixtral"], "ep2 recompute=full", {"micro_batch": 2}),
     # Layouts that follow a forward, which asks for values here.
     "a list, sliced": (RECIPES["list"], "tp2", {}),
-    "a list, in stages": (RECIPES["list"], "pp2", {"micro_batch": 2}),
     "a number for each sample, in stages": (RECIPES["scored"], "pp2", {"micro_batch": 2}),
-    "a list, tokens split": (RECIPES["list"], "cp2", {}),
     "uneven, tokens split": (RECIPES["uneven"], "cp2", {}),
+}
+MORE_OF_TWO: Mapping[str, Case] = {
+    "a list": (RECIPES["list"], "ep2", {}),
+    "a list, recomputed": (RECIPES["list"], "ep2 recompute=full", {}),
+    "ranks without a token": (RECIPES["masked"], "ep2", {"micro_batch": 1}),
+    "named": (RECIPES["dense"], "ep2", {"expert_plan": {"layers.*.experts": "split"}}),
+    "a stack": (RECIPES["stack"], "ep2", {}),
+    "transformers, recomputed": (RECIPES["mixtral"], "ep2 recompute=full", {"micro_batch": 2}),
+    "a list, in stages": (RECIPES["list"], "pp2", {"micro_batch": 2}),
+    "a list, tokens split": (RECIPES["list"], "cp2", {}),
     "a dictionary, sliced": (RECIPES["dictionary"], "tp2", {}),
     "transformers, tokens split": (RECIPES["mixtral"], "cp2", {}),
 }
 FOUR: Mapping[str, Case] = {
-    "replicas": (RECIPES["list"], "dp2 ep2", {}),
-    "shards": (RECIPES["list"], "fsdp2 ep2", {"micro_batch": 1}),
-    "slices": (RECIPES["list"], "ep2 tp2", {}),
     "stages": (RECIPES["list"], "pp2 ep2", {"micro_batch": 2}),
     "unused experts on shards": (RECIPES["dictionary"], "fsdp2 ep2", {}),
-    "transformers on shards": (RECIPES["mixtral"], "fsdp2 ep2", {}),
 }
 ALSO_FOUR: Mapping[str, Case] = {
     f"{name}, {layout}": (RECIPES[name], layout, {"micro_batch": 2} if "pp2" in layout else {})
@@ -75,7 +73,7 @@ ALSO_FOUR: Mapping[str, Case] = {
         "ep4",
         "fsdp2 ep2 order=ep.pp.dp.fsdp.cp.tp",
     )
-}
+} | {"list, one sample at a time": (RECIPES["list"], "fsdp2 ep2", {"micro_batch": 1})}
 REFUSED: Mapping[str, tuple[Case, str]] = {
     "no experts": (
         (RECIPES["none"], "ep2", {}),
@@ -113,6 +111,11 @@ def two() -> Mapping[str, Proof | str]:
 
 def test_two_ranks_take_the_same_step(two: Mapping[str, Proof | str]) -> None:
     assert same(two, list(TWO)) == {}
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_same_step_with_more_models() -> None:
+    assert same(prove(MORE_OF_TWO, steps=2), list(MORE_OF_TWO)) == {}
 
 
 @pytest.mark.parametrize("case", REFUSED)
