@@ -11,11 +11,13 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 import samestep.launch.rendezvous
 from samestep import environment
 from samestep.launch.network import LOOPBACK, store_at
+from samestep.launch.node_spec import Limits
 from samestep.launch.rendezvous import BACKEND, MultiNodeRendezvous
 
 pytestmark = pytest.mark.timeout(120)
 
-_WAITS = 2.0  # seconds that hosts which have met wait for a word of each other, in this test
+_WAITS = 1.0  # seconds that hosts which have met wait for a word of each other, in this test
+_SILENCE = 3.0  # seconds that they wait for one in the store where they meet
 
 
 @pytest.fixture
@@ -36,6 +38,7 @@ def host(node: int, store: TCPStore) -> MultiNodeRendezvous:
             local_addr=LOOPBACK,
             node_rank=node,
             name="ab"[node],
+            limits=Limits(silence=_SILENCE),
         )
     )
 
