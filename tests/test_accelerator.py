@@ -66,7 +66,8 @@ def problem_of(task: str, layout: str) -> str | None:
 
 def test_shards_and_tokens_take_the_same_step_and_wait_nowhere() -> None:
     # Embeddings that are tied to the output, gradients that are summed after backward, parameters that are gathered.
-    _assert_right(["language"], ["fsdp2", "cp2", "cp2 attention=ring"])
+    sizes = {"layers": 2, "hidden": 32, "heads": 8, "key_value_heads": 4, "feed_forward": 48}
+    _assert_right(["language"], ["fsdp2", "cp2"], {"model": {"type": "llama", "tied": True, **sizes}})
 
 
 def _asked(
