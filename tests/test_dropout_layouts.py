@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from proving import Case, prove, same
 from tiny_models import Tiny
 
 import samestep
@@ -10,10 +11,27 @@ from samestep.api import verify_layouts
 from samestep.job import Job, Run
 
 
-@pytest.mark.parametrize("name", ["bert", pytest.param("encoder", marks=pytest.mark.slow)])
-def test_cut_models_drop_what_one_process_drops(name: str) -> None:
+def recipe_of(name: str) -> samestep.Recipe:
     optimizer = samestep.AdamW(lr=1e-2)
-    recipe = samestep.Recipe(task=Tiny(name=name), batch=10, steps=3, clip=0.5, optimizer=optimizer)
+    return samestep.Recipe(task=Tiny(name=name), batch=10, steps=3, clip=0.5, optimizer=optimizer)
+
+
+def test_a_cut_model_drops_what_one_process_drops() -> None:
+    recipe = recipe_of("bert")
+    layouts = ["tp2 sequence=split", "cp2", "pp2"]
+    cases: dict[str, Case] = {layout: (recipe, layout, {}) for layout in layouts}
+    cases["no dropout in attention"] = replace(recipe, attention_dropout=False), "pp2", {}
+    proofs = prove(cases, steps=2, dropout=True)
+    assert same(proofs, list(cases)) == {}
+    assert proofs["no dropout in attention"] != proofs["pp2"]
+    without = verify_layouts(Job(recipe=recipe, run=Run(threads=1), name="bert"), ["single"], steps=2)
+    assert proofs["pp2"] != without[0].proof
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "encoder"])
+def test_cut_models_drop_what_one_process_drops(name: str) -> None:
+    recipe = recipe_of(name)
     layouts = ["tp2", "tp2 sequence=split", "cp2", "pp2", "fsdp2"]
     rows = verify_layouts(Job(recipe=recipe, run=Run(threads=1), name=name), layouts, steps=3, dropout=True)
     assert [row.layout for row in rows if row.reason is not None] == []
