@@ -45,18 +45,21 @@ class Summed(Native):
 
 POINTS = recipe(Points(dropout=0.1))
 WORDS = recipe(Words(), optimizer=samestep.SGD(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1))
+
+
+def of_points(layouts: Mapping[str, int | None]) -> dict[str, Case]:
+    """By a layout, with its micro-batches."""
+    return {layout: (POINTS, layout, {"micro_batch": micro_batch}) for layout, micro_batch in layouts.items()}
+
+
 SAME: Mapping[str, Case] = {
-    layout: (POINTS, layout, {"micro_batch": micro_batch})
-    for layout, micro_batch in {
-        "zero1x2": 5,
-        "zero2x2": None,
-        "fsdp3": 4,
-        "dp2 fsdp2": None,
-        "dp2 zero1x2": 3,
-        "single recompute=full": 6,
-        "fsdp2 recompute=selective offload=parameters": 8,
-    }.items()
-} | {f"momentum and a loss over words, {layout}": (WORDS, layout, {}) for layout in ("zero1x2", "fsdp2")}
+    **of_points({"zero1x2": 5, "zero2x2": None, "fsdp2 recompute=selective offload=parameters": 8}),
+    "momentum and a loss over words, fsdp2": (WORDS, "fsdp2", {}),
+}
+ALSO_SAME: Mapping[str, Case] = {
+    **of_points({"fsdp3": 4, "dp2 fsdp2": None, "dp2 zero1x2": 3, "single recompute=full": 6}),
+    "momentum and a loss over words, zero1x2": (WORDS, "zero1x2", {}),
+}
 OTHER: Mapping[str, Case] = {layout: (POINTS, layout, {"engine": Summed()}) for layout in ("zero1x2", "fsdp2")}
 
 
@@ -68,6 +71,11 @@ def proofs() -> Mapping[str, Proof | str]:
 @pytest.mark.parametrize("name", SAME)
 def test_a_layout_takes_the_step_of_one_process(proofs: Mapping[str, Proof | str], name: str) -> None:
     assert same(proofs, [name]) == {}
+
+
+@pytest.mark.slow
+def test_other_numbers_of_ranks_take_the_step_of_one_process() -> None:
+    assert same(prove(ALSO_SAME, steps=8), list(ALSO_SAME)) == {}
 
 
 @pytest.mark.parametrize("layout", OTHER)
@@ -129,8 +137,13 @@ def test_zero1_keeps_all_parameters_and_a_part_of_the_state(tmp_path: Path) -> N
     assert all(0 < rank["state"] < 2 * total for rank in ranks)
 
 
-def test_shards_hold_a_part_of_everything(tmp_path: Path) -> None:
-    ranks = watched("fsdp2", tmp_path)
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return watched("fsdp2", tmp_path_factory.mktemp("shards"))
+
+
+def test_shards_hold_a_part_of_everything(shards: list[dict[str, Any]]) -> None:
+    ranks = shards
     total = parameters_of_points()
     assert sum(rank["parameters"] for rank in ranks) == total
     assert sum(rank["state"] for rank in ranks) == 2 * total
@@ -138,8 +151,8 @@ def test_shards_hold_a_part_of_everything(tmp_path: Path) -> None:
     assert all(rank["parameters"] < 0.6 * total for rank in ranks)
 
 
-def test_shards_reduce_gradients_once_a_step(tmp_path: Path) -> None:
-    whole = watched("fsdp2", tmp_path)[0]["reduced"]
+def test_shards_reduce_gradients_once_a_step(shards: list[dict[str, Any]], tmp_path: Path) -> None:
+    whole = shards[0]["reduced"]
     assert watched("fsdp2", tmp_path, micro_batch=4)[0]["reduced"] == whole > 0
 
 

@@ -44,53 +44,57 @@ class Sharpened(penalty_tasks.Smooth):
         return ((score - batch.targets).square() + slope.square()).sum(), len(score)
 
 
-@pytest.mark.timeout(180)
-def test_turns_with_unlike_optimizers_take_the_same_step_on_two_ranks() -> None:
+PLAN = {"tensor_plan": {"generator.0": "column", "generator.2": "row"}}
+
+
+def unlike() -> tuple[samestep.Recipe, samestep.Recipe, samestep.Recipe]:
+    """Turns with optimizers of other kinds: built in, of matrices, and such as move what has no gradient."""
     named = samestep.NamedOptimizer
-    kinds = recipe_of(turns.Unlike(samestep.SGD(lr=0.05, momentum=0.9), samestep.AdamW(lr=0.01)))
-    matrices = recipe_of(turns.Unlike(named(name="torch.optim.RMSprop"), named(name="torch.optim.Muon", lr=0.02)))
-    restless = recipe_of(turns.Unlike(named(name=turns.Restless), named(name=turns.Restless, lr=0.02)))
-    plan = {"tensor_plan": {"generator.0": "column", "generator.2": "row"}}
+    return (
+        recipe_of(turns.Unlike(samestep.SGD(lr=0.05, momentum=0.9), samestep.AdamW(lr=0.01))),
+        recipe_of(turns.Unlike(named(name="torch.optim.RMSprop"), named(name="torch.optim.Muon", lr=0.02))),
+        recipe_of(turns.Unlike(named(name=turns.Restless), named(name=turns.Restless, lr=0.02))),
+    )
+
+
+@pytest.mark.timeout(180)
+def test_turns_terms_and_penalties_take_the_same_step_on_two_ranks() -> None:
+    kinds, matrices, restless = unlike()
     assert_same_steps(
         [
             (kinds, "dp2", {"micro_batch": 3}),
-            (kinds, "fsdp2", {}),
-            (matrices, "zero1x2", {}),
             (matrices, "fsdp2", {}),
-            (matrices, "tp2", plan),
             (restless, "zero1x2", {}),
-            (restless, "fsdp2", {}),
+            (recipe_of(turns.Gan(every=2)), "tp2", PLAN),
+            (recipe_of(turns.Gan(norm=True)), "dp2", {}),
+            (recipe_of(several.TwoTerms()), "fsdp2", {}),
+            (recipe_of(several.DeepTerms()), "pp2", {"micro_batch": 2}),
+            (recipe_of(penalty_tasks.Smooth()), "tp2", {}),
         ],
         steps=3,
         dropout=True,
     )
 
 
-@pytest.mark.timeout(180)
-def test_turns_terms_and_penalties_take_the_same_step_on_two_ranks() -> None:
-    gan, normed, penalized = (
-        recipe_of(task) for task in (turns.Gan(every=2), turns.Gan(norm=True), turns.PenalizedInForward())
-    )
-    terms, of_pairs, deep = (
-        recipe_of(task) for task in (several.TwoTerms(), several.TermsOfPairs(), several.DeepTerms())
-    )
-    smooth, normed_slope = (recipe_of(penalty_tasks.Smooth(norm=norm)) for norm in (False, True))
-    plan = {"tensor_plan": {"generator.0": "column", "generator.2": "row"}}
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_more_turns_terms_and_penalties_take_the_same_step_on_two_ranks() -> None:
+    kinds, matrices, restless = unlike()
+    gan, terms = recipe_of(turns.Gan(every=2)), recipe_of(several.TwoTerms())
     assert_same_steps(
         [
+            (kinds, "fsdp2", {}),
+            (matrices, "zero1x2", {}),
+            (matrices, "tp2", PLAN),
+            (restless, "fsdp2", {}),
             (gan, "dp2", {"micro_batch": 3}),
             (gan, "zero1x2", {}),
             (gan, "fsdp2", {"micro_batch": 3}),
-            (gan, "tp2", plan),
-            (normed, "dp2", {}),
-            (penalized, "zero1x2", {}),
+            (recipe_of(turns.PenalizedInForward()), "zero1x2", {}),
             (terms, "dp2", {"micro_batch": 2}),
-            (of_pairs, "dp2", {"micro_batch": 2}),
-            (terms, "fsdp2", {}),
-            (deep, "pp2", {"micro_batch": 2}),
+            (recipe_of(several.TermsOfPairs()), "dp2", {"micro_batch": 2}),
             (recipe_of(Sharpened()), "fsdp2", {}),
-            (smooth, "tp2", {}),
-            (normed_slope, "dp2", {}),
+            (recipe_of(penalty_tasks.Smooth(norm=True)), "dp2", {}),
         ],
         steps=3,
         dropout=True,
