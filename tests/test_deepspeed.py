@@ -53,18 +53,30 @@ def written(folder: Path, **config: Any) -> Path:
     return path
 
 
-def test_every_stage_takes_the_step_of_one_process() -> None:
+def _assert_same_steps(of_samples: Sequence[str], of_words: Sequence[str], unclipped: Sequence[str]) -> None:
+    """Under layouts of each of three recipes."""
     samples, words = recipe(), recipe(task=Words(), batch=13, optimizer=samestep.SGD(lr=0.1, momentum=0.9))
-    cases: dict[str, Any] = {layout: (samples, layout, {"engine": "deepspeed"}) for layout in LAYOUTS}
+    cases: dict[str, Any] = {layout: (samples, layout, {"engine": "deepspeed"}) for layout in of_samples}
     # Words differ from sample to sample, so the count of terms is known only after all forwards of all ranks; and
     # micro-batches of 3 leave one of 7 samples on one rank and 6 on the other.
     accumulated = {"engine": "deepspeed", "micro_batch": 3}
-    cases |= {f"{layout} of words": (words, layout, accumulated) for layout in LAYOUTS}
+    cases |= {f"{layout} of words": (words, layout, accumulated) for layout in of_words}
     # Nobody asks for clipping, and the norm is above DeepSpeed's default, by which it would clip.
     steep = recipe(task=Steep(), clip=None, optimizer=samestep.SGD(lr=0.01))
-    cases |= {f"{layout} unclipped": (steep, layout, {"engine": "deepspeed"}) for layout in ("dp2", "zero2x2")}
+    cases |= {f"{layout} unclipped": (steep, layout, {"engine": "deepspeed"}) for layout in unclipped}
     proofs = prove(cases)
     assert same(proofs, list(cases)) == {}
+
+
+def test_every_stage_takes_the_step_of_one_process() -> None:
+    _assert_same_steps(
+        ["zero1x2", "zero2x2 offload=optimizer"], ["dp2", "fsdp2", "fsdp2 offload=parameters"], ["zero2x2"]
+    )
+
+
+@pytest.mark.slow
+def test_every_layout_takes_the_step_of_one_process() -> None:
+    _assert_same_steps(LAYOUTS, LAYOUTS, ["dp2"])
 
 
 class Steep(Points):
@@ -254,8 +266,10 @@ def around_checkpoints(layouts: list[str], folder: Path) -> dict[str, Any]:
         return {each: [steps(each, str(folder / each), again=again) for again in (False, True)] for each in layouts}
 
 
-def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
-    layouts = ["dp2", "zero1x2", "zero2x2", "fsdp2"]
+@pytest.mark.parametrize(
+    "layouts", [["zero1x2", "fsdp2"], pytest.param(["dp2", "zero2x2"], marks=pytest.mark.slow)], ids=" ".join
+)
+def test_a_checkpoint_goes_on_where_it_was(layouts: list[str], tmp_path: Path) -> None:
     found = local.start(around_checkpoints, (layouts, tmp_path), 2)
     for layout in layouts:
         (losses, _), (resumed, seen) = found[layout]
