@@ -7,7 +7,8 @@ from undone_mends import MENDS, PACKAGE, Mend, problem, unmended
 
 pytestmark = pytest.mark.timeout(300)
 
-FAST, *OTHERS = MENDS
+FAST = next(mend for mend in MENDS if (mend.task, mend.layout) == ("regression", "single"))
+OTHERS = [mend for mend in MENDS if mend is not FAST]
 
 
 @pytest.mark.parametrize("mend", MENDS, ids=lambda mend: mend.what)
