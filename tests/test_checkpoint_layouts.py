@@ -70,6 +70,7 @@ def test_layouts_go_on_from_what_others_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_every_layout_goes_on_from_stages_of_slices_and_from_one_process(tmp_path: Path) -> None:
     cut = ("zero1x2", "fsdp2", "tp2", "pp2", HYBRID)  # replicas read what one process reads
     targets = (*LAYOUTS[:-1], HYBRID)

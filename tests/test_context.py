@@ -104,6 +104,7 @@ def test_split_tokens_take_the_step_of_one_process(proofs: Mapping[str, Proof | 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_split_tokens_of_more_models_take_the_step_of_one_process() -> None:
     assert same(prove({name: {**SAME, **RING}[name] for name in MORE}, steps=2), MORE) == {}
 

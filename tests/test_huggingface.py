@@ -172,6 +172,7 @@ def test_a_model_that_is_handed_over_takes_one_processs_steps(name: str, proofs:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_model_that_is_handed_over_takes_one_processs_steps_under_more_layouts() -> None:
     cases = cases_of({name: more for name, (*_, more) in PROVED.items()}, lazy=("dp2",))
     assert same(prove(cases, steps=2), list(cases)) == {}

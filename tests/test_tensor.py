@@ -294,6 +294,7 @@ def test_slices_take_the_step_of_one_process(proofs: Mapping[str, Proof | str], 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_slices_of_more_models_take_the_step_of_one_process() -> None:
     assert not same(prove({name: SAME[name] for name in MORE}, steps=2), MORE)
 
@@ -341,6 +342,7 @@ MORE_BESIDE: dict[str, tuple[samestep.Recipe, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("cases", [BESIDE, pytest.param(MORE_BESIDE, marks=pytest.mark.slow)], ids=["few", "more"])
 def test_slices_beside_data_ranks_take_the_step_of_one_process(cases: Mapping[str, Case]) -> None:
     assert not same(prove(cases, steps=2), list(cases))
