@@ -25,7 +25,7 @@ from samestep.parallel.state_shards import MODEL, Piece
 # saved of it, must stay.
 _MAY_CHANGE = ("steps", "epochs", "optimizer", "schedule", "clip", "precision", "dropout", "evaluation", "early_stop")
 _STAYS_OF_OPTIMIZER = ("optimizer.name", "optimizer.state")
-_BEFORE_THE_KEY = {"optimizer.state": "full"}  # what recipes meant that were saved before they had it
+_BEFORE_THE_KEY = {"optimizer.state": "full"}  # the value in effect for recipes saved before the key existed
 
 
 def differences(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
@@ -41,9 +41,9 @@ def differences(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str
 
 
 def changes(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
-    """What a job changes of the recipe that a checkpoint was saved under: a line a key.
+    """The changes of a job to the recipe that a checkpoint was saved under, one line for each key.
 
-    Raises CheckpointError where it would be another training. A recipe that was not saved is not compared.
+    Raises CheckpointError if a change would make it another training. Without a saved recipe nothing is compared.
     """
     if not saved:
         return []
@@ -62,7 +62,7 @@ def changes(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
 
 
 def _both(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both recipes as flat mappings, keys that came later filled in as they were before."""
+    """Both recipes as flat mappings; a key that `saved` predates gets the value that was in effect then."""
     before, now = _flat(saved), _flat(recipe)
     return {**{key: value for key, value in _BEFORE_THE_KEY.items() if key in now}, **before}, now
 
@@ -74,15 +74,15 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = None if value == [] else value  # as of a recipe from before there was the key
+            flat[f"{prefix}{key}"] = None if value == [] else value  # recipes from before the key existed have None
     return flat
 
 
-_PATIENCE = 5.0  # seconds; a network file system may answer for a while that a new file is not there
+_PATIENCE = 5.0  # seconds; a network file system may report for a while that a new file doesn't exist
 
 
 def check_shared(folder: Path, group: dist.ProcessGroup) -> None:
-    """Raise CheckpointError, on all ranks, where a host doesn't see what rank 0's host writes into a folder.
+    """Raise CheckpointError, on all ranks, if a host doesn't see the files that rank 0's host writes into a folder.
 
     Every rank must call this. `group` is of all ranks, on the CPU. Ranks of one host share its file systems.
     """
@@ -112,7 +112,7 @@ def check_shared(folder: Path, group: dist.ProcessGroup) -> None:
 
 
 def _sees(probe: Path) -> bool:
-    """Whether a file is seen here, at once or after a network file system has had time to notice it."""
+    """Whether this host sees a file, within the seconds that a network file system may take to show it."""
     until = time.monotonic() + _PATIENCE
     while not probe.exists():
         if time.monotonic() > until:
@@ -133,26 +133,25 @@ _LOOKED_AT = 16  # numbers of each parameter
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """What a checkpoint does not hold, since no step changes it."""
+    """The frozen parameters that a checkpoint leaves out, and what identifies them."""
 
     left_out: tuple[str, ...]  # names of parameters
-    fingerprint: str  # of some numbers of each
-    # What PEFT's adapter_config.json says of the model's adapters, and the name that PEFT has for them; empty where
-    # it has none.
+    fingerprint: str  # of sampled values of each
+    # Contents of PEFT's adapter_config.json, and the adapter's name in PEFT; both empty for a model without adapters.
     adapter: Mapping[str, Any] = field(default_factory=dict)
     adapter_name: str = ""
 
 
 def base_of_json(values: Mapping[str, Any]) -> Base:
-    """A base as a checkpoint's info has it. Raises TypeError or KeyError where it is none."""
+    """Parse a base from a checkpoint's info. Raises TypeError or KeyError if `values` is malformed."""
     return Base(**{**values, "left_out": tuple(values["left_out"])})
 
 
 def fingerprint(pieces: Mapping[str, Piece], names: Collection[str], group: dist.ProcessGroup | None = None) -> str:
-    """A sum over 16 numbers of each of some parameters, in float32, evenly spaced over the whole parameter.
+    """SHA-256 of the named parameters: their names, and 16 evenly spaced values of each, in float32.
 
-    It does not depend on how ranks hold the parameters. `pieces` are those of this rank, `model.<name>` among them;
-    every rank of the group, which is on the CPU, must call this. Without a group this process holds everything.
+    It does not depend on how the parameters are sharded. `pieces` are this rank's, under `model.<name>`. Every rank
+    of `group`, a CPU group, must call this; without a group this process holds all parameters whole.
     """
     looks: list[Tensor] = []
     for name in sorted(names):
@@ -163,13 +162,13 @@ def fingerprint(pieces: Mapping[str, Piece], names: Collection[str], group: dist
         looks.append(found)
     values = torch.cat(looks) if looks else torch.zeros(0)
     if group is not None and looks:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)  # what a rank does not hold is -inf there
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)  # values that a rank does not hold are -inf
     text = "\n".join(sorted(names)).encode()
     return hashlib.sha256(text + values.numpy().tobytes()).hexdigest()
 
 
 def _look(piece: Piece, found: Tensor) -> None:
-    """Put what this rank holds of the numbers that are looked at into `found` [16]."""
+    """Write the sampled values that this rank holds into `found` [16]."""
     total = piece.shape.numel()
     for place in range(min(_LOOKED_AT, total)):
         flat = place * (total - 1) // max(1, min(_LOOKED_AT, total) - 1)
@@ -183,7 +182,10 @@ def _look(piece: Piece, found: Tensor) -> None:
 
 
 def check_base(base: Base, names: Collection[str], found: str, where: Any) -> None:
-    """Raise CheckpointError unless a model's parameters, of these names and this fingerprint, are those of a base."""
+    """Raise CheckpointError unless the model has the base's parameters, with the same fingerprint.
+
+    `names`: of the model's parameters. `found`: their fingerprint. `where`: the checkpoint, for the message.
+    """
     for name in base.left_out:
         if name not in names:
             raise CheckpointError(f"checkpoint {where} leaves out {name}, and the job's model has no such parameter")

@@ -22,7 +22,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class FileSum:
-    """A file of a checkpoint as it was when it was written."""
+    """Size and checksum of a checkpoint's file, taken when it was written."""
 
     bytes: int
     sha256: str
@@ -30,19 +30,19 @@ class FileSum:
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """Where a training stood, and what wrote it down."""
+    """The contents of `checkpoint.json`: the progress of the training, and the job that saved it."""
 
     step: int  # optimizer steps taken; the next step has this number, counted from 0
     epoch: int | None  # None where epochs are not counted
     layout: str
     processes: int
     engine: str
-    recipe: Mapping[str, Any]  # as a job file says it; empty for a loop of one's own
-    scaler: Mapping[str, float] = field(default_factory=dict)  # of the loss, under fp16
+    recipe: Mapping[str, Any]  # as in the job file; empty for a custom training loop
+    scaler: Mapping[str, float] = field(default_factory=dict)  # state of the loss scaler, under fp16
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the evaluation after this step
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what a loop of one's own gave along
-    base: Base | None = None  # frozen parameters that it does not hold; None: it holds all
-    tied: Mapping[str, str] = field(default_factory=dict)  # further names of parameters -> where they stand
+    extra: Mapping[str, Any] = field(default_factory=dict)  # values that a custom training loop saved along
+    base: Base | None = None  # the frozen parameters that are left out; None: none are
+    tied: Mapping[str, str] = field(default_factory=dict)  # a tied parameter's further name -> its saved name
     versions: Mapping[str, str] = field(default_factory=dict)
     saved_at: str = ""  # ISO 8601
     files: Mapping[str, FileSum] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Info:
 
 
 def read_info(folder: Path) -> Info:
-    """Read a checkpoint's info. Raises CheckpointError where the file is not one."""
+    """Read a checkpoint's info. Raises CheckpointError if the file is missing, damaged or of another format."""
     file = folder / INFO_FILE
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -84,12 +84,12 @@ AT_ONCE = 1 << 20  # bytes
 
 
 def sums_of(folder: Path, names: Iterable[str]) -> dict[str, FileSum]:
-    """The sums of some files of a folder."""
+    """Compute the sizes and checksums of the named files of a folder."""
     return {name: _sum_of(folder / name) for name in names}
 
 
 def _sum_of(file: Path, advance: Callable[[int], None] | None = None) -> FileSum:
-    """Size and SHA-256 of a file, read in pieces; `advance` hears the bytes of each."""
+    """Compute the size and SHA-256 of a file; `advance` is called with the bytes of each block that is read."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(AT_ONCE))
     with file.open("rb", buffering=0) as stream:
@@ -103,9 +103,9 @@ def _sum_of(file: Path, advance: Callable[[int], None] | None = None) -> FileSum
 def fault_of(
     folder: Path, expected: Mapping[str, FileSum], advance: Callable[[int], None] | None = None
 ) -> str | None:
-    """What is wrong with the first wrong file; None where all are as they were written.
+    """Describe the first file that is missing or altered; None if all files match `expected`.
 
-    `advance` is told how many bytes were read, again and again.
+    `advance` is called with the bytes of each block that is read.
     """
     for name, wanted in expected.items():
         file = folder / name
@@ -121,20 +121,20 @@ def fault_of(
 UNFINISHED = ".saving"
 _REPLACED = ".replaced"
 _LEFT = re.compile(rf"(step-\d{{1,15}})({re.escape(UNFINISHED)}|{re.escape(_REPLACED)})")
-# What PyTorch's writer and this package write into a checkpoint, also while they do.
+# Names of the files that PyTorch's writer and this package create in a checkpoint, temporary ones included.
 _WRITTEN = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(INFO_FILE)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """A complete checkpoint, as far as its name and its info say."""
+    """A checkpoint that is complete according to its name and its info; its files are not verified."""
 
     path: Path
     info: Info
 
 
 def found_in(folder: Path) -> list[FoundCheckpoint]:
-    """All complete checkpoints whose info can be read, first to last."""
+    """The complete checkpoints of a folder whose info can be read, by ascending step."""
     found: list[FoundCheckpoint] = []
     for step in steps_in(folder):
         path = folder / name_of(step)
@@ -146,21 +146,21 @@ def found_in(folder: Path) -> list[FoundCheckpoint]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a run that was ended in the middle of saving has left.
+    """Remove the folders that an interrupted save left behind.
 
-    That is: folders that are named as checkpoints are and hold a checkpoint's files alone. Others are somebody's.
+    Only folders are removed that have the name of an unfinished checkpoint and hold nothing but a checkpoint's files.
     """
     for path in _left_in(folder):
         shutil.rmtree(path)
 
 
 def unfinished_in(folder: Path) -> list[Path]:
-    """What was to become checkpoints, in the order of their names."""
+    """The unfinished checkpoints in a folder, by name."""
     return sorted(path for path in _left_in(folder) if path.name.endswith(UNFINISHED))
 
 
 def _left_in(folder: Path) -> list[Path]:
-    """Folders that an interrupted save has left behind."""
+    """The folders that an interrupted save left behind."""
     if not folder.is_dir():
         return []
     named = [path for path in folder.iterdir() if _LEFT.fullmatch(path.name)]
@@ -168,15 +168,15 @@ def _left_in(folder: Path) -> list[Path]:
 
 
 def _is_of_a_checkpoint(folder: Path) -> bool:
-    """Whether all that a folder holds is what is written into a checkpoint."""
+    """Whether a folder holds nothing but a checkpoint's files."""
     return all(_WRITTEN.fullmatch(path.name) and path.is_file() for path in folder.iterdir())
 
 
 def make_complete(unfinished: Path) -> Path:
-    """Give a written checkpoint its name, from which moment on it is one."""
+    """Rename a fully written checkpoint to its final name, which marks it as complete, and return the new path."""
     path = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
     replaced = path.with_name(path.name + _REPLACED)
-    if path.exists():  # one that turned out to be damaged, or of a way that was left again
+    if path.exists():  # a damaged one, or one of a branch that a rollback discarded
         path.rename(replaced)
     unfinished.rename(path)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -184,7 +184,7 @@ def make_complete(unfinished: Path) -> Path:
 
 
 def best_of(found: Sequence[FoundCheckpoint], metric: str, *, lowest: bool) -> FoundCheckpoint | None:
-    """The checkpoint with the best value of a metric; the earlier one of two that are equal."""
+    """The checkpoint with the best value of a metric, the earliest among equals; None if none has the metric."""
     scored = [each for each in found if metric in each.info.metrics]
     if not scored:
         return None
@@ -197,7 +197,7 @@ def prune(folder: Path, *, keep: int, best: Path | None = None) -> None:
     for step in steps_in(folder)[:-keep]:
         path = folder / name_of(step)
         if path != best:
-            # First out of sight, so that a half removed one is never taken for a checkpoint.
+            # Renamed first, so that a partly removed folder is never taken for a checkpoint.
             gone = path.with_name(path.name + _REPLACED)
             path.rename(gone)
             shutil.rmtree(gone)

@@ -1,4 +1,4 @@
-"""What is on disk: the checkpoints of a folder, what one holds, whether its files are as they were written."""
+"""Inspect checkpoints on disk: list those of a folder, list the tensors of one, verify its files."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,12 +17,12 @@ UNFINISHED = "unfinished"
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """A checkpoint of a folder, or what was to become one."""
+    """A checkpoint in a folder, complete, unfinished or damaged."""
 
     path: Path
-    state: str  # complete, unfinished, or what is wrong
-    info: Info | None  # None where it can't be read
-    bytes: int  # of its files
+    state: str  # complete, unfinished, or the error found
+    info: Info | None  # None if it can't be read
+    bytes: int  # of all its files
 
     def to_json(self) -> dict[str, Any]:
         """Without the files' checksums, of which there may be thousands."""
@@ -43,9 +43,9 @@ class Held:
 
 
 def listed(place: Path) -> list[Listed]:
-    """The checkpoints that a path holds, the oldest step first, and what a run that was ended has left of others.
+    """List the checkpoints under a path, the oldest step first, then the unfinished ones of interrupted saves.
 
-    They are not read through: what is altered is found by `fault_in`. Raises CheckpointError where there are none.
+    Tensor files are not read; `fault_in` verifies them. Raises CheckpointError if there are no checkpoints.
     """
     found = [_listed(path) for path in reversed(candidates(place))]
     if not (place / INFO_FILE).is_file():
@@ -61,7 +61,7 @@ def listed(place: Path) -> list[Listed]:
 
 
 def _listed(path: Path) -> Listed:
-    """One checkpoint; a damaged one is listed with what is wrong."""
+    """List one checkpoint; the state of a damaged one is the error."""
     try:
         return Listed(path=path, state=COMPLETE, info=read_info(path), bytes=_size(path))
     except CheckpointError as error:
@@ -77,9 +77,9 @@ def _size(path: Path) -> int:
 
 
 def fault_in(path: Path, advance: Callable[[int], None] | None = None) -> str | None:
-    """What is wrong with a checkpoint; None where all of its files are there, as they were written.
+    """Describe the first fault of a checkpoint; None if all of its files match their checksums.
 
-    `advance` is told how many bytes were read, again and again.
+    `advance` is called with the bytes of each block that is read.
     """
     try:
         info = read_info(path)
@@ -99,7 +99,7 @@ def fault_in(path: Path, advance: Callable[[int], None] | None = None) -> str | 
 
 
 def held_in(path: Path) -> list[Held]:
-    """Every tensor of a checkpoint. Raises CheckpointError where its index can't be read."""
+    """List the tensors of a checkpoint. Raises CheckpointError if its index can't be read."""
     held: list[Held] = []
     for name, entry in entries(read_metadata(path)).items():
         kind, _, rest = name.partition(".")
@@ -108,7 +108,7 @@ def held_in(path: Path) -> list[Held]:
 
 
 def held_as(kind: str, name: str, entry: Entry) -> Held:
-    """A tensor of a checkpoint, for a table."""
+    """Make the row of a table for one tensor."""
     return Held(
         kind=kind,
         name=name,

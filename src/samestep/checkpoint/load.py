@@ -1,6 +1,6 @@
-"""Loading: find the newest checkpoint whose files are as they were written, and read what this rank holds.
+"""Loading: find the newest checkpoint whose files match their checksums, and read the shards that this rank holds.
 
-Files are held against their checksums first; the ranks that wrote them may have been others.
+The layout that wrote a checkpoint may differ from the one that reads it.
 """
 
 import os
@@ -23,17 +23,20 @@ from samestep.run_folder import candidates
 
 
 class Loader:
-    """A checkpoint to read; every rank has one and makes the same calls, with a group of all ranks on the CPU."""
+    """Reads one checkpoint; every rank has a loader and makes the same calls.
+
+    `group`: a CPU group of all ranks.
+    """
 
     def __init__(self, folder: Path, group: dist.ProcessGroup) -> None:
         self.folder = folder
-        self.group = self._group = group  # of all ranks, on the CPU
+        self.group = self._group = group
         self.info: Info = read_info(folder)
         self.entries: Mapping[str, Entry] = entries(read_metadata(folder))
-        self._names: Mapping[str, str] = {}  # of tensors that stand under another name here
+        self._names: Mapping[str, str] = {}  # the job's name of a tensor -> its name in the checkpoint
 
     def verify(self) -> None:
-        """Compare every file with its sum, each rank a part of them. Raises CheckpointError on all ranks."""
+        """Verify the files' checksums, with the files dealt out to the ranks. Raises CheckpointError on all ranks."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         mine = dict(sorted(self.info.files.items())[rank::ranks])
         faults: list[Any] = [None] * ranks
@@ -45,7 +48,7 @@ class Loader:
     def check(self, wanted: Mapping[str, Entry], tied: Mapping[str, str]) -> None:
         """Raise CheckpointError unless the checkpoint holds these tensors, in these shapes and types.
 
-        `tied`: further names of the model's parameters. Where others wrote it, one may stand under any of its names.
+        `tied`: further names of the model's tied parameters; a checkpoint may hold such a parameter under any name.
         """
         others = {MODEL + other: MODEL + name for other, name in tied.items()}
         self._names = {name: other for other, name in others.items() if other in self.entries}
@@ -66,7 +69,7 @@ class Loader:
                 raise CheckpointError(f"checkpoint {self.folder} holds {name}, and the job's model has none")
 
     def read(self, pieces: Mapping[str, Piece]) -> None:
-        """Read pieces into the memory of their boxes. Raises CheckpointError where they can't be."""
+        """Read pieces into the memory of their boxes. Raises CheckpointError if one can't be read."""
         try:
             dcp.load(
                 {},
@@ -84,7 +87,7 @@ class Loader:
             ) from None
 
     def random_state(self, rank: int) -> torch.Tensor | None:
-        """Memory for the random state that a rank saved; None where it saved none."""
+        """An empty tensor for the random state that a rank saved; None if the checkpoint has none."""
         entry = self.entries.get(f"random.{rank}")
         return None if entry is None else torch.zeros(entry.shape, dtype=entry.dtype)
 
@@ -98,11 +101,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def open_newest(place: Path, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Loader | None:
-    """The newest checkpoint of a place that is whole; `warn` is called for each that isn't. None where there is none.
+    """Open the newest undamaged checkpoint under a path; None if there are no checkpoints.
 
-    Every rank must ask. Raises CheckpointError where there are checkpoints and all are damaged.
+    `warn` is called for each damaged one. Every rank must ask. Raises CheckpointError if all are damaged.
     """
-    # By their place in the folder, which each host may have at a path of its own.
+    # Relative paths, since hosts may mount the folder at different paths.
     found: list[Any] = [[os.path.relpath(path, place) for path in candidates(place)]]
     dist.broadcast_object_list(found, src=0, group=group)
     paths = [place / path for path in found[0]]
@@ -120,7 +123,7 @@ def open_newest(place: Path, group: dist.ProcessGroup, warn: Callable[[str], Non
 
 
 def _opened(path: Path, group: dist.ProcessGroup) -> tuple[Loader | None, str]:
-    """A checkpoint whose files are whole, or what is wrong with it, the same on every rank."""
+    """Open and verify a checkpoint: its loader, or None and the fault, the same on every rank."""
     loader: Loader | None = None
     fault: str | None = None
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors one at a time, for commands: one is held in memory, and no ranks are needed."""
+"""Read and write a checkpoint's tensors one at a time, in one process without a process group, for commands."""
 
 import logging
 import warnings
@@ -23,9 +23,9 @@ from samestep.run_folder import INFO_FILE
 
 
 class Tensors:
-    """The tensors of a folder in PyTorch's format, each read whole when it is asked for.
+    """The tensors of a folder in PyTorch's distributed checkpoint format; `read` loads one of them whole.
 
-    Raises CheckpointError where the folder's index is damaged.
+    Raises CheckpointError if the folder's index is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +34,7 @@ class Tensors:
         self.entries: Mapping[str, Entry] = entries(self.index)
 
     def read(self, name: str) -> Tensor:
-        """A tensor, on the CPU. Raises CheckpointError where it can't be read."""
+        """Read a tensor onto the CPU. Raises CheckpointError if it can't be read."""
         entry = self.entries[name]
         value = torch.zeros(entry.shape, dtype=entry.dtype)
         try:
@@ -54,9 +54,10 @@ class Tensors:
 
 
 def write_model(folder: Path, entries: Mapping[str, Entry], read: Callable[[str], Tensor]) -> None:
-    """Write a model's tensors into a new folder in PyTorch's format, each when it has been read. Raises OSError.
+    """Write a model's tensors into a new folder in PyTorch's format. Raises OSError.
 
-    Each has a file of its own: PyTorch's writer keeps the tensors of a file until the file is written.
+    `read` is called for each tensor just before it is written. Each tensor has its own file, since PyTorch's writer
+    keeps all tensors of a file in memory until the file is written.
     """
     try:
         with _quiet():
@@ -74,12 +75,12 @@ def write_model(folder: Path, entries: Mapping[str, Entry], read: Callable[[str]
 
 
 def as_os_error(error: RuntimeError) -> OSError:
-    """What PyTorch's writer meets while a file is full, it tells as an error of its own."""
+    """Convert the RuntimeError that PyTorch's writer raises on a full disk to an OSError."""
     return OSError(None, f"PyTorch could not write it, as when no space is left ({' '.join(str(error).split())})")
 
 
 def write_weights(folder: Path, entries: Mapping[str, Entry], read: Callable[[str], Tensor], info: Info) -> None:
-    """Write a checkpoint of a model alone into a new folder. Raises OSError."""
+    """Write a checkpoint of model weights, without optimizer state, into a new folder. Raises OSError."""
     write_model(folder, entries, read)
     sums = sums_of(folder, sorted(path.name for path in folder.iterdir()))
     write_durably(folder / INFO_FILE, replace(info, files=sums).to_json())
@@ -87,7 +88,7 @@ def write_weights(folder: Path, entries: Mapping[str, Entry], read: Callable[[st
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what PyTorch tells of each save or load by a process alone."""
+    """Silence PyTorch's warnings and log messages about checkpointing in a single process."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

@@ -1,11 +1,9 @@
-"""Copies in the memory of several hosts: each keeps its own ranks' files and those of the host before it.
+"""Checkpoints in memory, replicated between hosts: each keeps its own ranks' files and those of the host before it.
 
-When one host is lost the others have all of it, and bring it to every host that goes on or comes again.
-
-With hosts 0 ... h-1, each host's leader sends the files of its ranks to the next host (h-1 to 0), so each host's
-files are on two hosts and any one may be lost. The index and `checkpoint.json` go to all. Memory is reserved before
-anything is sent: a host whose memory is full says so while nobody waits for it. A copy counts only with its info,
-written last.
+With hosts 0 ... h-1, each host's leader sends the files of its ranks to the next host (h-1 to 0), so each file is on
+two hosts and any one host may be lost. The index and `checkpoint.json` go to all hosts. After a restart, the leaders
+send every host the files that it lacks. Memory is reserved before anything is sent, so that a host without enough
+memory fails before others wait for it. A copy is valid only with its info, which is written last.
 """
 
 import hashlib
@@ -22,15 +20,15 @@ from torch import Tensor
 from samestep.checkpoint.safe_index import METADATA_FILE, read_metadata
 from samestep.run_folder import INFO_FILE, name_of, steps_in
 
-# A host's copies by step and sign, each with its files' sizes.
+# A host's copies by step and digest: file name -> bytes.
 _Copies = Mapping[tuple[int, str], Mapping[str, int]]
-# Does something on every rank; where it fails on one, all ranks raise that one's error.
+# Calls a function on every rank; if it fails on one, all ranks raise that rank's error.
 Together = Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbours:
-    """The hosts of a group of all ranks. On each the first rank, its leader, looks after its files."""
+    """The hosts of a group of all ranks. The first rank of each is its leader and sends and receives its files."""
 
     group: dist.ProcessGroup
     rank: int
@@ -38,7 +36,10 @@ class Neighbours:
 
     @classmethod
     def find(cls, group: dist.ProcessGroup, local_rank: int) -> Self:
-        """Every rank must ask. Ranks of a host have consecutive numbers, and the first of them is local rank 0."""
+        """Find the hosts from the ranks' local ranks. Every rank must ask.
+
+        Ranks of a host have consecutive numbers, and the first of them is local rank 0.
+        """
         numbers: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(numbers, local_rank, group=group)
         starts = [rank for rank, number in enumerate(numbers) if number == 0]
@@ -55,7 +56,7 @@ class Neighbours:
         return self.rank in self.leaders
 
     def spread(self, unfinished: Path, info: str, together: Together) -> str:
-        """Give the next host this one's files, and every host the index and the info of rank 0, which is returned."""
+        """Send this host's files to the next host, and rank 0's index and info to every host; return that info."""
         if len(self.hosts) == 1:
             return info
         told: list[Any] = [(unfinished / METADATA_FILE).read_bytes(), info] if self.rank == 0 else [None, None]
@@ -66,7 +67,7 @@ class Neighbours:
         theirs: Mapping[str, int] = sizes[at - 1] if self.leads else {}
 
         def make_room() -> None:
-            """Reserve the memory of what is to come from the host before."""
+            """Reserve the memory for the files of the host before."""
             if self.leads:
                 (unfinished / METADATA_FILE).write_bytes(index)
                 for name, size in theirs.items():
@@ -82,9 +83,9 @@ class Neighbours:
         return info
 
     def gather(self, place: Path, together: Together) -> bool:
-        """Bring the newest copy of which the hosts together have every file to all of them; False without one.
+        """Send the newest copy of which every file is on some host to all hosts; False if there is none.
 
-        Newer ones, of which a part is lost, are removed.
+        Newer copies, of which a file is lost, are removed.
         """
         held: list[_Copies] = self._of_leaders(_copies(place) if self.leads else {})
         for step, sign in sorted({copy for copies in held for copy in copies}, reverse=True):
@@ -96,10 +97,10 @@ class Neighbours:
         return False
 
     def _bring(self, copy: Path, sign: str, holders: list[Mapping[str, int]], together: Together) -> bool:
-        """Bring a copy's files to the hosts that lack some; whether there are enough of them.
+        """Send a copy's files to the hosts that lack them; False if a file is on no host.
 
-        `holders`: what each leader has of it, by file name and bytes. All ranks call: leaders send and receive, one
-        file after the other in one order, so that sends and receives pair up.
+        `holders`: each leader's files of the copy, as name -> bytes. All ranks call; leaders send and receive one
+        file after the other in the same order, so that sends and receives pair up.
         """
         owners: dict[str, int] = {}
         sizes: dict[str, int] = {}
@@ -118,7 +119,7 @@ class Neighbours:
         dist.broadcast_object_list(needed, src=source, group=self.group)
         if not owners.keys() >= set(needed[0]):
             return False
-        # The info comes last: with it a copy is one.
+        # The info comes last: it makes a copy valid.
         names = [*needed[0], METADATA_FILE, INFO_FILE]
         lacking = {
             leader: {name: sizes[name] for name in names if name not in files}
@@ -145,14 +146,14 @@ class Neighbours:
         return True
 
     def _own_files(self, folder: Path) -> dict[str, int]:
-        """The files that this host's ranks have written; a leader's word."""
+        """The files that this host's ranks have written, as name -> bytes; empty on ranks that are no leader."""
         if not self.leads:
             return {}
         marks = tuple(f"__{rank}_" for rank in self.hosts[self.leaders.index(self.rank)])
         return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name.startswith(marks)}
 
     def _of_leaders(self, mine: Any) -> list[Any]:
-        """What each host's leader says, in the order of hosts. Every rank calls."""
+        """All-gather a value and keep that of each host's leader, in the order of hosts. Every rank calls."""
         said: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(said, mine, group=self.group)
         return [said[leader] for leader in self.leaders]
@@ -165,7 +166,7 @@ class Neighbours:
 
 
 def _copies(place: Path) -> _Copies:
-    """The copies in a folder: by step and what tells two of one step apart, the files and their bytes."""
+    """The copies in a folder by step and digest: file name -> bytes."""
     found: dict[tuple[int, str], dict[str, int]] = {}
     for step in steps_in(place):
         copy = place / name_of(step)
@@ -174,12 +175,12 @@ def _copies(place: Path) -> _Copies:
 
 
 def _sign(copy: Path) -> str:
-    """What tells a copy from another one of the same step, which other ranks may have made."""
+    """SHA-256 of a copy's info, which distinguishes copies of the same step from different runs."""
     return hashlib.sha256((copy / INFO_FILE).read_bytes()).hexdigest()
 
 
 def _reserve(file: Path, size: int) -> None:
-    """Take the room for a file now: a mapped one for which there is none ends its process. Raises OSError."""
+    """Allocate a file's memory now. Raises OSError; writing to a mapped file without memory would raise SIGBUS."""
     with file.open("wb") as stream:
         if size and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(stream.fileno(), 0, size)
@@ -188,7 +189,7 @@ def _reserve(file: Path, size: int) -> None:
 
 
 def _mapped(folder: Path, sizes: Mapping[str, int]) -> Iterator[tuple[int, Tensor]]:
-    """Files with something in them, each with its number."""
+    """Map the files that are not empty, each with its number, the message tag."""
     for number, (name, size) in enumerate(sizes.items()):
         if size:
             yield number, _map(folder / name, size)

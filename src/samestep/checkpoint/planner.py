@@ -1,7 +1,7 @@
-"""Pieces in PyTorch's distributed checkpoint: which boxes a rank writes, and which it wants to read.
+"""Planners for PyTorch's distributed checkpoint: which boxes of which tensors a rank writes and reads.
 
-PyTorch's planners put the boxes of all ranks together: what several ranks hold, one of them writes, and what a rank
-wants is read from whichever boxes were written.
+PyTorch's planners combine the boxes of all ranks: one of the ranks that hold a box writes it, and a box to read is
+assembled from the saved boxes that overlap it.
 """
 
 import io
@@ -26,7 +26,7 @@ from samestep.parallel.state_shards import MODEL, Box, Piece
 
 
 class _Sharded:
-    """A piece, in the form in which PyTorch's planners take tensors that they don't know."""
+    """Adapter of a piece to the protocol of PyTorch's planners for custom sharded tensors."""
 
     def __init__(self, piece: Piece) -> None:
         self._piece = piece
@@ -42,7 +42,7 @@ class _Sharded:
         return [_chunk(box) for box in self._piece.boxes]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """PyTorch asks this of a tensor of its own kinds: one item for each box."""
+        """PyTorch's planner calls this: one write item for each box."""
         return [
             WriteItem(
                 index=MetadataIndex(fqn, box.offsets),
@@ -62,7 +62,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans to write pieces."""
+    """Plans the writing of this rank's pieces."""
 
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -71,7 +71,7 @@ class SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Pieces in place of a state dict: PyTorch's planner puts those of all ranks together."""
+        """Plan the pieces in place of a state dict; PyTorch's planner combines those of all ranks."""
         sharded = {name: _Sharded(piece) for name, piece in self._pieces.items()}
         super().set_up_planner(sharded, storage_meta, is_coordinator)
 
@@ -80,7 +80,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class _Unread:
-    """A whole tensor of which the shape and the type are known, in the form that PyTorch's planners take."""
+    """Adapter of an unsharded tensor that isn't read yet: shape and dtype, in the protocol of PyTorch's planners."""
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
@@ -101,9 +101,9 @@ class _Unread:
 
 
 class StreamPlanner(DefaultSavePlanner):
-    """Plans to write a model's tensors whole, each of which is read when it is written.
+    """Plans the writing of a model's unsharded tensors, each of which is read just before it is written.
 
-    They stand in a section of their own, as PyTorch's planner has nested state dicts; so its index tells their names.
+    They are nested under the key `model`, so that PyTorch's index holds their names as of a nested state dict.
     """
 
     def __init__(self, entries: Mapping[str, Entry], read: Callable[[str], Tensor]) -> None:
@@ -114,7 +114,7 @@ class StreamPlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Entries in place of tensors: values are given one at a time, when they are written."""
+        """Plan entries in place of tensors; `lookup_object` reads each tensor when it is written."""
         unread = {name: _Unread(entry) for name, entry in self._entries.items()}
         super().set_up_planner({MODEL.removesuffix("."): unread}, storage_meta, is_coordinator)
 
@@ -123,14 +123,14 @@ class StreamPlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Plans to read pieces, into the memory of their boxes."""
+    """Plans the reading of pieces into the memory of their boxes."""
 
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces = pieces
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Pieces to fill, and what the checkpoint holds."""
+        """Take the pieces to fill in place of a state dict, and the checkpoint's metadata."""
         self.state_dict: Any = {name: _Sharded(piece) for name, piece in self._pieces.items()}
         self.metadata = metadata
         self.is_coordinator = is_coordinator
@@ -139,5 +139,5 @@ class LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].at(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # They would be unpickled, and a pickle can run code.
+        # Objects would be unpickled, and a pickle can run code.
         raise CheckpointError(f"{read_item.dest_index.fqn} is an object, not a tensor; objects are not loaded")

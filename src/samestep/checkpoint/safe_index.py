@@ -1,6 +1,7 @@
-"""The index of a checkpoint in PyTorch's format, read without running what it may contain.
+"""Read the index of a checkpoint in PyTorch's format without running code that it may contain.
 
-PyTorch pickles it, and unpickling calls whatever a pickle names; here it may name the classes of an index alone.
+PyTorch pickles the index, and unpickling calls any function that a pickle names; this unpickler only accepts the
+classes of an index.
 """
 
 import io
@@ -39,10 +40,10 @@ _LAYOUTS: Final = {"strided": torch.strided}
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Makes the classes of PyTorch's index and nothing else: a pickle may otherwise call any function."""
+    """Unpickler that accepts the classes of PyTorch's index and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class that an index may name, or a harmless one of the same form. Raises UnpicklingError for others."""
+        """Look up a class that an index may name, or a harmless replacement. Raises UnpicklingError for others."""
         if (module, name) in _CLASSES:
             return _CLASSES[module, name]
         if module == "torch":
@@ -59,7 +60,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _path(*parts: str) -> str:
-    return "/".join(parts)  # where it was written; nothing looks there
+    return "/".join(parts)  # the path at saving; it is never opened
 
 
 def _layout(name: str) -> torch.layout:
@@ -67,7 +68,7 @@ def _layout(name: str) -> torch.layout:
 
 
 def refusal(error: BaseException) -> str:
-    """Why tensors were not loaded, in one line: what their pickle names, or else what PyTorch says of it."""
+    """Explain in one line why tensors were not loaded: the function that their pickle names, or PyTorch's message."""
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
     if isinstance(error, pickle.UnpicklingError) and named is not None:
         return f"it names {named[1]}, which is no part of a tensor; to load it could run code, so nothing of it was"
@@ -75,7 +76,7 @@ def refusal(error: BaseException) -> str:
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint's tensors, and of its index nothing that could run. An `index` that is known is not read."""
+    """PyTorch's file reader with a safe read of the index; `index`: one that is already read."""
 
     def __init__(self, folder: Path, index: Metadata | None = None) -> None:
         super().__init__(folder)
@@ -86,16 +87,16 @@ class Reader(FileSystemReader):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The index of a checkpoint.
+    """Read the index of a checkpoint.
 
-    Raises CheckpointError where it is missing, damaged, or names what it should not: a function, or a file elsewhere.
+    Raises CheckpointError if it is missing, damaged, or names a function or a file outside of the folder.
     """
     file = folder / METADATA_FILE
     try:
         found = _IndexUnpickler(io.BytesIO(file.read_bytes())).load()
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint: it has no {METADATA_FILE}") from None
-    except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
+    except Exception as error:  # a damaged pickle may raise any exception
         raise CheckpointError(f"{file} is damaged or no index of a checkpoint: {error}") from None
     if not isinstance(found, Metadata):
         raise CheckpointError(f"{file} is no index of a checkpoint: it holds a {type(found).__name__}")
@@ -108,7 +109,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def entries(metadata: Metadata) -> dict[str, Entry]:
-    """The tensors of a checkpoint by name; objects that aren't tensors are left out."""
+    """The tensors of a checkpoint by name, without objects that aren't tensors."""
     return {
         name: Entry(shape=each.size, dtype=each.properties.dtype)
         for name, each in metadata.state_dict_metadata.items()

@@ -1,16 +1,16 @@
-"""Saving: copy what this rank holds, then write it, beside the training and with every other rank, and name it last.
+"""Saving: copy this rank's shards, write them in the background with the other ranks, rename the folder last.
 
-Until its name is given a checkpoint is none, so whatever ends the job at whatever moment, the one before it stands.
+A checkpoint counts only under its final name, so if the job ends at any moment, the checkpoint before it is intact.
 
 The sequence, on every rank:
 
-    1. copy     this rank's boxes into memory of its own, between two steps; the training goes on after it
-    2. write    files of step-N.unfinished, by a thread beside the training; a process group of its own, so that its
-                messages don't get between those of a step
-    3. sum      checksums of the files, gathered on rank 0
-    4. name     rank 0 writes checkpoint.json, syncs files and folder, and renames the folder: one atomic act
+    1. copy     this rank's boxes into separate memory, between two steps; the training continues after it
+    2. write    files of step-N.saving, in a background thread with its own process group, so that its messages don't
+                mix with those of a step
+    3. sum      checksums of the files, all-gathered
+    4. rename   rank 0 writes checkpoint.json, syncs files and folder, and renames the folder, which is atomic
 
-A step between two saves waits for the one before. What fails on one rank is raised on all (`together`).
+A save first waits for the one before. An error on one rank is raised on all (`together`).
 """
 
 import errno
@@ -39,19 +39,19 @@ from samestep.errors import CheckpointError
 from samestep.parallel.state_shards import Box, Piece
 from samestep.run_folder import INFO_FILE
 
-# Named in the errors of PyTorch's writer of files, which keep the system's to themselves.
+# Names in the errors of PyTorch's file writer, which omit the system's error.
 _WRITERS = ("PytorchStreamWriter", "inline_container")
-# Called on rank 0 with a checkpoint that has just become one.
+# Called on each leader when a checkpoint is complete.
 Saved = Callable[[Path, Info], None]
 
 
 class Saver:
-    """Writes checkpoints of one training into a folder; every rank has one, and makes the same calls.
+    """Writes the checkpoints of one training into a folder; every rank has a saver and makes the same calls.
 
-    `asynchronous`: the caller waits for the copy alone, and for the checkpoint before where that is still written.
-    `group` is of all ranks, on the CPU, and for this alone: its messages must not mix with the training's.
-    `durable`: on the disk to stay, with checksums; else in memory, for as long as the host has power.
-    `neighbours`: of hosts that have a folder each, in which each keeps another's files as well.
+    `asynchronous`: `save` returns after the copy, having waited for the checkpoint before it.
+    `group`: a CPU group of all ranks that nothing else uses while a checkpoint is written.
+    `durable`: sync files to disk and store their checksums; otherwise the folder is in memory.
+    `neighbours`: given if each host has a folder of its own and keeps a copy of another host's files.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Saver:
         self._asynchronous = asynchronous
         self._writing: Future[None] | None = None
         self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        self.waited_seconds = 0.0  # that the training stood still for it
+        self.waited_seconds = 0.0  # for which saving has blocked the training
 
     def prepare(self) -> None:
-        """Make the folder and clear it of what a run before left half done. Raises CheckpointError."""
+        """Create the folder and remove unfinished checkpoints from it. Raises CheckpointError."""
 
         def prepare() -> None:
-            """Make the folder, and remove what an interrupted save has left."""
+            """Create the folder and remove unfinished checkpoints, on leaders."""
             if self._leads:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 folders.remove_unfinished(self._folder)
@@ -88,9 +88,9 @@ class Saver:
         self.together(prepare, self._folder)
 
     def idle_group(self) -> dist.ProcessGroup:
-        """The group, once the checkpoint before is written, beside which no other message may be sent.
+        """Wait until the pending checkpoint is written, then return the group, which is now free for other messages.
 
-        Raises CheckpointError where that one can't be written.
+        Raises CheckpointError if that checkpoint can't be written.
         """
         began = time.perf_counter()
         self.wait()
@@ -98,7 +98,7 @@ class Saver:
         return self._group
 
     def save(self, pieces: Mapping[str, Piece], info: Info) -> None:
-        """Save a checkpoint. Raises CheckpointError where this one, or the one before, can't be written."""
+        """Save a checkpoint. Raises CheckpointError if this one or the pending one can't be written."""
         self.idle_group()
         began = time.perf_counter()
         if self._asynchronous:
@@ -108,7 +108,7 @@ class Saver:
         self.waited_seconds += time.perf_counter() - began
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written. Raises CheckpointError where it can't be."""
+        """Wait until the pending checkpoint is written. Raises CheckpointError if it can't be."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -118,7 +118,7 @@ class Saver:
         return self._writing is not None and not self._writing.done()
 
     def _copied(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-        """The pieces as they are now, in the host's memory. It is kept: fresh memory costs as much as the copy."""
+        """Copy the pieces into host memory, which is kept for the next save: allocating costs as much as the copy."""
         waits: set[torch.device] = set()
         copied: dict[str, Piece] = {}
         for name, piece in pieces.items():
@@ -139,7 +139,7 @@ class Saver:
         return copied
 
     def _write(self, pieces: Mapping[str, Piece], info: Info) -> None:
-        """Acts 2 to 4, in the thread beside the training."""
+        """Steps 2 to 4, in the background thread if the saver is asynchronous."""
         unfinished = self._folder / (folders.name_of(info.step) + folders.UNFINISHED)
         try:
             dcp.save(
@@ -159,11 +159,11 @@ class Saver:
         self.together(lambda: self._complete(unfinished, text, info), unfinished)
 
     def _gathered_sums(self, unfinished: Path) -> dict[str, FileSum]:
-        """The sums of all files, each made by the rank that wrote it."""
+        """The checksums of all files, each computed by the rank that wrote it."""
         mine: dict[str, FileSum] = {}
 
         def make() -> None:
-            """Checksums of the files that this rank wrote."""
+            """Compute the checksums of the files that this rank wrote."""
             names = [path.name for path in unfinished.iterdir() if path.name.startswith(f"__{self._rank}_")]
             mine.update(sums_of(unfinished, [*names, *([METADATA_FILE] if self._rank == 0 else [])]))
 
@@ -173,7 +173,7 @@ class Saver:
         return {name: each for sums in gathered for name, each in sorted(sums.items())}
 
     def _complete(self, unfinished: Path, text: str, info: Info) -> None:
-        """On the leader: see that all files are there, write the info, make everything durable, rename."""
+        """On leaders: check that all files exist, write the info, sync files and folder, rename the folder."""
         if not self._leads:
             return
         if hidden := [name for name in info.files if not (unfinished / name).is_file()]:
@@ -191,7 +191,7 @@ class Saver:
             self._saved(path, info)
 
     def together(self, act: Callable[[], None], where: Path) -> None:
-        """Do something on every rank; where it fails on one, all ranks raise that one's error."""
+        """Call a function on every rank; if it fails on one, all ranks raise the error of the first that failed."""
         failures: list[Any] = [None] * dist.get_world_size()
         mine: BaseException | None = None
         try:
@@ -205,14 +205,14 @@ class Saver:
 
 
 def _beside(write: Callable[[], None]) -> Future[None]:
-    """Call a function in a thread of its own, for which a process that fails does not wait."""
+    """Call a function in a daemon thread, for which the process does not wait at its exit."""
     result: Future[None] = Future()
 
     def call() -> None:
-        """The thread's work: what it raises is raised where the result is waited for."""
+        """Run the function, and pass its exception on to the future."""
         try:
             write()
-        except BaseException as error:  # it is raised where the result is waited for
+        except BaseException as error:  # raised again by `result()`
             result.set_exception(error)
         else:
             result.set_result(None)
@@ -222,7 +222,7 @@ def _beside(write: Callable[[], None]) -> Future[None]:
 
 
 def _as_error(where: Path, failures: Mapping[int, Any]) -> CheckpointError:
-    """The first rank's failure (an exception, and perhaps where it was raised) as one message."""
+    """The failure of the first rank that has one as a CheckpointError; `failures`: rank -> (exception, ...)."""
     rank = min(failures)
     error = failures[rank][0]
     if isinstance(error, CheckpointError):
@@ -235,7 +235,7 @@ def _as_error(where: Path, failures: Mapping[int, Any]) -> CheckpointError:
         errno.EROFS: "it is on a read-only file system; set run.checkpoint.folder to another folder",
     }
     reason = reasons.get(error.errno or 0, error.strerror) if isinstance(error, OSError) else repr(error)
-    # What PyTorch's writer meets while a file is full, it tells as an error of its own.
+    # PyTorch's writer reports a full disk as an error of its own.
     if reason is None or any(name in str(error) for name in _WRITERS):
         reason = f"PyTorch could not write it, as when no space is left ({error})"
     return CheckpointError(f"checkpoint {where.name} can't be written into {where.parent} by rank {rank}: {reason}")
@@ -250,7 +250,7 @@ def write_durably(file: Path, text: str) -> None:
 
 
 def _make_durable(folder: Path) -> None:
-    """Have the system write a folder's names to its disk."""
+    """Sync a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
