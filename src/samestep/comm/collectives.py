@@ -27,7 +27,7 @@ Values = Sequence[Sequence[int]]  # [ranks][elements]: what each rank gives
 
 @dataclass(frozen=True, kw_only=True)
 class Buffers:
-    """The tensors of one rank, flat: [elements]. Where a collective works in place they are one and the same."""
+    """Input and output tensor of one rank, [elements]; the same tensor for a collective that works in place."""
 
     given: Tensor
     taken: Tensor
@@ -49,7 +49,7 @@ class Collective:
     reduces: bool = False
 
     def elements(self, chunk: int, n: int, rank: int) -> tuple[int, int]:
-        """The elements that a rank gives and takes, where a chunk has `chunk` of them."""
+        """The numbers of elements of a rank's input and output, for chunks of `chunk` elements."""
         count = {"none": 0, "one": chunk, "all": chunk * n}
         gives = count[self.gives] if self.givers == "every rank" or rank == 0 else 0
         takes = count[self.takes] if self.takers == "every rank" or rank == 0 else 0
@@ -75,7 +75,7 @@ def chunk_of(size: int, n: int, element_bytes: int) -> int:
 
 
 def _send_recv(group: dist.ProcessGroup, buffers: Buffers) -> None:
-    """Posted together: a ring of sends that each wait for their receiver would block."""
+    """Send to the next rank and receive from the one before; posted as a batch, as blocking sends would deadlock."""
     rank, n = group.rank(), group.size()
     operations = [
         dist.P2POp(dist.isend, buffers.given, group=group, group_peer=(rank + 1) % n),
@@ -100,7 +100,7 @@ def _gather(group: dist.ProcessGroup, buffers: Buffers) -> None:
 
 
 def _reduce(group: dist.ProcessGroup, buffers: Buffers) -> None:
-    """Other ranks' buffers may hold parts of the sum afterwards, so `expected` says nothing of them."""
+    """Reduce to the root. Other ranks' buffers may hold partial sums afterwards, so `expected` is None for them."""
     dist.reduce(buffers.given, group_dst=0, group=group)
 
 

@@ -36,9 +36,9 @@ def short(dtype: torch.dtype) -> str:
 
 
 def known_values(collective: Collective, n: int, chunk: int = CHUNK) -> Values:
-    """Integers that each rank gives, [ranks][elements], such that they and sums over ranks are exact in every dtype.
+    """Each rank's input integers, [ranks][elements], chosen so that they and their sums are exact in every dtype.
 
-    Where they are summed, ranks after the fifteenth give zeros: they take part, and their values are not told apart.
+    For reductions, the inputs of ranks after the fifteenth are zeros, since larger sums would not be exact.
     """
     counts = [collective.elements(chunk, n, rank)[0] for rank in range(n)]
     if not collective.reduces:
@@ -51,7 +51,7 @@ def known_values(collective: Collective, n: int, chunk: int = CHUNK) -> Values:
 
 
 def attempt(collective: Collective, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Run a collective once. None where this rank's result is right, else what is wrong with it, or the error."""
+    """Run a collective once. Returns None if this rank's result is correct, otherwise the difference or the error."""
     rank, n = group.rank(), group.size()
     try:
         values = known_values(collective, n)
@@ -64,7 +64,7 @@ def attempt(collective: Collective, group: dist.ProcessGroup, dtype: torch.dtype
 
 
 def agreed(mine: str | None, control: dist.ProcessGroup) -> str | None:
-    """The first reason that any rank gives, with its rank; None where it worked on all. Every rank asks."""
+    """The failure of the first rank that has one, with its rank; None if no rank failed. Every rank asks."""
     said: list[str | None] = [None] * control.size()
     dist.all_gather_object(said, mine, group=control)
     return next((f"rank {rank}: {reason}" for rank, reason in enumerate(said) if reason is not None), None)
@@ -75,7 +75,7 @@ def tensor_of(values: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def difference(taken: Tensor, expected: Sequence[int] | None) -> str | None:
-    """Where a result is not what is expected; None where it is, or where nothing is said of it."""
+    """Describe the first element that differs from the expected one; None if none does or `expected` is None."""
     if expected is None:
         return None
     found: list[Any] = taken.to("cpu").to(torch.complex128 if taken.is_complex() else torch.float64).tolist()

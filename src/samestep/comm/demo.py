@@ -1,4 +1,4 @@
-"""A collective shown: what each rank holds before and after, with numbers that say where they came from."""
+"""Demonstrate a collective: each rank's tensor before and after it, with values that identify their rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ _ELEMENTS = 4  # of a message, or one for each rank where there are more
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstration:
-    """The tensors of all ranks: [ranks][elements]. An empty one: the rank gives, or gets, nothing."""
+    """The tensors of all ranks, [ranks][elements]; empty for a rank without an input or an output."""
 
     collective: str
     transport: str
     before: Sequence[Sequence[int]]
     after: Sequence[Sequence[int]]
-    undefined: frozenset[int]  # ranks of whose tensors nothing is said afterwards
+    undefined: frozenset[int]  # ranks whose tensors are undefined afterwards
 
     @property
     def summary(self) -> str:
@@ -28,9 +28,9 @@ class Demonstration:
 
 
 def demonstrate(name: str, channel: Channel, control: dist.ProcessGroup) -> Demonstration | None:
-    """Run a collective once on small numbers; what it did, on rank 0, and None on the others.
+    """Run a collective once on small numbers. Returns the demonstration on rank 0, None on the others.
 
-    Rank r gives 10 (r + 1), 10 (r + 1) + 1 and so on. `control` is a gloo group of all ranks.
+    The input of rank r is 10 (r + 1), 10 (r + 1) + 1 and so on. `control` is a gloo group of all ranks.
     """
     collective, rank, n = COLLECTIVES[name], control.rank(), control.size()
     buffers = collective.buffers(max(1, _ELEMENTS // n), n, rank, dtype=torch.int32, device=channel.device)

@@ -20,9 +20,9 @@ _BLOCK = 1 << 20  # bytes
 
 
 def copy_rates(sizes: Sequence[int], control: dist.ProcessGroup) -> dict[int, float]:
-    """Bytes a second that each rank copies, all ranks of a host at the same time, by the bytes of a copy.
+    """Measure the copy bandwidth of a rank, in bytes a second, while all ranks of its host copy; by size of the copy.
 
-    `control` is a gloo group of all ranks; of several hosts the slowest counts.
+    `control` is a gloo group of all ranks; the slowest rank's bandwidth is returned.
     """
     return {size: _copy_rate(size, control) for size in sizes}
 
@@ -49,9 +49,9 @@ def _copy_rate(size: int, control: dist.ProcessGroup) -> float:
 
 
 def adapter_rate(interface: str | None, folder: Path = Path("/sys/class/net")) -> float | None:
-    """Bytes a second of a network adapter, as its driver says; None where it doesn't, or is no hardware."""
+    """A network adapter's nominal bandwidth in bytes a second, from its driver; None if unknown or virtual."""
     if interface is None or not (folder / interface / "device").exists():
-        return None  # a virtual one says anything: veth 10 Gbit/s, whatever carries it
+        return None  # virtual adapters report any rate: veth 10 Gbit/s over whatever link
     try:
         megabits = int((folder / interface / "speed").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -60,10 +60,10 @@ def adapter_rate(interface: str | None, folder: Path = Path("/sys/class/net")) -
 
 
 def stream_rate(hosts: Sequence[str], address: str, control: dist.ProcessGroup, seconds: float) -> float | None:
-    """Bytes a second of one TCP connection from another host to rank 0's, sending for so long.
+    """Measure one TCP connection from another host to rank 0's for `seconds`, in bytes a second.
 
-    `hosts` has the host of each rank, and `address` is this rank's, at which other hosts reach it; `control` is a
-    group of all ranks, and every rank takes part. None where all are on one host, or where no connection was made.
+    `hosts`: the host of each rank. `address`: at which other hosts reach this rank. `control`: a group of all ranks,
+    every one of which must call this. None if all ranks are on one host, or no connection was made.
     """
     sender = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
     if sender is None:
@@ -80,7 +80,7 @@ def stream_rate(hosts: Sequence[str], address: str, control: dist.ProcessGroup, 
 
 
 def _told(value: object, control: dist.ProcessGroup) -> list:
-    """What rank 0 tells all ranks."""
+    """Broadcast a value from rank 0, as a list of one item."""
     values = [value]
     dist.broadcast_object_list(values, group_src=0, group=control)
     return values
@@ -112,7 +112,7 @@ def _count(connection: socket.socket) -> float | None:
     while count := connection.recv_into(block):
         ended = time.perf_counter()
         if began is None:
-            began = ended  # what came before it was timed does not count
+            began = ended  # the first block arrived before the clock started
         else:
             received += count
     return received / (ended - began) if began is not None and ended > began else None

@@ -1,9 +1,9 @@
-"""How long a collective takes: samples by all ranks together, of several transports in turn, over sizes of messages.
+"""Measure the time of collectives, over message sizes and transports.
 
-A sample is a few calls one after the other between two barriers, and its time that of the slowest rank, divided by
-the calls (nccl-tests times its iterations so). The transports take turns sample by sample, so what else the machine
-does falls on all of them equally. How many calls and samples there are follows from a first call, within a budget of
-seconds; all ranks agree on it.
+A sample is the time of a few consecutive calls after a barrier, on the slowest rank, divided by the number of calls
+(as nccl-tests times its iterations). The transports take turns sample by sample, so that other load on the machine
+affects all of them equally. The numbers of calls and samples follow from the time of a first call and a budget in
+seconds; all ranks agree on them.
 """
 
 import math
@@ -29,7 +29,7 @@ _LONG = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Channel:
-    """A transport that is open: a group of all ranks, and the device whose tensors it is measured with."""
+    """An open transport: a group of all ranks, and the device of the tensors that are sent."""
 
     transport: str  # as tables call it
     group: dist.ProcessGroup
@@ -38,7 +38,7 @@ class Channel:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was measured of one collective, at one size, through one transport."""
+    """The measurement of one collective at one message size through one transport."""
 
     collective: str
     bytes: int  # S of nccl-tests: of all chunks of a message; 0 for a barrier
@@ -120,7 +120,7 @@ class _Call:
     device: torch.device
 
     def seconds(self, calls: int) -> float:
-        """Seconds of so many calls one after the other, until their results are there."""
+        """Time consecutive calls, in seconds, until the device has finished them."""
         began = time.perf_counter()
         for _ in range(calls):
             self.run()
@@ -136,7 +136,7 @@ class _Plan:
 
 
 def _plan(call: _Call, control: dist.ProcessGroup, budget: float) -> _Plan:
-    """Warm up, and choose how often to call; the same on every rank."""
+    """Warm up, and choose the numbers of calls and samples; the same on every rank."""
     call.seconds(1)  # connections are made and memory is pinned at the first
     dist.barrier(control)
     one = max(_slowest([call.seconds(1)], control)[0], 1e-7)
@@ -148,7 +148,7 @@ def _plan(call: _Call, control: dist.ProcessGroup, budget: float) -> _Plan:
 
 
 def _slowest(seconds: Sequence[float], control: dist.ProcessGroup) -> list[float]:
-    """Each sample's time on the rank that was slowest at it."""
+    """The maximum of each sample's time over the ranks."""
     found = torch.tensor(list(seconds), dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=control)
     return found.tolist()

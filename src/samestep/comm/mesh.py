@@ -30,7 +30,7 @@ class Mesh:
         return self.grid.get_local_rank(dimension)
 
     def group(self, *dimensions: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in these dimensions alone. Every rank asks for the same ones."""
+        """The ranks that differ from this one in these dimensions only. Every rank asks for the same ones."""
         split = [name for name in MESH_DIMENSIONS if name in dimensions and self.size(name) > 1]
         if len(split) < 2:
             return self.grid.get_group(split[0] if split else dimensions[0])

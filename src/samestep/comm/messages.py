@@ -35,7 +35,7 @@ def all_gather(part: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
 
 
 def all_gather_uneven(part: Tensor, group: dist.ProcessGroup, lengths: Sequence[int], dim: int) -> Tensor:
-    """The same of parts that have `lengths` along the dimension, a length for each rank."""
+    """`all_gather` for parts of unequal lengths; `lengths`: each rank's length along `dim`."""
     longest = max(lengths)
     whole = all_gather(padded(part, longest, dim), group, dim)
     if all(length == longest for length in lengths):
@@ -56,7 +56,7 @@ def reduce_scatter_uneven(whole: Tensor, group: dist.ProcessGroup, lengths: Sequ
 
 
 def padded(part: Tensor, length: int, dim: int) -> Tensor:
-    """With zeros up to a length; every rank's part of a message has one size."""
+    """Pad a tensor with zeros to a length, as every rank's part of a message must have the same size."""
     missing = length - part.shape[dim]
     if missing:
         shape = list(part.shape)
@@ -66,17 +66,16 @@ def padded(part: Tensor, length: int, dim: int) -> Tensor:
 
 
 def host_of(group: dist.ProcessGroup, device_type: str) -> torch.device:
-    """Where a group's ranks tell each other what the host has to know: on the CPU, where the group can.
+    """The device for messages that the host reads: the CPU if the group has a CPU back end.
 
-    To read what came out of a message on an accelerator, the host would wait until all that was asked of the device
-    before is done.
+    Reading a result on an accelerator would make the host wait for all work that was queued on the device before.
     """
     cpu = torch.device("cpu")
     return cpu if cpu in group._device_types else torch.device(device_type)
 
 
 def largest(values: Sequence[int], group: dist.ProcessGroup, device_type: str) -> list[int]:
-    """The largest of what the ranks give in each place; every rank must ask, for as many."""
+    """The maximum over the ranks of each value; every rank must ask, with the same number of values."""
     # MAX answers "does any rank ...?" for flags, and "do all say the same?" for a number and its negative: they do
     # where the two largest are each other's negatives.
     message = torch.tensor(values, dtype=torch.int64, device=host_of(group, device_type))

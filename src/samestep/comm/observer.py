@@ -1,4 +1,4 @@
-"""Observer: looks at every operator that a block of code runs, and changes nothing.
+"""Observer: a dispatch mode that sees every operator that a block of code runs, and changes nothing.
 
 PyTorch calls modes one within the other, which takes tens of microseconds an operator and mode. Where a mode runs
 that hosts observers, such as that of steps without values, it calls them itself.
@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 
 class HostsObservers:
-    """What a mode has that calls observers of the operators it runs."""
+    """Interface of a mode that calls observers for the operators that it runs."""
 
     def __init__(self) -> None:
         self.observers: list[Observer] = []
 
 
 class Observer(TorchDispatchMode):
-    """A mode that is told of each operator before and after it runs, in any thread of the caller's and autograd's."""
+    """A mode with callbacks before and after each operator, in the caller's thread and in autograd's threads."""
 
     def __init__(self) -> None:
         super().__init__()

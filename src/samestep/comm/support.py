@@ -1,7 +1,7 @@
-"""Which collectives a transport really has, with tensors of which device and dtype: each tried, none believed.
+"""Find out which collectives a transport supports, on which devices and dtypes, by trying each of them.
 
-Run by ranks. They write down each attempt before they make it, so that the process that started them knows which one
-ended them or did not return, and can start others that go on behind it.
+Runs on the ranks. Rank 0 logs each attempt before it is made, so that the launcher knows which attempt crashed or
+hung the ranks, and can start new ranks that continue with the next one.
 """
 
 import json
@@ -24,7 +24,7 @@ Verdict = Literal["works", "refused", "wrong", "hangs", "crashes"]
 GROUP = "(process group)"  # the first attempt with each transport and device: to make its group
 OF_A_DEVICE = 1 + sum(1 if each.gives == "none" else len(DTYPES) for each in COLLECTIVES.values())  # attempts
 
-_TIMED_OUT = 3  # the exit code of a rank that ends itself
+_TIMED_OUT = 3  # exit code of a rank whose attempt timed out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +65,14 @@ def tries(place: Place) -> Iterator[Try]:
 
 
 class Notes:
-    """Lines of JSON that rank 0 writes, to a file or to a list; other ranks keep none."""
+    """Log of the attempts as JSON lines, in a list and, if given, in a file."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self.lines: list[dict[str, Any]] = []
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line at once: a try that ends the process must leave those before it."""
+        """Append a line immediately, since an attempt may end the process."""
         self.lines.append(line)
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:
@@ -80,9 +80,9 @@ class Notes:
 
 
 def try_all(place: Place, control: dist.ProcessGroup, notes: Notes, *, first: int, limit: float | None) -> None:
-    """Make the attempts from the one with index `first` on, as one of the ranks; rank 0 notes what came of them.
+    """Make the attempts from index `first` on, on each rank; rank 0 logs their results.
 
-    With `limit` a rank ends itself after so many seconds in one attempt. Without, a back end's own time limit has to.
+    `limit`: seconds after which a rank exits if an attempt has not returned; None: the back end's timeout applies.
     """
     say = notes.write if control.rank() == 0 else lambda line: None
     for name, transport in TABLE.items():
@@ -115,7 +115,7 @@ def try_all(place: Place, control: dist.ProcessGroup, notes: Notes, *, first: in
 
 
 def _group(each: Try, place: Place, groups: dict[str, dist.ProcessGroup]) -> str | None:
-    """Make a transport's group, if it has none yet; why this rank could not."""
+    """Create a transport's group unless it exists. Returns the error on this rank, or None."""
     if each.transport not in groups:
         try:
             groups[each.transport] = TABLE[each.transport].group(place)
@@ -131,14 +131,17 @@ def _verdict(reason: str | None) -> Verdict:
 
 
 class _Watchdog:
-    """Ends this process, after a last word, if the block takes longer than a limit; a stuck call can't be left."""
+    """Exits the process if the block takes longer than `limit` seconds, since a hung collective can't be cancelled.
+
+    `last_word` is called before the exit.
+    """
 
     def __init__(self, limit: float | None, last_word: Any) -> None:
         self._timer = None if limit is None else threading.Timer(limit, self._end)
         self._last_word = last_word
 
     def _end(self) -> None:
-        """Note which try hung, and end the process: nothing gentler ends a collective that waits."""
+        """Log the attempt that hung, and exit at once: a hung collective can't be interrupted otherwise."""
         self._last_word()
         os._exit(_TIMED_OUT)
 

@@ -40,7 +40,7 @@ class Traffic(Observer):
         super().__init__()
         self.sent: dict[str, float] = dict.fromkeys(KINDS, 0.0)  # bytes
         self.calls: dict[str, int] = dict.fromkeys(KINDS, 0)
-        self._in_operator = False  # what an operator of PyTorch's asks of a group is counted already
+        self._in_operator = False  # a collective within an operator is already counted as the operator
         self._groups: list[KernelGroup] = []
 
     def __enter__(self) -> Self:
@@ -56,7 +56,7 @@ class Traffic(Observer):
         super().__exit__(*exception)
 
     def _count_direct(self, kind: str, message: int, ranks: int) -> None:
-        """A collective of a group of our own, which Python and DistributedDataParallel call past the dispatcher."""
+        """Count a collective of samestep's own groups, which Python and DDP call without the dispatcher."""
         if kind in _DIRECT and not self._in_operator:
             self._add(kind, _DIRECT[kind].sent(message, ranks))
 
@@ -133,27 +133,27 @@ def _nbytes(nest: Any) -> float:
 
 
 def _given_whole(given: Given, n: int) -> float:
-    """Where what a rank puts in is the message."""
+    """Bytes of the message, of which a rank's input is the whole."""
     return _nbytes([given.get(name) for name in _INPUTS])
 
 
 def _given_part(given: Given, n: int) -> float:
-    """Where what a rank puts in is its part of the message, one of n."""
+    """Bytes of the message, of which a rank's input is one of n parts."""
     return n * _given_whole(given, n)
 
 
 def _taken_part(given: Given, n: int) -> float:
-    """Where what a rank gets is its part of the message: only the root puts anything in."""
+    """Bytes of a rank's output, as only the root has an input."""
     return _nbytes(given["output_tensors"])
 
 
 def _sends_of_batch(given: Given, n: int) -> float:
-    """A batch of point-to-point operations: its sends are this rank's."""
+    """Bytes of the sends in a batch of point-to-point operations."""
     pairs = zip(given["op_list"], given["tensors"], strict=True)
     return _nbytes([tensor for operator, tensor in pairs if operator == "isend"])
 
 
-# PyTorch's names for what a rank puts in.
+# PyTorch's names of the input arguments.
 _INPUTS = ("tensor", "tensors", "input", "inputs", "input_list", "input_tensor", "input_tensors")
 
 _ALL_REDUCE = _Collective(kind="all-reduce", message=_given_whole, sent=_twice_all_but_own)

@@ -1,7 +1,7 @@
-"""The transports: through what the messages of a group go, where each may be had, and its process group.
+"""The transports of messages: where each is available, and how to create its process group.
 
-A transport is one entry of TABLE. `samestep comm` measures all that the place allows side by side, and
-`samestep comm support` tries each of them.
+A transport is one entry of TABLE. `samestep comm` measures all available ones side by side, and `samestep comm
+support` tries each of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from samestep.comm.shared_memory import backend as shared_memory
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What decides whether a transport can be had: the ranks, their hosts and their devices."""
+    """What the availability of a transport depends on: the ranks' hosts, their device and its back end."""
 
     hosts: tuple[str, ...]  # the host of each rank
     device: torch.device  # that this rank computes on
@@ -30,9 +30,9 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """One way for messages. Every rank asks the same of it, in the same order."""
+    """One transport. Every rank makes the same calls in the same order."""
 
-    missing: Callable[[Place], str | None]  # why it can't be had here; None where it can
+    missing: Callable[[Place], str | None]  # why it is unavailable; None if it is available
     group: Callable[[Place], dist.ProcessGroup]  # a new group of all ranks
     devices: Callable[[Place], Sequence[torch.device]]  # whose tensors it may take; the first one is measured
     title: Callable[[Place], str] | None = None  # its name where the place decides it
@@ -45,7 +45,7 @@ def title_of(name: str, place: Place) -> str:
 
 
 def available(place: Place) -> list[str]:
-    """The transports that can be had."""
+    """The names of the available transports."""
     return [name for name, transport in TABLE.items() if transport.missing(place) is None]
 
 
@@ -75,7 +75,7 @@ def _no_shared_memory(place: Place) -> str | None:
 
 
 def _no_mpi(place: Place) -> str | None:
-    """MPI must be the first back end of its processes: here they have another one already."""
+    """Why MPI is unavailable: it must be the first back end of a process, and these have another one."""
     if not dist.is_mpi_available():
         return "this PyTorch is built without it"
     return "its ranks must be started by mpirun, with MPI as their first back end"

@@ -25,12 +25,12 @@ class AdamEntry:
 
     @property
     def new_momentum(self) -> Tensor:
-        """The momentum with this rank's gradient; without one it only decays."""
+        """The momentum updated with this rank's gradient; without a gradient it only decays."""
         decayed = self.momentum * self.betas[0]
         return decayed if self.gradient is None else decayed.add_(self.gradient, alpha=1 - self.betas[0])
 
     def divisor(self, renewals: float) -> Tensor:
-        """sqrt(variance) + eps, unbiased; infinite where no gradient was ever seen: one bit has no zero.
+        """sqrt(bias-corrected variance) + eps; infinite where the variance is zero, as one bit can't encode a zero.
 
         `renewals`: how many gradients the variance is made of (Kingma & Ba 2015, section 3).
         """
@@ -39,7 +39,7 @@ class AdamEntry:
 
 
 def adam_entries(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[AdamEntry]:
-    """The state of each parameter, in this order; made where there is none yet."""
+    """Yield the Adam state of each parameter, in this order; missing state is created."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in parameters:
         state: dict[str, Any] = optimizer.state[parameter]

@@ -34,21 +34,21 @@ class Replica:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The parameters' numbers, without their history."""
+        """The parameters, detached from autograd."""
         return [parameter.detach() for parameter in self.parameters.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The part of a flat tensor that this rank holds; the ranks' parts are the whole."""
+    """This rank's shard of a flat tensor; the ranks' shards cover the tensor without overlap."""
 
     start: int
-    whole: int  # numbers of the flat tensor
+    whole: int  # elements of the flat tensor
     values: Tensor
 
 
 class Method(ABC):
-    """One way to send less. Made on every rank, from the options of `samestep.communication`."""
+    """One communication-efficient method, constructed on every rank from the options of `samestep.communication`."""
 
     # Whether ranks' parameters and optimizer state may differ after a step.
     diverges: ClassVar[bool] = False
@@ -61,11 +61,11 @@ class Method(ABC):
 
     @classmethod
     def hook(cls, options: Any) -> Hook | None:
-        """What DistributedDataParallel calls for each bucket of gradients; None: it takes no part."""
+        """The communication hook for DistributedDataParallel's buckets; None if the method needs none."""
         return None
 
     def exchange(self) -> bool:
-        """Exchange gradients after backward; whether they are now one gradient, the same on every rank."""
+        """Exchange gradients after backward. Returns whether all ranks now have the same gradient."""
         return False
 
     @abstractmethod
@@ -78,22 +78,23 @@ class Method(ABC):
         return True
 
     def averaged(self) -> dict[str, Tensor]:
-        """The parameters that all ranks together stand for, where they are not the same; every rank must ask."""
+        """The mean of the ranks' parameters; empty for methods that don't diverge. Every rank must ask."""
         return {}
 
-    # Of a checkpoint: tensors that are filled in place when a training goes on.
+    # State for checkpoints: tensors that `resume` fills in place.
 
     def shared(self) -> Mapping[str, Tensor]:
         """State that is the same on every rank."""
         return {}
 
     def own(self) -> Mapping[str, Tensor]:
-        """State that differs between ranks, and of which only the mean over the ranks matters, such as errors.
+        """State that differs between ranks and of which only the mean over the ranks matters, such as residuals.
 
-        With another number of ranks the old ranks' are dealt out and added up, times new ranks / old ranks.
+        When the number of ranks changes, each new rank gets the sum of some old ranks' state, times new ranks / old
+        ranks, which keeps the mean.
         """
         return {}
 
     def ranges(self) -> Mapping[str, Range]:
-        """State that is cut over the ranks."""
+        """State that is sharded over the ranks."""
         return {}

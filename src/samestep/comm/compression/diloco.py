@@ -27,15 +27,15 @@ class _Fragment:
     """Consecutive parameters of the model that take their outer steps together."""
 
     def __init__(self, names: list[str], parameters: list[Tensor], offset: int, options: DiLoCo) -> None:
-        """`offset`: its rounds end after steps offset, offset + every, ..."""
+        """`offset`: the fragment's rounds end after steps offset, offset + every, ..."""
         self.names = names
         self.parameters = parameters
         self._offset = offset
         self._options = options
-        self.begun = flat(parameters)  # what all ranks began the round with
+        self.begun = flat(parameters)  # the parameters at the round's start, the same on all ranks
         self.momentum = torch.zeros_like(self.begun)
         self.weight = torch.zeros((), dtype=torch.float64)  # terms of this rank's losses in the round
-        # The mean change of an outer step that is due later, once it has arrived; and the step that it is due at.
+        # With overlap: the mean change of the pending outer step, and the number of the step at which it is applied.
         self.change = torch.zeros_like(self.begun) if options.overlap else None
         self.due = torch.full((), -1, dtype=torch.int64)
         self._coming: WeightedMean | FewBitsMean | None = None
@@ -44,18 +44,18 @@ class _Fragment:
         return steps > 0 and steps % self._options.every == self._offset
 
     def mean_change(self, replica: Replica) -> WeightedMean:
-        """To the last bit: what the ranks together have reached."""
+        """The mean of a - p_r over the ranks, sent uncompressed."""
         return WeightedMean(replica.wire, [self.begun - flat(self.parameters)], float(self.weight))
 
     def _send_change(self, replica: Replica, *, asynchronous: bool) -> WeightedMean | FewBitsMean:
-        """Set out to average a - p_r over the ranks, [numbers of the fragment], in 32 or 4 bits a number."""
+        """Begin to average a - p_r [elements of the fragment] over the ranks, in `options.bits` bits an element."""
         change, weight = self.begun - flat(self.parameters), float(self.weight)
         if self._options.bits == 32:
             return WeightedMean(replica.wire, [change], weight, asynchronous=asynchronous)
         return FewBitsMean(replica.wire, change, weight, self._options.bits, asynchronous=asynchronous)
 
     def end_round(self, replica: Replica, steps: int) -> None:
-        """Send what the round has changed; step at once, or `overlap` steps later."""
+        """Average the round's change, and take the outer step at once or `overlap` steps later."""
         coming = self._send_change(replica, asynchronous=self.change is not None)
         self.weight.zero_()
         if self.change is None:
@@ -66,7 +66,7 @@ class _Fragment:
             self.due.fill_(steps + self._options.overlap)
 
     def receive(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for the pending mean change, if there is one."""
         if self._coming is not None and self.change is not None:
             self.change.copy_(self._coming.wait())
             self._coming = None
@@ -112,13 +112,13 @@ class OuterMomentum(Method):
 
     @property
     def alike(self) -> bool:
-        """Only right after a round of the whole model, none of which is on its way."""
+        """True right after a round, if the model is one fragment and outer steps are not overlapped."""
         only = self._fragments[0]
         steps = int(self._steps)
         return len(self._fragments) == 1 and only.change is None and (steps == 0 or only.ends_round(steps))
 
     def averaged(self) -> dict[str, Tensor]:
-        """What all ranks together stand for: where an outer step with rate 1 would go now."""
+        """The mean of the ranks' parameters, where an outer step with rate 1 and no momentum would go."""
         found: dict[str, Tensor] = {}
         for fragment in self._fragments:
             mean = fragment.begun - fragment.mean_change(self.replica).wait()
@@ -126,7 +126,7 @@ class OuterMomentum(Method):
         return found
 
     def shared(self) -> Mapping[str, Tensor]:
-        """Waits for what is on its way: a checkpoint must not lose it."""
+        """Outer state of all fragments. Waits for pending exchanges, which a checkpoint must include."""
         state: dict[str, Tensor] = {"steps": self._steps}
         for number, fragment in enumerate(self._fragments):
             fragment.receive()

@@ -22,10 +22,10 @@ _LARGEST = {8: 127, 4: 7}  # integers lie between this and its negative
 
 
 class FewBitsMean:
-    """The ranks' mean, weighted by how much each has seen; the first of its two messages may be on its way still."""
+    """Weighted mean of the ranks' vectors, in two messages; `asynchronous`: only `wait` waits for the first one."""
 
     def __init__(self, wire: Wire, values: Tensor, weight: float, bits: Bits, *, asynchronous: bool = False) -> None:
-        """`values`: flat, of one length on all ranks. `weight`: this rank's, 0 or more; it is sent along."""
+        """`values`: [elements], of one length on all ranks. `weight`: this rank's weight, 0 or more."""
         self._wire = wire
         self._like = values
         self._bits: Bits = bits
@@ -35,7 +35,7 @@ class FewBitsMean:
         weights = torch.full((wire.ranks, 1), at_least(weight), dtype=torch.float64, device=values.device)
         message = torch.cat([_bytes(chunks, bits), weights.view(torch.uint8)], dim=1)
         self._received, self._work = wire.start_exchange(message, asynchronous=asynchronous)
-        # What `wait` sends counts in the step that begins the exchange, like all of an all-reduce.
+        # The bytes that `wait` sends are counted here, in the step that begins the exchange, as for an all-reduce.
         wire.sent += (wire.ranks - 1) * (message.shape[1] - weights.element_size())
 
     def wait(self) -> Tensor:
@@ -55,7 +55,7 @@ def _summed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def _bytes(chunks: Tensor, bits: Bits) -> Tensor:
-    """[chunks, numbers] as [chunks, bytes]: all numbers, then, of integers, the scales of their blocks."""
+    """Encode [chunks, elements] as [chunks, bytes]: the elements, then for integers the scales of their blocks."""
     if bits == 16:
         return chunks.to(torch.bfloat16).contiguous().view(torch.uint8)
     blocks = chunks.view(len(chunks), -1, BLOCK)
@@ -67,7 +67,7 @@ def _bytes(chunks: Tensor, bits: Bits) -> Tensor:
 
 
 def _numbers(message: Tensor, bits: Bits) -> Tensor:
-    """[chunks, numbers], in float32, of what `_bytes` has made."""
+    """Decode the result of `_bytes` into [chunks, elements], in float32."""
     if bits == 16:
         return message.view(torch.bfloat16).float()
     blocks = message.shape[1] // (BLOCK * bits // 8 + 4)
@@ -78,7 +78,7 @@ def _numbers(message: Tensor, bits: Bits) -> Tensor:
 
 
 def _paired(integers: Tensor) -> Tensor:
-    """Two integers from -7 to 7 a byte."""
+    """Pack two integers from -7 to 7 into each byte."""
     pairs = (integers + 8).to(torch.uint8).view(*integers.shape[:-1], -1, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 

@@ -21,7 +21,7 @@ class Half(Method):
 
     @classmethod
     def hook(cls, options: Any) -> Hook:
-        """What DDP calls for each bucket, once its gradients are there."""
+        """The communication hook that DDP calls for each bucket whose gradients are ready."""
         dtype = _DTYPES[options.kind]
 
         def hook(wire: Wire, bucket: dist.GradBucket) -> Future[Tensor]:  # PyTorch looks at these names
@@ -38,9 +38,9 @@ class Half(Method):
 
 
 def average_in(wire: Wire, bucket: dist.GradBucket, dtype: torch.dtype) -> Future[Tensor]:
-    """Average a bucket over the ranks in another dtype.
+    """Average a bucket over the ranks in `dtype`.
 
-    It is divided before it is sent, as in PyTorch's hooks: a sum could overflow.
+    The bucket is divided before it is sent, as in PyTorch's hooks, since the sum could overflow.
     """
     buffer = bucket.buffer()
     message = (buffer / wire.ranks).to(dtype)

@@ -34,7 +34,7 @@ class OneBitMean:
         self.of_chunk = Range(start=start, whole=self._numbers, values=like.new_zeros(length))
 
     def mean(self, vector: Tensor) -> Tensor:
-        """The ranks' mean, as far as one bit a number tells it; the same bits on every rank."""
+        """Compute the compressed mean of the ranks' vectors; the result is bitwise the same on every rank."""
         ranks, rank, chunk = self._wire.ranks, self._wire.rank, self._chunk
         everywhere = [length for lengths in self._segments for length in lengths]
         mine = self._segments[rank]
@@ -66,7 +66,7 @@ class OneBitMean:
 
 
 def _segments(sizes: Sequence[int], chunk: int, chunks: int) -> list[list[int]]:
-    """Of each chunk the lengths of the parts of tensors in it; the last one may be what fills it up."""
+    """The lengths of the segments in each chunk; the last segment of a chunk may be padding."""
     ends = [0]
     for size in sizes:
         ends.append(ends[-1] + size)
@@ -79,14 +79,14 @@ def _segments(sizes: Sequence[int], chunk: int, chunks: int) -> list[list[int]]:
 
 
 def _compressed(values: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Eight signs a byte, 1 for 0 and above, and a scale in float32 for each segment."""
+    """Compress values into signs, eight a byte (1 for values >= 0), and one float32 scale for each segment."""
     bits = (values >= 0).view(-1, 8).to(torch.uint8)
     signs = (bits << _places(values)).sum(1, dtype=torch.uint8)
     return signs, torch.stack([part.abs().mean() for part in values.split(list(lengths))]).float()
 
 
 def _restored(signs: Tensor, scales: Tensor, lengths: Sequence[int], like: Tensor) -> Tensor:
-    """The numbers that signs and scales tell, in another tensor's dtype."""
+    """Decompress signs and scales into values of the dtype of `like`."""
     bits = (signs.reshape(-1, 1) >> _places(signs)) & 1
     values = bits.view(-1).to(like.dtype).mul_(2).sub_(1)
     repeats = torch.tensor(list(lengths), device=signs.device)

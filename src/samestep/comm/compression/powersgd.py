@@ -21,7 +21,7 @@ from samestep.communication import PowerSGD
 
 
 class LowRank(Method):
-    """Averages the gradients of matrices in low rank, after some steps in which all are averaged whole."""
+    """Averages the gradients of matrices in low rank, after warm-up steps in which all are averaged whole."""
 
     def __init__(self, options: PowerSGD, replica: Replica) -> None:
         super().__init__(options, replica)
@@ -29,7 +29,7 @@ class LowRank(Method):
         self._steps = torch.zeros((), dtype=torch.int64)
         self._q: dict[str, Tensor] = {}  # [columns, rank] by the parameter's name
         self._errors: dict[str, Tensor] = {}  # [rows, columns]
-        self._new_errors: dict[str, Tensor] = {}  # of a step that is not taken yet
+        self._new_errors: dict[str, Tensor] = {}  # pending until the step is taken
         for number, (name, parameter) in enumerate(replica.parameters.items()):
             rows, columns = _shape(parameter)
             rank = min(options.rank, rows, columns)
@@ -65,14 +65,14 @@ class LowRank(Method):
         return True
 
     def _with_error(self, name: str, gradient: Tensor) -> Tensor:
-        """A gradient as a matrix [rows, columns], plus what earlier steps left out of it on this rank."""
+        """A gradient as a matrix [rows, columns], plus this rank's residual of earlier steps (error feedback)."""
         matrix = gradient.reshape(_shape(gradient))
         return matrix + self._errors[name] if self._options.error_feedback else matrix
 
     def update(self, weight: float) -> None:
         self.replica.optimizer.step()
         self._steps += 1
-        # Not before: a step may be left out, where its gradient is not finite.
+        # Only now, since a step whose gradient is not finite is skipped.
         for name, error in self._new_errors.items():
             self._errors[name].copy_(error)
         self._new_errors = {}

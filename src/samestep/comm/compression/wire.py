@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Of a rank without any sample the weight is this rather than 0, so that there is a mean where all ranks have none.
+# The weight of a rank without samples, instead of 0, so that the mean is defined if no rank has samples.
 _NO_WEIGHT = 1e-20
 
 
@@ -20,35 +20,35 @@ class Wire:
         self.sent = 0.0  # bytes of this rank since the start
 
     def sum(self, message: Tensor, *, asynchronous: bool = False) -> dist.Work | None:
-        """Sum a tensor over the ranks in place; `asynchronous`: once the work that is returned is waited for."""
+        """All-reduce a tensor in place by sum; `asynchronous`: returns the work to wait for."""
         self.sent += 2 * message.nbytes * (self.ranks - 1) / self.ranks
         return dist.all_reduce(message, group=self.group, async_op=asynchronous)
 
     def largest(self, message: Tensor) -> None:
-        """The largest value over the ranks, in place."""
+        """All-reduce a tensor in place by maximum."""
         self.sent += 2 * message.nbytes * (self.ranks - 1) / self.ranks
         dist.all_reduce(message, dist.ReduceOp.MAX, group=self.group)
 
     def exchange(self, parts: Tensor) -> Tensor:
-        """Row i of [ranks, ...] goes to rank i; returns what came from each rank, of the same shape."""
+        """All-to-all: send row i of [ranks, ...] to rank i; returns the received rows in the same shape."""
         return self.start_exchange(parts)[0]
 
     def start_exchange(self, parts: Tensor, *, asynchronous: bool = False) -> tuple[Tensor, dist.Work | None]:
-        """The same; `asynchronous`: what came is there once the work that is returned is waited for."""
+        """Start `exchange`. Returns the received rows, and with `asynchronous` the work to wait for first."""
         parts = parts.contiguous()
         received = torch.empty_like(parts)
         self.sent += parts.nbytes * (self.ranks - 1) / self.ranks
         return received, dist.all_to_all_single(received, parts, group=self.group, async_op=asynchronous)
 
     def gather(self, mine: Tensor, *, counted: bool = True) -> Tensor:
-        """Every rank's tensor, of one shape, as [ranks, ...]."""
+        """All-gather tensors of one shape into [ranks, ...]; `counted`: add the bytes to `sent`."""
         gathered = torch.empty((self.ranks, *mine.shape), dtype=mine.dtype, device=mine.device)
         self.sent += (self.ranks - 1) * mine.nbytes * counted
         dist.all_gather(list(gathered.unbind()), mine.contiguous(), group=self.group)
         return gathered
 
     def mean(self, tensors: Sequence[Tensor]) -> None:
-        """Average tensors over the ranks in place, in one message a dtype."""
+        """Average tensors over the ranks in place, in one all-reduce for each dtype."""
         for some in _by_dtype(tensors):
             message = flat(some)
             self.sum(message)
@@ -56,15 +56,15 @@ class Wire:
 
 
 def at_least(weight: float) -> float:
-    """A rank's weight in a mean that there is also where no rank has any."""
+    """A rank's weight, replaced by a tiny positive one if it is 0."""
     return max(weight, _NO_WEIGHT)
 
 
 class WeightedMean:
-    """The mean of the ranks' tensors, each weighted by how much its rank has seen; perhaps still on its way."""
+    """Weighted mean of the ranks' tensors, in one all-reduce; `asynchronous`: only `wait` waits for it."""
 
     def __init__(self, wire: Wire, tensors: Sequence[Tensor], weight: float, *, asynchronous: bool = False) -> None:
-        """`weight`: this rank's, 0 or more, such as the terms of its losses. It is sent along, as one more number."""
+        """`weight`: this rank's, 0 or more, such as the number of its loss terms; sent as one more element."""
         self._shapes = [tensor.shape for tensor in tensors]
         weight = at_least(weight)
         values = flat(tensors)

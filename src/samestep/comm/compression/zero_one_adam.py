@@ -27,7 +27,7 @@ from samestep.communication import ZeroOneAdam
 
 
 class LocalOneBit(Method):
-    """Adam whose exchanges are of one bit a number, and seldom."""
+    """Adam whose ranks take local steps, and average their updates in one bit an element every few steps."""
 
     diverges = True
 
@@ -66,10 +66,10 @@ class LocalOneBit(Method):
         return True
 
     def update(self, weight: float) -> None:
-        """A step of Adam with this rank's momentum; what it changes is noted, to be averaged when ranks meet.
+        """Take an Adam step with this rank's momentum, and accumulate the update for the next exchange.
 
-        `_anchor` is where all ranks stood when they last met, decayed as the parameters are; `_update` is what this
-        rank has moved since, and `_rates` the sum of its rates.
+        `_anchor` holds the parameters after the last exchange, with the same weight decay as the parameters;
+        `_update` accumulates this rank's updates since then, and `_rates` their learning rates.
         """
         entries = list(adam_entries(self.replica.optimizer, list(self.replica.parameters.values())))
         anchors = split_like(self._anchor, self.replica.tensors)
@@ -106,7 +106,7 @@ class LocalOneBit(Method):
         self._renewals += 1
 
     def _meet(self, entries: list[AdamEntry], anchors: list[Tensor]) -> None:
-        """Exchange what the ranks would do, and do the mean of it from where all ranks were."""
+        """Average the ranks' accumulated updates in one bit an element, and apply the mean to the anchor."""
         tensors = self.replica.tensors
         for number, update in enumerate(split_like(self._mean.mean(self._update), tensors)):
             entry = entries[number]
@@ -116,7 +116,7 @@ class LocalOneBit(Method):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """All ranks stand at one point again."""
+        """Reset the anchor to the parameters, now the same on all ranks, and clear the accumulated update."""
         self._anchor.copy_(flat(self.replica.tensors))
         self._update.zero_()
         self._rates.zero_()

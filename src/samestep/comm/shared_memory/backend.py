@@ -41,10 +41,10 @@ def register(environ: Mapping[str, str]) -> str:
 
 
 def new_group(options: Any, environ: Mapping[str, str], host: str | None = None) -> dist.ProcessGroup:
-    """A group of ranks: shared memory within each host, gloo between hosts.
+    """Create a process group with shared memory within each host and gloo between hosts.
 
-    `options` are PyTorch's `_DistributedBackendOptions`; `host`: what tells this host from others, None: found.
-    Every rank of the group calls this, and all choose the same.
+    `options` are PyTorch's `_DistributedBackendOptions`; `host`: an identifier of this host, None: `host_identity()`.
+    Every rank of the group must call this, and all make the same choices.
     """
     store, rank, ranks = options.store, options.group_rank, options.group_size
     gloo = _gloo(options, "gloo", rank, ranks)
@@ -60,7 +60,7 @@ def new_group(options: Any, environ: Mapping[str, str], host: str | None = None)
         limit=options.timeout.total_seconds(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     )
-    # Keys of one host's ranks apart from those of the others.
+    # A prefix for each host, so that the keys of different hosts' ranks don't collide.
     on_host = PrefixStore(f"host-{hosts.of_rank[rank]}", store)
     kernel, problem = None, ""
     if len(own) > 1:
@@ -89,14 +89,14 @@ def _gloo(options: Any, name: str, rank: int, ranks: int) -> ProcessGroupGloo:
 
 
 def _first_problem(store: Store, rank: int, ranks: int, problem: str) -> str:
-    """Why some rank can't share memory on its host; the same on every rank of the group."""
+    """The first rank's reason for having no shared memory, "" if all have it; the same on every rank of the group."""
     store.set(f"problem/{rank}", problem)
     problems = [store.get(f"problem/{each}").decode() for each in range(ranks)]
     return next((each for each in problems if each), "")
 
 
 def _kernel(store: Store, place: Place, environ: Mapping[str, str], *, tells: bool) -> HostKernel:
-    """The fastest kernel that all ranks of a group have, in their region. Raises NoRegionError on every rank."""
+    """Map the group's region with the fastest kernel that all its ranks have. Raises NoRegionError on every rank."""
     functions: Any = None
     own: Choice = "interpreted" if interpreted.is_sound() else "none"
     try:

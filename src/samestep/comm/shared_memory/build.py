@@ -65,7 +65,7 @@ def _compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _compile(command: Sequence[str], target: str) -> str | None:
-    """Compile the kernel; None, or the first line that the compiler says."""
+    """Compile the kernel. Returns None on success, otherwise the compiler's first line of output."""
     try:
         ended = subprocess.run(
             [*command, str(SOURCE), "-o", target], capture_output=True, text=True, timeout=_LIMIT, check=False
@@ -78,7 +78,7 @@ def _compile(command: Sequence[str], target: str) -> str | None:
 
 
 def _processor() -> str:
-    """The processor, as far as code that is compiled for it differs."""
+    """Identify the processor by its architecture and its instruction set flags."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

@@ -23,7 +23,7 @@ _BY_NUMBER = {number: operation for operation, number in OPERATIONS.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """Which rank of a group is on which host. Hosts are numbered in the order of their first ranks."""
+    """The host of each rank of a group. Hosts are numbered in the order of their first ranks."""
 
     of_rank: Sequence[int]
 
@@ -37,12 +37,12 @@ class Hosts:
 
     @property
     def most(self) -> int:
-        """How many ranks the fullest host has."""
+        """The largest number of ranks on a host."""
         return max(map(self.of_rank.count, self.of_rank))
 
     @cached_property
     def place_of_rank(self) -> Tensor:
-        """Where each rank stands in a list of hosts with `most` places each."""
+        """Each rank's index in a flattened [hosts, most] table of the hosts' ranks."""
         places = [host * self.most + self.ranks_on(host).index(rank) for rank, host in enumerate(self.of_rank)]
         return torch.tensor(places)
 
@@ -126,7 +126,7 @@ class HierarchicalKernel:
 
     @contextmanager
     def _or_all_raise(self) -> Iterator[None]:
-        """Where a message between hosts fails, let the ranks of this host raise, which wait for their leader."""
+        """Abort the local kernel if a message between hosts fails, so that ranks waiting for their leader raise."""
         try:
             yield
         except Exception:

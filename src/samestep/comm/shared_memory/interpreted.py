@@ -19,8 +19,8 @@ from samestep.comm.shared_memory.region import Region
 
 SLOT = 1 << 20  # bytes
 _LINE = 16  # int64 numbers between two ranks' counters, so that they share no cache line
-_LOOKS = 200  # at a counter, before the processor is given away
-_PATIENCE = 0.02  # seconds until a rank that doesn't come is looked after
+_LOOKS = 200  # polls of a counter before the processor is yielded
+_PATIENCE = 0.02  # seconds of waiting before the peer's process is checked
 _STEPS: Sequence[Callable[[Tensor, Tensor], Tensor]] = (
     Tensor.add_,
     Tensor.add_,  # the average: a sum, divided at the end
@@ -151,18 +151,18 @@ class InterpretedKernel:
                 raise kernel.mismatch(rank)
 
     def _wait_for_all(self) -> None:
-        """Tell the others that this rank has come, and wait until each of them has."""
+        """Publish this rank's next phase, and wait until all ranks have reached it."""
         self._phase += 1
         self._seats[self._place.rank, 0] = self._phase
         for rank in range(self._place.ranks):
             self._wait_for(rank)
 
     def _wait_for(self, rank: int) -> None:
-        """Wait until a rank's counter has come as far as this one's.
+        """Wait until a rank's phase counter has reached this rank's.
 
-        Looks first, then gives the processor away, then sleeps a millisecond at a time, and only then asks whether
-        the rank lives: a system call for each look would slow the usual case. Raises DistBackendError where another
-        rank has given up, where `rank` has ended, or after the group's time limit.
+        Polls first, then yields the processor, then sleeps a millisecond at a time and checks whether the rank is
+        alive; a system call at each poll would slow the usual case. Raises DistBackendError if another rank has
+        aborted, if the process of `rank` has ended, or after the group's timeout.
         """
         phases, wanted, looks = self._seats[:, 0], self._phase, 0
         began = time.monotonic()

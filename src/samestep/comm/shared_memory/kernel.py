@@ -36,12 +36,12 @@ class Place:
 
     rank: int
     ranks: int
-    limit: float  # seconds that one wait for another rank may take
+    limit: float  # timeout in seconds of a wait for another rank
     cores: int  # that the ranks of this host may use
 
 
 class Kernel(Protocol):
-    """Collectives on contiguous CPU tensors. They raise DistBackendError where a rank doesn't come."""
+    """Collectives on contiguous CPU tensors. They raise DistBackendError if a rank does not take part in time."""
 
     def barrier(self) -> None: ...
 
@@ -58,16 +58,16 @@ class Kernel(Protocol):
         ...
 
     def abort(self) -> None:
-        """Let every rank that waits raise."""
+        """Make every waiting rank raise."""
         ...
 
     def close(self) -> None:
-        """Let go of the region."""
+        """Unmap the region."""
         ...
 
 
 class HostKernel(Kernel, Protocol):
-    """What the kernels of one host have besides."""
+    """A kernel for the ranks of one host, with the further collectives that only such a kernel has."""
 
     def reduce_scatter(self, given: Tensor, out: Tensor, operation: int) -> None:
         """`given`: as many numbers as `out` for each rank, in the order of the ranks; `out`: this rank's sum."""
@@ -79,7 +79,7 @@ class HostKernel(Kernel, Protocol):
 
 
 def lost(rank: int) -> DistBackendError:
-    """What a rank raises that waits for one whose process has ended; worded as gloo's, which others look for."""
+    """The error of a rank whose peer's process has ended; worded as gloo's, since callers match gloo's text."""
     return DistBackendError(f"shared memory: Connection closed by peer: rank {rank} of the group has ended")
 
 

@@ -20,14 +20,14 @@ Counter = Callable[[str, int, int], None]  # the collective's kind, the bytes of
 
 
 class Watcher(Protocol):
-    """Who is told when collectives run and when they are waited for."""
+    """Interface for code that is notified when collectives run and when callers wait for them."""
 
     def running(self, kind: str) -> AbstractContextManager[None]:
-        """Around a collective while it runs, in the caller's thread or in the group's own."""
+        """The context in which a collective runs, in the caller's thread or in the group's."""
         ...
 
     def waiting(self, kind: str) -> AbstractContextManager[None]:
-        """Around the time in which the caller waits for one, or runs it."""
+        """The context in which the caller waits for a collective or runs it."""
         ...
 
 
@@ -42,13 +42,13 @@ def gloo_group(gloo: dist.ProcessGroupGloo) -> dist.ProcessGroup:
 class KernelGroup(dist.ProcessGroup):
     """Takes over all-reduce, all-gather, broadcast and barrier of dense CPU tensors, on one host or several.
 
-    What else is asked of it, point-to-point messages among them, goes to gloo. Which of the two runs a collective
-    depends on its arguments alone, so all ranks choose the same.
+    All other operations, such as point-to-point messages, go to gloo. Which of the two runs a collective depends on
+    its arguments only, so all ranks make the same choice.
 
     Every method that PyTorch looks up in Python (`PyProcessGroup.hpp`) is defined here or in `SharedMemoryGroup`,
-    and what gloo does is asked of `fallback`, never of `super()`: PyTorch's way from a Python group to the base
-    class holds Python's lock while it waits for gloo's, and a thread of gloo holds that lock while it waits for
-    Python's. (Seen in PyTorch 2.13: both wait for ever.)
+    and gloo is called through `fallback`, never through `super()`: PyTorch's call of the base class holds the GIL
+    while it waits for gloo's lock, and a thread of gloo holds that lock while it waits for the GIL, which deadlocks
+    (seen in PyTorch 2.13).
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo, kernel: Kernel) -> None:
@@ -178,13 +178,13 @@ class KernelGroup(dist.ProcessGroup):
         return self._run("all-reduce", _bytes(tensors), opts, tensors, run)
 
     def _gathers(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-        """Whether the kernel can gather these: dense, on the CPU, of `ranks` times the bytes."""
+        """Whether the kernel supports this all-gather: dense CPU tensors, outputs of `ranks` times the bytes."""
         return all(map(_dense, (*outputs, *inputs))) and all(
             out.nbytes == given.nbytes * self.size() for out, given in zip(outputs, inputs, strict=True)
         )
 
     def _gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
-        """Run or enqueue all-gathers, one a pair of tensors."""
+        """Run or enqueue an all-gather for each pair of tensors."""
 
         def run() -> None:
             for out, given in zip(outputs, inputs, strict=True):
@@ -195,8 +195,8 @@ class KernelGroup(dist.ProcessGroup):
     def _run(self, kind: str, message: int, opts: Any, result: Any, collective: Callable[[], None]) -> Any:
         """Count and run a collective: now for a caller that waits, in the queue for one that doesn't (`asyncOp`).
 
-        `message`: its bytes, for whoever counts. All collectives of a group go through one queue, in the order of the
-        calls.
+        `message`: its bytes, which are passed to the counters. All collectives of a group go through one queue, in
+        the order of the calls.
         """
         self._entered += 1
         for count in self.counters:
@@ -257,7 +257,7 @@ class SharedMemoryGroup(KernelGroup):
         return self._scatter(outputs, inputs, opts)
 
     def _scatters(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> bool:
-        """Whether the kernel can do it: its dtypes and reductions, dense tensors on the CPU."""
+        """Whether the kernel supports this reduce-scatter: its reduction and dtype, dense CPU tensors, sizes."""
         return (
             _operation(opts) is not None
             and all(map(_summable, (*outputs, *inputs)))
@@ -268,7 +268,7 @@ class SharedMemoryGroup(KernelGroup):
         )
 
     def _scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
-        """Run or enqueue reduce-scatters, one a pair of tensors."""
+        """Run or enqueue a reduce-scatter for each pair of tensors."""
         operation = _operation(opts)
         assert operation is not None
 
@@ -285,13 +285,13 @@ def _within(around: Callable[[], AbstractContextManager[None]], collective: Call
 
 
 def _operation(opts: Any) -> int | None:
-    """The reduction that options ask for, as the kernel knows it; None where only gloo has it."""
+    """The kernel's number of the reduction in the options; None if only gloo supports it."""
     operation = opts.reduceOp
     return OPERATIONS.get(operation.op if hasattr(operation, "op") else operation)
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers lie in a row in this host's memory. Raises TypeError for one without a memory."""
+    """Whether a tensor is a contiguous CPU tensor. Raises TypeError for one without memory, such as a DTensor."""
     if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided and not tensor.data_ptr():
         raise TypeError(
             f"a collective is given a {type(tensor).__name__}, which has no memory of its own; "
@@ -305,7 +305,7 @@ def _summable(tensor: Tensor) -> bool:
 
 
 def _alike(parts: Sequence[Tensor], given: Tensor) -> bool:
-    """Whether every rank gives as much as this one, which the places for what they give tell."""
+    """Whether all ranks send tensors of the same shape, judged by the shapes of the output tensors."""
     return _dense(given) and all(part.shape == given.shape and _dense(part) for part in parts)
 
 

@@ -25,12 +25,12 @@ _IDENTITIES = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/se
 
 
 class NoRegionError(Exception):
-    """A region can't be had here; the message says why, in one clause."""
+    """Raised if no region can be made here; the message is the reason, in one clause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A mapped region of `size` bytes, all zero at first. Its file stays open: its locks tell which ranks live."""
+    """A mapped region, initially zero. Its file stays open, since the locks on it show which ranks are alive."""
 
     file: int  # descriptor
     memory: mmap.mmap
@@ -42,7 +42,7 @@ class Region:
 
 
 def create(size: int) -> tuple[int, str]:
-    """A new file of `size` bytes in memory: its descriptor, and the path under which other ranks can open it.
+    """Create a file of `size` bytes in memory. Returns its descriptor, and the path at which other ranks can open it.
 
     On Linux the file has no name: it is gone with the last process that has it open, also after SIGKILL. Elsewhere
     it is a temporary file that `share` unlinks as soon as all ranks have opened it.
@@ -59,7 +59,7 @@ def create(size: int) -> tuple[int, str]:
     try:
         os.ftruncate(file, size)
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, 0, size)  # a write to memory that isn't there would end the process by SIGBUS
+            os.posix_fallocate(file, 0, size)  # a write to unallocated memory would raise SIGBUS
     except OSError as error:
         remove(path)
         os.close(file)
@@ -68,7 +68,7 @@ def create(size: int) -> tuple[int, str]:
 
 
 def _in_words(size: int) -> str:
-    """Bytes, rounded up: a group's region is less than 1 MiB, and that of shared replicas may be many GiB."""
+    """Format a size, rounded up to KiB or MiB: a group's region has less than 1 MiB, shared replicas' many GiB."""
     return f"{-(-size // (1 << 20)):,} MiB" if size >= 10 << 20 else f"{-(-size // (1 << 10)):,} KiB"
 
 
@@ -79,9 +79,9 @@ def remove(path: str) -> None:
 
 
 def share(store: Store, rank: int, ranks: int, size: int, make: Callable[[int], tuple[int, str]] = create) -> Region:
-    """The region of a group; rank 0 makes it and the others open it. Every rank of the group must call this.
+    """Map the region of a group; rank 0 creates it and the others open it. Every rank of the group must call this.
 
-    Raises NoRegionError, on every rank, where one of them can't have it.
+    Raises NoRegionError on every rank if one of them can't map it.
     """
     file, path, problem = -1, "", ""
     if rank == 0:
@@ -98,11 +98,11 @@ def share(store: Store, rank: int, ranks: int, size: int, make: Callable[[int], 
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         memory = None if problem else mmap.mmap(file, size)
         if memory is not None:
-            # The kernel takes the lock back when this process ends, in whatever way.
+            # The kernel releases the lock when this process ends for any reason.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
     except OSError as error:
         memory, problem = None, f"rank {rank} can't map the region of rank 0: {error.strerror}"
-    # Each rank tells its own outcome and reads all others': they agree on whether there is a region.
+    # Each rank publishes its own outcome and reads all others, so that all agree on whether there is a region.
     store.set(f"mapped/{rank}", problem)
     problems = [store.get(f"mapped/{each}").decode() for each in range(ranks)]
     if rank == 0 and not told:
@@ -118,7 +118,7 @@ def share(store: Store, rank: int, ranks: int, size: int, make: Callable[[int], 
 
 
 def host_identity() -> str:
-    """What is the same for two processes that can share memory: the machine's start, its namespaces, the user."""
+    """An identifier that is equal for processes that can share memory: host name, user, boot identity, namespaces."""
     found = [socket.gethostname(), str(os.getuid())]
     for path in map(Path, _IDENTITIES):
         if path.is_symlink():

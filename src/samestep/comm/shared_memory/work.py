@@ -14,7 +14,7 @@ _TASK_ENDED: Any = object()
 
 
 class _Task:
-    """One collective that was called and may not have run yet."""
+    """One collective in the queue."""
 
     def __init__(self, run: Callable[[], None], result: Any) -> None:
         self.run = run
@@ -26,23 +26,23 @@ class _Task:
         self._future: torch.futures.Future[Any] | None = None
 
     def finish(self) -> None:
-        """Run it, and keep what it raises for whoever waits. Called by whichever thread has the queue's lock."""
+        """Run the collective, and keep its exception for the waiter. The calling thread holds the queue's lock."""
         try:
             self.run()
         except Exception as error:  # raised again where it is waited for
             self.error = error
-        # A group may keep the task long after its caller has freed the message.
-        self.run = _TASK_ENDED  # lets go of its tensors
+        # The group may keep the task long after the caller has freed the message.
+        self.run = _TASK_ENDED  # releases the tensors
         with self._changing:
             self.done = True
         if self._ended is not None:
             self._ended.set_result(None)
 
     def future(self) -> torch.futures.Future[Any]:
-        """What C++ waits for (DistributedDataParallel's reducer); made when it is asked for, since it takes a while.
+        """The future for waiters in C++ (DistributedDataParallel's reducer); created on first use, as that is slow.
 
-        `set_exception` of a future stores the exception as its result, which C++ takes for tensors and crashes. An
-        error of a callback is one in C++, too.
+        An exception is passed on by a callback that raises it: `set_exception` would store it as the future's result,
+        which C++ would read as tensors and crash.
         """
         with self._changing:
             if self._future is None:
@@ -57,7 +57,7 @@ class _Task:
         return self._future
 
     def _outcome(self, _: torch.futures.Future[None]) -> Any:
-        """A callback of the future: PyTorch hands what it raises on to the waiter, in C++ too."""
+        """Callback of the future; PyTorch passes its exception on to the waiter, also in C++."""
         if self.error is not None:
             raise self.error
         return self.result
@@ -94,7 +94,7 @@ class WorkQueue:
         result: Any,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Work:
-        """Call a collective whose result is waited for later; the wait stands in `waiting()`."""
+        """Enqueue a collective. Returns the work to wait for, which waits within `waiting()`."""
         task = _Task(collective, result)
         self._waiting.append(task)
         if self._thread is None:
@@ -118,7 +118,7 @@ class WorkQueue:
             self._thread.join(timeout=1)
 
     def _serve(self) -> None:
-        """The queue's thread: one turn for each call, and the end after `close`."""
+        """Loop of the queue's thread: one turn for each call, until `close`."""
         while True:
             self._called.acquire()
             if self._closed and not self._waiting:
@@ -129,7 +129,7 @@ class WorkQueue:
 
 
 class _Called(Work):
-    """What a caller holds of a collective that runs later."""
+    """The handle of an enqueued collective."""
 
     def __init__(self, task: _Task, queue: WorkQueue, waiting: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _Called(Work):
         self._waiting = waiting
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Run or await the collective, in this thread where the queue's hasn't begun; raises what it raised."""
+        """Wait for the collective, or run it in this thread if the queue's has not; raises its exception."""
         with self._waiting():
             self._queue.finish(self._task)
         if self._task.error is not None:
@@ -163,7 +163,7 @@ class _Called(Work):
 
 
 class Done(Work):
-    """A collective that has run already, whose tensors are never asked for: one object for all of a group."""
+    """The handle of a collective that has already run; one object serves all calls of a group."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
