@@ -78,7 +78,7 @@ _SIZES = {"dp_replicate_size": "replicate", "dp_shard_size": "shard", "tp_size":
 
 
 def read(path: Path) -> Any:
-    """The file as Accelerate's ClusterConfig. Raises UserError with what Accelerate says against it."""
+    """Read the file as Accelerate's ClusterConfig. Raises UserError with Accelerate's message if it is invalid."""
     with environment.given(for_import()):
         from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
@@ -92,7 +92,7 @@ def read(path: Path) -> Any:
 
 
 def for_import() -> dict[str, str]:
-    """Variables to import Accelerate under: it imports DeepSpeed, which tells at length that it found no GPU."""
+    """Environment for importing Accelerate: it imports DeepSpeed, which warns at length on machines without GPU."""
     return {} if accelerators() else {"DS_ACCELERATOR": "cpu"}
 
 
@@ -281,7 +281,7 @@ class Accelerate(Engine):
 
 
 class _Precision(Precision):
-    """Backward as Accelerate runs it."""
+    """Precision whose backward is Accelerate's."""
 
     def __init__(self, name: str, device: torch.device, accelerator: "Accelerator") -> None:
         super().__init__(name, device)
@@ -292,10 +292,10 @@ class _Precision(Precision):
 
 
 def _variables(*, debug: bool) -> dict[str, str]:
-    """What Accelerate reads from the environment, where `accelerate launch` may have left what this job isn't."""
+    """Values for Accelerate's environment variables, which override those that `accelerate launch` may have set."""
     return {
         **for_import(),
-        "ACCELERATE_USE_FSDP": "false",  # else it would make shards of its own choice; a plugin is given to it
+        "ACCELERATE_USE_FSDP": "false",  # FSDP is configured by the plugin that is passed in
         "ACCELERATE_USE_DEEPSPEED": "false",
         "ACCELERATE_USE_MEGATRON_LM": "false",
         "ACCELERATE_USE_PARALLELISM_CONFIG": "false",
@@ -342,18 +342,18 @@ def _accelerator(
 
 
 def _prepared(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
-    """The model as Accelerate wraps it."""
+    """Let Accelerate wrap the model."""
     if not accelerator.is_fsdp2:
         return accelerator.prepare_model(model)
-    # It wants an optimizer beside the model, whose parameters it then replaces by their shards. The job's optimizer
-    # is made of the shards, since not every fused kernel knows them.
+    # For FSDP2, `prepare` requires an optimizer, whose parameters it replaces by shards. The job's own optimizer is
+    # made after this from the shards, since not every fused kernel supports them.
     stand_in = torch.optim.SGD(model.parameters())
     module, _ = accelerator.prepare(model, stand_in)
     return module
 
 
 def _shards(model: nn.Module, layout: Layout, precision: str, config: Any) -> "FullyShardedDataParallelPlugin":
-    """Accelerate's FSDP plugin: one unit a block, as the native engine has, or as the user's file says."""
+    """Make Accelerate's FSDP plugin: one FSDP unit for each block, as in the native engine, or by the user's file."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -366,7 +366,7 @@ def _shards(model: nn.Module, layout: Layout, precision: str, config: Any) -> "F
         settings |= plugin_settings(config.fsdp_config)
         check_model(settings, model)
     if precision == "bf16":
-        # Accelerate's own policy would sum gradients over ranks in bf16, and lose digits.
+        # Accelerate's default policy would reduce gradients in bf16, which loses precision.
         settings["mixed_precision_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
@@ -375,7 +375,7 @@ def _shards(model: nn.Module, layout: Layout, precision: str, config: Any) -> "F
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what Accelerate warns of when it is used as it has to be."""
+    """Silence warnings that Accelerate and PyTorch give for correct use."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*broadcast_buffers")
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")

@@ -32,7 +32,7 @@ from samestep.recipe import Average
 from samestep.tasks.base import Batch, Task
 from samestep.tasks.turns import StepTurns
 
-# The loss summed over a batch's terms, and how many terms those are.
+# Returns the sum of the loss over a batch's terms, and the number of terms.
 Loss = Callable[[Any, Batch], tuple[Tensor, Tensor | int]]
 OptimizerOf = Callable[[Iterator[tuple[str, nn.Parameter]]], Optimizer]
 ScheduleOf = Callable[[Optimizer], LRScheduler | None]
@@ -42,16 +42,16 @@ ScheduleOf = Callable[[Optimizer], LRScheduler | None]
 class Abilities:
     """What an engine can do. A job that asks for more is refused before any process starts."""
 
-    dimensions: frozenset[str]  # mesh dimensions that it can split
+    dimensions: frozenset[str]  # mesh axes that it supports
     precisions: frozenset[str]
     recompute: frozenset[str] = frozenset({"none"})
     offload: frozenset[str] = frozenset({"none"})
     attention: frozenset[str] = frozenset({"ulysses"})  # of tokens that are split
-    config: str | None = None  # what its own configuration file is called, where it takes one
-    packages: Mapping[str, str] = field(default_factory=dict)  # module that it needs -> what installs it
+    config: str | None = None  # name of its own configuration file, if it takes one
+    packages: Mapping[str, str] = field(default_factory=dict)  # module that it needs -> how to install it
     checkpoints: bool = False  # whether its trainers are Checkpointed
     complex_parameters: bool = False  # whether its trainers keep complex parameters complex
-    same_step: bool = True  # False: asynchronous or approximate, and measured by what it reaches
+    same_step: bool = True  # False: asynchronous or approximate, and judged by the metrics that it reaches
 
     profiles: bool = False  # run.profile: whether its trainers tell a clock of their phases
     buckets: bool = False  # run.bucket_mb: replicas send their gradients in buckets of that size
@@ -77,7 +77,7 @@ class Abilities:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a step did, seen over all ranks. Tensors, so that nothing waits for an accelerator."""
+    """The result of a step over all ranks, as tensors, so that the host doesn't wait for an accelerator."""
 
     loss: Tensor  # sum over the global batch / global count
     grad_norm: Tensor  # before clipping
@@ -89,24 +89,24 @@ class StepReport:
 class Trainer(ABC):
     """A model and its optimizer on one rank, spread as the layout says."""
 
-    timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
-    free_running: bool = False  # ranks don't wait for each other in every step
-    clock: StepClock | None = None  # to which the phases of a step are reported, where steps are profiled
+    timeline: Timeline | None = None  # records a pipeline's actions in one step
+    free_running: bool = False  # whether ranks may be in different steps
+    clock: StepClock | None = None  # times the phases of a step, if steps are profiled
 
     @abstractmethod
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         """Forward, backward, clip, update, advance the schedule: one step of the global batch."""
 
     def settle(self) -> None:
-        """Wait until this rank has its parameters as the last step left them; what reads them here does by itself."""
+        """Wait until the last step's parameters have arrived on this rank; the trainer's own methods do so."""
         return
 
     @abstractmethod
     def predict(self, inputs: Any) -> Any:
-        """The model's output in evaluation mode, without gradients; None where other ranks have it."""
+        """Run the model in evaluation mode, without gradients; None on ranks that don't have the output."""
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Meanwhile the model has the average of its weights for weights, where one is kept; every rank enters."""
+        """Context in which the model has the moving average of its weights, if one is kept; every rank enters."""
         return nullcontext()
 
     @abstractmethod
@@ -114,9 +114,9 @@ class Trainer(ABC):
         """Every parameter, whole, by its name in the model; the same on every rank."""
 
     def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
-        """Parameter, key and values of the optimizer's state of each parameter, whole, as far as it can be read.
+        """Yield (parameter, key, values) of the optimizer's unsharded state, as far as it can be read.
 
-        `keys`: those that may be there, of the parameter's shape. Every rank asks.
+        `keys`: the keys to look for, whose state has the parameter's shape. Every rank asks.
         """
         yield from ()
 
@@ -129,11 +129,11 @@ class Trainer(ABC):
         return {}
 
     def measured(self) -> Mapping[str, Any]:
-        """What the engine has measured of its own, for the report; rank 0's counts."""
+        """Measurements specific to the engine, for the report, which takes rank 0's."""
         return {}
 
     def elsewhere_seconds(self) -> float:
-        """The processor's time that other processes have computed in for this rank so far."""
+        """CPU seconds that helper processes have used for this rank so far."""
         return 0.0
 
     @abstractmethod
@@ -141,27 +141,27 @@ class Trainer(ABC):
         """The whole model's parameters and buffers, on the CPU."""
 
     def state_to_write(self, *, kept: bool) -> dict[str, Tensor]:
-        """`state` on a rank that wants to have it, and nothing on the others; every rank must ask."""
+        """`state` on ranks with `kept`, empty on the others; every rank must ask."""
         state = self.state()
         return state if kept else {}
 
 
 class TurnTaking(Trainer):
-    """A trainer whose steps can have turns."""
+    """A trainer that can take a step in turns, such as those of a GAN's two networks."""
 
     @abstractmethod
     def step_in_turns(self, batch: StepBatch, turns: StepTurns) -> StepReport:
-        """A step of several losses, each of which steps its own parameters before the next forward."""
+        """Take one step with several losses in turn; each updates its own parameters before the next forward."""
 
 
 class Skipping(Trainer):
-    """A trainer that can leave a step out."""
+    """A trainer that can skip a step."""
 
     skips_nonfinite: bool = False  # a step whose loss or gradient norm isn't finite changes nothing but the schedule
 
     @abstractmethod
     def pass_over(self) -> float:
-        """Advance the schedule as a step would, and nothing else; return the step's learning rate."""
+        """Skip a step: advance only the schedule. Returns the step's learning rate."""
 
 
 class Checkpointed(Trainer):
@@ -180,15 +180,15 @@ class Checkpointed(Trainer):
 
     @abstractmethod
     def tied(self) -> Mapping[str, str]:
-        """Further names of parameters that have several -> the name under which they are saved."""
+        """Further names of tied parameters -> the name under which the parameter is saved."""
 
     @abstractmethod
     def pieces(self) -> dict[str, Piece]:
-        """What this rank holds of the model and of the optimizer's state; every rank asks."""
+        """This rank's pieces of the model and of the optimizer's state; every rank asks."""
 
     @abstractmethod
     def scaler_state(self) -> dict[str, float]:
-        """What scales the loss under fp16; the same on every rank."""
+        """State of the loss scaler under fp16; the same on every rank."""
 
     @abstractmethod
     def restore(
@@ -198,24 +198,24 @@ class Checkpointed(Trainer):
         read: Callable[[Mapping[str, Piece]], None],
         scaler: Mapping[str, float],
     ) -> None:
-        """Become what was saved after `step` steps. `read` fills pieces in place; every rank calls it once."""
+        """Load the state saved after `step` steps. `read` fills pieces in place; every rank calls it once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """How a model is spread on this rank, and what its trainer steps with."""
+    """The layout of a model on this rank, and the settings of its trainer."""
 
     layout: Layout
     mesh: Mesh
     device: torch.device
     precision: str
-    clip: float | None  # the largest norm of the whole gradient
+    clip: float | None  # maximum norm of the whole gradient
     optimizer_of: OptimizerOf  # from the parameters that this rank then holds
     schedule_of: ScheduleOf
     details: Details
-    average: Average | None = None  # of the weights, which is evaluated and exported; None: there is none
-    communication: Communication | None = None  # how less is sent than every step's gradient; None: it isn't
-    master_weights: bool = False  # whether the optimizer steps a copy of the parameters with more digits
+    average: Average | None = None  # moving average of the weights, which is evaluated and exported
+    communication: Communication | None = None  # the method that replaces gradient averaging; None: averaging
+    master_weights: bool = False  # whether the optimizer steps a copy of the parameters in higher precision
 
 
 class Engine(ABC):
@@ -225,7 +225,7 @@ class Engine(ABC):
     abilities: ClassVar[Abilities]
 
     def can_fill(self, layout: Layout) -> bool:
-        """Whether `prepare` takes a model on the meta device under this layout, with its initial values to come."""
+        """Whether `prepare` accepts a model on the meta device under this layout, and fills in the initial values."""
         return False
 
     def check_task(self, task: Task, layout: Layout, config: Path | None) -> None:
@@ -233,7 +233,7 @@ class Engine(ABC):
         return
 
     def training_place(self, place: Place, layout: Layout, rank: int, config: Path | None) -> Place:
-        """Which part of each global batch a rank trains on; `place` is its part where all data ranks share it out."""
+        """The slice of each global batch that a rank trains on; `place`: its slice if all data ranks train."""
         return place
 
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:
@@ -252,17 +252,17 @@ class Engine(ABC):
         return job, layout
 
     def make_ready(self, job: Job, layout: Layout) -> None:
-        """Build what a settled job takes of the engine and isn't there yet: the last of the checks.
+        """Build what the engine needs for a settled job, such as extensions; called after all checks.
 
-        Called before any process starts, or by each rank where a launcher started them. Raises UserError where it
-        can't be built.
+        Called before any process starts, or by each rank if a launcher started them. Raises UserError if the build
+        fails.
         """
         return
 
     def in_this_process(self) -> AbstractContextManager[None]:
-        """Around all that this process does of a job, which may be the user's own and train something else next.
+        """Context of a whole job in this process; restores functions of PyTorch that the engine's package replaces.
 
-        What its package puts in the place of PyTorch's functions is put back there.
+        The process may be the user's own, and train something else next.
         """
         return nullcontext()
 

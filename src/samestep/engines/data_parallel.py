@@ -35,10 +35,10 @@ class DataParallel(Engine):
     )
 
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
-        """With fewer than two accelerators the plain model: then draws are answered by sample as everywhere.
+        """Wrap the model in nn.DataParallel, unless there are fewer than two accelerators.
 
-        nn.DataParallel splits each micro-batch over devices within one process, so dropout differs from one
-        process's.
+        The plain model draws random numbers by sample number, as under other engines. nn.DataParallel splits each
+        micro-batch over devices, each of which draws by itself, so dropout differs from one process's.
         """
         keep_no_cache(model)
         devices = accelerators() if how.device.type != "cpu" else 0

@@ -38,7 +38,7 @@ from samestep.validation import checked_file
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """What of Horovod can be chosen; None: what its variables say, and else its own default."""
+    """Horovod's settings; None: the value of Horovod's environment variable, or its default."""
 
     compression: Literal["none", "fp16"] = "none"  # of gradients on their way; fp16 is no longer the same step
     fusion_threshold_mb: Annotated[float, Gt(0), Le(65536)] | None = None  # gradients are sent together up to this
@@ -46,7 +46,7 @@ class Settings:
     messages: Literal["gloo", "mpi"] = "gloo"  # mpi: in ranks of mpirun, by a Horovod that was built with it
 
     def variables(self) -> dict[str, str]:
-        """The variables from which Horovod takes them when it starts."""
+        """The environment variables from which Horovod reads these settings when it starts."""
         found = {}
         if self.fusion_threshold_mb is not None:
             found["HOROVOD_FUSION_THRESHOLD"] = str(round(self.fusion_threshold_mb * 2**20))
@@ -57,7 +57,7 @@ class Settings:
         return found
 
     def bytes_sent(self, parameter: Tensor) -> int:
-        """Bytes of the message of a parameter's gradient."""
+        """Bytes of the message that carries a parameter's gradient."""
         return parameter.numel() * (2 if self.compression == "fp16" else parameter.element_size())
 
 
@@ -92,20 +92,20 @@ def start(settings: Settings) -> None:
     import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
 
     if hvd.is_initialized():
-        hvd.shutdown()  # it takes its settings when it starts, and these may be another training's
+        hvd.shutdown()  # it reads its settings only at its start, and may run with another training's
     if settings.messages == "mpi" or environment.horovodrun() is not None:  # Horovod knows its ranks by itself
         with environment.given(settings.variables()):
             hvd.init()
     else:
         with _rendezvous() as variables, environment.given({**variables, **settings.variables()}):
             hvd.init()
-            dist.barrier()  # the server stays until every rank has met the others
+            dist.barrier()  # the server must run until every rank has connected
     assert (hvd.rank(), hvd.size()) == (dist.get_rank(), dist.get_world_size())
 
 
 @contextmanager
 def _rendezvous() -> Iterator[dict[str, str]]:
-    """What `horovodrun` would have put into this rank's environment; the server where ranks meet is on rank 0."""
+    """Start Horovod's rendezvous server on rank 0, and yield the variables that `horovodrun` would have set."""
     ranks = environment.ranks()
     local_rank, local_size = (ranks.local_rank, ranks.local_world_size) if ranks else (0, 1)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -169,10 +169,10 @@ class Horovod(Engine):
 
 
 def distributed(optimizer: Optimizer, model: nn.Module, settings: Settings) -> Any:
-    """Horovod's optimizer with the groups of this one, and with rank 0's state where there is one.
+    """Wrap an optimizer in Horovod's DistributedOptimizer, and broadcast rank 0's state if there is any.
 
-    Of an optimizer that has not stepped nothing is broadcast: `hvd.broadcast_optimizer_state` would make its state by
-    a step with gradients of zero, with which AdamW counts a step and decays the weights.
+    Nothing is broadcast for an optimizer that has not stepped: `hvd.broadcast_optimizer_state` would create its state
+    by a step with zero gradients, in which AdamW counts a step and decays the weights.
     """
     import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
 
@@ -190,7 +190,7 @@ def distributed(optimizer: Optimizer, model: nn.Module, settings: Settings) -> A
 
 
 class _Compression:
-    """One of Horovod's, which rounds messages under fp64 too, where what is cast to fewer digits stays float64."""
+    """Horovod's compression, outside of fp64's mode, in which casts to lower precision would stay float64."""
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind
@@ -231,7 +231,7 @@ class HorovodTrainer(NativeTrainer):
 
 
 class _UsedOnceSynchronized(UsedByReplicas):
-    """Horovod sends zeros itself for what this rank did not use, so backward need not reach every parameter."""
+    """Tracks used parameters. Horovod sends zeros for unused ones itself, so backward need not reach all of them."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, optimizer: Any) -> None:
         super().__init__(model, group)

@@ -39,7 +39,7 @@ STATE = "communication."
 def prepare(
     model: nn.Module, how: Preparation, options: Communication, failures: LayoutFailures
 ) -> "LessCommunicationTrainer":
-    """Spread a model over replicas that exchange what a method says. Raises UserError for models it can't take."""
+    """Replicate a model over ranks that communicate by a method. Raises UserError for models that it can't train."""
     method_class = _method_class(options.kind)
     _check_model(model, method_class, options.kind)
     in_precision = Precision(how.precision, how.device)
@@ -92,43 +92,43 @@ class LessCommunicationTrainer(NativeTrainer):
     """Steps whose gradients, momenta or parameters are exchanged by a method."""
 
     def __init__(self, setup: TrainerSetup, *, method: Method, wire: Wire, hooked: bool) -> None:
-        """`hooked`: DistributedDataParallel exchanges the gradients, by the method's hook."""
+        """`hooked`: DistributedDataParallel exchanges the gradients through the method's communication hook."""
         super().__init__(setup)
-        # With it goes a flag of 8 bytes for each parameter that is trained: whether any rank used it.
+        # DDP's message of flags has 8 bytes for each trained parameter: whether any rank used it.
         flags = 8 * len(method.replica.parameters) if hooked else 0
         self._flags_sent = 2 * flags * (wire.ranks - 1) / wire.ranks
         self._method = method
         self._wire = wire
         self._own = torch.zeros(2, dtype=torch.float64, device=self._device)  # [loss sum, count] of this rank
-        self._kept: dict[str, Tensor] | None = None  # its own parameters, while those of all are looked at
+        self._kept: dict[str, Tensor] | None = None  # this rank's own parameters, while the model has the mean
 
     # The step.
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
-        """A step, and the bytes that this rank sent in it by its method and for the loss."""
+        """Take a step; the report includes the bytes that this rank sent for the method and the loss."""
         self._put_back()
         before = self._wire.sent
         report = super().step(batch, loss)
         return replace(report, sent=round(self._wire.sent - before + self._flags_sent))
 
     def gradient_scale(self, batch: StepBatch) -> float:
-        """1 / own samples for a method of own means; else as ever, so that the ranks' mean is the batch's."""
+        """1 / own samples for a method with `own_mean`; otherwise as in `NativeTrainer`."""
         if self._method.own_mean:
             return 1 / max(1, batch.local_samples)
         return super().gradient_scale(batch)
 
     def sum_totals(self, totals: Tensor) -> dist.Work | None:
-        """Keeps this rank's [loss sum, count], by which methods weigh it, before they are summed over ranks."""
+        """Keep this rank's [loss sum, count], which weights its part in means, then sum them over the ranks."""
         self._own.copy_(totals)
         if self._method.own_mean:
-            return None  # it goes with the norms, after backward
+            return None  # summed along with the norms, after backward
         return self._wire.sum(totals, asynchronous=True)
 
     def scale_and_clip(self, batch: StepBatch, totals: Tensor) -> Tensor:
-        """Turn gradients into means over terms, exchange them, and clip what this rank then steps with.
+        """Turn gradients into means over terms, exchange them, and clip the gradient that this rank steps with.
 
-        The norm that is returned is the same on every rank: of the one gradient, or else the root of the mean of the
-        ranks' squares, each rank as many times as its own gradient counts in the mean.
+        The returned norm is the same on every rank: that of the common gradient, or the root of the weighted mean of
+        the ranks' squared norms.
         """
         samples_to_terms = batch.global_samples / totals[1]
         if self._method.own_mean:
@@ -153,22 +153,22 @@ class LessCommunicationTrainer(NativeTrainer):
                 parameter.grad.mul_(coefficient.to(parameter.grad))
 
     def update(self) -> None:
-        """The method steps; its weight are the terms of this rank's losses in this step."""
+        """Let the method step, weighted by the number of this rank's loss terms in this step."""
         self._method.update(float(self._own[1]))
         if self.schedule is not None:
-            with warnings.catch_warnings():  # it looks for a step of the optimizer, which a method may do itself
+            with warnings.catch_warnings():  # the schedule expects `optimizer.step()`, which a method may replace
                 warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)`")
                 self.schedule.step()
 
-    # The model that all ranks together stand for.
+    # The mean of the ranks' models, which is evaluated and exported.
 
     def predict(self, inputs: Any) -> Any:
-        """Ranks may differ between exchanges: what is evaluated is what all together stand for."""
+        """Run the mean of the ranks' models, which may differ between exchanges."""
         self._look_at_all()
         return super().predict(inputs)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Of the model that all ranks together stand for."""
+        """The parameters of the mean of the ranks' models."""
         self._look_at_all()
         return super().parameters()
 
@@ -177,38 +177,38 @@ class LessCommunicationTrainer(NativeTrainer):
         return super()._whole_state(kept=kept)
 
     def _look_at_all(self) -> None:
-        """Put the ranks' mean in the place of this rank's own parameters until the next step; every rank asks."""
+        """Replace this rank's parameters by the ranks' mean until the next step; every rank asks."""
         if self._kept is not None or self._method.alike:
             return
         sent = self._wire.sent
         mean = self._method.averaged()
-        self._wire.sent = sent  # what is sent to look at the training is none of its steps' messages
+        self._wire.sent = sent  # messages of evaluations don't count as a step's
         self._kept = {}
         for name, parameter in self._method.replica.parameters.items():
             self._kept[name] = parameter.detach().clone()
             parameter.detach().copy_(mean[name])
 
     def _put_back(self) -> None:
-        """This rank's own parameters again, where the common ones stood in for an evaluation."""
+        """Restore this rank's own parameters if they are replaced by the mean."""
         kept, self._kept = self._kept, None
         if kept is not None:
             for name, parameter in self._method.replica.parameters.items():
                 parameter.detach().copy_(kept[name])
 
     def holdings(self) -> Holdings:
-        """Also counts what the method keeps between steps."""
+        """Add the method's state to what the trainer holds."""
         held = super().holdings()
         ranges = [each.values for each in self._method.ranges().values()]
         state = [*self._method.shared().values(), *self._method.own().values(), *ranges]
         return replace(held, optimizer_state=[*held.optimizer_state, *state])
 
-    # Checkpoints: `model.` is what all ranks stand for; where they diverge, each rank's own stands beside it.
+    # Checkpoints: `model.` is the mean of the ranks' models; a method that diverges also saves each rank's own.
 
     def pieces(self) -> dict[str, Piece]:
-        """What a checkpoint gets: the common model under its usual names, and what is needed to go on.
+        """The mean of the ranks' models under the usual names, and the state that is needed to resume.
 
-        `method...`: the method's state that all ranks share. Under a prefix for each rank: its own state, and for a
-        method that diverges its own parameters and optimizer state.
+        `method...`: the method's state that all ranks share. Under a prefix for each rank: its own method state, and
+        for a method that diverges its own parameters and optimizer state.
         """
         self._look_at_all()
         model = model_pieces(self.model, self._spread.parts)
@@ -238,10 +238,11 @@ class LessCommunicationTrainer(NativeTrainer):
         read: Callable[[Mapping[str, Piece]], None],
         scaler: Mapping[str, float],
     ) -> None:
-        """As usual, with this rank's own state from that of an earlier rank.
+        """Load a checkpoint, with this rank's own state from that of an old rank.
 
-        With as many ranks as before each goes on where it was. With another number all begin at the common model,
-        rank r takes optimizer state from old rank r modulo the old number, and errors are dealt out (`_Dealt`).
+        With the same number of ranks each continues from its own state. With another number all begin with the mean
+        model, rank r takes the optimizer state of old rank r modulo the old number, and residuals are redistributed
+        (`_Dealt`).
         """
         before = _ranks_in(saved)
         own = self._own_prefix(self._wire.rank % before if before else 0)
@@ -254,7 +255,7 @@ class LessCommunicationTrainer(NativeTrainer):
             more = {STATE + name: whole_piece(value) for name, value in method.shared().items()}
             more |= {STATE + name: _range_piece(each) for name, each in method.ranges().items()}
             if method.diverges:
-                # Its own optimizer state; and its own parameters, where there are as many ranks as before.
+                # The rank's own optimizer state; its own parameters only if the number of ranks is unchanged.
                 mine = {MODEL + name for name in trained} if before == self._wire.ranks else set[str]()
                 mine |= {name for name in pieces if name.startswith(OPTIMIZER)}
                 pieces = {own + name if name in mine else name: each for name, each in pieces.items()}
@@ -265,10 +266,10 @@ class LessCommunicationTrainer(NativeTrainer):
 
 
 class _Dealt:
-    """A method's own state on this rank, from that of the ranks that saved it."""
+    """Redistributes a method's per-rank state from the ranks that saved it to the present ones."""
 
     def __init__(self, method: Method, *, before: int, prefix: Callable[[int], str]) -> None:
-        """`before`: how many ranks saved it."""
+        """`before`: the number of ranks that saved the state."""
         ranks, rank = method.replica.wire.ranks, method.replica.wire.rank
         self._factor = ranks / before if before else 1.0
         self._parts = {
@@ -283,7 +284,7 @@ class _Dealt:
         }
 
     def fill(self) -> None:
-        """Add up what was dealt to this rank, times new ranks / old ranks, so that the ranks' mean stays."""
+        """Sum the old states assigned to this rank, times new ranks / old ranks, which keeps the ranks' mean."""
         for name, value in self._own.items():
             value.zero_()
             for part in self._parts[name]:
@@ -291,7 +292,7 @@ class _Dealt:
 
 
 def _ranks_in(saved: Mapping[str, Entry]) -> int:
-    """How many ranks have state of their own in a checkpoint."""
+    """The number of ranks with state of their own in a checkpoint."""
     start = f"{STATE}rank"
     return len({name.removeprefix(start).partition(".")[0] for name in saved if name.startswith(start)})
 
@@ -301,13 +302,13 @@ def _copied(piece: Piece) -> Piece:
 
 
 def _range_piece(held: Any) -> Piece:
-    """A part of a flat tensor that is cut over the ranks."""
+    """The piece of a flat tensor that is sharded over the ranks."""
     boxes = [Box(offsets=(held.start,), values=held.values)] if held.values.numel() else []
     return Piece(shape=torch.Size([held.whole]), dtype=held.values.dtype, boxes=boxes)
 
 
 class _UsedByAny(Used):
-    """Gives zeros as the gradient of a parameter that only other ranks used; what no rank used keeps none."""
+    """Gives a zero gradient to parameters that only other ranks used; those that no rank used keep None."""
 
     def __init__(self, model: nn.Module, *, wire: Wire) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -317,7 +318,7 @@ class _UsedByAny(Used):
         return loss
 
     def settle(self) -> None:
-        """Zeros in place of None where only another rank used a parameter: all ranks then exchange the same ones."""
+        """Give parameters that only other ranks used a zero gradient, so that all ranks exchange the same ones."""
         flags = [parameter.grad is not None for parameter in self._parameters]
         used = torch.tensor(flags, dtype=torch.uint8, device=self._parameters[0].device)
         self._wire.largest(used)

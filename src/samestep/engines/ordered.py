@@ -21,7 +21,7 @@ from samestep.tasks.base import sum_and_count
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise UserError for a layer whose training forward looks at more than a virtual rank's samples."""
+    """Raise UserError for a layer whose training forward depends on more than a virtual rank's samples."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise UserError(
@@ -31,7 +31,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def prepare(model: nn.Module, how: Preparation, failures: LayoutFailures) -> "OrderedTrainer":
-    """Spread a model so that gradients stay each virtual rank's own until they are summed in order."""
+    """Spread a model without gradient averaging, and make the trainer that sums virtual ranks' gradients in order."""
     assert how.details.virtual_ranks is not None
     check_model(model)
     in_precision = Precision(how.precision, how.device)
@@ -67,7 +67,7 @@ class OrderedTrainer(NativeTrainer):
         number = {id(each): place for place, each in enumerate(batch.micro_batches, sums.first)}
 
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
-            """As `NativeTrainer`'s; sum and count of each virtual rank are kept, to be added by the tree."""
+            """The scaled loss sum of a micro-batch; keeps each virtual rank's sum and count for the ordered sum."""
             loss_sum, count = sum_and_count(loss(output, micro_batch.batch))
             if not micro_batch.moment.lent:
                 leaf = facts[number[id(micro_batch)]]

@@ -33,7 +33,7 @@ def parameter_dtype(precision: str, *, master_weights: bool = False) -> torch.dt
 
 @contextmanager
 def float32_products(precision: str) -> Iterator[None]:
-    """Code whose float32 matrix products may be computed with fewer digits: `run.float32_matmul`."""
+    """Set the internal precision of float32 matrix products in a block of code (`run.float32_matmul`)."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -52,34 +52,34 @@ class Precision:
         self._device_type = device.type
         self._dtype = _AUTOCAST.get(name)
         self._scaler = GradScaler(device.type, enabled=name == "fp16")
-        # Makes the scale, also on a rank that has no loss: an earlier stage of a pipeline unscales gradients, too.
+        # Initializes the scale on every rank: ranks of earlier pipeline stages have no loss, but unscale gradients.
         self._zero = self._scaler.scale(torch.zeros((), device=device)) if self.scales else None
 
     @property
     def scales(self) -> bool:
-        """Whether the loss is scaled, and a step is left out where its scaled gradients overflow."""
+        """Whether the loss is scaled; steps whose scaled gradients overflow are then skipped."""
         return self._scaler.is_enabled()
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None)
 
     def throughout(self) -> AbstractContextManager[None]:
-        """What forward, loss, backward and scores run in: with fp64 also what a model casts to float32 is float64."""
+        """Context of forward, loss, backward and scores: with fp64, casts of the model to float32 give float64."""
         return in_float64(self._name == "fp64")
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What backward starts from."""
+        """Multiply the loss by the scale of fp16, if there is one."""
         return self._scaler.scale(loss)
 
     def backward(self, loss: Tensor) -> None:
-        """The backward of what `scaled` gave."""
+        """Run backward from a loss that `scaled` returned."""
         loss.backward()
 
     def unscale(self, optimizer: Optimizer, everyone: dist.ProcessGroup | None = None) -> None:
-        """Bring gradients back to their true size, before they are measured and clipped.
+        """Divide gradients by the loss scale, before their norm is taken and they are clipped.
 
-        `everyone`: the ranks that step together, each of which hears where a gradient of any has overflowed. Ranks
-        with other shards, slices or stages have other gradients.
+        `everyone`: the ranks that step together, which all-reduce whether any gradient has overflowed, since ranks
+        with different shards, slices or stages have different gradients.
         """
         if self._zero is None:
             return
@@ -99,10 +99,10 @@ class Precision:
         self._scaler.update()
 
     def state(self) -> dict[str, float]:
-        """The scale of the loss and how it came to be; nothing where losses aren't scaled."""
+        """State of the loss scaler; empty if losses aren't scaled."""
         return self._scaler.state_dict()
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on with a scale that `state` told; with the first one where there is none."""
+        """Load a loss scaler's state; an empty one keeps the initial scale."""
         if state and self._scaler.is_enabled():
             self._scaler.load_state_dict(dict(state))

@@ -1,4 +1,4 @@
-"""What engines with a native step hand to their trainer, and the two ways in which they come by its model."""
+"""The arguments of native trainers, and the two ways to make their model: by samestep or by another package."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,22 +21,22 @@ from samestep.parallel.unused_parameters import Used
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSetup:
-    """What a NativeTrainer steps with on this rank."""
+    """Arguments of a NativeTrainer on this rank."""
 
     how: Preparation  # layout, mesh, device, clipping and average
     model: nn.Module  # with the parameters that this rank holds
-    spread_model: ParallelModel  # runs forward and backward of it
+    spread_model: ParallelModel  # runs the model's forward and backward
     optimizer: Optimizer
     schedule: LRScheduler | None
     precision: Precision
     failures: LayoutFailures | None = None  # explains errors of the first step and of the first prediction
-    answers_draws: bool = True  # all random numbers of a forward are drawn by sample number: no generator may move
+    answers_draws: bool = True  # all random numbers are drawn by sample number, so no generator's state may change
 
 
 def spread_as(
     model: nn.Module, how: Preparation, precision: Precision, *, exchange: GradientExchange | None = None
 ) -> ParallelModel:
-    """A model spread by samestep's own parts; `exchange` as for `parallel.apply.spread`."""
+    """Spread a model by samestep's own code; `exchange` as for `parallel.apply.spread`."""
     return spread(
         model,
         how.layout,
@@ -60,9 +60,9 @@ def spread_by_engine(
     accumulating: Context = nullcontext,
     parts: ShardTable | None = None,
 ) -> WholeModel:
-    """A model that another package has spread, which made `module` of it; `used` finds unused parameters.
+    """Make the parallel model for `model`, which another package has wrapped as `module`.
 
-    `parts`: what the ranks hold of it, where the package has replaced its parameters since.
+    `used`: finds unused parameters. `parts`: the table of shards, if the package has replaced the parameters.
     """
     return WholeModel(
         module=module,

@@ -47,14 +47,14 @@ def prepare(model: nn.Module, how: Preparation, failures: LayoutFailures) -> "Sh
 
 
 class SharedReplicasTrainer(NativeTrainer):
-    """Steps in which each rank sums and updates its part of the parameters that all ranks read."""
+    """Trainer of replicas in shared memory: each rank averages the gradients of its rows and updates them for all."""
 
     def __init__(self, setup: TrainerSetup, *, shared: SharedReplicas) -> None:
         super().__init__(setup)
         self._shared = shared
 
     def backward(self, batch: StepBatch, loss: Loss) -> Tensor:
-        """Backward into own gradients, then the mean of this rank's rows over all ranks."""
+        """Run backward into this rank's gradients, then average its rows of the gradient over all ranks."""
         totals = super().backward(batch, loss)
         self._shared.sum()
         return totals
@@ -68,7 +68,7 @@ class SharedReplicasTrainer(NativeTrainer):
         return self._shared.norm()
 
     def update(self) -> None:
-        """Step own rows in the shared parameters, and wait until all ranks have written theirs."""
+        """Update this rank's rows of the shared parameters, and wait until all ranks have updated theirs."""
         super().update()
         self._shared.wait()
 
@@ -76,12 +76,12 @@ class SharedReplicasTrainer(NativeTrainer):
         return self._shared.held, self._shared.held_parts
 
     def restore(self, *arguments: Any, **keywords: Any) -> None:
-        """No rank may read parameters before all have written theirs."""
+        """Load a checkpoint, and wait until all ranks have written the shared parameters."""
         super().restore(*arguments, **keywords)  # every rank writes the same parameters
         self._shared.wait()
 
     def holdings(self) -> Holdings:
-        """What the host holds once is counted once: the rows that this rank steps, and its own gradients."""
+        """This rank's holdings: of the shared memory, which counts once a host, its own rows and gradients."""
         return Holdings(
             parameters=self._shared.parameters,
             gradients=self._shared.gradients,

@@ -1,6 +1,6 @@
-"""A ds_config.json beside a job: read, held against what the job says, and completed for `deepspeed.initialize`.
+"""Read a ds_config.json, check it against the job, and complete it for `deepspeed.initialize`.
 
-Which of its parts go together with which layouts and recipes, and its optimizer as a recipe says it.
+Also: which settings each layout allows, and the conversion of the configured optimizer to a recipe's.
 """
 
 import json
@@ -23,7 +23,7 @@ _ADAM = ("Adam", "AdamW")
 
 @dataclass(frozen=True, kw_only=True)
 class JobValues:
-    """What a job says of the things that a ds_config.json can also say; None where it leaves them open."""
+    """The values of a job that a ds_config.json can also set; None: not set by the job."""
 
     ranks: int
     stage: int | None = None
@@ -75,14 +75,14 @@ def clip_of(config: Mapping[str, Any]) -> float | None:
 
 
 def has_auto(section: Any) -> bool:
-    """Whether something in a section is left to the program that starts DeepSpeed."""
+    """Whether a section has a value "auto", which the program that starts DeepSpeed must fill in."""
     if isinstance(section, Mapping):
         return any(has_auto(value) for value in section.values())
     return section == "auto"
 
 
 def takes_optimizer(config: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed makes the optimizer. One with a value left open is made by samestep, with the job's."""
+    """Whether DeepSpeed makes the optimizer; samestep makes it if the section is missing or has an "auto"."""
     return "optimizer" in config and not has_auto(config["optimizer"])
 
 
@@ -138,7 +138,7 @@ def _size(config: Mapping[str, Any], name: str) -> int | None:
 
 
 def agree(config: Mapping[str, Any], asked: JobValues) -> None:
-    """Raise one UserError for all that a configuration and a job both say, and say differently."""
+    """Raise one UserError that lists all settings whose values in the configuration and the job differ."""
     _, micro = sizes(config, asked)
     zero = config.get("zero_optimization", {})
     both = {
@@ -159,7 +159,7 @@ def agree(config: Mapping[str, Any], asked: JobValues) -> None:
 
 
 def completed(given: Mapping[str, Any], asked: JobValues, *, on_cpu: bool) -> Config:
-    """The configuration for `deepspeed.initialize`: as given, and where it is silent as the job asks."""
+    """Complete a configuration for `deepspeed.initialize`: settings that it leaves open are taken from the job."""
     agree(given, asked)
     batch, micro = sizes(given, asked)
     micro = micro or asked.micro_batch
@@ -170,8 +170,8 @@ def completed(given: Mapping[str, Any], asked: JobValues, *, on_cpu: bool) -> Co
         if device is not None:
             zero[name] = {**zero.get(name, {}), "device": device}
     config["zero_optimization"] = zero
-    # DeepSpeed wants batch = micro-batch x accumulation x ranks. Batches here may be of any size, and the trainer
-    # says itself where a step ends; so these are the next ones that fit, for what DeepSpeed prepares by them.
+    # DeepSpeed requires batch = micro-batch x accumulation x ranks. Batches here may have any size, and the trainer
+    # itself marks the end of a step, so the sizes are rounded up to the next ones that satisfy this.
     share = -(-(batch or asked.ranks) // asked.ranks)
     steps = -(-share // (micro or share))
     each = micro if batch is None and micro else -(-share // steps)
@@ -185,16 +185,16 @@ def completed(given: Mapping[str, Any], asked: JobValues, *, on_cpu: bool) -> Co
         if not takes(given):
             config.pop(name, None)
     if on_cpu and config.get("optimizer", {}).get("type") in _ADAM:
-        # PyTorch's own, with the same numbers: DeepSpeed's would be compiled now. Without a word it decays nothing.
+        # PyTorch's Adam computes the same and needs no compilation. DeepSpeed's default weight decay is 0.
         params = config["optimizer"].get("params", {})
         instead = {} if params.get("torch_adam") else {"weight_decay": 0.0}
         config["optimizer"]["params"] = {"torch_adam": True, **instead, **params}
-    # PyTorch's optimizers under ZeRO, which DeepSpeed refuses unless it is told so.
+    # Without these, DeepSpeed refuses PyTorch's optimizers under ZeRO.
     return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **config}
 
 
 def _given(section: Mapping[str, Any], name: str) -> Any:
-    """A value of the configuration, without "auto", which asks for the job's."""
+    """A value of the configuration; None if it is missing or "auto"."""
     value = section.get(name)
     return None if value == "auto" else value
 
@@ -204,7 +204,7 @@ def _device(zero: Mapping[str, Any], name: str) -> str | None:
 
 
 def _without_auto(value: Any) -> Any:
-    """A copy without what is left open: DeepSpeed's own default stands then."""
+    """A copy without "auto" values, for which DeepSpeed's defaults then apply."""
     if isinstance(value, Mapping):
         return {name: _without_auto(inner) for name, inner in value.items() if inner != "auto"}
     return deepcopy(value)
@@ -246,7 +246,7 @@ def optimizer_of(given: Config, recipe: Recipe) -> AdamW | SGD:
 
 
 def check_proof(given: Config) -> None:
-    """Raise UserError for an optimizer of which one process's step is not known."""
+    """Raise UserError for an optimizer without an equivalent in recipes, which a proof needs as its reference."""
     section = given.get("optimizer")
     if section is not None and (what := _foreign(section)):
         raise UserError(
@@ -256,7 +256,7 @@ def check_proof(given: Config) -> None:
 
 
 def _foreign(section: Config) -> str | None:
-    """What of an optimizer recipes don't have; None where they have all of it."""
+    """The first part of an optimizer's configuration that recipes don't support; None if they support all of it."""
     kind, params = str(section.get("type", "")), section.get("params", {})
     schema = _SCHEMAS.get(kind.lower())
     if schema is None:
@@ -282,7 +282,7 @@ def default_decay(section: Mapping[str, Any]) -> float:
 
 
 def _mirrored(section: Config, recipe: Recipe) -> AdamW | SGD:
-    """The optimizer of the configuration in the recipe's terms, with DeepSpeed's defaults for what it leaves out."""
+    """Convert the configured optimizer to a recipe's, with DeepSpeed's defaults for missing values."""
     schema = _SCHEMAS[str(section["type"]).lower()]
     mine = recipe.optimizer if isinstance(recipe.optimizer, schema) else schema()
     params = section.get("params", {})

@@ -61,7 +61,7 @@ class DeepSpeed(Engine):
         return linear_kept()
 
     def settle(self, job: Job, layout: Layout) -> tuple[Job, Layout]:
-        """What its configuration says goes where the job has its default; what both say must be the same."""
+        """Take settings from the configuration where the job has its defaults; those that both set must agree."""
         given = configuration.read(job.run.engine_config) if job.run.engine_config is not None else {}
         recipe = job.recipe
         stage = configuration.stage_of(given)
@@ -92,7 +92,7 @@ class DeepSpeed(Engine):
             nvme.build(device_of(0, job.run.device).type)
 
     def check_proof(self, job: Job) -> None:
-        """Raise UserError where the configuration asks for what is not one process's step."""
+        """Raise UserError if the configuration has an optimizer that a proof has no reference for."""
         if job.run.engine_config is not None:
             check_proof(configuration.read(job.run.engine_config))
 
@@ -155,7 +155,7 @@ class DeepSpeed(Engine):
 
 
 def _asked(layout: Layout, recipe: Recipe | None = None, micro_batch: int | None = None) -> JobValues:
-    """What the job asks for where it is not left at its default."""
+    """The job's values; None for those at their default."""
     in_memory = "cpu" if layout.offloads("optimizer") else None
     return JobValues(
         ranks=layout.data_ranks,

@@ -23,7 +23,7 @@ _HIDING = "CheckpointFunctionBackward"
 
 
 def reached(loss: Tensor) -> set[int] | None:
-    """The identities of the parameters that a loss depends on; None where its graph does not show them all."""
+    """The ids of the parameters that a loss depends on; None if reentrant checkpoints hide a part of the graph."""
     nodes: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
     found: set[int] = set()
@@ -42,7 +42,7 @@ def reached(loss: Tensor) -> set[int] | None:
 
 
 def digest(numbers: list[int]) -> Tensor:
-    """Two whole numbers that are each other's negative: the largest of them over ranks differ where any rank's do."""
+    """A hash and its negative: after an all-reduce by maximum their sum is 0 only if all ranks have the same hash."""
     value = hash(tuple(numbers)) & 0x7FFFFFFFFFFFFFFF
     return torch.tensor([value, -value])
 
@@ -51,10 +51,10 @@ _END = -1  # of a forward, where others run one layer more
 
 
 class SameOrder:
-    """Refuses a forward in which ranks would wait for each other for ever, before it gathers anything.
+    """Raises UserError when ranks are about to run different layers, which would deadlock in ZeRO 3's all-gathers.
 
-    In the first forward the ranks agree on each layer by a message. All that follow must run what the first one
-    ran, which each rank sees for itself. To be made before DeepSpeed puts its own hooks on the layers.
+    In the first forward the ranks compare each layer by an all-reduce. Later forwards must run the layers of the
+    first one, which each rank checks alone. Construct it before DeepSpeed puts its own hooks on the layers.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class SameOrder:
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
-        """A forward of this rank, while others do theirs."""
+        """Context of one forward, whose layers are checked."""
         self._running, self._training = [], training
         try:
             yield
@@ -81,13 +81,13 @@ class SameOrder:
             self._running = None
 
     def _run(self, number: int, module: nn.Module, arguments: Any) -> None:
-        """Before a module with parameters runs: the ranks compare that they run the same one."""
+        """Forward pre-hook of a module with parameters: check that all ranks run the same one."""
         if self._running is not None:
             self._go_on(number)
             self._running.append(number)
 
     def _go_on(self, number: int) -> None:
-        """Raise UserError where this rank is about to run another layer than it should."""
+        """Raise UserError if this rank is about to run another layer than other ranks, or than the first forward."""
         assert self._running is not None
         order = self._orders.get(self._training)
         if order is None:
@@ -108,7 +108,7 @@ class SameOrder:
 
 
 def gradients_of(engine: Any, mesh: Mesh) -> "Gradients":
-    """The way to the gradients of an engine, by its ZeRO stage."""
+    """Make the access to an engine's gradients for its ZeRO stage."""
     return ShardedGradients(engine, mesh) if engine.zero_optimization() else WholeGradients(engine, mesh)
 
 
@@ -119,27 +119,27 @@ class Gradients(ABC):
     """
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss, times the scale for fp16 where DeepSpeed's backward leaves that to others."""
+        """The loss, multiplied by the fp16 scale if DeepSpeed's backward does not do so."""
         return loss
 
     def check_before_backward(self, loss: Tensor, *, last: bool) -> None:
-        """Raise UserError, on every rank, for a backward in which the ranks would wait for each other for ever.
+        """Raise UserError, on every rank, for a backward that would deadlock.
 
-        `last`: the step's last one on this rank.
+        `last`: whether this is the step's last backward on this rank.
         """
         return
 
     def check_before_reducing(self) -> None:
-        """The same where the gradients of all backwards are exchanged at once, after the last."""
+        """Raise UserError, on every rank, if the exchange of gradients after all backwards would deadlock."""
         return
 
     def unused(self) -> int:
-        """How many parameters this rank's backward left without the gradient that they must have in every step."""
+        """The number of parameters that need a gradient in every step and got none on this rank."""
         return 0
 
     @abstractmethod
     def settle(self, factor: float) -> None:
-        """Multiply the gradient, after the last backward and before the step. Raises UserError for what can't be."""
+        """Multiply the gradient, after the last backward and before the step. Raises UserError if it can't be."""
 
     @abstractmethod
     def norm_after_step(self) -> float | Tensor:
@@ -198,7 +198,7 @@ class ShardedGradients(Gradients):
             parameter.register_hook(self._note(number))
 
     def _note(self, number: int) -> Any:
-        """A hook: this rank has a gradient of the parameter with this number."""
+        """Make a gradient hook that records the parameter's number."""
 
         def note(gradient: Tensor) -> None:
             self._seen.add(number)
@@ -219,12 +219,12 @@ class ShardedGradients(Gradients):
             self._expected = set()
 
     def check_before_reducing(self) -> None:
-        """The same in a pipeline, where gradients are sent once, after all backwards."""
+        """Check a pipeline, whose gradients are exchanged once, after all backwards."""
         if self._mesh.data_place.of > 1:
             self._check_alike(self._seen)
 
     def _check_alike(self, numbers: set[int]) -> None:
-        """Raise UserError on every rank where the ranks are about to send gradients of different parameters."""
+        """Raise UserError on every rank if the ranks are about to send gradients of different parameters."""
         device = next(self._engine.module.parameters()).device
         found = digest(sorted(numbers)).to(device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mesh.data_group)

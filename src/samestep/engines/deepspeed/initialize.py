@@ -1,4 +1,4 @@
-"""DeepSpeed imported and initialised: without noise, and without compiling an extension that the job doesn't need."""
+"""Import and initialize DeepSpeed, without its warnings and without compiling extensions that a job does not use."""
 
 import importlib
 import logging
@@ -23,7 +23,7 @@ _NO_NEWS = ("ZeRO with an untested optimizer", "learning rate from scheduler bef
 
 @contextmanager
 def quietly(device: torch.device) -> Iterator[None]:
-    """For what DeepSpeed warns of while it is imported and set up: deprecated parts of PyTorch that it uses."""
+    """Silence DeepSpeed's warnings while it is imported and set up, which are about deprecated parts of PyTorch."""
     with environment.deepspeed_settings(device.type, device.index), warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning, UserWarning):
             warnings.simplefilter("ignore", category)
@@ -31,7 +31,7 @@ def quietly(device: torch.device) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """What stands for an extension that isn't there."""
+    """Replacement for the build of an extension."""
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -40,7 +40,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def without_deprecations() -> Iterator[None]:
-    """For steps: DeepSpeed's messages go by names that PyTorch has given up."""
+    """Silence PyTorch's deprecation warnings about the collectives that DeepSpeed calls in a step."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning)
         yield
@@ -48,13 +48,13 @@ def without_deprecations() -> Iterator[None]:
 
 @contextmanager
 def at_work(device: torch.device) -> Iterator[None]:
-    """For what runs the model: DeepSpeed may ask which device this rank has, to compare ranks."""
+    """Context for running the model, with the environment variable from which DeepSpeed reads this rank's device."""
     with without_deprecations(), environment.deepspeed_at_work(device.index):
         yield
 
 
 def deepspeed(device: torch.device) -> Any:
-    """The package, set up for this device and for the process group that there is at present."""
+    """Import DeepSpeed, set up for this device and the present default process group."""
     with quietly(device):
         package: Any = importlib.import_module("deepspeed")
         communication: Any = importlib.import_module("deepspeed.comm.comm")
@@ -65,15 +65,15 @@ def deepspeed(device: torch.device) -> Any:
     if not built.installed_ops.get(_SHARED_MEMORY, False):
         backend.build_shm_op = _nothing
     if groups._WORLD_GROUP is not None and groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:
-        groups._release_process_group_references()  # of a job in this process that is over
+        groups._release_process_group_references()  # left by a finished job in this process
         communication.cdb = None
-    groups.mpu = None  # the grid of a pipeline, which its engine leaves to all that come after it in this process
+    groups.mpu = None  # the grid of an earlier pipeline engine in this process
     return package
 
 
 @contextmanager
 def linear_kept() -> Iterator[None]:
-    """Stage 3 puts a function of its own in the place of PyTorch's for linear layers, and leaves it there."""
+    """Restore `torch.nn.functional.linear`, which ZeRO stage 3 replaces and never restores."""
     linear = torch.nn.functional.linear
     try:
         yield

@@ -1,4 +1,4 @@
-"""Offload to disk: DeepSpeed's extension for it, built once where it can be, and its part of a configuration."""
+"""Offload to disk: the build of DeepSpeed's extension for it, and its section of a configuration."""
 
 import importlib
 import os
@@ -95,7 +95,7 @@ def _run_build() -> tuple[int, str]:
 
 
 def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """Send a signal to a build and all that it has started; nothing where it has ended."""
+    """Send a signal to a build's process group; does nothing if it has ended."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
@@ -118,14 +118,14 @@ def _missing(reason: str) -> UserError:
 
 
 def placed(config: Config, folder: Path | None) -> tuple[Config, Any]:
-    """A configuration whose offload to disk has a folder, and what keeps that folder until this rank ends.
+    """Complete an offload to disk with a temporary folder; returns the configuration and the folder to keep alive.
 
-    A folder of the configuration's own stays as it is.
+    A folder that the configuration names is left as it is.
     """
     if not to_disk(config):
         return config, None
-    # With several parameters in a group it reads the gradient of one that doesn't begin at a multiple of 256 numbers
-    # from the wrong place, and takes another step (DeepSpeed 0.19). A group a parameter begins at 0.
+    # With several parameters in a group, DeepSpeed 0.19 reads the gradient of one that doesn't begin at a multiple of
+    # 256 elements from the wrong offset, and takes a wrong step. So each parameter gets its own group.
     zero = {**config["zero_optimization"], "sub_group_size": 1}
     place = None
     if not zero["offload_optimizer"].get("nvme_path"):

@@ -31,7 +31,7 @@ _INSTEAD = "use engine native, which cuts any model"
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """A model whose layers are on several ranks. This one's are in `module`; the others' are on the meta device."""
+    """A model cut into stages: this rank's layers are in `module`, other ranks' layers are on the meta device."""
 
     module: Any  # deepspeed.pipe.PipelineModule
     layers: Layers
@@ -55,7 +55,7 @@ def check_task(task: Task, layout: Layout) -> None:
 
 
 def one_input(inputs: Any) -> Tensor:
-    """The one tensor that the first layer is called with. Raises UserError where it is called with anything else."""
+    """The single input tensor of the first layer. Raises UserError for any other kind of inputs."""
     if isinstance(inputs, tuple) and len(inputs) == 1:
         (inputs,) = inputs
     if isinstance(inputs, Tensor):
@@ -89,7 +89,7 @@ def check_model(model: nn.Module, layout: Layout) -> Layers:
 
 
 def _is_sequence(module: nn.Module) -> bool:
-    """Whether a module's forward is that of its parts one after the other, and nothing else."""
+    """Whether a module is an nn.Sequential with PyTorch's forward and without hooks."""
     plain = type(module).forward is nn.Sequential.forward
     return plain and not module._forward_hooks and not module._forward_pre_hooks
 
@@ -104,7 +104,7 @@ def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _check_apart(layers: Layers) -> None:
-    """Refuse what would be in two stages: DeepSpeed has no message for it."""
+    """Raise UserError for a layer or tensor that stands in two places, which DeepSpeed can't synchronize."""
     first: dict[int, str] = {}
     for name, layer in layers:
         holds = [*layer.parameters(), *layer.buffers()]
@@ -118,7 +118,7 @@ def _check_apart(layers: Layers) -> None:
 
 
 def _without_state(layer: nn.Module) -> bool:
-    """Whether a layer may stand in two places: it holds nothing, and its dropout does not count its calls."""
+    """Whether a layer may stand in two places: one of torch.nn without children, and no dropout."""
     known = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, nn.modules.dropout._DropoutNd)
     return known and not any(True for _ in layer.children())
 
@@ -128,9 +128,9 @@ def _is_trained(layer: nn.Module) -> bool:
 
 
 def cut(model: nn.Module, *, package: Any, layout: Layout, mesh: Mesh, device: torch.device) -> Stages:
-    """Deal the layers to the pipeline ranks, as many trained parameters to each as can be.
+    """Cut the model into stages with about as many parameters each, by DeepSpeed's PipelineModule.
 
-    Raises UserError where a stage would have none.
+    Raises UserError if a stage would have no trained parameter.
     """
     layers = check_model(model, layout)
     data = "shard" if layout.shard > 1 else "replicate"
@@ -164,13 +164,13 @@ def cut(model: nn.Module, *, package: Any, layout: Layout, mesh: Mesh, device: t
             if stage != mine:
                 layer.to("meta")
     for parameter in module.parameters():
-        # Else DeepSpeed counts only those of the first stage in the gradient's norm, as if all stages had the same.
+        # Without this mark DeepSpeed would count only the first stage's gradients in the norm, as replicated ones.
         parameter.model_parallel = True
     return Stages(module=module, layers=layers, stage_of=stage_of, mine=mine)
 
 
 def sendable(output: Any, stage: int) -> Any:
-    """What a stage hands on, as messages can take it. Raises UserError for what DeepSpeed's messages don't have."""
+    """Make a stage's output contiguous for sending. Raises UserError for outputs that DeepSpeed can't send."""
     tensors = output if isinstance(output, tuple) else (output,)
     kinds = {each.dtype if isinstance(each, Tensor) else type(each) for each in tensors}
     if len(kinds) != 1 or not (isinstance(kind := kinds.pop(), torch.dtype) and kind.is_floating_point):
@@ -182,7 +182,7 @@ def sendable(output: Any, stage: int) -> Any:
 
 
 def _described(output: Any) -> str:
-    """What a layer gives, for a message."""
+    """Describe a layer's output, for an error message."""
     if isinstance(output, tuple):
         return f"a tuple of {', '.join(_described(each) for each in output)}"
     return f"a tensor of {output.dtype}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
@@ -190,7 +190,7 @@ def _described(output: Any) -> str:
 
 @dataclass(kw_only=True)
 class _Step:
-    """The step that runs."""
+    """State of the running step."""
 
     batch: StepBatch
     loss: Loss
@@ -213,7 +213,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         module.forward = self._in_its_moment(module.forward)
         module.loss_fn = self._loss
         schedule: Any = self._package.runtime.pipe.schedule
-        # By these instructions DeepSpeed runs a schedule. All are its own, with checks and the count before.
+        # DeepSpeed runs a schedule by these instructions; two are wrapped with checks and the factor for the count.
         instructions = type(self.engine)._INSTRUCTION_MAP
         self._reduce_gradients = instructions[schedule.ReduceGrads]
         self._optimizer_step = instructions[schedule.OptimizerStep]
@@ -224,7 +224,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         }
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
-        """DeepSpeed runs the whole step over all micro-batches; the loss and its weight come in by callbacks."""
+        """Let DeepSpeed run the whole step; callbacks compute the loss and the factor for the count."""
         with without_deprecations(), index_errors_explained(f"step {batch.step}", batch.samples):
             running = self._running = _Step(batch=batch, loss=loss, totals=self._begin())
             self.engine.micro_batches = len(batch.micro_batches)
@@ -238,7 +238,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         return self._as_computed(one_input(micro_batch.batch.inputs))
 
     def _in_its_moment(self, forward: Any) -> Any:
-        """The forward of this rank's layers, for the samples of its turn."""
+        """Wrap the forward of this rank's layers, so that it runs in the context of its micro-batch's samples."""
         hands_on = self._stages.mine < self._layout.pipeline - 1
 
         @wraps(forward)
@@ -251,27 +251,27 @@ class PipelineTrainer(DeepSpeedTrainer):
         return run
 
     def _loss(self, output: Any, micro_batch: MicroBatch | None) -> Tensor:
-        """What backward starts from, on the last stage."""
+        """The scaled loss of a micro-batch on the last stage, from which backward starts."""
         running = self._running
         if running is None or micro_batch is None:
             return torch.zeros((), device=self._device)  # predictions alone are asked for
         with self._now.at(micro_batch.moment):
             term = self._term(output, micro_batch, running.loss, running.totals)
-        # DeepSpeed divides by the accumulation steps of its configuration, whatever this step has.
+        # DeepSpeed divides by the accumulation steps of its configuration, not by this step's micro-batches.
         return term * (self._scale(running.batch) * self.engine.gradient_accumulation_steps())
 
     def _check_and_reduce(self, engine: Any, **keywords: Any) -> None:
-        """In place of DeepSpeed's reduction: first the ranks see that they have the same gradients."""
+        """DeepSpeed's gradient reduction, after a check that the ranks have gradients of the same parameters."""
         self._gradients.check_before_reducing()
         self._reduce_gradients(engine, **keywords)
 
     def _settle_and_step(self, engine: Any, **keywords: Any) -> None:
-        """When all stages are done with all micro-batches, and their gradients are averaged over the replicas."""
+        """DeepSpeed's optimizer step, after the gradients have been multiplied by the factor for the count."""
         running = self._running
         assert running is not None
         self._settle(running.batch, running.totals)
         running.lr = engine.get_lr()[0]
-        # It counts whole batches, and the last may be shorter.
+        # DeepSpeed counts whole batches, and the last one may be shorter.
         engine.global_samples += running.batch.global_samples - engine.train_batch_size()
         self._optimizer_step(engine, **keywords)
 
@@ -286,7 +286,7 @@ class PipelineTrainer(DeepSpeedTrainer):
 
     @contextmanager
     def _without_monitor(self) -> Iterator[None]:
-        """While predictions are made: it would log a loss that was not computed."""
+        """Disable DeepSpeed's monitor during predictions, for which it would log a loss that was not computed."""
         monitor = self.engine.monitor
         enabled, monitor.enabled = monitor.enabled, False
         try:

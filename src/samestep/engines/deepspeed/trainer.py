@@ -25,18 +25,18 @@ Masters = Mapping[nn.Parameter, Tensor]
 
 
 def masters_of(engine: Any) -> Masters:
-    """The float32 numbers that the optimizer steps in place of each parameter, where replicas compute in fewer bits.
+    """The float32 master weight of each parameter, for replicas in 16 bits.
 
-    Empty in float32 and under ZeRO, which keeps them in shards (`whole`).
+    Empty in float32 and under ZeRO, which shards the master weights (see `whole`).
     """
     low, exact = (getattr(engine.optimizer, name, ()) for name in ("fp16_groups", "fp32_groups"))
     return {mine: master for pair in zip(low, exact, strict=False) for mine, master in zip(*pair, strict=True)}
 
 
 def undo_first_step(engine: Any) -> None:
-    """Undo the step of zero gradients by which DeepSpeed (0.19) makes the optimizer's state beside such masters.
+    """Undo the step with zero gradients by which DeepSpeed (0.19) initializes the optimizer state of master weights.
 
-    AdamW decays the weights by it, and counts it when it corrects its averages, in every step that follows.
+    AdamW decays the weights in it, and would count it in the bias correction of all later steps.
     """
     masters = masters_of(engine)
     with torch.no_grad():
@@ -69,9 +69,9 @@ def whole_state(model: nn.Module, package: Any, dtype: torch.dtype, masters: Mas
 
 
 def whole(parameter: Tensor, package: Any, dtype: torch.dtype) -> Tensor:
-    """A parameter that DeepSpeed may have sharded; every rank that has a shard must ask."""
+    """Gather a parameter that DeepSpeed may have sharded; every rank that has a shard must ask."""
     if parameter.dtype != dtype and parameter.requires_grad and hasattr(parameter, "_hp_mapping"):
-        # ZeRO keeps float32 numbers beside those that forward computes with.
+        # ZeRO keeps a float32 copy of parameters that are in 16 bits for the forward.
         exact = package.utils.safe_get_full_fp32_param(parameter)
         if exact is not None:
             return exact.detach().to(dtype)
@@ -84,7 +84,7 @@ def whole(parameter: Tensor, package: Any, dtype: torch.dtype) -> Tensor:
 
 
 def whole_optimizer_state(parameter: Any, key: str, optimizer: Any, package: Any) -> Tensor:
-    """State of a parameter's shape, whole; every rank that has a part of it must ask."""
+    """Gather a parameter's optimizer state under `key`; every rank that has a part of it must ask."""
     if parameter in optimizer.state:
         return optimizer.state[parameter][key].detach()
     if hasattr(parameter, "ds_id"):
@@ -121,7 +121,7 @@ def holdings(engine: Any, layout: Layout) -> Holdings:
 
 
 def _on_disk(engine: Any) -> Iterator[Tensor]:
-    """What is in files, as tensors of its sizes without memory."""
+    """Meta tensors with the sizes of the state that is offloaded to files."""
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     if swapper is not None:
         for info in swapper.swap_params_info.values():
@@ -129,7 +129,7 @@ def _on_disk(engine: Any) -> Iterator[Tensor]:
 
 
 def _optimizer_tensors(engine: Any) -> Iterator[Tensor]:
-    """State of the optimizer that steps, and what DeepSpeed keeps for it: float32 copies and buffers of gradients."""
+    """The optimizer's state, and DeepSpeed's float32 copies of its parameters and gradients."""
     for group in engine.basic_optimizer.param_groups:
         yield from (p.detach() for p in group["params"])
         yield from (p.grad for p in group["params"] if p.grad is not None)
@@ -137,7 +137,7 @@ def _optimizer_tensors(engine: Any) -> Iterator[Tensor]:
 
 
 def _once(tensors: Iterable[Tensor], counted: set[int]) -> list[Tensor]:
-    """Those whose memory has not been counted yet."""
+    """The tensors whose memory has not been counted yet."""
     new = []
     for tensor in tensors:
         place = tensor.data_ptr()
@@ -213,7 +213,7 @@ class DeepSpeedTrainer(Trainer):
         )
 
     def _backward(self, batch: StepBatch, loss: Loss, totals: Tensor) -> None:
-        """Leave the step's gradient in the engine, and this rank's part of the sums in `totals`."""
+        """Run forward and backward of all micro-batches, and add this rank's loss sums and counts to `totals`."""
         for number, micro_batch in enumerate(batch.micro_batches, 1):
             last = number == len(batch.micro_batches)
             self.engine.set_gradient_accumulation_boundary(last)
@@ -229,7 +229,7 @@ class DeepSpeedTrainer(Trainer):
         return nullcontext() if self._order is None else self._order.forward(training=training)
 
     def _term(self, output: Any, micro_batch: MicroBatch, loss: Loss, totals: Tensor) -> Tensor:
-        """The loss sum of a micro-batch, which is added to the totals with its count."""
+        """The weighted loss sum of a micro-batch; adds it and its count to `totals`."""
         with self._autocast():
             loss_sum, count = sum_and_count(loss(output, micro_batch.batch))
         totals[0] += loss_sum.detach() * micro_batch.weight
@@ -237,14 +237,14 @@ class DeepSpeedTrainer(Trainer):
         return loss_sum * micro_batch.weight
 
     def _scale(self, batch: StepBatch) -> float:
-        """What a loss sum is multiplied by, so that the average over the data ranks is sum / samples.
+        """The factor of a loss sum for which the average over the data ranks is sum / samples.
 
-        Samples are known before any message is sent; the count of terms is known only after the last forward.
+        The number of samples is known before any message is sent; the count of terms only after the last forward.
         """
         return self._mesh.data_place.of / batch.global_samples
 
     def _settle(self, batch: StepBatch, totals: Tensor) -> None:
-        """Sum the totals over all ranks, and make the gradient the one of sum / count."""
+        """Sum the totals over all ranks, and rescale the gradient from sum / samples to sum / count."""
         totals[2] = self._gradients.unused()
         dist.all_reduce(totals, group=self._mesh.loss_group)
         if self._buffers_before is not None:
@@ -256,12 +256,12 @@ class DeepSpeedTrainer(Trainer):
                 "ZeRO takes their gradient for zero, by which AdamW still moves them; use layout dp, or a model that "
                 "uses all its parameters in every step"
             )
-        # A batch without a term (every token masked) has a gradient of zero; 0 / 0 would make weights of NaN.
+        # A batch without terms (every token masked) has a zero gradient; 0 / 0 would turn the weights into NaN.
         totals[1].clamp_(min=1)
         self._gradients.settle(batch.global_samples / totals[1].item())
 
     def _autocast(self) -> torch.autocast:
-        """For the loss of a model in low precision: PyTorch knows which operators want float32."""
+        """Autocast for the loss of a model in 16 bits, so that operators that need float32 run in it."""
         low = self._dtype != torch.float32
         return torch.autocast(self._device.type, self._dtype if low else None, enabled=low)
 

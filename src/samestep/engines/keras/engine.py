@@ -37,21 +37,22 @@ from samestep.tasks.base import Task
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterTask:
-    """A rank's part in a cluster of TensorFlow's."""
+    """A rank's task in a TensorFlow cluster."""
 
     cluster: Mapping[str, Sequence[str]]  # addresses of each kind of task
     kind: str
     index: int
 
     def to_json(self) -> dict[str, Any]:
-        """What TF_CONFIG holds."""
+        """The contents of TF_CONFIG."""
         return {"cluster": dict(self.cluster), "task": {"type": self.kind, "index": self.index}}
 
 
 def agree(kinds: Sequence[str]) -> ClusterTask:
-    """Give each rank the kind of task that stands at its place, and an address; every rank must ask.
+    """Assign each rank its task in the cluster, of the kind `kinds[rank]`, with an address; every rank must ask.
 
-    Ranks of one host meet on its loopback. Each holds its port until all have theirs, so no two get the same.
+    Ranks of a single host use its loopback address. Each rank keeps its port bound until all have one, so that no two
+    get the same.
     """
     address = agreed_in_group(environment.main_address())
     with held_port() as held:
@@ -82,7 +83,7 @@ def start(precision: str, device: torch.device, *, replicas: int = 1) -> Tools:
     UserError where TensorFlow sees no accelerator and PyTorch does.
     """
     with _quiet(), environment.tensorflow_settings(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what TensorFlow's own modules say of each other while they are loaded
+        warnings.simplefilter("ignore")  # TensorFlow's modules warn about each other while they are imported
         tf = importlib.import_module("tensorflow")
         keras = importlib.import_module("tf_keras")
         there = tf.config.list_physical_devices("GPU")
@@ -92,7 +93,7 @@ def start(precision: str, device: torch.device, *, replicas: int = 1) -> Tools:
                 "in place of tensorflow-cpu, or --device cpu"
             )
         wanted = [] if device.type == "cpu" else there if replicas > 1 else there[device.index or 0 :][:1]
-        with suppress(RuntimeError):  # it runs already
+        with suppress(RuntimeError):  # TensorFlow is already initialized
             threads = torch.get_num_threads()
             tf.config.threading.set_intra_op_parallelism_threads(threads)
             tf.config.threading.set_inter_op_parallelism_threads(threads)
@@ -107,7 +108,7 @@ def start(precision: str, device: torch.device, *, replicas: int = 1) -> Tools:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what libraries write while they are loaded, from C++ past every logger, and show it if that fails."""
+    """Capture stderr, which C++ libraries write to during import, and show it only if the import fails."""
     sys.stderr.flush()
     before = os.dup(2)
     with tempfile.TemporaryFile() as kept:
@@ -150,7 +151,7 @@ class KerasEngine(Engine):
 
 
 def check_loop(engine: str, details: Details) -> None:
-    """Refuse a loop of one's own: its model and optimizer are PyTorch's, and these steps change Keras's."""
+    """Raise UserError for a custom training loop: these engines train a Keras model, not the loop's PyTorch model."""
     if details.batch is None:
         raise UserError(
             f"engine {engine} trains a recipe's task and not a model in a loop of one's own, which would not see it "
@@ -161,8 +162,8 @@ def check_loop(engine: str, details: Details) -> None:
 class Mirrored(KerasEngine):
     """tf.distribute.MirroredStrategy: one process, a replica on each accelerator, or on each thread of a CPU.
 
-    The layout is that of one process, since a layout says how processes share the work; what the replicas do is
-    inside of it, as with engine data-parallel.
+    The layout is that of one process, as for engine data-parallel: a layout describes processes, and these replicas
+    are within one.
     """
 
     name = "keras-mirrored"
@@ -171,7 +172,7 @@ class Mirrored(KerasEngine):
     )
 
     def _start(self, precision: str, device: torch.device) -> tuple[Tools, Any]:
-        """Replicas within one process: one a thread on CPUs, one a device else."""
+        """Start a replica for each thread on CPUs, otherwise one for each accelerator."""
         replicas = torch.get_num_threads() if device.type == "cpu" else accelerators()
         tools = start(precision, device, replicas=replicas)
         kind = "CPU" if device.type == "cpu" else "GPU"

@@ -17,7 +17,7 @@ from samestep.errors import UserError
 from samestep.tasks.image_classification import ImageClassification
 from samestep.tasks.regression import Regression
 
-# From TensorFlow, a model's output and the targets to each sample's part of the loss sum: [samples].
+# (TensorFlow, output, targets) -> each sample's term of the loss sum: [samples].
 LossOf = Callable[[Any, Any, Any], Any]
 
 
@@ -39,7 +39,7 @@ _LOSSES: Mapping[Any, LossOf] = {
 
 
 def counterpart(loss: Loss) -> LossOf:
-    """The counterpart of a task's loss. Raises UserError where it has none."""
+    """The TensorFlow counterpart of a task's loss. Raises UserError if there is none."""
     function = getattr(loss, "__func__", loss)  # also of a class that inherits it
     if function not in _LOSSES:
         owner = type(getattr(loss, "__self__", loss)).__name__
@@ -59,7 +59,7 @@ Apply = Callable[[Any, Any, Any, Sequence[Any], Any, Any, Settings], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How one step changes a parameter, and how many tensors of its shape it keeps for that."""
+    """The update rule of an optimizer, and the number of state tensors that it keeps for each parameter."""
 
     state: Callable[[Settings], int]
     apply: Apply
@@ -104,7 +104,7 @@ RULES: Mapping[type[Optimizer], Rule] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """A PyTorch optimizer without tensors, whose groups say what each parameter's rule is given."""
+    """A PyTorch optimizer of meta tensors, whose groups hold the settings of each parameter's update rule."""
 
     optimizer: Optimizer
     rule: Rule
@@ -112,7 +112,7 @@ class Groups:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer_of: OptimizerOf) -> "Groups":
-        """The groups that a model's parameters fall into; the optimizer gets stand-ins without memory."""
+        """Make the optimizer of a model's parameters, with meta tensors in place of them."""
         empty = {
             name: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
             for name, parameter in model.named_parameters()
@@ -133,7 +133,7 @@ class Groups:
         return self.optimizer.param_groups[self.group_of[name]]
 
     def states(self, name: str) -> int:
-        """How many tensors of its shape a parameter keeps; none where it is not trained."""
+        """The number of state tensors of a parameter; 0 if it is not trained."""
         return self.rule.state(self.settings(name)) if name in self.group_of else 0
 
     def rates(self) -> list[float]:
@@ -143,7 +143,7 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """A Keras model, and where the PyTorch model's parameters stand in it."""
+    """A Keras model, and the variable in it for each parameter of the PyTorch model."""
 
     model: Any  # takes and gives tensors with the dimensions in PyTorch's order
     weights: Mapping[str, Weight]  # by the parameter's name
@@ -153,7 +153,7 @@ class Converted:
         return to_torch(self.weights[name], self.weights[name].variable.numpy())
 
     def assign(self, name: str, value: Tensor) -> None:
-        """Give a parameter a value that stands in PyTorch's layout."""
+        """Set a parameter to a value in PyTorch's layout."""
         self.weights[name].variable.assign(to_keras(self.weights[name], value))
 
 

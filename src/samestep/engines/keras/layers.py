@@ -23,7 +23,7 @@ from samestep.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """What a counterpart is made with."""
+    """The modules and the dtype with which counterparts are made."""
 
     tf: Any
     keras: Any
@@ -34,7 +34,7 @@ class Tools:
         return self.keras.layers
 
     def apply(self, function: Callable[..., Any], *tensors: Any) -> Any:
-        """A layer without weights that calls a function of TensorFlow's."""
+        """Apply a layer without weights that calls a TensorFlow function."""
         return self.layers.Lambda(lambda given: function(*given), dtype=self.dtype)(list(tensors))
 
 
@@ -56,7 +56,7 @@ def is_image(tensor: Any) -> bool:
 
 
 def channels_first(tools: Tools, tensor: Any) -> Any:
-    """An image as PyTorch has it; anything else as it is."""
+    """Permute an image to PyTorch's channels-first layout; anything else is returned as it is."""
     return tools.layers.Permute((3, 1, 2), dtype=tools.dtype)(tensor) if is_image(tensor) else tensor
 
 

@@ -26,7 +26,7 @@ _FEWEST = 3  # one of each
 
 
 def roles(ranks: int) -> list[str]:
-    """What each rank is: the first the chief, then workers, and a third of all but the chief servers."""
+    """The role of each rank: rank 0 is the chief, then come workers, and the last third of the others are servers."""
     servers = max(1, (ranks - 1) // 3)
     return [CHIEF, *[WORKER] * (ranks - 1 - servers), *[SERVER] * servers]
 
@@ -97,10 +97,10 @@ def _serve(tf: Any, resolver: Any) -> Any:
 
 
 class ParameterServerTrainer(Trainer):
-    """The chief's trainer, and what takes part in it on the other ranks, where TensorFlow works in threads.
+    """The chief's trainer; on other ranks, its counterpart, while TensorFlow's worker or server runs in threads.
 
-    Every rank has a copy of the model of its own, to predict with: it gets the servers' parameters when they are
-    asked for, and they have changed.
+    Every rank has its own copy of the model for predictions, which is refreshed from the servers when it is needed
+    and the parameters have changed.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ParameterServerTrainer(Trainer):
         device: torch.device,
     ) -> None:
         self._here = here
-        self._there = there  # the chief's hold on what the servers have
+        self._there = there  # on the chief: the model whose variables are on the servers
         self._schedule = schedule
         self._clip = clip
         self._roles = roles
@@ -164,7 +164,7 @@ class ParameterServerTrainer(Trainer):
     def _hand_out(
         self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...], update: Callable[..., Any]
     ) -> Tensor:
-        """Let the workers take a step's parts, and wait for all of them: [loss sum, norms summed]."""
+        """Schedule a step's parts on the workers, and wait for all of them. Returns [loss sum, sum of norms]."""
         tf, copy = self._here.tools.tf, self._here
         total, rows = sum(len(part) for part in inputs), max(len(part) for part in inputs)
         rates = tf.constant(copy.groups.rates(), tf.float64)
@@ -187,7 +187,7 @@ class ParameterServerTrainer(Trainer):
         return self._functions[loss]
 
     def _compiled(self, copy: Copy, loss: from_torch.LossOf) -> Callable[..., Any]:
-        """What a worker does with a part: read the parameters, compute, and send the gradient to the servers."""
+        """Compile a worker's function for a part: read the parameters, compute, apply the gradient on the servers."""
         tf = copy.tools.tf
 
         def compute(inputs: Any, targets: Any, weights: Any) -> tuple[Any, Any, list[Any]]:
@@ -205,7 +205,7 @@ class ParameterServerTrainer(Trainer):
         return tf.function(update)
 
     def _bytes_sent(self, parts: int) -> int:
-        """What this rank sends in a step of so many parts, on average over the ranks of its kind."""
+        """Bytes that this rank sends in a step of `parts` parts, averaged over the ranks of its role."""
         kind = self._roles[dist.get_rank()]
         if kind == CHIEF:
             return self._handed_out
@@ -213,7 +213,7 @@ class ParameterServerTrainer(Trainer):
         return round(parts * self._here.gradient_bytes() / self._roles.count(kind))
 
     def _refresh(self) -> None:
-        """Bring the servers' parameters to every rank; every rank must ask."""
+        """Broadcast the servers' parameters to every rank; every rank must ask."""
         if not self._changed:
             return
         for name in self._here.converted.weights:

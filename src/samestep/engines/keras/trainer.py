@@ -16,7 +16,7 @@ from samestep.parallel.holdings import Holdings
 
 
 class Copy:
-    """A Keras model with the weights of a PyTorch model, and the state with which its optimizer steps."""
+    """A Keras model with the weights of a PyTorch model, and its optimizer state."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Copy:
         self._evaluate = tools.tf.function(lambda given: self.converted.model(given, training=False))
 
     def _zeros(self, name: str) -> list[Any]:
-        """State of the optimizer for a weight, on the devices where its replicas are."""
+        """Allocate zeroed optimizer state for a weight, on the devices of its replicas."""
         tf, variable = self.tools.tf, self.converted.weights[name].variable
         with self.strategy.extended.colocate_vars_with(variable):
             return [
@@ -68,7 +68,10 @@ class Copy:
             )
 
     def scaled(self, gradients: list[Any], count: Any, clip: float | None) -> tuple[Any, list[Any]]:
-        """Of gradients' sums over `count` terms the mean's norm, and the mean, clipped. For tf.functions."""
+        """Divide gradient sums by `count` and clip them. Returns the norm before clipping, and the gradients.
+
+        For use in tf.functions.
+        """
         tf = self.tools.tf
         norms = [tf.cast(tf.norm(each), tf.float64) for each in gradients]
         norm = tf.norm(tf.stack(norms)) / count
@@ -104,7 +107,7 @@ class Copy:
                     yield name, key, to_torch(self.converted.weights[name], variable.numpy())
 
     def holdings(self, copies: int = 1) -> Holdings:
-        """Stand-ins for what TensorFlow holds, of as many bytes; it keeps no gradient from step to step."""
+        """Meta tensors with the sizes of TensorFlow's variables; it keeps no gradients between steps."""
         states = [each for state in self.states.values() for each in state]
         variables = [weight.variable for weight in self.converted.weights.values()]
         return Holdings(
@@ -118,7 +121,7 @@ class Copy:
 
 
 def stand_in(variable: Any) -> Tensor:
-    """A tensor of a variable's bytes, without memory."""
+    """A meta tensor with a variable's shape and dtype."""
     dtype = getattr(torch, variable.dtype.name)
     return torch.empty(tuple(variable.shape), dtype=dtype, device="meta")
 
@@ -131,16 +134,16 @@ Feed = tuple[Any, Any, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Functions:
-    """The step in TensorFlow's graphs, which are compiled once for each shape."""
+    """The compiled functions of a step; TensorFlow traces them once for each shape."""
 
-    add: Callable[..., Any]  # a micro-batch's sums to those of the ones before
-    finish: Callable[..., Any]  # the last micro-batch, the sum over replicas, and the update
+    add: Callable[..., Any]  # adds a micro-batch's gradient sums to those before it
+    finish: Callable[..., Any]  # computes the last micro-batch, sums over replicas, and updates
 
 
 def fill_up(inputs: Tensor, targets: Tensor, *, rows: int, weight: float = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs and targets of `rows` samples, and their weights: those that were added weigh nothing."""
+    """Pad inputs and targets to `rows` samples. Returns them and the samples' weights, 0 for padding."""
     there = len(inputs)
-    numbers = torch.zeros(rows, dtype=torch.int64, device=inputs.device)  # the first sample is repeated
+    numbers = torch.zeros(rows, dtype=torch.int64, device=inputs.device)  # the padding repeats the first sample
     numbers[:there] = torch.arange(there)
     weights = torch.zeros(rows, dtype=torch.float64)
     weights[:there] = weight
@@ -194,13 +197,13 @@ class KerasTrainer(Trainer):
         )
 
     def _rows(self, batch: StepBatch) -> int:
-        """Samples of each micro-batch of this step when it is filled up, the same on every rank."""
+        """The padded size of this step's micro-batches, the same on every rank."""
         largest = -(-batch.global_samples // self._ranks)
         largest = -(-largest // len(batch.micro_batches))
         return -(-largest // self._replicas) * self._replicas
 
     def _feed(self, micro_batch: MicroBatch, rows: int) -> Feed:
-        """A micro-batch of `rows` samples, cut over this rank's replicas."""
+        """Pad a micro-batch to `rows` samples, and split it over this rank's replicas."""
         filled = fill_up(*micro_batch.batch, rows=rows, weight=micro_batch.weight)
         parts = [self._copy.tensor(part) for part in filled]
         if self._replicas == 1:
@@ -229,7 +232,7 @@ class KerasTrainer(Trainer):
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_PACK_BYTES)
 
         def local(feed: Feed, sums: Sequence[Any]) -> list[Any]:
-            """The sums of one replica: its loss, and its gradients."""
+            """The loss sum and the gradients of one replica, added to `sums`."""
             inputs, targets, weights = feed
             with tf.GradientTape() as tape:
                 losses = loss(tf, copy.converted.model(inputs, training=True), targets)  # [samples]

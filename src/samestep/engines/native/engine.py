@@ -14,7 +14,7 @@ from samestep.parallel.spread_optimizer import spread_optimizer
 
 
 class Native(Engine):
-    """Layouts by PyTorch's own parts, optimizer and step by samestep."""
+    """Engine with samestep's own optimizer step, on PyTorch's DDP, FSDP2, ZeRO-1 and pipeline schedules."""
 
     name = "native"
     abilities: ClassVar[Abilities] = Abilities(
@@ -48,19 +48,18 @@ class Native(Engine):
     trainer_class: type[NativeTrainer] = NativeTrainer
 
     def can_fill(self, layout: Layout) -> bool:
-        """Whether the model may be built without memory, and filled by `spread` with what a rank holds."""
-        # Slicing holds the sliced model's output against the whole one's, which takes the whole one.
-        # So does sharing out experts.
+        """Whether the model may be built on the meta device; `spread` then fills in the parts that a rank holds."""
+        # Tensor and expert parallel compare the sliced model's output with the whole model's, which needs its values.
         return layout.tensor == layout.expert == 1 and (layout.zero >= 2 or layout.pipeline > 1)
 
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
-        """Spread model and optimizer. What PyTorch raises meanwhile becomes a LayoutError with a module's name."""
+        """Spread model and optimizer. Errors of PyTorch are raised as LayoutError with the name of the module."""
         failures = LayoutFailures(model, how.layout)
         with failures.told():
             return self._prepare(model, how, failures)
 
     def _prepare(self, model: nn.Module, how: Preparation, failures: LayoutFailures) -> NativeTrainer:
-        """The trainer for what the job asks: one of three special steps, or the native one."""
+        """Make the trainer that the job's options select: one of three special ones, or the native one."""
         if how.communication is not None:
             from samestep.engines.less_communication import prepare
 

@@ -3,13 +3,14 @@
 How a step is weighed. A task's loss gives a sum and a count for a micro-batch: sum_m over its terms (samples, or
 tokens that aren't masked) and count_m. One process would minimise sum / count over the global batch. Here:
 
-    1. each micro-batch's sum is multiplied by weight_m * D / S: D data ranks, S samples of the global batch, weight 0
-       for a lent one (`data.order.Share`). S is known before the forward; the count of terms is not.
+    1. each micro-batch's sum is multiplied by weight_m * D / S, with D data ranks and S samples of the global batch;
+       the weight is 0 for a lent micro-batch (`data.order.Share`) and 1 for others. S is known before the forward;
+       the count of terms is not.
     2. backward adds these up over micro-batches, and averages over the D ranks: sum_m gradient(sum_m) / S.
     3. the counts are summed over ranks meanwhile, and the gradient is multiplied by S / count.
 
-So micro-batches and ranks of unlike sizes weigh as their terms do, and no rank waits for counts before backward. Loss
-and count are summed in float64, in which counts are exact and the order of sums is not seen.
+So micro-batches and ranks of unequal sizes are weighted by their terms, and no rank waits for counts before backward.
+Loss and count are summed in float64, in which counts are exact and the order of summation does not matter.
 """
 
 import warnings
@@ -54,7 +55,7 @@ _CASTS_NOTHING = (torch.optim.AdamW, torch.optim.SGD)
 
 
 def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """The optimizers that really step: those inside of wrappers that step copies."""
+    """The innermost optimizers, inside of wrappers that step copies of the parameters."""
     for each in innermost(optimizer):
         yield from each.stepping() if isinstance(each, (OffloadedOptimizer, MasterWeights, RoundedState)) else (each,)
 
@@ -85,7 +86,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         self._copies: list[tuple[nn.Parameter, int]] | None = None
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
-        """One step over the global batch. In the first one an error is told as the layout's, if it is."""
+        """Take one step over the global batch. In the first step, errors caused by the layout become LayoutError."""
         failures, self._failures_of_step = self._failures_of_step, None
         if failures is None:
             return self._step(batch, loss)
@@ -93,20 +94,19 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             return self._step(batch, _wrapped(loss, failures.of_task))
 
     def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
-        """Forward and backward, then clip and step; the two phases are timed apart where a profile is taken."""
+        """Run forward and backward, then clip and step; both phases are timed if steps are profiled."""
         with self._phase("forward"):
             if not self.model.training:
                 self.model.train()
             self._forget_gradients()
-            # A step that is passed over must leave no trace: the forward has moved buffers by then, such as running
-            # means.
+            # Buffers such as running means are restored if the step is skipped.
             kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if self.skips_nonfinite else []
             totals = self.backward(batch, loss)
         with self._phase("optimizer"):
             return self._change(batch, loss, totals, kept)
 
     def _forget_gradients(self) -> None:
-        """Also those of what the optimizer was not given, or they would add up over the steps."""
+        """Clear all gradients, also of parameters outside of the optimizer, which would otherwise accumulate."""
         if self._copies is None:
             self.model.zero_grad()
             return
@@ -114,7 +114,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             parameter.grad = None
 
     def step_in_turns(self, batch: StepBatch, turns: StepTurns) -> StepReport:
-        """Loss and norm of the report are over all turns; each turn's gradient is clipped by itself."""
+        """Take a step in turns. Each turn's gradient is clipped separately; loss and norm are those of all turns."""
         failures, self._failures_of_step = self._failures_of_step, None
         losses: dict[str, Tensor] = {}
         told: dict[str, Tensor] = {}
@@ -137,7 +137,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return StepReport(loss=total, grad_norm=squares.sqrt(), lr=lr, terms=told)
 
     def _take_turn(self, turn: Turn, batch: StepBatch, loss: Loss) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Step the parameters of a turn; its loss, its gradient's norm before clipping, its loss's terms."""
+        """Step the parameters of a turn. Returns its loss, its gradient norm before clipping, and its loss terms."""
         with self._phase("forward"):
             self.model.train()
             self.model.zero_grad()
@@ -158,7 +158,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return totals[0] / totals[1], grad_norm, _terms(loss, totals)
 
     def _phase(self, phase: Phase) -> AbstractContextManager[None]:
-        """Code that belongs to a phase of the step, timed where steps are profiled."""
+        """Time a block of code as a phase of the step, if steps are profiled."""
         clock = self._running_clock()
         return nullcontext() if clock is None else clock.of(phase)
 
@@ -168,8 +168,8 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
     def _change(
         self, batch: StepBatch, loss: Loss, totals: Tensor, kept: Sequence[tuple[Tensor, Tensor]]
     ) -> StepReport:
-        """Clip the gradients and step with them. `kept`: buffers as they are to be if the step can't be taken."""
-        # A batch without a term (every token masked) has a gradient of zero; 0 / 0 would make weights of NaN.
+        """Clip the gradients and step. `kept`: buffers and their values to restore if the step is skipped."""
+        # A batch without terms (every token masked) has a zero gradient; 0 / 0 would turn the weights into NaN.
         totals[1].clamp_(min=1)
         grad_norm = self.scale_and_clip(batch, totals)
         lr = self.optimizer.param_groups[0]["lr"]
@@ -183,21 +183,21 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return StepReport(loss=totals[0] / totals[1], grad_norm=grad_norm, lr=lr, terms=_terms(loss, totals))
 
     def _after(self, step: int) -> None:
-        """After a step: the moving average looks at the new parameters, which must have arrived for that."""
+        """Update the moving average with the new parameters, once they have arrived."""
         if self._average is not None:
             self._spread.settle()
             self._average.after(step + 1)
 
     def _is_finite(self, totals: Tensor, grad_norm: Tensor) -> bool:
         """Whether a step can be taken; the same on every rank, since the whole gradient's norm is."""
-        # With a scaled loss, the scaler leaves out the steps whose gradients overflow, and learns from them.
+        # With a scaled loss, the scaler itself skips steps whose gradients overflow, and lowers the scale.
         return self._precision.scales or bool(torch.isfinite(totals[0] + grad_norm))
 
     def pass_over(self) -> float:
-        """Leave a step out: the schedule goes on, parameters and optimizer state stay. Returns the rate."""
+        """Skip a step: advance the schedule, but change neither parameters nor optimizer state. Returns the rate."""
         lr = self.optimizer.param_groups[0]["lr"]
         if self.schedule is not None:
-            with warnings.catch_warnings():  # it wants to see the optimizer step first
+            with warnings.catch_warnings():  # the schedule warns if the optimizer has not stepped before it
                 warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)`")
                 self.schedule.step()
         return lr
@@ -223,15 +223,15 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             backward = told_of_gradients(clock, backward)
 
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
-            """What backward starts from: the micro-batch's loss sum, weighed; called where the output is."""
+            """The weighted loss sum of a micro-batch, from which backward starts; called on ranks with the output."""
             loss_sum, count = of_step.of(output, micro_batch)
-            # Lent samples take part in every message, and count nothing: their weight is 0.
+            # Lent samples take part in every message, with weight 0.
             totals[0] += loss_sum.detach() * micro_batch.weight
             totals[1] += count * micro_batch.weight
             return self._precision.scaled(loss_sum * (micro_batch.weight * self.gradient_scale(batch)))
 
         def forwards_done() -> None:
-            # The last forward is over: nothing is added to `totals` from here on, so it may travel during backward.
+            # After the last forward `totals` is final, so its all-reduce may overlap with backward.
             of_step.add_terms(totals[2:])
             pending.append(self.sum_totals(totals))
 
@@ -247,14 +247,14 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return totals
 
     def sum_totals(self, totals: Tensor) -> dist.Work | None:
-        """Sum [loss sum, count] over the ranks: along with another message, or on their way while backward runs."""
+        """Sum [loss sum, count] over the ranks, as part of another message or in an asynchronous all-reduce."""
         if self._mesh.loss_group.size() == 1 or self._spread.sum_along(totals):
             return None
         return dist.all_reduce(totals, group=self._mesh.loss_group, async_op=True)
 
     @contextmanager
     def _no_other_draws(self) -> Iterator[None]:
-        """Raise UserError where a first step draws numbers that are not answered by sample (`parallel.dropout`)."""
+        """Raise UserError if the first step draws random numbers other than by sample number (`exact.dropout`)."""
         before = generators.state_of_torch(self._device)
         yield
         who = generators.moved(before, generators.state_of_torch(self._device))
@@ -267,9 +267,9 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         self._draws_checked = True
 
     def gradient_scale(self, batch: StepBatch) -> float:
-        """What a rank's loss sum is multiplied by, so that the average over the data ranks is sum / samples.
+        """The factor of a rank's loss sum for which the average over the data ranks is sum / samples.
 
-        Samples are known before any message is sent; the count of terms is known only after.
+        The number of samples is known before any message is sent; the count of terms only after the forwards.
         """
         return self._mesh.data_place.of / batch.global_samples
 
@@ -286,7 +286,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         if self._clip is not None:
             # As torch.nn.utils.clip_grad_norm_ has it, with its 1e-6.
             coefficient = coefficient * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
-        # Asking for the value would make an accelerator wait; on a CPU it saves a pass over the gradients.
+        # Reading the value would make the host wait for an accelerator; on a CPU it saves a pass over the gradients.
         if self._device.type != "cpu" or not has_values(coefficient) or coefficient != 1:
             for gradients in _alike([local(p.grad) for p in self.stepped() if p.grad is not None]):
                 torch._foreach_mul_(gradients, coefficient.to(gradients[0].device, _wide(gradients[0].dtype)))
@@ -405,7 +405,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         }
 
     def _optimized(self) -> tuple[nn.Module, ShardTable]:
-        """What the optimizer steps: parameters by their names in the whole model, and which parts they are."""
+        """The module whose parameters the optimizer steps, and the table of their shards."""
         return self.model, self._spread.parts
 
     def scaler_state(self) -> dict[str, float]:
@@ -418,9 +418,9 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         read: Callable[[Mapping[str, Piece]], None],
         scaler: Mapping[str, float],
     ) -> None:
-        """Go on after `step` steps: make empty state for what was saved, have it read in place, fill the optimizers.
+        """Load a checkpoint of step `step`: allocate state for the saved tensors, read in place, fill the optimizers.
 
-        `saved`: names, shapes and dtypes in the checkpoint, whichever layout wrote it.
+        `saved`: names, shapes and dtypes in the checkpoint, which any layout may have written.
         """
         self._spread.settle()
         to_fill = OptimizerToFill(self.optimizer, *self._optimized(), saved)
@@ -461,12 +461,12 @@ def batch_of_turn(batch: StepBatch, turn: Turn) -> StepBatch:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which a norm or a factor of numbers of a dtype is: that of 16 bits would lose digits of all of them."""
+    """The dtype of norms and factors for tensors of a dtype: float32 for 16-bit ones, which would lose precision."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _alike(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one device and dtype together, as PyTorch's operators over lists want them."""
+    """Group tensors by device and dtype, as PyTorch's foreach operators require."""
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -1,46 +1,46 @@
-"""Attendance: which workers compute at present, as a server knows it, and what was missed while one was away."""
+"""Attendance: a server's record of which workers are present, away or lost, and of the steps that they missed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 class Attendance:
-    """Workers go by their number. A worker that is away is not waited for."""
+    """Tracks workers by number. Servers don't wait for a worker that is away."""
 
     def __init__(self, workers: int) -> None:
         self._present = set(range(workers))
         self._lost: set[int] = set()
-        self._left_at: dict[int, int] = {}  # worker that is away -> updates made until then
+        self._left_at: dict[int, int] = {}  # worker that is away -> updates made before it left
         self._deaths = self._returns = self._missed_steps = self._missed_samples = self._meanwhile = 0
 
     def slowest(self, clock: Sequence[int]) -> int | None:
-        """The steps of the slowest worker that is present; None where none is."""
+        """The step count of the slowest worker that is present; None if none is."""
         return min((clock[worker] for worker in self._present), default=None)
 
     def slowest_rank(self, clock: Sequence[int]) -> int:
-        """The steps that the slowest worker which isn't lost has done or left out."""
+        """The count of done and skipped steps of the slowest worker that isn't lost."""
         return min(clock[worker] for worker in range(len(clock)) if worker not in self._lost)
 
     @property
     def lost(self) -> int:
-        """Workers that don't come back."""
+        """The number of lost workers, which won't return."""
         return len(self._lost)
 
     def leaves(self, worker: int, updates: int) -> None:
-        """Its process has died; `updates`: made so far, by all."""
+        """Mark a worker as away, as its process has died; `updates`: made so far by all workers."""
         self._present.discard(worker)
         self._left_at[worker] = updates
         self._deaths += 1
 
     def misses(self, worker: int, samples: int, *, lost: bool) -> None:
-        """It leaves out its samples of a step."""
+        """Record that a worker skipped its samples of a step."""
         self._missed_steps += 1
         self._missed_samples += samples
         if lost:
             self._lost.add(worker)
 
     def returns(self, worker: int, updates: int) -> None:
-        """It computes again."""
+        """Mark a worker as present again."""
         self._present.add(worker)
         self._meanwhile += updates - self._left_at.pop(worker)
         self._returns += 1

@@ -1,4 +1,4 @@
-"""Member: what servers and workers have in common, namely a copy of the model to evaluate with, and checkpoints."""
+"""Member: base class of servers and workers, with a copy of the model for evaluations, and checkpoints."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from samestep.parallel.state_shards import MODEL, OPTIMIZER, Piece, innermost, m
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSetup:
-    """What every rank knows of the servers and workers."""
+    """The setup that all servers and workers share."""
 
-    flat: FlatParameters  # a copy of the model's parameters in one tensor, of which each server has a part
+    flat: FlatParameters  # the model's parameters in one tensor, in which each server has a range
     roles: Roles
     settings: Settings
     wire: PointToPoint
@@ -40,10 +40,10 @@ class Member(NativeTrainer):
         self.settings = shared.settings
         self.wire = shared.wire
         self.free_running = not shared.settings.synchronous
-        self._changed = False  # since the parameters were the same on all ranks
+        self._changed = False  # whether parameters have changed since the last refresh
 
     def refresh(self) -> None:
-        """Give every rank the servers' parameters, and the first worker's buffers; every rank must ask."""
+        """Broadcast the servers' parameters and the first worker's buffers to every rank; every rank must ask."""
         if not self._changed:
             return
         for number, server in enumerate(self.roles.servers):
@@ -64,7 +64,7 @@ class Member(NativeTrainer):
         return super().parameters()
 
     def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
-        """The servers' chunks put together. Every rank must ask, and has all of it."""
+        """Gather the servers' chunks of the optimizer state on every rank; every rank must ask."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, list(self._held_state(keys)))
         spans = {span.name: span for span in self.flat.spans}
@@ -88,7 +88,7 @@ class Member(NativeTrainer):
         return super()._whole_state(kept=kept)
 
     def pieces(self) -> dict[str, Piece]:
-        """A server has its shard, and the first worker what no server holds: buffers, and what isn't trained."""
+        """Pieces for a checkpoint: on a server its shard, on the first worker buffers and frozen parameters."""
         if dist.get_rank() != self.roles.workers[0]:
             return {}
         served = {MODEL + span.name for span in self.flat.spans}
@@ -115,7 +115,7 @@ class Member(NativeTrainer):
 
 
 class ShardState:
-    """An optimizer of chunks that is to get its state from a checkpoint, read into `pieces` first."""
+    """Loads the state of an optimizer of chunks from a checkpoint: read into `pieces`, then `fill`."""
 
     def __init__(
         self, optimizer: Optimizer, chunks: Mapping[nn.Parameter, Chunk], saved: Mapping[str, Entry]

@@ -24,36 +24,36 @@ _INDEX_BYTES = 8
 
 
 class Kind(IntEnum):
-    """What a push is. Those without a gradient are of workers whose process has died."""
+    """The kind of a push. All but GRADIENT are sent for workers whose process has died, without a gradient."""
 
-    GRADIENT = 0  # replied to with the parameters, when the bound lets the worker go on
-    AWAY = 1  # the worker is not to be waited for from now on; no reply
-    MISSED = 2  # it leaves its samples of this step out; the reply is a header, at once
-    LOST = 3  # the same of one that won't come back; the reply is a header, when no other rank is behind it
-    BACK = 4  # it computes again; replied to with the parameters, at once
+    GRADIENT = 0  # a gradient; the reply has the parameters, once the staleness bound allows the next step
+    AWAY = 1  # servers must not wait for the worker from now on; no reply
+    MISSED = 2  # the worker skips its samples of this step; the reply is a header, sent at once
+    LOST = 3  # as MISSED, by a worker that won't return; the reply is a header, sent when no other rank is behind it
+    BACK = 4  # the worker computes again; the reply has the parameters, sent at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What a worker says of its part of a step."""
+    """The header of a push: a worker's figures of its part of a step."""
 
     loss: float  # sum over its samples
     count: float  # of the loss's terms
     samples: float
     global_samples: float
-    norm: float  # of its own mean gradient, before clipping; only where workers don't wait for each other
-    stop_at: float  # the step from which on all ranks report a loss that is NaN; infinite: none
+    norm: float  # of its own mean gradient, before clipping; only for asynchronous workers
+    stop_at: float  # the step from which on all ranks report a loss of NaN; infinite: none
     kind: float = Kind.GRADIENT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a server says of the step."""
+    """The header of a reply: a server's figures of the step."""
 
     loss: float
     norm: float
     stop_at: float
-    slowest: float = 0.0  # steps of the slowest worker that is present; only where workers don't wait for each other
+    slowest: float = 0.0  # steps of the slowest worker that is present; only for asynchronous workers
 
 
 _FIELDS = len(Told.__dataclass_fields__)
@@ -63,7 +63,7 @@ class Push:
     """A worker's gradient of one server's shard, ready to be sent."""
 
     def __init__(self, chunks: Sequence[Chunk], gradients: Sequence[Tensor | None], *, sparse: bool) -> None:
-        """`gradients` are those of the whole parameters that the chunks are parts of."""
+        """`gradients`: of the whole parameters to which the chunks belong; None: unused."""
         kinds: list[int] = []
         rows: list[Tensor] = []
         values: list[Tensor] = []
@@ -88,7 +88,7 @@ class Push:
 
 
 def _touched(chunk: Chunk, part: Tensor) -> Tensor | None:
-    """The rows of a table's gradient that are not zero; None where they and their numbers are more bytes than all."""
+    """The indices of a table's nonzero gradient rows; None if a dense message has no more bytes."""
     by_row = part.view(-1, chunk.span.row)
     touched = by_row.any(dim=1).nonzero().view(-1)
     row_bytes = chunk.span.row * part.element_size()
@@ -96,7 +96,7 @@ def _touched(chunk: Chunk, part: Tensor) -> Tensor | None:
 
 
 class Pushed:
-    """A push as it was received. `add_to` adds it to a gradient of the shard."""
+    """A received push."""
 
     def __init__(
         self, told: Told, chunks: Sequence[Chunk], kinds: Sequence[int], rows: Tensor, values: Tensor
@@ -109,11 +109,11 @@ class Pushed:
 
     @property
     def used(self) -> list[bool]:
-        """Whether the worker has a gradient of each chunk."""
+        """For each chunk, whether the worker has a gradient of it."""
         return [kind != _UNUSED for kind in self._kinds]
 
     def add_to(self, gradient: Tensor) -> None:
-        """Add it to a flat gradient of the shard; rows that were not touched add nothing."""
+        """Add the pushed gradient to the shard's flat gradient [elements]."""
         rows, values = 0, 0
         for chunk, kind in zip(self._chunks, self._kinds, strict=True):
             if kind == _UNUSED:
@@ -135,7 +135,7 @@ class PointToPoint:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._pending: list[tuple[Any, Tensor]] = []  # what is sent must stay as it is until it has arrived
+        self._pending: list[tuple[Any, Tensor]] = []  # keeps sent tensors alive until they have arrived
 
     def push(self, server: int, told: Told, push: Push) -> None:
         self._send(torch.cat([torch.tensor(astuple(told), dtype=torch.float64), push.kinds]), server, _HEADER)
@@ -145,7 +145,7 @@ class PointToPoint:
             self._send(push.values, server, _VALUES)
 
     def receive_push(self, chunks: Sequence[Chunk], dtype: torch.dtype, worker: int | None) -> tuple[int, Pushed]:
-        """The next push of a worker, or of whichever comes first, and whose it is."""
+        """Receive the next push of a worker, or with None of any worker. Returns the sender's rank and the push."""
         header = torch.empty(_FIELDS + len(chunks), dtype=torch.float64)
         source = dist.recv(header, src=worker, group=self._group, tag=_HEADER)
         told = Told(**dict(zip(Told.__dataclass_fields__, header[:_FIELDS].tolist(), strict=True)))
@@ -165,14 +165,14 @@ class PointToPoint:
             self._send(parameters, worker, _PARAMETERS)
 
     def receive_headers(self, servers: Sequence[int]) -> list[Answer]:
-        """Every server's answer where no parameters come along."""
+        """Receive a reply without parameters from each server."""
         headers = [torch.empty(len(Answer.__dataclass_fields__), dtype=torch.float64) for _ in servers]
         for server, header in zip(servers, headers, strict=True):
             dist.recv(header, src=server, group=self._group, tag=_REPLY)
         return [_answer(header) for header in headers]
 
     def receive_replies(self, servers: Sequence[int], shards: Sequence[Tensor]) -> list[Answer]:
-        """Every server's answer, and its parameters into its shard."""
+        """Receive a reply from each server, with its parameters into its shard."""
         headers = [torch.empty(len(Answer.__dataclass_fields__), dtype=torch.float64) for _ in servers]
         hosts = [shard if shard.device.type == "cpu" else torch.empty_like(shard, device="cpu") for shard in shards]
         waiting: list[Any] = []
@@ -191,7 +191,7 @@ class PointToPoint:
         self._pending.append((dist.isend(host, dst=to, group=self._group, tag=tag), host))
 
     def wait(self) -> None:
-        """Wait until all that was sent has arrived, so that it may be written over."""
+        """Wait until all sends are complete, so that their tensors may be overwritten."""
         for work, _ in self._pending:
             work.wait()
         self._pending.clear()

@@ -35,11 +35,11 @@ class RestartingWorker(Worker):
         self._process = WorkerProcess(self.model, self.flat, self._compute)
         self._deaths = 0
         self._away = self._lost = False
-        self._slowest = 0.0  # steps that the slowest worker which is present had done at the last answer
+        self._slowest = 0.0  # step count of the slowest present worker, from the last reply
 
     def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
-        # In the first step all ranks check the model together, and a step is measured by the operators that its own
-        # thread sees: the rank takes these itself.
+        # The rank itself computes the first step, in which all ranks check the model, and steps under a dispatch
+        # mode, which counts the operators of its own thread.
         if not self._away and (self._steps == 0 or _get_current_dispatch_mode() is not None):
             return super()._step(batch, loss)
         if self._away and (self._lost or self._steps < self._slowest):
@@ -55,7 +55,7 @@ class RestartingWorker(Worker):
         return self._push_and_pull(batch, totals, gradients)
 
     def _leave(self, death: ProcessDiedError, batch: StepBatch, loss: Loss) -> None:
-        """Tell the servers, who then wait for this worker no more, and start another process."""
+        """Report the worker as away to the servers, and start another process if a restart is left."""
         self._away = True
         self._tell(Kind.AWAY, batch)
         self.wire.wait()
@@ -81,19 +81,19 @@ class RestartingWorker(Worker):
                 return
 
     def _miss(self, batch: StepBatch) -> StepReport:
-        """Leave a step out, and hear how far the others are."""
+        """Skip a step, and receive the servers' replies."""
         self._tell(Kind.LOST if self._lost else Kind.MISSED, batch)
         return self._report(self._heard(self.wire.receive_headers(self.roles.servers)))
 
     def _return(self) -> None:
-        """Get the servers' parameters of now."""
+        """Report the worker as back, and receive the current parameters."""
         self._tell(Kind.BACK, None)
         self._heard(self.wire.receive_replies(self.roles.servers, self._shards()))
         self.wire.wait()
         self._changed, self._away = True, False
 
     def _tell(self, kind: Kind, batch: StepBatch | None) -> None:
-        """Push a header alone to every server."""
+        """Push a header without a gradient to every server."""
         told = Told(
             loss=0.0,
             count=0.0,
@@ -117,7 +117,7 @@ class RestartingWorker(Worker):
         return self._mesh.data_place.index
 
     def settle(self) -> None:
-        """No step comes next, as far as is known; one that does starts a process again."""
+        """End the worker's process after the last step; a further step would start it again."""
         super().settle()
         self._process.close()
 

@@ -1,4 +1,4 @@
-"""Server: holds a shard of the parameters and of the optimizer's state, and steps it by the workers' gradients."""
+"""Server: holds a shard of the parameters and the optimizer's state, and updates it with the workers' gradients."""
 
 import math
 import sys
@@ -25,7 +25,7 @@ from samestep.parallel.state_shards import MODEL, OPTIMIZER, Piece
 
 @dataclass(kw_only=True)
 class _Totals:
-    """What the workers said of one step."""
+    """Sums of the workers' figures of one step."""
 
     loss: float = 0.0
     count: float = 0.0
@@ -48,12 +48,12 @@ class _Totals:
 
 
 class Server(Member):
-    """What both kinds of servers have: the shard as chunks of parameters, and a gradient of the same length."""
+    """Base class of servers: a shard as chunks of parameters, and a flat gradient of the same length."""
 
     def __init__(
         self, setup: TrainerSetup, shared: ServerSetup, chunks: Mapping[nn.Parameter, Chunk], *, number: int
     ) -> None:
-        """`number` is the server's among the servers; `chunks` are what its optimizer steps."""
+        """`number`: of this server among the servers. `chunks`: of the parameters that its optimizer steps."""
         super().__init__(setup, shared)
         self._number = number
         self._chunks = chunks
@@ -76,13 +76,13 @@ class Server(Member):
 
     @abstractmethod
     def serve(self, batch: StepBatch) -> tuple[float, float]:
-        """Serve the workers until all have done this step: its loss and gradient norm."""
+        """Serve the workers until all have done this step. Returns its loss and gradient norm."""
 
     def receive(self, worker: int | None) -> tuple[int, Pushed]:
         return self.wire.receive_push(self._in_order, self.shard.dtype, worker)
 
     def step_shard(self, used: Sequence[bool]) -> None:
-        """Let the optimizer step by `gradient`; chunks without a gradient are left alone, also by weight decay."""
+        """Step the optimizer with `gradient`; chunks with `used` False get no update, and no weight decay either."""
         for (parameter, chunk), has_one in zip(self._chunks.items(), used, strict=True):
             parameter.grad = self.gradient[chunk.at].view(chunk.shape) if has_one else None
         self.optimizer.step()
@@ -139,7 +139,10 @@ class SynchronousServer(Server):
         return answer.loss, answer.norm
 
     def _clip_whole(self, to_mean: float) -> float:
-        """Turn sum / samples into sum / terms, clip the norm over all servers' shards, and return it as it was."""
+        """Rescale the gradient from sum / samples to sum / terms, and clip it by the norm over all servers' shards.
+
+        Returns the norm before clipping.
+        """
         square = torch.linalg.vector_norm(self.gradient, dtype=torch.float64).square().cpu()
         if len(self.roles.servers) > 1:
             dist.all_reduce(square, group=self._server_group)
@@ -151,7 +154,7 @@ class SynchronousServer(Server):
 
 
 class AsynchronousServer(Server):
-    """Applies each worker's gradient when it comes, and lets no worker start a step too far ahead of the slowest.
+    """Applies each worker's gradient on arrival, and lets no worker get more than the bound ahead of the slowest.
 
     A gradient is the mean over its worker's terms, clipped by its own norm; it is applied with the learning rate
     times the worker's share of the batch, so that the gradients of one step together have the step's learning rate.
@@ -164,11 +167,11 @@ class AsynchronousServer(Server):
         count = len(self.roles.workers)
         self._clock = [0] * count  # steps that each worker has pushed
         self._attendance = Attendance(count)
-        self._seen = [0] * count  # updates that were made before each worker's parameters were sent
+        self._seen = [0] * count  # number of updates when each worker's parameters were last sent
         compensates = self.settings.delay_compensation is not None
-        self._sent = [self.shard.clone() for _ in range(count)] if compensates else []  # what each computes with
-        self._waiting: list[int] = []  # workers whose push was applied, and who have no answer yet
-        self._followers: list[int] = []  # lost workers, who have none before the others are as far
+        self._sent = [self.shard.clone() for _ in range(count)] if compensates else []  # each worker's parameters
+        self._waiting: list[int] = []  # workers whose push is applied and whose reply is pending
+        self._followers: list[int] = []  # lost workers whose reply is pending until the others have caught up
         self._totals: dict[int, _Totals] = {}  # by step
         self._latest: _Totals | None = None  # of the newest step that all workers have done
         self._steps = 0  # that this rank has reported
@@ -177,7 +180,7 @@ class AsynchronousServer(Server):
         self._updates = self._ages = self._oldest = self._left_out = self._furthest = 0
 
     def serve(self, batch: StepBatch) -> tuple[float, float]:
-        """Some workers may push later steps meanwhile."""
+        """Apply pushes, also those of later steps, until all workers have done this step."""
         step, self._steps = self._steps, self._steps + 1
         while min(self._clock) <= step:
             worker, pushed = self.receive(None)
@@ -187,7 +190,7 @@ class AsynchronousServer(Server):
         return math.nan if step >= self._stop_at else known.mean_loss, known.mean_norm
 
     def _take(self, worker: int, pushed: Pushed) -> None:
-        """Apply a worker's gradient, and answer whom the bound then lets go on."""
+        """Handle a push, and reply to the workers that the bound then allows to continue."""
         self._stop_at = min(self._stop_at, pushed.told.stop_at)
         kind = Kind(int(pushed.told.kind))
         if kind is Kind.GRADIENT:
@@ -230,7 +233,7 @@ class AsynchronousServer(Server):
             self._reply(worker, None)
 
     def _pass(self, worker: int) -> None:
-        """A worker has done its step, or has left it out."""
+        """Count a step that a worker has done or skipped."""
         step, before = self._clock[worker], min(self._clock)
         self._totals.setdefault(step, _Totals())
         self._clock[worker] += 1
@@ -259,9 +262,10 @@ class AsynchronousServer(Server):
         self._updates += 1
 
     def _leave_out(self, worker: int, step: int) -> None:
-        """A gradient that isn't finite is applied by no server; all ranks report NaN from a step that none has begun.
+        """Discard a gradient that isn't finite, and stop the training at a step that no worker has begun.
 
-        The first server chooses the step and tells the workers, who tell the other servers by their next push.
+        All ranks report a loss of NaN from that step on. The first server chooses it and sends it to the workers,
+        which send it to the other servers with their next push.
         """
         self._left_out += 1
         if self._number or math.isfinite(self._stop_at):
@@ -275,14 +279,14 @@ class AsynchronousServer(Server):
         )
 
     def _advance(self, steps: int) -> None:
-        """The schedule goes by the pushes of all workers: a step for as many as there are workers."""
+        """Advance the schedule to `steps` steps; one step is as many pushes as there are workers."""
         while self._scheduled < steps:
             self._scheduled += 1
             if self.schedule is not None:
                 self.pass_over()
 
     def _answer(self) -> None:
-        """Answer those who need not wait any longer."""
+        """Reply to the waiting workers that the bound allows to continue."""
         slowest = self._attendance.slowest(self._clock)
         for worker in list(self._waiting):
             if slowest is not None and self._clock[worker] - slowest <= self.settings.bound:
@@ -307,7 +311,7 @@ class AsynchronousServer(Server):
         self.wire.reply(self.roles.workers[worker], answer, parameters)
 
     def _known(self) -> _Totals:
-        """Of the newest step that all workers have done; before there is one, of the first that any has."""
+        """The totals of the newest step that all workers have done, otherwise of the first that any has done."""
         if self._latest is not None:
             return self._latest
         return next((each for _, each in sorted(self._totals.items()) if each.pushes), _Totals())
@@ -338,7 +342,7 @@ class AsynchronousServer(Server):
             self._hand_out(worker)
 
     def measured(self) -> Mapping[str, Any]:
-        """How stale gradients were: updates by others between a worker's pull and its push, and steps ahead."""
+        """Staleness of the gradients: updates between a worker's pull and push, and steps ahead of the slowest."""
         return {
             "updates": self._updates,
             "mean_age_in_updates": self._ages / max(1, self._updates),

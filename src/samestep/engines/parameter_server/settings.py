@@ -1,4 +1,4 @@
-"""What of the parameter server can be chosen: a small YAML file, `run.engine_config`."""
+"""Settings of the parameter server, read from a small YAML file (`run.engine_config`)."""
 
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from samestep.validation import checked_file
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """How many ranks are servers, and how far workers may run apart."""
+    """The number of servers, the staleness bound, and the restarts of workers."""
 
     servers: Positive = 1  # of all ranks, the first ones
     # Steps that a worker may be ahead of the slowest one. 0: all gradients of a step are summed, the same step.
@@ -61,18 +61,18 @@ class Settings:
 
 @plain_dataclass(frozen=True, kw_only=True)
 class Roles:
-    """Which ranks serve and which work."""
+    """The ranks that are servers, and those that are workers."""
 
     servers: tuple[int, ...]
     workers: tuple[int, ...]
 
     @classmethod
     def of(cls, settings: Settings, ranks: int) -> "Roles":
-        """Servers come first, so that rank 0, which writes the records, knows of every worker."""
+        """Assign the first ranks to servers, so that rank 0, which writes the records, has all workers' figures."""
         return cls(servers=tuple(range(settings.servers)), workers=tuple(range(settings.servers, ranks)))
 
     def place(self, rank: int) -> Place:
-        """The part of each global batch that a rank trains on: workers share it out, servers take none."""
+        """The slice of each global batch that a rank trains on; servers have none."""
         if rank in self.servers:
             return Place(index=0, of=len(self.workers), idle=True)
         return Place(index=self.workers.index(rank), of=len(self.workers))

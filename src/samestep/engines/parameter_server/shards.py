@@ -1,4 +1,4 @@
-"""Shards: all trained parameters as one sequence of elements, of which each server has a range of equal length."""
+"""Shards: all trained parameters as one sequence of elements, of which each server has one range."""
 
 import math
 import mmap
@@ -15,13 +15,13 @@ from samestep.parallel.state_shards import Box, Piece
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Where a parameter lies in the sequence."""
+    """A parameter's range of the sequence."""
 
     name: str
     shape: torch.Size
     start: int
     stop: int
-    table: bool  # an embedding table, whose gradient may be few rows; it is cut between rows alone
+    table: bool  # an embedding table, whose gradient may be sparse; it is only cut between rows
 
     @property
     def row(self) -> int:
@@ -34,7 +34,7 @@ class Chunk:
     """The part of a parameter that a server holds."""
 
     span: Span
-    first: int  # of the parameter's elements
+    first: int  # index of the first element in the parameter
     last: int  # one past the last
     offset: int  # where it begins in the server's shard
 
@@ -48,8 +48,10 @@ class Chunk:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tensor that the optimizer steps: with the parameter's number of dimensions, which decides its
-        weight decay. A part of a parameter is a single row of so many elements."""
+        """The shape that the optimizer steps: the parameter's, or a single row for a part of a parameter.
+
+        It has the parameter's number of dimensions, on which weight decay depends.
+        """
         dims = len(self.span.shape)
         return self.span.shape if self.whole else torch.Size([1] * (dims - 1) + [self.elements])
 
@@ -89,7 +91,7 @@ def spans_of(model: nn.Module) -> list[Span]:
 
 
 def bounds_of(spans: Sequence[Span], servers: int) -> list[int]:
-    """Where each server's range begins, and the end of the last. Raises UserError where a server would hold nothing.
+    """The start of each server's range, and the end of the last. Raises UserError if a server would have no element.
 
     Each range has total / servers elements, to one element; a cut inside an embedding table moves to the nearest row.
     """
@@ -121,9 +123,9 @@ def chunks_of(spans: Sequence[Span], start: int, stop: int) -> list[Chunk]:
 
 
 def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements `first` to `last` of a tensor as rectangular parts in the order of its memory: offsets and shapes.
+    """Split the range `first` to `last` of a tensor's elements into boxes, in memory order: (offsets, shape) of each.
 
-    A range is at most a part of a row, whole rows, and a part of a row, and so on inside those.
+    A range is a part of a row, whole rows, and a part of a row, recursively; each of them may be empty.
     """
     if not shape:
         yield (), ()
@@ -143,9 +145,9 @@ def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[i
 
 
 def shared_empty(elements: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of one dimension, on the CPU, in memory that this process shares with those that it forks.
+    """A CPU tensor [elements] in memory that this process shares with those that it forks.
 
-    The memory is anonymous: no file of /dev/shm, whose size is often limited, and nothing that could be left.
+    The memory is anonymous: it needs no file in /dev/shm, whose size is often limited, and can't be left behind.
     """
     if not elements:
         return torch.empty(0, dtype=dtype)
@@ -153,13 +155,13 @@ def shared_empty(elements: int, dtype: torch.dtype) -> Tensor:
 
 
 class FlatParameters:
-    """A model's trained parameters in one memory, in which each server's shard is a range.
+    """A model's trained parameters in one flat tensor, in which each server's shard is a range.
 
     A worker receives parameters straight into it, and a server's optimizer steps its range in place.
     """
 
     def __init__(self, model: nn.Module, servers: int, *, shared: bool = False) -> None:
-        """The model's parameters become views of this memory. `shared`: with processes that this one forks."""
+        """Make the model's parameters views of one tensor. `shared`: with processes that this one forks."""
         self.spans = spans_of(model)
         self._bounds = bounds_of(self.spans, servers)
         parameters = dict(model.named_parameters())

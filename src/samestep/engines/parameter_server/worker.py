@@ -16,7 +16,7 @@ class Worker(Member):
     """One worker's steps. Its optimizer has no state and never steps; it carries the learning rate."""
 
     _steps = 0
-    _stop_at = math.inf  # the step from which on every rank reports a loss that is NaN
+    _stop_at = math.inf  # the step from which on every rank reports a loss of NaN
 
     def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
         totals = self._compute(batch, loss)
@@ -25,14 +25,14 @@ class Worker(Member):
         )
 
     def _compute(self, batch: StepBatch, loss: Loss) -> Tensor:
-        """Leave the gradients of this worker's samples in the model; their loss's sum and count."""
+        """Compute the gradients of this worker's samples. Returns their loss sum and count."""
         if not self.model.training:
             self.model.train()
         self._forget_gradients()
         return self.backward(batch, loss)
 
     def _push_and_pull(self, batch: StepBatch, totals: Tensor, gradients: Mapping[str, Tensor | None]) -> StepReport:
-        """End a step whose loss, count and gradients are known."""
+        """Push a step's gradients to the servers, and receive the next parameters."""
         factor, norm = 1.0, math.nan
         if not self.settings.synchronous:
             factor, norm = self._mean_and_clip(batch, totals, gradients.values())
@@ -54,11 +54,11 @@ class Worker(Member):
         return self._report(answers)
 
     def _shards(self) -> list[Tensor]:
-        """Of each server, in this rank's parameters."""
+        """Each server's range of this rank's parameters."""
         return [self.flat.shard(number) for number in range(len(self.roles.servers))]
 
     def _report(self, answers: Sequence[Answer]) -> StepReport:
-        """What the servers have answered to a step."""
+        """Make the report of a step from the servers' replies."""
         self.wire.wait()
         self._changed = True
         answer = answers[0]
@@ -68,7 +68,7 @@ class Worker(Member):
         return StepReport(loss=values[0], grad_norm=values[1], lr=self.pass_over())
 
     def sum_totals(self, totals: Tensor) -> None:
-        """The servers add up the loss and the count of terms."""
+        """Sum nothing: the servers sum the loss and the count of terms."""
 
     def gradient_scale(self, batch: StepBatch) -> float:
         """Servers sum over the workers, so each one's part is its loss sum / the global batch's samples."""
@@ -77,7 +77,7 @@ class Worker(Member):
     def _mean_and_clip(
         self, batch: StepBatch, totals: Tensor, gradients: Iterable[Tensor | None]
     ) -> tuple[float, float]:
-        """What turns sum / global samples into the mean over this worker's terms, clipped; and that mean's norm."""
+        """The factor from sum / global samples to the clipped mean over this worker's terms, and the mean's norm."""
         norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients if each is not None]
         to_mean = batch.global_samples / max(1.0, totals[1].item())
         norm = (torch.stack(norms).norm().item() if norms else 0.0) * to_mean

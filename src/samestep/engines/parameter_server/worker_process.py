@@ -38,23 +38,23 @@ from samestep.launch.fork_server import end_with_parent
 _STDERR = 2  # the number of its open file
 _READY = b"ready"
 _START_LIMIT = 60.0  # seconds; a fork is ready within tenths of one
-_APART = 0.2  # seconds between looks whether a process that does not answer is still there
-_LAST_LOOK = 5.0  # seconds that the system has to tell how a process ended
+_APART = 0.2  # seconds between checks whether a silent process is still alive
+_LAST_LOOK = 5.0  # seconds to wait for the exit status of an ended process
 # Between -1000 and 1000; where memory runs out, Linux ends the process with most memory and the highest value.
 _OUT_OF_MEMORY_FIRST = 500
 
 
 class ProcessDiedError(Exception):
-    """The process of a worker has ended, or its step has raised what is no mistake of the user's: how, in words."""
+    """Raised if a worker's process has ended, or its step failed other than by the user's mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What a process has computed of a step; its gradients are in the shared memory."""
+    """A process's result of a step; its gradients are in shared memory."""
 
     totals: Sequence[float]  # the loss's sum and its count, as `NativeTrainer.backward` returns them
     used: frozenset[str]  # parameters that have a gradient
-    seconds: float  # of the processor's time
+    seconds: float  # CPU time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,10 @@ class _Failed:
 
 
 class _Life:
-    """One process, from its fork to its end."""
+    """One forked process."""
 
     def __init__(self, loss: Loss) -> None:
-        self.loss = loss  # that the process has
+        self.loss = loss  # the loss with which the process was forked
         self.connection, self.other_end = Pipe()
         self.forked = threading.Event()
         self.over = threading.Event()
@@ -76,9 +76,9 @@ class _Life:
         self._error: str | None = None
 
     def run(self, serve: Callable[["_Life"], None]) -> None:
-        """In a thread of its own: fork, and wait for the end. The system ends the process with this thread."""
+        """Fork in a separate thread, and wait for the child's end. The child is killed when this thread ends."""
         try:
-            with warnings.catch_warnings():  # of the rank's other threads, whose work the process leaves alone
+            with warnings.catch_warnings():  # about the rank's other threads, which the child does not use
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
         except OSError as error:
@@ -109,7 +109,7 @@ class _Life:
             raise self._death() from None
 
     def receive(self, limit: float | None = None) -> bytes:
-        """What the process says next. Raises ProcessDiedError where it has ended, or says nothing for `limit` s."""
+        """Receive the next message. Raises ProcessDiedError if the process has ended, or after `limit` seconds."""
         began = time.monotonic()
         try:
             while not self.connection.poll(_APART):
@@ -134,7 +134,7 @@ class _Life:
         return ProcessDiedError(f"it ended with exit code {code}")
 
     def kill(self) -> None:
-        """End it at once, and wait until it is gone."""
+        """Kill the process, and wait until it has ended."""
         if self.handle is not None:
             self.handle.kill()
         self.over.wait(_LAST_LOOK)
@@ -145,10 +145,10 @@ class _Life:
 
 
 class WorkerProcess:
-    """The process in which a worker's gradients are computed; another one after its death, when it is started."""
+    """Computes a worker's gradients in a forked process, which can be started again after its death."""
 
     def __init__(self, model: nn.Module, flat: FlatParameters, backward: Callable[[StepBatch, Loss], Tensor]) -> None:
-        """`backward` leaves a step's gradients in the model; `flat` lies in shared memory."""
+        """`backward` computes a step's gradients; `flat` is in shared memory."""
         self._model = model
         self._backward = backward
         self._flat_gradient = shared_empty(flat.values.numel(), flat.values.dtype)
@@ -158,19 +158,19 @@ class WorkerProcess:
         self._parameters = flat.parameters
         self._buffers: dict[str, Tensor] = {}  # by name, in shared memory
         self._life: _Life | None = None
-        self.seconds = 0.0  # of the processor's time, of all processes so far
+        self.seconds = 0.0  # CPU time of all processes so far
 
     @property
     def memory(self) -> Tensor:
-        """That gradients are handed over in."""
+        """The shared memory through which gradients are passed."""
         return self._flat_gradient
 
     def start(self, loss: Loss) -> None:
-        """Fork a process that computes with this loss. Raises ProcessDiedError where it isn't there in time."""
+        """Fork a process that computes with this loss. Raises ProcessDiedError if it isn't ready in time."""
         self.close()
         self._share_buffers()
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # or both would write what is left in it
+            stream.flush()  # otherwise both processes would write the buffered text
         life = self._life = _Life(loss)
         run = contextvars.copy_context().run
         threading.Thread(target=run, args=(life.run, self._serve), name="worker process", daemon=True).start()
@@ -178,9 +178,9 @@ class WorkerProcess:
         life.receive(_START_LIMIT)
 
     def compute(self, batch: StepBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """A step's loss and count, and each parameter's gradient, valid until the next step.
+        """Compute a step's loss sum and count, and each parameter's gradient, which is valid until the next step.
 
-        Raises ProcessDiedError, and UserError for what the process found to be the user's mistake.
+        Raises ProcessDiedError if the process dies, and the UserError that its step raised.
         """
         try:
             message = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
@@ -189,10 +189,10 @@ class WorkerProcess:
                 f"worker_restarts: a batch goes to a worker's process by pickle, which can't take this ({error}); "
                 "use batches of tensors, numbers and text, or leave worker_restarts out"
             ) from None
-        if self._life is None or self._life.loss != loss:  # as where a fault is to spoil one step's
+        if self._life is None or self._life.loss != loss:  # a fault injection replaces the loss of one step
             self.start(loss)
         assert self._life is not None
-        self._keep_buffers()  # the rank's own forwards may have replaced some, too
+        self._keep_buffers()  # the rank's own forwards may have replaced buffers, too
         self._life.send(message)
         answer: Computed | _Failed = pickle.loads(self._life.receive())
         if isinstance(answer, _Failed):
@@ -211,23 +211,23 @@ class WorkerProcess:
             life.kill()
 
     def _share_buffers(self) -> None:
-        """Have the model's buffers in shared memory, also those that forwards have replaced."""
+        """Move the model's buffers into shared memory, also those that forwards have replaced."""
         for name, buffer in self._model.named_buffers():
             if not _same_memory(self._buffers.get(name), buffer):
                 buffer.data = self._buffers[name] = _shared_copy(buffer)
 
     def _keep_buffers(self) -> None:
-        """What a forward has put in a buffer's place, in the process or in the rank, goes into the shared memory."""
+        """Copy buffers that a forward has replaced by new tensors back into shared memory."""
         for name, buffer in self._model.named_buffers():
             shared = self._buffers.get(name)
             if shared is None or _same_memory(shared, buffer):
                 continue
-            # A cache that another size of inputs makes again is no state of the training.
+            # A buffer of another shape is a cache for the size of the inputs, and no state of the training.
             if shared.shape == buffer.shape and shared.dtype == buffer.dtype:
                 buffer.data = shared.copy_(buffer.detach())
 
     def _serve(self, life: _Life) -> None:
-        """In the process: answer batches, until the rank ends it or is gone."""
+        """Main loop of the process: compute batches until the rank closes the connection or ends."""
         life.connection.close()
         _leave_the_rank(life.other_end)
         life.other_end.send_bytes(_READY)
@@ -257,7 +257,7 @@ class WorkerProcess:
 
 
 def _shared_copy(tensor: Tensor) -> Tensor:
-    """A tensor's values in memory that both processes share."""
+    """Copy a tensor into shared memory."""
     copy = shared_empty(tensor.numel(), tensor.dtype).view(tensor.shape)
     return copy.copy_(tensor.detach())
 
@@ -267,21 +267,21 @@ def _same_memory(one: Tensor | None, other: Tensor) -> bool:
 
 
 def _leave_the_rank(connection: Connection) -> None:
-    """In a forked process: let go of all that is the rank's alone."""
+    """Release the rank's signals, sockets and memory in a forked process."""
     end_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # the rank decides, and this process ends with it
+    for number in (signal.SIGINT, signal.SIGTERM):  # the rank handles signals, and this process ends with it
         signal.signal(number, signal.SIG_IGN)
     _let_go_of_sockets(connection.fileno())
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OUT_OF_MEMORY_FIRST), encoding="ascii")
-    gc.freeze()  # a collection would write to all pages, which then are copied
+    gc.freeze()  # a collection would write to all pages, and so copy them
 
 
 def _let_go_of_sockets(kept: int) -> None:
-    """Other ranks see that this one is gone by its connections, which end with the last process that has them.
+    """Close a forked process's copies of the rank's sockets, so that peers notice when the rank itself ends.
 
-    What stands in a socket's place keeps its number from being given to another file, which the socket's owner, as
-    it is collected, would close.
+    Each descriptor is replaced by /dev/null, so that its number is not reused for another file, which the garbage
+    collected owner of the socket would close.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
