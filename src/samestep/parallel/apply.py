@@ -99,7 +99,7 @@ def spread(
 
 
 class _Spreading:
-    """A model on its way from one process to a rank of a layout. Each method does what the layout has of it."""
+    """Applies a layout to a model. Each method is one step, and does nothing if the layout doesn't need it."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class _Spreading:
         details: Details,
         exchange: GradientExchange | None,
     ) -> None:
-        """Check the model, and follow its forward before anything is changed."""
+        """Check the model, and trace its forward before anything is changed."""
         self.model = model
         self.layout = layout
         self.mesh = mesh
@@ -122,7 +122,7 @@ class _Spreading:
         self.autocast = autocast
         self.details = details
         self.exchange = exchange
-        # Checks and normalisation that hold for every step below; nothing here depends on what other ranks found.
+        # Checks and preparations for all steps below; none of them depends on other ranks.
         keep_no_cache(model)
         check_complex(model, layout, precision)
         if layout.zero >= 2 or layout.tensor > 1 or layout.pipeline > 1 or layout.expert > 1:
@@ -132,20 +132,19 @@ class _Spreading:
         if layout.pipeline > 1:
             check_batch_norm(model, layout)
         self.joins = find_batch_buffers(model, details.batch_buffers, layout)
-        # The table is made while the model is still whole: its shapes and names are what checkpoints and proofs go
-        # by.
+        # The table is made of the whole model, whose shapes and names checkpoints and proofs refer to.
         self.parts = ShardTable.of(model, layout, mesh)
         if layout.zero == 1 and exchange is None:
             self.parts.owners = Owners(mesh)
-        # One ForwardContext a model. Every wrapper below holds this very object, so that one assignment of the
-        # running micro-batch reaches dropout, batch norm, recomputation and the messages of split tokens alike.
+        # One ForwardContext for the model. All wrappers below share it, so that setting the running micro-batch once
+        # reaches dropout, batch norm, recomputation and the collectives of split tokens.
         self.host, self.now = HostMemory(device), ForwardContext()
-        # Also where the model is followed and compared.
+        # The context of fp64, which also applies when the model is traced and compared.
         self.throughout = partial(in_float64, precision == "fp64")
         with self.throughout():
             self.seen = _look(model, layout, details)
             self.experts = _experts(model, layout, details)
-        # Experts are units of their own: the ranks of the expert axis hold other ones, and a block that contained
+        # Experts are separate FSDP units: ranks of the expert axis hold different ones, and a block that contained
         # them would be gathered over the wrong group.
         self.blocks = find_blocks(model, apart=[model.get_submodule(each.name) for each in self.experts])
         self.initial = details.initial  # None: nothing of the model is on the meta device any more
@@ -308,11 +307,11 @@ class _Spreading:
         return whole(module=replicated, accumulating=replicated.no_sync, used=used, rows=rows, late=late)
 
     def _late(self) -> LateParameters | None:
-        """ZeRO-1's parameters on their way; None: a step waits for them, as where the forward was not followed."""
+        """Let ZeRO-1's broadcasts overlap with the next forward; None: a step waits for them."""
         if not self.details.late_parameters:
             return None
         units = agreed_units(self.model, self.blocks, self.seen, self.mesh.data_group)
-        # A lot is waited for by the unit that runs first; where samples decide which units run, none is sure to run.
+        # The first unit of a lot waits for it; if samples decide which units run, that unit may not run.
         if units.may_differ or not units.modules:
             return None
         megabytes = self.details.bucket_mb
@@ -333,7 +332,7 @@ class _Spreading:
         )
 
     def _common(self) -> dict[str, Any]:
-        """What every ParallelModel is made of."""
+        """Arguments that all kinds of ParallelModel share."""
         return {
             "model": self.model,
             "parts": self.parts,
@@ -347,7 +346,7 @@ class _Spreading:
 
 
 def _tables(model: nn.Module, choice: Choice, device: torch.device) -> list[Table]:
-    """The embeddings whose gradients go as rows. Raises UserError where that is asked for and there are none."""
+    """The embeddings with sparse gradient exchange. Raises UserError if it is on and there are none."""
     if choice == "off" or (choice == "auto" and device.type != "cpu"):
         return []
     tables, refused = find_tables(model, smallest=SMALLEST if choice == "auto" else 0)
@@ -361,7 +360,7 @@ def _tables(model: nn.Module, choice: Choice, device: torch.device) -> list[Tabl
 
 
 def _experts(model: nn.Module, layout: Layout, details: Details) -> list[Experts]:
-    """The experts that the ranks of the expert axis share out."""
+    """Find the experts that are distributed over the expert axis."""
     if layout.expert == 1:
         return []
     if details.example is None:
@@ -370,7 +369,7 @@ def _experts(model: nn.Module, layout: Layout, details: Details) -> list[Experts
 
 
 def _no_example(layout: Layout) -> UserError:
-    """What a session is told that gave no inputs to follow the forward with."""
+    """The error for a session without an `example` with which to trace the forward."""
     return UserError(
         f'layout "{layout}" cuts the model itself, for which its forward must be followed once; use '
         "session.prepare(model, optimizer, example=inputs) with the inputs of a few samples"
@@ -378,7 +377,7 @@ def _no_example(layout: Layout) -> UserError:
 
 
 def _look(model: nn.Module, layout: Layout, details: Details) -> Trace | None:
-    """What the model's forward does, where the layout wants to know."""
+    """Trace the model's forward; None if the layout needs no trace."""
     example, findings = details.example, details.findings
     if not layout.cuts_model:
         return follow(model, example) if layout.zero and example is not None else None
@@ -392,7 +391,7 @@ def _look(model: nn.Module, layout: Layout, details: Details) -> Trace | None:
 
 
 def _make_contiguous(model: nn.Module) -> None:
-    """Slices, shards and broadcasts are of parameters whose numbers lie one after the other."""
+    """Make all parameters contiguous, as slicing, sharding and broadcasts require."""
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()

@@ -1,4 +1,4 @@
-"""Attributes of a model's modules as they were, so that what a look or a try has changed can be taken back."""
+"""Snapshots of the attributes of a model's modules, to undo the changes of a trace or an attempt."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Attributes:
-    """What the modules of a model keep: their attributes, and the contents of their dictionaries, lists and sets.
+    """Snapshot of the attributes of a model's modules, and of the contents of their dictionaries, lists and sets.
 
     Parameters, buffers, hooks and replaced forwards are among them. Tensors are kept by reference, not copied.
     """
@@ -27,16 +27,16 @@ class Attributes:
         ]
 
     def changed(self) -> Iterator[Any]:
-        """The attributes that are other objects than before."""
+        """Yield the attributes that were replaced since the snapshot."""
         for module, attributes in self._before:
             for name, value in vars(module).items():
                 if attributes.get(name) is not value:
                     yield value
 
     def restore(self) -> None:
-        """Put everything back. Dictionaries, lists and sets stay the same objects, since others may hold them."""
+        """Restore the snapshot. Dictionaries, lists and sets stay the same objects, as others may refer to them."""
         for module, attributes in self._before:
-            # Also takes away what was added: an attribute that a forward has set would be read by the next one.
+            # Also removes new attributes: one that a forward has set would be read by the next forward.
             vars(module).clear()
             vars(module).update(attributes)
         for holder, content in self._contents:
@@ -45,22 +45,22 @@ class Attributes:
 
 
 def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Put something around a module's forward, which stays when the forward itself is replaced later.
+    """Wrap a module's forward; the wrapper stays when the forward itself is replaced later.
 
-    `around` is called with the forward and its arguments. The wrapper that is put on first is innermost.
-    `replace_forward` swaps what is inside of all of them, so splitting tokens (a wrapper) and slicing (a replacement)
-    can come in either order.
+    `around` is called with the forward and its arguments. The first wrapper is innermost. `replace_forward` replaces
+    the forward inside of all wrappers, so splitting tokens (a wrapper) and slicing (a replacement) can come in either
+    order.
     """
     module.forward = _wrapped(module.forward, around)
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace what a module computes, and keep what was put around it."""
+    """Replace a module's forward inside of its wrappers."""
     module.forward = _with_innermost(module.forward, forward)
 
 
 def wrap_innermost(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Put something around what a module computes, inside of all wrappers."""
+    """Wrap a module's forward inside of all its present wrappers."""
     forward = module.forward
     while isinstance(inside := getattr(forward, "__self__", None), _Inside):
         forward = inside.inner
@@ -69,7 +69,7 @@ def wrap_innermost(module: nn.Module, around: Callable[..., Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Inside:
-    """What a wrapper calls: the forward inside of it, and what goes around that."""
+    """A wrapped forward: the inner forward, and the function around it."""
 
     inner: Callable[..., Any]
     around: Callable[..., Any]
@@ -83,7 +83,7 @@ def _wrapped(inner: Callable[..., Any], around: Callable[..., Any]) -> Callable[
         return inside.around(inside.inner, *arguments, **keywords)
 
     def unbound(*_: Any) -> None:
-        """Has the parameters of `inner` and, as a method's, the object before them."""
+        """Carrier of the wrapper's signature: that of `inner`, preceded by the bound object."""
 
     update_wrapper(forward, inner)
     of_inner = inspect.signature(inner)
@@ -103,7 +103,7 @@ def _with_innermost(given: Callable[..., Any], forward: Callable[..., Any]) -> C
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Have a model in evaluation mode, and then each of its modules in the mode that it was in."""
+    """Put a model in evaluation mode, and restore each module's mode afterwards."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -114,7 +114,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def forget_results(model: nn.Module) -> None:
-    """Clear the caches of methods (functools.lru_cache): of a look, they hold tensors without values."""
+    """Clear the caches of methods (functools.lru_cache), which after a trace hold tensors without values."""
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
     for kind in kinds:
         for method in vars(kind).values():
@@ -125,7 +125,7 @@ def forget_results(model: nn.Module) -> None:
 
 
 def _inside(method: Any) -> Iterator[Any]:
-    """A method, and the functions that a decorator keeps for it."""
+    """Yield a method and the functions in its closure, such as those that a decorator wraps."""
     method = getattr(method, "__func__", method)  # of a static or class method
     yield method
     for cell in getattr(method, "__closure__", None) or ():

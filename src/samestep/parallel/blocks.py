@@ -49,7 +49,7 @@ def _holds(outer: nn.Module, inner: nn.Module) -> bool:
 
 
 def with_forward(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The blocks, and in place of lists, which can't be called, the modules in them."""
+    """The blocks, with lists, which have no forward, replaced by their modules."""
     found: list[nn.Module] = []
     for block in blocks:
         found += [block] if has_forward(block) else with_forward(list(block.children()))
@@ -63,9 +63,9 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def is_list_of_like(module: nn.Module, *, of_any_size: bool = False) -> bool:
-    """Whether a list or dictionary holds several modules of one class with like parameters.
+    """Whether a list or dictionary holds several modules of one class, with parameters of the same names and shapes.
 
-    `of_any_size`: parameters of the same names will do.
+    `of_any_size`: compare only the names.
     """
     children = list(module.children())
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or len(children) < 2:

@@ -1,4 +1,4 @@
-"""Calls: what a traced forward did. Which modules it called, in which order, and with which tensors."""
+"""Calls: the record of a traced forward, namely the modules that it called, in which order and with which tensors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ from samestep.parallel.dataflow import Dataflow
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A tensor that went into a module or came out of it."""
+    """An input or output tensor of a traced module call."""
 
-    identity: int  # the same number is the same tensor object
+    identity: int  # equal for the same tensor object
     shape: tuple[int, ...]
     dtype: torch.dtype
-    source: Node | None = None  # what autograd knows of how it was computed; None: of no parameter
-    # The same of the tensor that it is another shape of: where it is changed in place, autograd goes on from there.
+    source: Node | None = None  # its autograd node; None: not computed from parameters
+    # The node of the tensor of which it is a view, from which autograd continues after an in-place change.
     base: Node | None = None
 
 
@@ -45,7 +45,7 @@ class Call:
         return seen_in(self.output)
 
     def passed_on(self, seen: Seen) -> bool:
-        """Whether a tensor of the output is one of the arguments as it was: not computed again, nor in place."""
+        """Whether an output tensor is an input that the call did not change, not even in place."""
         return any(seen.identity == given.identity and seen.source is given.source for given in self.inputs())
 
 
@@ -61,14 +61,14 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """Where a forward could not be followed further, since it asked for a value."""
+    """The place at which a trace ended, since the forward asked for a value."""
 
-    modules: tuple[str, ...]  # whose forwards were running, from the model to the innermost, which asked
+    modules: tuple[str, ...]  # modules whose forwards were running, outermost first; the last one asked
     reason: str
 
     @property
     def module(self) -> str:
-        """Whose own forward asked."""
+        """The module whose own forward asked."""
         return self.modules[-1] if self.modules else ""
 
 
@@ -95,7 +95,7 @@ class Trace:
         return [call for call in self.calls if call.name == name]
 
     def used_outside(self, model: nn.Module, blocks: Sequence[str]) -> str | None:
-        """A parameter of one of some blocks that is also used where none of them runs."""
+        """The first parameter of the given blocks that is also used outside of their calls; None if there is none."""
         names = {parameter: name for name, parameter in model.named_parameters()}
         for block in blocks:
             for parameter in model.get_submodule(block).parameters():
@@ -104,7 +104,7 @@ class Trace:
         return None
 
     def computed_from(self, tensor: Seen, given: Sequence[Seen]) -> set[int]:
-        """The identities of those of some tensors from which another is computed, not looking behind them."""
+        """The identities of the tensors in `given` from which `tensor` is directly computed."""
         ends = {seen.source: seen.identity for seen in given if seen.source is not None}
         waiting, seen_nodes, found = [tensor.source], set[Node](), set[int]()
         while waiting:
@@ -119,7 +119,7 @@ class Trace:
         return found
 
     def behind(self, tensors: Iterable[Seen], *, up_to: Iterable[Seen] = ()) -> set[str]:
-        """The parameters from which tensors are computed, not looking behind those of `up_to`."""
+        """The parameters from which tensors are computed, without searching beyond the tensors in `up_to`."""
         up_to = list(up_to)
         seen = {tensor.source for tensor in up_to} | {tensor.base for tensor in up_to}
         waiting = [tensor.source for tensor in tensors if tensor.source not in seen]
@@ -145,7 +145,7 @@ def _is_seen(value: Any) -> bool:
 
 
 def seen_of(tensor: Tensor) -> Seen:
-    """What a trace keeps of a tensor."""
+    """Record a tensor."""
     # A leaf has no node of its own until it is asked for one.
     source = get_gradient_edge(tensor).node if tensor.requires_grad else None
     return Seen(

@@ -1,7 +1,6 @@
-"""What a model has that a layout would not keep as one process has it: refused in one sentence, before any step.
+"""Checks for parts of a model whose behaviour a layout would change; each raises LayoutError before any step.
 
-Hooks on gradients and batch norm are seen in the model as it is built; whether its forward decides by values, in the
-trace of it.
+Gradient hooks and batch norm are found in the built model; data-dependent control flow is found in the trace.
 """
 
 from functools import partial
@@ -15,7 +14,7 @@ from samestep.parallel.calls import Trace
 
 
 def check_hooks(model: nn.Module, layout: Layout) -> None:
-    """Raise LayoutError for hooks on gradients: here other tensors, or parts of them, take the parameters' place."""
+    """Raise LayoutError for gradient hooks on parameters, which this layout replaces by other tensors or shards."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise LayoutError(
@@ -36,13 +35,13 @@ def check_batch_norm(model: nn.Module, layout: Layout) -> None:
 
 
 def check_asking(model: nn.Module, layout: Layout, seen: Trace) -> None:
-    """Raise LayoutError where what a forward decides by values would be decided otherwise by a part of the model.
+    """Raise LayoutError if ranks could take different branches of data-dependent control flow.
 
-    Ranks of one model that took different branches would wait for each other's messages for ever, or take another
-    step than one process. Values of the inputs alone are the same on all ranks of a model, and don't count here.
+    Ranks of one model that took different branches would deadlock in their collectives, or take another step than one
+    process. Branches that depend only on the inputs are allowed, since all ranks of a model have the same inputs.
 
-    A stage of a pipeline has the values of its own blocks alone. A rank with a part of the tokens may decide for each
-    token, as a mixture of experts does, and not for all. Slices of matrices change no value.
+    A pipeline stage only has the values of its own blocks. A rank with a part of the tokens may decide for each
+    token, as a mixture of experts does, but not for all tokens. Slicing matrices changes no values.
     """
     names = {id(module): name for name, module in model.named_modules()}
     blocks = [names[id(block)] for block in with_forward(find_blocks(model))]
@@ -64,7 +63,7 @@ def check_asking(model: nn.Module, layout: Layout, seen: Trace) -> None:
 
 
 def _mixtures(model: nn.Module) -> list[str]:
-    """The modules that call equal modules of a list, or hold stacks of matrices."""
+    """The mixtures of experts: modules that call like modules of a list, or hold stacks of matrices."""
     alike = partial(is_list_of_like, of_any_size=True)
     lists = [caller_of(model, name) for name, module in model.named_modules() if alike(module)]
     stacks = [

@@ -1,4 +1,4 @@
-"""Logits that never stand whole: an output layer and its cross-entropy, computed of some tokens only.
+"""Chunked logits: an output layer and its cross-entropy are computed for some tokens at a time.
 
 The logits of a large vocabulary are the largest tensor of a small language model: 16,384 tokens x 128,256 words are
 8.4 GB in float32, and cross-entropy keeps as many again for backward. Here the output layer of a training forward
@@ -6,9 +6,9 @@ gives `ChunkedLogits` instead: what it was called with, and how the logits follo
 shape or dtype. Its cross-entropy then takes some rows at a time through the layer, and keeps none of their
 logits: backward computes them once more, chunk by chunk, which costs one more product of the output layer.
 
-Under context parallel every rank has all tokens of what the output layer takes. There each rank computes its own
-share of the rows alone, and what they give is put together: with `run.loss_chunk` some rows at a time, and without it
-all of them, where cross-entropy alone wants the logits. Where anything else does, they are computed whole.
+Under context parallel every rank has the output layer's input for all tokens. There each rank only computes its share
+of the rows, and the results are combined: with `run.loss_chunk` some rows at a time, without it all rows of the share
+at once. If code other than cross-entropy needs the logits, they are computed whole.
 """
 
 # PyTorch's stub of backward takes any number of gradients, and its mark of one that is taken once knows no ctx.
@@ -37,7 +37,7 @@ from samestep.parallel.calls import Trace
 from samestep.parallel.context.messages import gradient_summed
 from samestep.parallel.sharding import whole
 
-# What a tensor is asked without its values.
+# Attributes and methods that don't need a tensor's values.
 _FACTS = frozenset(
     {"size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "__len__", "__hash__", "get_device"}
 )
@@ -48,35 +48,35 @@ _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Where logits come from: a layer's inputs, the layer, and the dtypes that the logits are cast to, in turn."""
+    """How logits are computed: the layer, its inputs, and the dtypes to which the logits are cast, in order."""
 
     inputs: Tensor  # [..., hidden]
     layer: Callable[[Tensor], Tensor]
     classes: int
     dtypes: tuple[torch.dtype, ...]  # that of the layer's output first
-    rows: int | None  # of a chunk; None: all at once, and the logits themselves where they are wanted
+    rows: int | None  # of a chunk; None: all at once, and other code may have the logits
     shared: "_Shared | None" = None  # None: this rank computes all rows
     changes: "_Changes" = field(default_factory=lambda: _Changes())
 
 
 @dataclass
 class _Changes:
-    """Which of the views of an output layer's logits was changed in place, as others would have to be as well."""
+    """The one of several views of the same logits that was changed in place, which makes the others stale."""
 
     by: "ChunkedLogits | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shared:
-    """Rows that the ranks of a group share out, each of which has the inputs of all of them."""
+    """Distribution of the rows over the ranks of a group, each of which has the inputs of all rows."""
 
     group: dist.ProcessGroup
-    # What the layer computes with, by module and name: its parameters, whose gradients are summed over the group.
+    # The layer's parameters by module and name, as views whose gradients are summed over the group.
     parameters: Mapping[nn.Module, Mapping[str, Tensor]]
 
     @classmethod
     def of(cls, layer: nn.Module, group: dist.ProcessGroup) -> "_Shared":
-        """The rows of a layer shared out over a group; made anew for each forward, since it ties into its graph."""
+        """Distribute a layer's rows over a group; made anew for each forward, as it is a part of the graph."""
 
         def summed(parameter: Tensor | None) -> Any:
             return (
@@ -91,10 +91,10 @@ class _Shared:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Code in which the layer has these parameters.
+        """Context in which the layer's parameters are replaced by these views.
 
-        The layer's parameters are replaced by views whose backward sums their gradients over the group: each rank's
-        rows give a part of them.
+        Each rank's rows give a part of the parameters' gradients, so the backward of the views sums them over the
+        group.
         """
         before = {module: dict(module._parameters) for module in self.parameters}
         for module, parameters in self.parameters.items():
@@ -107,17 +107,17 @@ class _Shared:
 
 
 class ChunkedLogits(Tensor):
-    """The logits of some inputs, [..., classes], of which cross-entropy computes a chunk at a time.
+    """Lazy logits [..., classes], which cross-entropy computes a chunk at a time.
 
-    Where anything else wants their values, raises UserError, or gives them where `rows` is None.
+    Other code that needs the values gets them if `rows` is None, and a UserError otherwise.
     """
 
     _source: _Source
-    _whole: Tensor | None  # once they were wanted
+    _whole: Tensor | None  # the values, once they are computed
 
     @staticmethod
     def __new__(cls, source: _Source) -> "ChunkedLogits":
-        """A tensor of the logits' shape and dtype, without memory: this class answers for its values."""
+        """Make a tensor of the logits' shape and dtype without memory."""
         inputs = source.inputs
         logits = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -167,7 +167,7 @@ class ChunkedLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Below autograd, such as in a function of the user's own: `_Given` takes its gradient.
+        # Called below autograd, such as in a user's autograd function: `_Given` receives its gradient.
         given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, ChunkedLogits)]
         if any(each._source.rows is not None for each in given):
             raise _wanted_whole(str(func))
@@ -179,14 +179,14 @@ class ChunkedLogits(Tensor):
 
 
 def _logits(source: _Source) -> ChunkedLogits:
-    """The logits of a source, with a gradient of their own where something may want them."""
+    """Make lazy logits, with an autograd node if code other than cross-entropy may use them."""
     if source.rows is not None:
         return ChunkedLogits(source)
     return _Given.apply(source.inputs, source)  # pyright: ignore[reportReturnType]
 
 
 class _Given(torch.autograd.Function):
-    """Takes a gradient of logits that a function had whole without autograd's knowledge of the layer behind them."""
+    """Autograd node for logits that are computed below autograd, without a graph of the layer."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, source: _Source) -> ChunkedLogits:
@@ -198,7 +198,7 @@ class _Given(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, None]:
-        """Run the layer again with a graph, for the gradient [..., classes] that has come in for its logits."""
+        """Recompute the layer with a graph, and run its backward from the logits' gradient [..., classes]."""
         inputs = ctx.source.inputs.detach().requires_grad_()
         with torch.enable_grad():
             _computed(replace(ctx.source, inputs=inputs)).backward(gradients[0])  # into the layer's parameters
@@ -206,11 +206,11 @@ class _Given(torch.autograd.Function):
 
 
 class WantedWholeError(UserError):
-    """Something wants the values of logits that are computed some rows at a time."""
+    """Raised if code needs the values of logits that are computed some rows at a time."""
 
 
 def _of_whole(name: str, func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """Call a function with the logits themselves."""
+    """Call a function with the values of the logits among its arguments."""
     given = [each for each in pytree.tree_leaves((args, keywords)) if isinstance(each, ChunkedLogits)]
     if any(each._source.rows is not None for each in given):
         raise _wanted_whole(name)
@@ -221,12 +221,12 @@ def _of_whole(name: str, func: Any, args: Sequence[Any], keywords: Mapping[str, 
 
 
 def whole_logits(nest: Any) -> Any:
-    """A nest with the logits in it whole, as every rank computes them."""
+    """Replace lazy logits in a nest by their values."""
     return pytree.tree_map_only(ChunkedLogits, _whole_of, nest)
 
 
 def _whole_of(logits: ChunkedLogits) -> Tensor:
-    """The logits' values [..., classes], computed once for each set of them that may need a gradient."""
+    """Compute the logits' values [..., classes]; kept if gradients are enabled."""
     _check_unchanged(logits)
     found = logits._whole
     if found is None:
@@ -237,7 +237,7 @@ def _whole_of(logits: ChunkedLogits) -> Tensor:
 
 
 def _computed(source: _Source) -> Tensor:
-    """Through the layer, and then the casts in the order in which the loss asked for them."""
+    """Apply the layer, then the casts in the order in which the loss made them."""
     logits = source.layer(source.inputs)
     for dtype in source.dtypes[1:]:
         logits = logits.to(dtype)
@@ -251,7 +251,7 @@ def _changes_in_place(name: str, keywords: Mapping[str, Any]) -> bool:
 
 
 def _check_unchanged(logits: ChunkedLogits) -> None:
-    """Raise UserError where a view of the logits was changed in place, which this one would have to show."""
+    """Raise UserError if another view of the same logits was changed in place, which this one can't reflect."""
     by = logits._source.changes.by
     if by is not None and by is not logits:
         raise UserError(
@@ -268,7 +268,7 @@ def _wanted_whole(name: str) -> WantedWholeError:
 
 
 def _cast(logits: ChunkedLogits, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> ChunkedLogits:
-    """The same logits in another dtype, still not computed. Raises WantedWholeError for another device."""
+    """Cast lazy logits without computing them. Raises WantedWholeError for another device."""
     source = logits._source
     if name in _CASTS:
         dtype = _CASTS[name]
@@ -371,7 +371,7 @@ def _cross_entropy(
 def _is_other(
     source: _Source, target: Tensor, weight: Any = None, size_average: Any = None, *more: Any, **keywords: Any
 ) -> bool:
-    """Whether a call of cross-entropy is one that a part of the rows can't be taken for."""
+    """Whether a call of cross-entropy can't be computed for a part of the rows."""
     old = size_average is not None or keywords.get("reduce") is not None or len(more) > 1
     weighted = weight is not None and keywords.get("reduction", "mean") == "mean"
     return source.inputs.ndim != 2 or old or weighted
@@ -385,7 +385,7 @@ def _of_chunk(source: _Source, inputs: Tensor, target: Tensor, **keywords: Any) 
 
 
 class SharedLogits:
-    """An output layer whose rows the ranks share out, as long as `able`."""
+    """Switch of an output layer whose rows are distributed over the ranks while `able`."""
 
     def __init__(self) -> None:
         self.able = True
@@ -394,10 +394,10 @@ class SharedLogits:
 def share_logits(
     model: nn.Module, trace: Trace, group: dist.ProcessGroup, split: Collection[str]
 ) -> SharedLogits | None:
-    """Let the ranks of a group share out the rows of the output layer in training forwards.
+    """Distribute the rows of the output layer over the ranks of a group in training forwards.
 
-    `split`: modules that work on a rank's own tokens, after which every rank has all of them. None where no layer
-    behind them has more outputs than inputs.
+    `split`: modules that work on a rank's own tokens, after which every rank has all tokens. None if the model has no
+    output layer after them with more outputs than inputs.
     """
     try:
         head = output_layer(model)
@@ -414,19 +414,19 @@ def share_logits(
 
 
 def chunk_logits(model: nn.Module, rows: int, group: dist.ProcessGroup | None = None) -> None:
-    """Let the output layer of a model, in training forwards, give logits that are computed `rows` at a time.
+    """Make the output layer return lazy logits in training forwards, computed `rows` at a time.
 
-    `group`: ranks that all have what the layer takes, and share the rows out.
-    Raises UserError where it is not to be found.
+    `group`: ranks that all have the layer's input, over which the rows are distributed.
+    Raises UserError if the model has no output layer.
     """
     _chunk(output_layer(model), rows, group, lambda: True)
 
 
 def _chunk(head: nn.Linear, rows: int | None, group: dist.ProcessGroup | None, able: Callable[[], bool]) -> None:
-    """Replace a layer's forward by one that gives `ChunkedLogits`, in training steps as long as `able` says so."""
+    """Wrap a layer's forward to return `ChunkedLogits`, in training steps and while `able()` is true."""
 
     def chunked(forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-        # Without gradients nothing is kept, and what evaluates or compares may want the logits themselves.
+        # Without gradients nothing is saved, and evaluations and comparisons may need the values.
         if not (torch.is_grad_enabled() and head.training and able()):
             return forward(inputs)
         kind = inputs.device.type

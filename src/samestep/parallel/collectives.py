@@ -53,7 +53,7 @@ def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: G
 
 
 def exchange_counts(counts: Tensor, group: Group) -> Tensor:
-    """What every rank of a group says to this one: [ranks, ...] from [ranks, ...], one row for each."""
+    """All-to-all of one row for each rank: [ranks, ...] -> [ranks, ...]."""
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts.contiguous(), group=group)
     return received
@@ -100,14 +100,14 @@ class _Gather(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Every rank runs it in every forward and in every backward, also with no row to send and none to receive."""
+    """Forward and backward: all-to-all. Every rank runs both, also without any row to send or to receive."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
         """All-to-all of rows; backward is the same with the counts exchanged."""
         ctx.send, ctx.receive, ctx.group = send, receive, group
-        # Recomputation ends once it has all tensors that backward wants. Where experts have no row here they want
-        # none, and this rank would leave the exchange out.
+        # Recomputation stops once all saved tensors are recomputed. Experts without rows save none, so without this
+        # saved tensor the rank would skip the exchange.
         ctx.save_for_backward(rows.new_empty(0))
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
         dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
@@ -115,7 +115,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Rows' gradients go back to the ranks that sent the rows, also where there are none."""
+        """Send the rows' gradients back to the ranks that sent the rows."""
         _ = ctx.saved_tensors
         return exchange(gradient, ctx.receive, ctx.send, ctx.group), None, None, None
 

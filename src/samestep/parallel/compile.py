@@ -1,8 +1,8 @@
-"""Compilation: each block compiled by itself, so that like blocks share what was compiled.
+"""Compilation: each block is compiled separately, so that like blocks share compiled code.
 
-What is no matter of one block stays outside of what is compiled, and runs as it does without: gradients and
-parameters of shards and replicas, messages between pipeline stages, which call the blocks that they have. Where
-tokens meet in attention, their exchange (parallel/context) breaks a block into graphs before attention and behind it.
+Code that is not part of one block stays uncompiled: the communication of parameters and gradients, and the messages
+between pipeline stages. Under context parallel the exchange of tokens in attention (parallel/context) is a graph
+break, with one graph before attention and one after it.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,9 +37,9 @@ def check_compile(layout: Layout) -> None:
 
 
 def compile_blocks(blocks: Sequence[nn.Module], *, recomputing: bool) -> None:
-    """Compile what blocks compute, in place, at their first call; `recomputing`: selectively, in what is compiled.
+    """Compile the blocks' forwards in place, at their first call; `recomputing`: with selective recomputation.
 
-    What the other steps put around a block's own forward stays around what is compiled.
+    Wrappers of a block's forward are not compiled.
     """
     what = selectively if recomputing else _itself
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Complex parameters: kept complex under every layout that can, and refused in one sentence under the others."""
+"""Complex parameters: kept complex under layouts that support them, and refused under others."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from samestep.layout import Layout
 
 
 def check_complex(model: nn.Module, layout: Layout, precision: str) -> None:
-    """Raise UserError where PyTorch would lose a complex parameter's imaginary part, or fail in a step."""
+    """Raise UserError if PyTorch would lose a complex parameter's imaginary part, or fail in a step."""
     name = first_complex(model)
     if name is None:
         return
@@ -24,10 +24,10 @@ def check_complex(model: nn.Module, layout: Layout, precision: str) -> None:
 
 
 def first_complex(model: nn.Module) -> str | None:
-    """The name of the first complex parameter, where there is one."""
+    """The name of the first complex parameter; None if there is none."""
     return next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None)
 
 
 def as_real(values: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, [..., 2]; others as they are. safetensors has no complex128."""
+    """View complex numbers as pairs of real ones, [..., 2], as safetensors has no complex128; others unchanged."""
     return torch.view_as_real(values.resolve_conj()).contiguous() if values.is_complex() else values

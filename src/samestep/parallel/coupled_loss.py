@@ -33,9 +33,9 @@ CoupledLoss = Callable[..., tuple[Tensor, Tensor | int]]  # (output, batch, gath
 
 
 class _Unknown(BaseException):
-    """Ends a call of the loss at the first `gather` whose rows are not known yet; holds what was to be gathered.
+    """Raised in a call of the loss at the first `gather` whose rows are not exchanged yet; holds its tensors.
 
-    No Exception, which a loss may catch.
+    A BaseException, since a loss may catch any Exception.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -45,7 +45,7 @@ class _Unknown(BaseException):
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Which rows of the global batch the samples of a call are."""
+    """The rows of the global batch that the samples of a call are."""
 
     numbers: Tensor  # [samples of the call] int64, on the CPU
     counted: bool = True  # False: another rank has these samples too, and gathers them
@@ -53,14 +53,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What all calls of one `gather` must have in common, of one tensor."""
+    """The shape of a row and the dtype of a gathered tensor, which must be the same in all calls."""
 
     shape: tuple[int, ...]  # of a row
     dtype: torch.dtype
 
 
 class _Answers(Gather):
-    """The `gather` of one call of the loss: gives what is known, and ends the call where nothing is."""
+    """The `gather` of one call of the loss: returns rows that are already exchanged, otherwise raises `_Unknown`."""
 
     def __init__(self, known: "Sequence[_Gathered]", rows: Rows) -> None:
         self._known = known
@@ -69,10 +69,10 @@ class _Answers(Gather):
         self.leaves: list[list[Tensor]] = []  # and those that it got in their place
 
     def __call__(self, nest: Any) -> Any:
-        """What all calls of the loss gave here, or the end of this call where that isn't known yet.
+        """Gather the tensors of all calls of the loss; raises `_Unknown` if they are not exchanged yet.
 
-        `nest`: tensors [samples of the call, ...]. Comes back with [samples of the batch, ...], as leaves of a graph
-        of this call's own, so that its gradient for them can be taken by itself.
+        `nest`: tensors [samples of the call, ...]. Returns it with [samples of the batch, ...], as leaves of this
+        call's own graph, so that their gradients can be computed for this call alone.
         """
         tensors: list[Tensor] = tensors_in(nest)
         samples = len(self._rows.numbers)
@@ -97,13 +97,13 @@ class _Answers(Gather):
 
 @dataclass(frozen=True, kw_only=True)
 class _Gathered:
-    """What all calls have given to one `gather`, in the order of the global batch."""
+    """The tensors of all calls at one `gather`, in the order of the global batch."""
 
     values: Sequence[Tensor]  # [samples of the batch, ...] each
-    needs_gradient: Sequence[bool]  # whether any call's tensor does
+    needs_gradient: Sequence[bool]  # whether any call's tensor requires a gradient
 
     def leaves(self) -> list[Tensor]:
-        """The same values, where a call's graph ends."""
+        """Copies of the values as leaves of a call's graph."""
         return [
             value.clone().requires_grad_(needed)
             for value, needed in zip(self.values, self.needs_gradient, strict=True)
@@ -112,17 +112,17 @@ class _Gathered:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call of the loss that had all rows."""
+    """A completed call of the loss."""
 
     loss_sum: Tensor
     count: Tensor | int
     gather: _Answers
     counted: bool
-    ends: list[Tensor]  # what its graph begins backward from, beside the loss: tensors that it gathered
-    gradients: list[Tensor]  # of these
+    ends: list[Tensor]  # the tensors that it gathered, from which backward starts as well as from the loss
+    gradients: list[Tensor]  # their gradients
 
     def roots(self) -> tuple[list[Tensor], list[Tensor]]:
-        """All that backward begins from, and the gradients of that."""
+        """The tensors from which backward starts, and their gradients."""
         roots, gradients = list(self.ends), list(self.gradients)
         if self.loss_sum.requires_grad:
             roots.append(self.loss_sum)
@@ -132,14 +132,14 @@ class _Call:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLoss:
-    """The loss of one micro-batch, and what its backward begins with."""
+    """The loss of one micro-batch, and the gradients of its output."""
 
     loss_sum: Tensor
     count: Tensor | int
     gradients: Sequence[Tensor | None]  # of the output's tensors, in the order of `tensors_in`
 
     def of(self, output: Any) -> tuple[Tensor, Tensor | int]:
-        """The same sum and count, whose backward gives an output, computed again, its gradients."""
+        """The sum and count, with a backward that passes the gradients to a recomputed output."""
         pairs = [
             (tensor, gradient)
             for tensor, gradient in zip(tensors_in(output), self.gradients, strict=True)
@@ -162,24 +162,24 @@ class Coupling:
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
 
     def of_one(self, output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | int]:
-        """The loss of a rank's only micro-batch, whose output has its graph."""
+        """Compute the loss of a rank's only micro-batch, whose output has its graph."""
         return self.of_output(output, micro_batch.batch, rows_of(micro_batch))
 
     def of_output(self, output: Any, batch: Batch, rows: Rows) -> tuple[Tensor, Tensor | int]:
-        """The same for what is the whole of a batch, or of a rank's part of it."""
+        """Compute the loss of one output with its graph, for the given rows of the global batch."""
         (call,) = self._calls([output], [batch], [rows])
         roots, gradients = call.roots()
         return _begin(call.loss_sum, roots, gradients), call.count
 
     def of_all(self, outputs: Sequence[Any], micro_batches: Sequence[MicroBatch]) -> list[MicroBatchLoss]:
-        """The losses of a rank's micro-batches, whose outputs have no graphs, and the gradients of these outputs."""
+        """Compute the losses of a rank's micro-batches, and the gradients of their outputs, which have no graphs."""
         rows = [rows_of(each) for each in micro_batches]
         return self.of_parts(outputs, [each.batch for each in micro_batches], rows)
 
     def of_parts(
         self, outputs: Sequence[Any], batches: Sequence[Batch], rows: Sequence[Rows]
     ) -> list[MicroBatchLoss]:
-        """The same for parts of a batch, of which `rows` says which ones they are."""
+        """As `of_all`, for parts of a batch; `rows`: of the global batch, for each part."""
         with torch.enable_grad():
             apart = [map_tensors(_leaf, output) for output in outputs]
             calls = self._calls([map_tensors(_changeable, output) for output in apart], batches, rows)
@@ -193,10 +193,10 @@ class Coupling:
             ]
 
     def _calls(self, outputs: Sequence[Any], batches: Sequence[Batch], rows: Sequence[Rows]) -> list[_Call]:
-        """Call the loss for each micro-batch until it knows all rows, and take the gradients of these rows."""
+        """Call the loss for each micro-batch until all rows are exchanged, then compute the rows' gradients."""
         order = self._order(rows)
         known: list[_Gathered] = []
-        # A round: every micro-batch's call goes as far as the rows that are known.
+        # In each round every micro-batch's call proceeds to the first gather whose rows are not exchanged yet.
         while True:
             calls: list[_Call] = []
             asked: list[list[Tensor]] = []
@@ -214,19 +214,19 @@ class Coupling:
             if kinds is None:
                 break
             known.append(self._gathered(asked, rows, kinds, order))
-        # From the last gather to the first: the gradient of what was given to gather i may come through all later
+        # From the last gather to the first, since the gradient of the tensors of gather i may pass through all later
         # ones.
         for number in reversed(range(len(known))):
             self._hand_back(number, known[number], calls, rows)
         return calls
 
     def _agreed(self, asked: Sequence[Sequence[Tensor]], *, calls: int) -> list[tuple[_Kind, bool]] | None:
-        """What all calls on all ranks want gathered, each with whether it needs a gradient; None where none does."""
+        """Agree with all ranks on the tensors to gather next, and whether each needs a gradient; None: no more."""
         wants: set[tuple[_Kind, ...] | None] = {
             tuple(_Kind(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors) for tensors in asked
         }
         if len(asked) < calls:
-            # Some call has ended without asking for more.
+            # Some call has completed without a further gather.
             wants.add(None)
         needed = [any(tensors) for tensors in zip(*([t.requires_grad for t in some] for some in asked), strict=False)]
         everyone = self._from_all((wants, needed))
@@ -243,7 +243,7 @@ class Coupling:
         return [(kind, any(flags[number] for _, flags in everyone)) for number, kind in enumerate(want)]
 
     def _order(self, rows: Sequence[Rows]) -> Tensor:
-        """Where each row of what `_all_rows` gives stands in the global batch. [samples of the batch]"""
+        """The permutation of the result of `_all_rows` into the order of the global batch. [samples of the batch]"""
         mine = torch.cat([each.numbers for each in rows if each.counted] or [torch.zeros(0, dtype=torch.int64)])
         self._counts, numbers = [], []
         for theirs in self._from_all(mine.tolist()):
@@ -258,7 +258,7 @@ class Coupling:
         kinds: Sequence[tuple[_Kind, bool]],
         order: Tensor,
     ) -> _Gathered:
-        """Exchange what every call gave: one tensor [samples of the batch, ...] for each that was asked for."""
+        """Exchange the tensors of all calls: one tensor [samples of the batch, ...] for each that is gathered."""
         values: list[Tensor] = []
         for number in range(len(kinds)):
             tensors = [some[number].detach() for some in asked]
@@ -268,7 +268,7 @@ class Coupling:
         return _Gathered(values=values, needs_gradient=[needed for _, needed in kinds])
 
     def _hand_back(self, number: int, gathered: _Gathered, calls: Sequence[_Call], rows: Sequence[Rows]) -> None:
-        """Sum what all calls ask of gathered rows, and note for each call the gradient of what it has given."""
+        """Sum the gradients of gathered rows over all calls and ranks, and give each call those of its own rows."""
         for index, value in enumerate(gathered.values):
             if not gathered.needs_gradient[index]:
                 continue
@@ -286,11 +286,11 @@ class Coupling:
                 given = call.gather.given[number][index]
                 if call.counted and given.requires_grad:
                     call.ends.append(given)
-                    # Of the whole sum, this call's rows: what it gave.
+                    # This call's rows of the sum.
                     call.gradients.append(total[each.numbers.to(total.device)])
 
     def _all_rows(self, mine: Tensor) -> Tensor:
-        """The rows of all ranks, one rank's after the other's."""
+        """All-gather rows, in the order of ranks."""
         if self._group is None:
             return mine
         real = torch.view_as_real(mine) if mine.is_complex() else mine
@@ -303,7 +303,7 @@ class Coupling:
         return torch.view_as_complex(rows) if mine.is_complex() else rows
 
     def _from_all(self, mine: Any) -> list[Any]:
-        """What each rank of the group says, in their order: any object that pickles."""
+        """All-gather any picklable object, in the order of ranks."""
         if self._group is None:
             return [mine]
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
@@ -312,7 +312,7 @@ class Coupling:
 
 
 def rows_of(micro_batch: MicroBatch) -> Rows:
-    """Which rows of the global batch a micro-batch's samples are."""
+    """The rows of the global batch that a micro-batch's samples are."""
     moment = micro_batch.moment
     numbers = torch.arange(len(moment.samples)) if moment.rows is None else moment.rows
     return Rows(numbers=numbers, counted=not moment.lent)
@@ -325,13 +325,13 @@ def _in_words(kinds: Sequence[_Kind]) -> str:
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """The same values, cut from the graph that made them, with a gradient of their own."""
+    """A detached tensor that requires a gradient, if its dtype allows one."""
     tensor = tensor.detach()
     return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def _changeable(tensor: Tensor) -> Tensor:
-    """What a loss may change in place, which a leaf is not."""
+    """A copy of a leaf, since a loss may change its arguments in place, which autograd forbids for leaves."""
     return tensor.clone() if tensor.requires_grad else tensor
 
 
@@ -348,7 +348,7 @@ def _gradients(
 
 
 def _begin(value: Tensor, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """A value whose backward gives each root its gradient, times the value's own."""
+    """A value whose backward passes each root its gradient, times the value's own gradient."""
     if not roots:
         return value
     return _Begin.apply(value.detach(), gradients, *roots)  # pyright: ignore[reportReturnType]

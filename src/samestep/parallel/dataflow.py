@@ -21,34 +21,34 @@ from samestep.parallel.nests import tensors_in
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Something that was computed: by one operator, or a tensor as a module gave it."""
+    """A computed value: the result of one operator, or an output tensor of a module."""
 
-    time: int  # position among all beginnings and ends of calls at which it was computed
-    parents: tuple[int, ...]  # the numbers of the nodes that it was computed from
-    parameter: str | None = None  # a parameter of this name, which nothing computed
-    output: tuple[int, int] | None = None  # of the call that began there, the tensor of this number in its output
+    time: int  # position in the sequence of beginnings and ends of calls
+    parents: tuple[int, ...]  # the numbers of the nodes from which it was computed
+    parameter: str | None = None  # the name of a parameter, which has no parents
+    output: tuple[int, int] | None = None  # for an output: the time at which the call began, the tensor's number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataflow:
-    """All nodes of a forward; what is computed stands behind what it is computed from."""
+    """The nodes of a forward, in topological order."""
 
     nodes: Sequence[Node] = ()
-    changed: frozenset[int] = frozenset()  # nodes of outputs whose memory something was written to afterwards
-    results: Sequence[int] = ()  # nodes from which the model's own output is computed
+    changed: frozenset[int] = frozenset()  # nodes of outputs whose memory was written to afterwards
+    results: Sequence[int] = ()  # nodes from which the model's output is computed
 
 
 @dataclass(kw_only=True)
 class _Memory:
-    """A piece of memory that one or several tensors show."""
+    """A storage, which several tensors may view."""
 
-    node: int  # what was written to it last
-    written: int  # when, as the number of the writing node
+    node: int  # the node of its current contents
+    written: int  # the number of the node that wrote to it last
     given: int = -1  # the last node of a call's output that is all of it
 
 
 class DataflowRecorder(TorchDispatchMode):
-    """Writes down every operator's call. What no operator wrote (inputs, buffers) has no node."""
+    """Records every operator call. Tensors that no operator wrote (inputs, buffers) have no node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,10 +58,10 @@ class DataflowRecorder(TorchDispatchMode):
         self._by_memory: dict[Any, _Memory] = {}
         self._outputs: dict[int, Any] = {}  # of a node that a module gave, its memory
         self._results: tuple[int, ...] = ()
-        self._kept: list[Any] = []  # alive, so that no two tensors share an identity
+        self._kept: list[Any] = []  # kept alive, so that no id is reused
 
     def watch(self, parameters: Mapping[str, Tensor]) -> None:
-        """Note where these parameters are read."""
+        """Make nodes for these parameters, so that their uses are recorded."""
         for name, tensor in parameters.items():
             self._wrote(tensor, self._add(Node(time=0, parents=(), parameter=name)))
 
@@ -88,14 +88,14 @@ class DataflowRecorder(TorchDispatchMode):
         return output
 
     def begin(self, given: Any) -> dict[int, tuple[int, ...]]:
-        """What the tensors of a call's arguments are computed from, by their identity, as `end` wants it."""
+        """Record the beginning of a call. Returns the sources of its argument tensors by id, for `end`."""
         self.time += 1
         return {id(tensor): self.sources(tensor) for tensor in tensors_in(given)}
 
     def end(self, began: int, before: Mapping[int, tuple[int, ...]], output: Any, *, whole: bool) -> None:
-        """A call has ended. What it gave is a node of its own, but for arguments that it passed on as they were.
+        """Record the end of a call: each output tensor becomes a node, except unchanged arguments.
 
-        `whole`: it was the model's own.
+        `whole`: the call is the model's own.
         """
         self.time += 1
         tensors = tensors_in(output)
@@ -111,17 +111,17 @@ class DataflowRecorder(TorchDispatchMode):
             self._results = self._sources(tensors)
 
     def _show(self, tensor: Tensor, node: int, began: int) -> None:
-        """Views of a tensor that the call itself has made come from its output from now on."""
+        """Let views of an output's storage that the call itself has written depend on the output from now on."""
         memory = self._by_memory.get(_memory_of(tensor))
         if memory is None or self._nodes[memory.node].time < began:
             return
-        several = self._nodes[memory.node].time == self.time  # another output of this call lies there as well
+        several = self._nodes[memory.node].time == self.time  # another output of this call has the same storage
         memory.node = self._add(Node(time=self.time, parents=(memory.node, node))) if several else node
         if tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
             memory.given = memory.node
 
     def found(self) -> Dataflow:
-        """What was recorded; outputs that something wrote to after they were given are marked."""
+        """The recorded dataflow, with outputs marked whose storage was written to afterwards."""
         changed = {
             node
             for node, key in self._outputs.items()
@@ -130,7 +130,7 @@ class DataflowRecorder(TorchDispatchMode):
         return Dataflow(nodes=tuple(self._nodes), changed=frozenset(changed), results=self._results)
 
     def sources(self, tensor: Tensor) -> tuple[int, ...]:
-        """What a tensor is computed from: its own node, and what was written to its memory since."""
+        """The nodes from which a tensor is computed: its own, and later writes to its storage."""
         node = self._by_tensor.get(id(tensor))
         memory = self._by_memory.get(_memory_of(tensor))
         if memory is not None and node is not None:
@@ -167,7 +167,7 @@ class DataflowRecorder(TorchDispatchMode):
         self._by_memory[_memory_of(tensor)] = _Memory(node=node, written=node, given=given)
 
     def _keep(self, tensor: Tensor, node: int) -> None:
-        """This node is the tensor's last one; the tensor is kept alive, as its identity would be given again."""
+        """Make a node the tensor's last one; the tensor is kept alive, so that its id is not reused."""
         self._kept.append(tensor)
         self._by_tensor[id(tensor)] = node
 
@@ -183,7 +183,7 @@ def _written(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> lis
 
 
 def _memory_of(tensor: Tensor) -> Any:
-    """What tells a tensor's memory from others'; a tensor without, such as a sparse one, is known by itself."""
+    """A key for a tensor's storage; for a tensor without one, such as a sparse tensor, its id."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):

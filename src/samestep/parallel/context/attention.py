@@ -30,7 +30,7 @@ from samestep.parallel.exact.forward_context import ForwardContext, Portion, Pos
 
 
 class Length:
-    """How many tokens the running forward has in all. One object for each list of blocks."""
+    """The total number of tokens in the running forward. One object for each list of blocks."""
 
     def __init__(self, now: ForwardContext, shares: Shares) -> None:
         self._now = now
@@ -44,16 +44,16 @@ class Length:
         self._now.note_tokens(self, tokens)
 
     def positions(self, given: Any) -> Positions:
-        """Where this rank's tokens stand among them, for code that is given some tensors."""
+        """The positions of this rank's tokens, on the device of the tensors in `given`."""
         device = next((leaf.device for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)), None)
         return self._shares.positions(self.tokens, device or torch.device("cpu"))
 
 
 class AttentionOverAll(TorchFunctionMode):
-    """Gives attention all tokens: of some heads where heads can be shared out, else of all keys; or by a ring."""
+    """Makes attention span the tokens of all ranks, by exchanging heads, by gathering keys, or by a ring."""
 
     def __init__(self, shares: Shares, length: Length, now: ForwardContext, crossing: Sequence[bool]) -> None:
-        """`crossing` tells of each call in its order whether keys are of another sequence, whole on every rank."""
+        """`crossing`: for each call of attention in order, whether its keys are of another sequence."""
         super().__init__()
         self._crossing = crossing
         self._calls = 0
@@ -62,8 +62,8 @@ class AttentionOverAll(TorchFunctionMode):
         self._shares = shares
         self._group = shares.group
         self._length = length
-        # The compiler leaves both alone and goes on behind them: it can't look into a group, nor into messages of
-        # two ranks (batch_isend_irecv), and attention is a kernel of its own anyway.
+        # Graph breaks: the compiler can't trace process groups or batch_isend_irecv, and attention is a kernel of its
+        # own anyway.
         self._over_all: Any = torch.compiler.disable(self._attention)
         self._over_another: Any = torch.compiler.disable(self._to_another)
 
@@ -78,12 +78,12 @@ class AttentionOverAll(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def begin(self) -> None:
-        """A block's forward begins, whose calls of attention are counted."""
+        """Reset the count of attention calls, at the beginning of a block's forward."""
         self._calls = 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Code that has all tokens."""
+        """Context of code that has all tokens, in which attention is left as it is."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -93,7 +93,7 @@ class AttentionOverAll(TorchFunctionMode):
     def _to_another(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
     ) -> Tensor:
-        """This rank's queries over all of another sequence's keys."""
+        """Cross-attention of this rank's queries to all keys of another sequence."""
         mask = _own_rows(attn_mask, self._length.tokens, False, self._shares, query)
         with self._now.holding(Portion(attention={2: self._length.positions(query)})):
             return F.scaled_dot_product_attention(query, key, value, mask, *rest, **options)
@@ -108,11 +108,11 @@ class AttentionOverAll(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Attention of this rank's tokens to those of all ranks, by whichever of three ways fits.
+        """Self-attention of this rank's tokens to the tokens of all ranks, in one of three ways.
 
-        With a zigzag (attention=ring) by the ring, unless the mask needs a gradient. Where a rank can't have whole
-        heads, by keys and values of all tokens: own queries [batch, heads, own tokens, head_dim] against them. Else
-        by an exchange of tokens for heads, attention of a few heads over all tokens, and the exchange back.
+        With a zigzag (attention=ring): by the ring, unless the mask needs a gradient. If the heads don't divide by
+        the ranks: own queries [batch, heads, own tokens, head_dim] against the gathered keys and values of all
+        tokens. Otherwise: exchange tokens for heads, attend with a few heads over all tokens, and exchange back.
         """
         ranks, tokens = self._group.size(), self._length.tokens
         shared = {"dropout_p": dropout_p, **options}
@@ -152,14 +152,14 @@ class AttentionOverAll(TorchFunctionMode):
 
 
 def _own_rows(mask: Tensor | None, tokens: int, is_causal: bool, shares: Shares, query: Tensor) -> Tensor | None:
-    """The mask's rows of this rank's queries. [..., own tokens, tokens]"""
+    """The rows of a mask for this rank's queries. [..., own tokens, tokens]"""
     if mask is None and is_causal:
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
     if mask is None or mask.shape[-2] == 1:
         return mask
     rows = own_part(mask.contiguous(), shares, dim=mask.ndim - 2)
     if mask.dtype == torch.bool:
-        # A row that only fills up would see nothing, which makes NaN; what it sees doesn't matter.
+        # Rows of padding would have no visible key, which gives NaN; so they see all keys.
         rows = rows | ~rows.any(-1, keepdim=True)
     return rows
 

@@ -1,8 +1,8 @@
-"""Attention to some of the keys: what it gives, and the logarithm of the sum by which its softmax was divided.
+"""Attention to a block of keys: its output, and the log-sum-exp of its scores.
 
-With that sum what was computed for two blocks of keys can be put together (`merge`), and a block's probabilities can
-be computed again in backward once the sum over all keys is known (Dao et al. 2022, FlashAttention, section 3.1).
-PyTorch's fused kernels do it where they can; anywhere else it is written out in products of matrices.
+With the log-sum-exp the outputs for two blocks of keys can be merged (`merge`), and a block's probabilities can be
+recomputed in backward once the log-sum-exp over all keys is known (Dao et al. 2022, FlashAttention, section 3.1).
+PyTorch's fused kernels are used where they support the block, otherwise matrix products.
 """
 
 import math
@@ -20,7 +20,7 @@ _ATEN: Any = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Queries and the keys that they are held against."""
+    """Queries, and a block of keys and values."""
 
     query: Tensor  # [batch, heads, queries, head_dim]
     key: Tensor  # [batch, key-value heads, keys, head_dim]
@@ -36,7 +36,7 @@ class Block:
 
 
 class Attended(NamedTuple):
-    """What attention gives, and the log-sum-exp of its scores: -inf for a query that sees no key of the block."""
+    """Output of attention, and the log-sum-exp of its scores: -inf for a query that sees no key of the block."""
 
     output: Tensor  # [batch, heads, queries, value_dim]
     lse: Tensor  # [batch, heads, queries]
@@ -46,10 +46,10 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 
 class _Kernel(NamedTuple):
-    """How one kind of device and dtype computes a block, forward and backward."""
+    """Forward and backward of a block for one kind of device and dtype."""
 
     attend: Callable[[Block], Attended]
-    # From a gradient of what attention over all keys gave to those of a block.
+    # (block, gradient of the output over all keys, output over all keys) -> gradients of the block
     gradients: Callable[[Block, Tensor, Attended], Gradients]
 
 
@@ -59,15 +59,15 @@ def attend(block: Block) -> Attended:
 
 
 def gradients(block: Block, gradient: Tensor, attended: Attended) -> Gradients:
-    """Gradients of a block's queries, keys and values; `attended` is what attention over all keys gave."""
-    # A query that sees no key has no gradient: its scores are -inf, and e to the power of that minus 0 is 0.
+    """Gradients of a block's queries, keys and values; `attended`: the output of attention over all keys."""
+    # A query that sees no key gets a zero gradient: its scores are -inf, and exp(-inf - 0) = 0.
     # [batch, heads, queries].
     lse = attended.lse.masked_fill(attended.lse == -math.inf, 0.0)
     return _kernel(block).gradients(block, gradient, Attended(attended.output, lse))
 
 
 def merge(output: Tensor, lse: Tensor, more: Attended) -> None:
-    """Put what further keys gave to what others gave, in place (Liu et al. 2023, Ring Attention, appendix A)."""
+    """Merge the output for further keys into `output` and `lse`, in place (Liu et al. 2023, appendix A)."""
     # log(exp(a) + exp(b)); -inf where neither block has a key for the query.
     both = torch.logaddexp(lse, more.lse)
     finite = both.masked_fill(both == -math.inf, 0.0)
@@ -77,7 +77,7 @@ def merge(output: Tensor, lse: Tensor, more: Attended) -> None:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is added to scores, of one that says by True which keys are seen."""
+    """Convert a boolean mask, True for visible keys, to one that is added to the scores."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
@@ -200,7 +200,7 @@ def _scores(block: Block) -> Tensor:
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which parts are added up."""
+    """The dtype in which partial results are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -1,8 +1,8 @@
-"""Modules of a block that get all tokens, since in them tokens meet in other ways than PyTorch's attention.
+"""Modules of a block that get all tokens, since they mix tokens in other ways than PyTorch's attention.
 
-Such are attentions that compute their scores themselves, nn.MultiheadAttention, convolutions over tokens, and mixers
-of state-space models. Every rank gathers the tokens before one, computes with all of them, and goes on with its own:
-the rest of the block is shared out, these modules are not.
+Examples are attentions that compute their scores themselves, nn.MultiheadAttention, convolutions over tokens, and
+mixers of state-space models. Every rank gathers the tokens before such a module, computes it for all tokens, and
+continues with its own: the rest of the block is distributed, these modules are not.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +19,7 @@ from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.recorder import along
 
-# Functions in which tokens may meet outside of attention.
+# Functions other than attention that may mix tokens.
 MIXES_TOKENS = (
     "multi_head_attention_forward",
     "conv1d",
@@ -33,13 +33,13 @@ MIXES_TOKENS = (
     "roll",
 )
 
-# Products in which tokens may meet where a block calls nothing of the above, such as of attention with sinks.
+# Products that may mix tokens in blocks that call none of the above, such as attention with sinks.
 _PRODUCTS = ("__matmul__", "baddbmm", "bmm", "einsum", "matmul")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """A module that gets all tokens: which leaves of its arguments and output carry some, at which dimension.
+    """A module that gets all tokens, and the leaves of its arguments and output with tokens -> their dimension.
 
     Indices are those of `pytree.tree_leaves` of (arguments, keywords) and of the output.
     """
@@ -47,31 +47,31 @@ class Gathered:
     name: str
     inputs: Mapping[int, int]
     outputs: Mapping[int, int]
-    handed: frozenset[int]  # the leaves of its arguments that an earlier block made, whole on every rank
+    handed: frozenset[int]  # leaves of its arguments that an earlier block computed, whole on every rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Messages:
-    """How a layout puts tokens together and shares them out, in the block that runs."""
+    """A layout's functions to gather and split the tokens of the running block."""
 
-    own: Callable[[], int]  # how many tokens this rank has
-    gather: Callable[[Tensor, int], Tensor]  # all tokens along a dimension, for replicated computation
-    split: Callable[[Tensor, int], Tensor]  # this rank's
-    # Of what else has a gradient and every rank has whole: where gradients are summed over the ranks afterwards, each
-    # gives its share of one. True: an earlier block made it.
+    own: Callable[[], int]  # the number of this rank's tokens
+    gather: Callable[[Tensor, int], Tensor]  # gathers all tokens along a dimension, for replicated computation
+    split: Callable[[Tensor, int], Tensor]  # takes this rank's tokens
+    # For other inputs, whole on every rank, whose gradients are summed over the ranks afterwards: scales the gradient
+    # to this rank's share. True: an earlier block computed the tensor.
     share: Callable[[Tensor, bool], Tensor]
     pause: Callable[[], AbstractContextManager[Any]] = nullcontext  # while a module has all tokens
 
 
 def mixing(call: Call, tokens: int) -> str | None:
-    """A function called in a module in which its tokens may meet; None where there is none."""
+    """The name of a function in a call that may mix tokens; None if there is none."""
     names = (*MIXES_TOKENS, along("softmax", tokens), along("cumsum", tokens))
     transforms = (name for name in call.functions if name.startswith("fft_"))
     return next((name for name in (*names, *transforms) if call.functions.get(name)), None)
 
 
 def _mixes(call: Call, tokens: int) -> bool:
-    """Whether tokens may meet in a module: by such a function, or since it takes them as features."""
+    """Whether a module may mix tokens: by such a function, or because it takes tokens as features."""
     return mixing(call, tokens) is not None or any(_token_dim(seen, tokens) == 2 for seen in call.inputs())
 
 
@@ -118,7 +118,7 @@ def find_gathered(
 
 
 def children_of(call: Call, trace: Trace) -> list[Call]:
-    """The calls directly in a call, those of other modules' forwards left out."""
+    """The direct child calls of a call."""
     inside = [each for each in trace.calls if call.began < each.began and each.ended < call.ended]
     found: list[Call] = []
     for each in inside:  # in the order in which they began
@@ -128,9 +128,9 @@ def children_of(call: Call, trace: Trace) -> list[Call]:
 
 
 def whole_and_used(call: Call, block: Call, trace: Trace, tokens: int) -> bool:
-    """Whether something else than tokens comes out of a module with a gradient, and is used in the block after it.
+    """Whether a module has an output other than tokens that needs a gradient and is used later in the block.
 
-    Every rank has all of it, and what a rank computes from it for its own tokens would give a part of its gradient.
+    Such an output is whole on every rank, and its use for a rank's own tokens would give a part of its gradient.
     """
     others = [seen for seen in call.outputs() if seen.source is not None and _token_dim(seen, tokens) is None]
     return any(call.ended < trace.last_uses.get(seen.identity, 0) < block.ended for seen in others)
@@ -145,9 +145,9 @@ def _attends(call: Call) -> bool:
 
 
 def _carrying(nest: Any, tokens: int, batch: int, cut: set[int], whole: set[int]) -> dict[int, int]:
-    """The leaves of a nest that have tokens of this rank, and at which dimension.
+    """The leaves of a nest that have this rank's tokens -> their dimension of tokens.
 
-    Something with more rows than the batch has samples, such as [batch * heads, tokens, tokens], is a bias.
+    A tensor with more rows than the batch has samples, such as [batch * heads, tokens, tokens], is a bias.
     """
     leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
     found: dict[int, int] = {}
@@ -160,13 +160,13 @@ def _carrying(nest: Any, tokens: int, batch: int, cut: set[int], whole: set[int]
 
 
 def _places_of(nest: Any, given: Collection[int]) -> frozenset[int]:
-    """The indices, among the leaves of a nest, of tensors with one of these identities."""
+    """The indices of the leaves of a nest that are tensors with one of these identities."""
     leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
     return frozenset(i for i, seen in enumerate(leaves) if isinstance(seen, Seen) and seen.identity in given)
 
 
 def _token_dim(seen: Seen, tokens: int) -> int | None:
-    """Where the tokens are in [batch, tokens, features] or [batch, channels, tokens]; None for anything else."""
+    """The dimension of tokens in [batch, tokens, features] or [batch, channels, tokens]; None for other shapes."""
     if len(seen.shape) != 3:
         return None
     return next((dim for dim in (1, 2) if seen.shape[dim] == tokens), None)
@@ -202,7 +202,7 @@ def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now:
 
 
 def _gathered(tensor: Tensor, messages: Messages, dim: int) -> Tensor:
-    """All tokens of a tensor of which this rank has its part, or a RuntimeError where it is no part."""
+    """Gather all tokens of a tensor. Raises RuntimeError if it has another length than this rank's tokens."""
     own = messages.own()
     if tensor.shape[dim] != own:  # something that every rank has whole
         raise RuntimeError(f"a module that wants all tokens is given {list(tensor.shape)}, not a rank's {own} tokens")
@@ -210,5 +210,5 @@ def _gathered(tensor: Tensor, messages: Messages, dim: int) -> Tensor:
 
 
 def parameters_in(model: nn.Module, gathered: Sequence[Gathered]) -> set[nn.Parameter]:
-    """The parameters of gathered modules, whose gradients every rank has all of."""
+    """The parameters of gathered modules, whose gradients are whole on every rank."""
     return {parameter for each in gathered for parameter in model.get_submodule(each.name).parameters()}

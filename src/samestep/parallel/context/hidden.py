@@ -1,4 +1,4 @@
-"""Hidden states: what the blocks of a list hand on, and how each of them works on one rank's part of the tokens."""
+"""Hidden states: the tensors that the blocks of a list pass on, and how each block works on one rank's tokens."""
 
 import inspect
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ class Block:
     name: str
     module: nn.Module
     hidden: Key  # the argument that is the hidden state
-    along: tuple[Key, ...]  # others with a row a token, whole on every rank: positions, rotary tables
+    along: tuple[Key, ...]  # others with a row for each token, whole on every rank: positions, rotary tables
     gathered: Sequence[Gathered]  # the modules in it that get all tokens
-    crossing: tuple[bool, ...]  # of each call of attention in its order: whether it attends to another sequence
+    crossing: tuple[bool, ...]  # for each call of attention in order: whether it attends to another sequence
 
 
 def look(model: nn.Module, names: Sequence[str], trace: Trace, layout: Layout, *, whole: bool = False) -> list[Block]:
-    """How each block of a list works on some tokens. Raises LayoutError where one can't.
+    """Find out how each block of a list can work on some tokens. Raises LayoutError if one can't.
 
-    `whole`: whatever may be attention gets all tokens, and no heads are exchanged.
+    `whole`: give all tokens to any module that may be attention, instead of exchanging heads.
     """
     calls = [_only_call(trace, name, layout) for name in names]
     carried, hands_more = find_hidden(calls, layout)
@@ -67,10 +67,10 @@ def look(model: nn.Module, names: Sequence[str], trace: Trace, layout: Layout, *
 
 
 def find_hidden(calls: Sequence[Call], layout: Layout) -> tuple[list[Key], bool]:
-    """Which argument of each block is the hidden state [batch, tokens, hidden]: what the block before it gave.
+    """Find the argument of each block that is the hidden state [batch, tokens, hidden] of the block before it.
 
-    And whether blocks hand on more than that, such as relative positions, which no tokens are. Raises LayoutError
-    where they hand on anything else.
+    Also returns whether blocks pass on further tensors without tokens, such as relative positions. Raises LayoutError
+    if they pass on anything else.
     """
     found: list[Key] = []
     hands_more = False
@@ -97,12 +97,10 @@ def find_hidden(calls: Sequence[Call], layout: Layout) -> tuple[list[Key], bool]
 
 
 def used_between(calls: Sequence[Call], trace: Trace) -> str | None:
-    """A block that gives something with a gradient beside its hidden state, which is used where no block runs.
+    """The first block with a further output that needs a gradient and is used outside of the blocks, or None.
 
-    Its gradient would come whole to every rank, and that of the hidden state in parts.
-
-    A gradient that every rank has whole and one that is in parts can't both be summed over ranks: the former would
-    count as often as there are ranks.
+    The gradient of such an output is whole on every rank, while that of the hidden state is in parts. Both can't be
+    summed over the ranks: the former would be multiplied by the number of ranks.
     """
     for call in calls:
         for seen in call.outputs()[1:]:
@@ -114,7 +112,7 @@ def used_between(calls: Sequence[Call], trace: Trace) -> str | None:
 
 
 def keeps_tokens(trace: Trace, name: str) -> bool:
-    """Whether a block gives as many tokens of as many features as it takes: [batch, tokens, hidden]."""
+    """Whether a block's hidden state [batch, tokens, hidden] keeps its shape."""
     calls = trace.of(name)
     given = _first(calls[0].output) if calls else ()
     return len(given) == 3 and any(seen.shape == given for seen in calls[0].inputs())
@@ -126,7 +124,7 @@ def _may_carry_tokens(seen: Seen) -> bool:
 
 
 def _other_shapes(places: Sequence[tuple[Key, Seen]], call: Call) -> str:
-    """What a block takes and gives that hands on no hidden state."""
+    """Describe the input and output shapes of a block without a hidden state, for a message."""
     taken = next((list(seen.shape) for _, seen in places if len(seen.shape) == 3), None)
     taken = taken or next((list(seen.shape) for _, seen in places), "no tensor")
     return f"takes {taken} and gives {list(_first(call.output)) or 'no tensor'}, not the same [batch, tokens, hidden]"
@@ -140,14 +138,14 @@ def _check_same_tokens(call: Call, hidden: Seen, layout: Layout) -> None:
 
 
 def _first(output: Any) -> tuple[int, ...]:
-    """The shape of the first tensor of an output, which is the hidden state by convention; () where it has none."""
+    """The shape of an output's first tensor, which is the hidden state by convention; () if there is none."""
     while isinstance(output, (tuple, list)) and output:
         output = output[0]
     return output.shape if isinstance(output, Seen) else ()
 
 
 def _places(call: Call) -> list[tuple[Key, Seen]]:
-    """The tensors that stand directly among a call's arguments, with their position or name."""
+    """The tensors that are direct arguments of a call, with their position or name."""
     given: list[tuple[Key, Any]] = [*enumerate(call.arguments), *call.keywords.items()]
     return [(key, value) for key, value in given if isinstance(value, Seen)]
 
@@ -161,7 +159,7 @@ def _only_call(trace: Trace, name: str, layout: Layout) -> Call:
 
 
 def _attends_to_itself(attention: Attention, call: Call, trace: Trace) -> bool:
-    """Whether queries and keys are computed from the same of what the layer was given."""
+    """Whether attention is self-attention: queries and keys are computed from a common input of the layer."""
     if attention.query.shape[-2] != attention.key.shape[-2]:
         return False
     queries, keys = (trace.computed_from(seen, call.inputs()) for seen in (attention.query, attention.key))
@@ -169,14 +167,14 @@ def _attends_to_itself(attention: Attention, call: Call, trace: Trace) -> bool:
 
 
 def refused(layout: Layout, name: str, why: str) -> LayoutError:
-    """Why a module's tokens can't be split, and what to use in place of context parallel."""
+    """The error for a module whose tokens can't be split, with a layout to use instead."""
     return LayoutError(
         f'layout "{layout}": {name} {why}, so its tokens can\'t be split; use dp{layout.size} or fsdp{layout.size}'
     )
 
 
 def _along(block: nn.Module, call: Call, hidden: Key) -> tuple[Key, ...]:
-    """Arguments with a row a token, at dimension 1: not masks, which attention needs whole."""
+    """Arguments with a row for each token at dimension 1, except masks, which attention needs whole."""
     names = list(inspect.signature(block.forward).parameters)
     named = {key: names[key] if isinstance(key, int) and key < len(names) else str(key) for key, _ in _all(call)}
     tokens = dict(_places(call))[hidden].shape[1]

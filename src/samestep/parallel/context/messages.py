@@ -62,16 +62,16 @@ class Shares:
         return max(-(-tokens // self.ranks), min(_FEWEST, tokens))
 
     def length(self, tokens: int) -> int:
-        """Tokens of each rank's part, with those that fill it up."""
+        """The number of tokens of each rank's part, including padding."""
         return self.piece_length(tokens) * (2 if self.zigzag else 1)
 
     def filled(self, rank: int, tokens: int) -> int:
-        """How many tokens of a rank's part are no filling; they come first."""
+        """The number of tokens of a rank's part without padding; they come first."""
         length = self.piece_length(tokens)
         return sum(min(max(tokens - piece * length, 0), length) for piece in self.pieces(rank))
 
     def positions(self, tokens: int, device: torch.device) -> Positions:
-        """Where this rank's tokens stand among all."""
+        """The positions of this rank's tokens in the sequence."""
         length = self.piece_length(tokens)
         firsts = [piece * length for piece in self.pieces(self.rank)]
         if len(firsts) == 1:
@@ -85,7 +85,7 @@ def split(whole: Tensor, shares: Shares, dim: int = 1) -> Tensor:
 
 
 def gather(part: Tensor, shares: Shares, tokens: int, dim: int = 1) -> Tensor:
-    """All `tokens` from the ranks' parts. Backward takes each rank's part of a gradient that is the same on all."""
+    """Gather all `tokens` from the ranks' parts. Backward takes this rank's part of the gradient."""
     return _Gather.apply(part, shares, tokens, dim)  # pyright: ignore[reportReturnType]
 
 
@@ -97,7 +97,7 @@ def own_part(whole: Tensor, shares: Shares, dim: int = 1) -> Tensor:
 
 
 def _piece(whole: Tensor, first: int, length: int, dim: int) -> Tensor:
-    """Some tokens, filled up with zeros behind the last one."""
+    """A piece of the tokens, padded with zeros at the end."""
     first = min(first, whole.shape[dim])
     # Tokens [first, first + length) of the whole, fewer at its end, none behind it.
     mine = whole.narrow(dim, first, min(length, whole.shape[dim] - first))
@@ -106,7 +106,7 @@ def _piece(whole: Tensor, first: int, length: int, dim: int) -> Tensor:
 
 
 def all_parts(part: Tensor, shares: Shares, tokens: int, dim: int = 1) -> Tensor:
-    """Every rank's part in the order of tokens, without what filled them up; for tensors without gradients."""
+    """Gather the ranks' parts in the order of tokens, without padding; for tensors without gradients."""
     whole = all_gather(part, shares.group, dim)  # ranks' parts in the order of ranks
     if shares.zigzag:
         length = part.shape[dim] // 2
@@ -121,7 +121,7 @@ def all_parts(part: Tensor, shares: Shares, tokens: int, dim: int = 1) -> Tensor
             ],
             dim,
         )
-    # A copy of its own: shards of parameters hook what a module returns, and want no view there.
+    # Cloned, since FSDP2 puts hooks on the tensors that a module returns, which must not be views.
     return whole if whole.shape[dim] == tokens else whole.narrow(dim, 0, tokens).clone()
 
 

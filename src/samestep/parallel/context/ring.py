@@ -92,7 +92,7 @@ def ring_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class _Ring:
-    """What the ranks of a ring compute, in which order."""
+    """The blocks of a ring and their order."""
 
     shares: Shares
     tokens: int
@@ -100,27 +100,27 @@ class _Ring:
     scale: float
 
     def sources(self) -> Iterator[int]:
-        """Whose keys this rank has in turn: its own first, then those of the ranks before it."""
+        """The ranks whose keys this rank has in turn: its own, then those of the ranks before it."""
         ranks = self.shares.ranks
         return ((self.shares.rank - step) % ranks for step in range(ranks))
 
     def block(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None, source: int) -> "_Place | None":
-        """What to compute with a rank's keys and values; None: no query sees any of them.
+        """The block to compute with the keys and values of rank `source`; None if no query sees any of them.
 
-        `rows`: the mask's, of this rank's queries. [..., own tokens, tokens]
+        `rows`: the rows of the mask for this rank's queries. [..., own tokens, tokens]
         """
         piece, own = self.shares.piece_length(self.tokens), query.shape[2]
         keys, first = self.shares.filled(source, self.tokens), 0
         if self.causal and source == self.shares.rank:
-            keys = own  # what fills up comes last, where no token looks
-        # Pieces of source: s and 2p-1-s, this rank's: r and 2p-1-r. s < r, so piece s is before both of this rank's
-        # pieces and 2p-1-s after both.
+            keys = own  # padding comes last, where no token attends to it
+        # The source has pieces s and 2p-1-s, this rank r and 2p-1-r. With s < r, piece s is before both of this
+        # rank's pieces, and 2p-1-s after both.
         elif self.causal and source < self.shares.rank:
-            keys = min(keys, piece)  # its early piece is before both of this rank's, its late one after both
-        # s > r: pieces s and 2p-1-s lie after piece r and before piece 2p-1-r, so only the late half of the queries
-        # looks.
+            keys = min(keys, piece)  # only the source's early piece
+        # With s > r, pieces s and 2p-1-s are after piece r and before piece 2p-1-r, so only the late half of the
+        # queries attends to them.
         elif self.causal:
-            first = piece  # both of its pieces are between this rank's
+            first = piece  # only this rank's late piece
         if not keys:
             return None
         block = Block(
@@ -138,7 +138,7 @@ class _Ring:
         return mask if mask is None or mask.shape[2] == 1 else own_part(mask, self.shares, 2)
 
     def _mask(self, rows: Tensor, source: int, keys: int, queries: int, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores of the keys of a rank. [batch or 1, heads or 1, queries, keys]"""
+        """The additive mask for the keys of rank `source`. [batch or 1, heads or 1, queries, keys]"""
         length = self.shares.piece_length(self.tokens)
         if rows.shape[3] > 1:
             pieces = [rows[..., piece * length : (piece + 1) * length] for piece in self.shares.pieces(source)]
@@ -148,7 +148,7 @@ class _Ring:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """A block of the scores, and where it is: from which query on, and how many keys."""
+    """A block of the scores and its place: the index of its first query, and its number of keys."""
 
     block: Block
     first: int
@@ -220,38 +220,38 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _in_its_dtype(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Code in which autocast changes no dtype."""
+    """Disable autocast."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _flat(key: Tensor, value: Tensor) -> Tensor:
-    """Keys and values as one message."""
+    """Flatten keys and values into one message."""
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 
 def _parts(message: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and values in a message, of the shapes of this rank's own."""
+    """View a message as keys and values, of the shapes of this rank's own."""
     return message[: key.numel()].view(key.shape), message[key.numel() :].view(value.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _OnTheWay:
-    """A message that is sent, and the one that is received meanwhile."""
+    """A message that is being sent, and the one that is being received."""
 
-    sent: Tensor  # kept until it has left
+    sent: Tensor  # kept alive until it is sent
     received: Tensor
     works: list[dist.Work]
 
     def wait(self) -> Tensor:
-        """The message from the rank before, once it is here and this rank's own has left."""
+        """Wait until both messages are complete. Returns the received one."""
         for work in self.works:
             work.wait()
         return self.received
 
 
 def _pass_on(message: Tensor, shares: Shares) -> _OnTheWay:
-    """Begin to send a message to the next rank of the ring, and to receive that of the one before."""
+    """Start to send a message to the next rank of the ring, and to receive one from the rank before."""
     group, rank, ranks = shares.group, shares.rank, shares.ranks
     received = torch.empty_like(message)
     works = dist.batch_isend_irecv(

@@ -108,10 +108,10 @@ _NOTHING = "has neither layers that hand on hidden states nor modules that take 
 
 @dataclass(kw_only=True)
 class _Splitter:
-    """Splits what it finds, as long as the model's output stays the same.
+    """Splits the tokens of as many modules as possible without changing the model's output.
 
-    Each try changes the model, compares and, where it is wrong, restores it (`_held`). All ranks of the context axis
-    try the same things in the same order, since comparing forwards send messages.
+    Each attempt changes the model, compares its output, and restores the model if it differs (`_held`). All ranks of
+    the context axis make the same attempts in the same order, since the compared forwards send messages.
     """
 
     model: nn.Module
@@ -135,7 +135,7 @@ class _Splitter:
         return self._output()
 
     def take(self, lists: Sequence[Sequence[str]]) -> None:
-        """Split the tokens of some lists of blocks. Raises LayoutError, and undoes it all, where it can't."""
+        """Split the tokens of some lists of blocks. Raises LayoutError, with the model unchanged, if that fails."""
         outside = self.trace.used_outside(self.model, [*self.names(), *(name for names in lists for name in names)])
         if outside is not None:
             raise refused(self.layout, outside, "is also used outside of its block, on all tokens")
@@ -153,7 +153,7 @@ class _Splitter:
         self.blocks += [block for chain in found for block in chain]
 
     def search(self, lists: Sequence[Sequence[str]]) -> None:
-        """Split what can be of lists that can't be split together: lists, or lists or modules in their blocks."""
+        """Split single lists, lists within blocks or token-wise modules, if the lists can't be split together."""
         self.partly = True
         found = [self._search(names) for names in lists]
         if not self.names():
@@ -161,7 +161,7 @@ class _Splitter:
         self._take_token_wise([name for names in found for name in names])
 
     def _search(self, names: Sequence[str]) -> list[str]:
-        """Split a list, or of its blocks those in a row that keep their tokens, or lists in them; what is left."""
+        """Split a list: runs of blocks that keep their tokens, or lists within blocks. Returns unsplit modules."""
         left: list[str] = []
         for keep, row in groupby(names, key=lambda name: keeps_tokens(self.trace, name)):
             some = list(row)
@@ -184,14 +184,14 @@ class _Splitter:
         return [*without, *(name for each in inner.values() for name in self._search(each))]
 
     def _take_token_wise(self, under: Sequence[str]) -> None:
-        """Split modules that take each token by itself: in runs of several first, then each alone."""
+        """Split token-wise modules: first in runs of consecutive ones, then each alone."""
         (call, *_) = self.trace.of("")
         samples = next((seen.shape[0] for seen in call.inputs() if seen.shape), 0)
         self.fill()
         with self.precisely():
             found = find_token_wise(self.model, under, self.trace, samples, self.names())
         apart = [[each] for each in found]
-        # Modules that follow one another may be in different stages of a pipeline.
+        # In a pipeline, consecutive modules may be in different stages.
         for runs in [apart] if self.layout.pipeline > 1 else [runs_of(found, self.trace), apart]:
             try:
                 self._held(partial(self._split_runs, runs))
@@ -201,11 +201,11 @@ class _Splitter:
             return
 
     def _is_usual(self, chains: Sequence[Sequence[Block]]) -> bool:
-        """Whether tokens meet in PyTorch's attention alone, in one list of blocks."""
+        """Whether there is one list of blocks, in which only PyTorch's attention mixes tokens."""
         return len(chains) == 1 and not any(block.gathered for block in chains[0])
 
     def _is_large(self) -> bool:
-        """Whether the model was built without memory, and no rank should need it for all of its parameters."""
+        """Whether the model is on the meta device and too large to be filled on one rank for a comparison."""
         held = [parameter for parameter in self.model.parameters() if parameter.is_meta]
         return sum(parameter.numel() * parameter.element_size() for parameter in held) > _LARGE
 
@@ -218,7 +218,7 @@ class _Splitter:
             split_run(self.model, run, self.shares, self.now)
 
     def _held(self, change: Callable[[], None]) -> None:
-        """Change the model. Raise LayoutError, and take it back, where it then gives another output, or fails."""
+        """Change the model. Raises LayoutError, with the change undone, if its output differs or it fails."""
         self.fill()
         expected, before = self._expected, Attributes(self.model)
         why = "gives another output"
@@ -241,7 +241,7 @@ class _Splitter:
             return output_of(self.model, self.example)
 
     def said(self) -> str:
-        """Which modules every rank computes all tokens of, for a user."""
+        """Describe to the user which modules every rank computes for all tokens."""
         gathered = dict.fromkeys(_pattern(each.name) for block in self.blocks for each in block.gathered)
         said = [f"every rank computes all tokens of {', '.join(gathered)}, in which tokens meet"] if gathered else []
         if self.partly:
@@ -252,10 +252,10 @@ class _Splitter:
 
 @contextmanager
 def _varied(model: nn.Module) -> Iterator[None]:
-    """Give parameters that are one number throughout, such as zero, larger ones, and the old ones back after.
+    """Context in which constant parameters, such as zeros, have random values added; restored afterwards.
 
-    A branch whose last matrix or scale begins as zero gives nothing, whatever goes wrong in it. Every rank takes the
-    same numbers.
+    A branch whose last matrix or scale is zero has a zero output, which would hide errors in it. Every rank adds the
+    same values.
     """
     generator = torch.Generator().manual_seed(0)
     before: list[tuple[Tensor, Tensor]] = []
@@ -286,7 +286,7 @@ def _pattern(name: str) -> str:
 
 
 def _split_chain(model: nn.Module, chain: Sequence[Block], shares: Shares, now: ForwardContext) -> None:
-    """Change the blocks of one list: split before the first, own tokens in each, gather after the last."""
+    """Split the tokens of one list: split before the first block, own tokens in each, gather after the last."""
     length = Length(now, shares)
     for block in chain:
         mode = AttentionOverAll(shares, length, now, block.crossing)
@@ -334,7 +334,7 @@ def _on_own_tokens(
     now: ForwardContext,
     mode: AttentionOverAll,
 ) -> Callable[..., Any]:
-    """What goes around a block's forward: further arguments cut to this rank's tokens, attention over all tokens."""
+    """Make the wrapper of a block's forward: further arguments are cut to this rank's tokens, attention spans all."""
     mine = partial(_own_tokens, shares=shares)
     cut = {which.hidden, *which.along}
 
@@ -351,7 +351,7 @@ def _on_own_tokens(
 
 
 def _summed(value: Any, group: dist.ProcessGroup) -> Any:
-    """What all ranks have whole, such as an encoder's output: its gradient sums up each one's tokens."""
+    """Sum the gradients of tensors that all ranks have whole, such as an encoder's output, over the ranks."""
 
     def summed(tensor: Tensor) -> Tensor:
         return gradient_summed(tensor, group) if tensor.requires_grad and torch.is_grad_enabled() else tensor
@@ -360,7 +360,7 @@ def _summed(value: Any, group: dist.ProcessGroup) -> Any:
 
 
 def _own_tokens(tokens: Tensor, shares: Shares) -> Tensor:
-    """This rank's part; what is computed from parameters gets the gradient of every rank's part."""
+    """This rank's tokens; the backward of a tensor that needs a gradient gathers all ranks' parts."""
     return split(tokens, shares) if tokens.requires_grad else own_part(tokens, shares)
 
 
@@ -371,7 +371,7 @@ def _get(arguments: tuple[Any, ...], keywords: Mapping[str, Any], key: Key) -> A
 def _with(
     arguments: tuple[Any, ...], keywords: Mapping[str, Any], changes: Mapping[Key, Callable[[Tensor], Tensor]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with some tensors (or tuples of them) put through a function."""
+    """Apply a function to some arguments, which are tensors or tuples of tensors."""
     positions, named = list(arguments), dict(keywords)
     for key, change in changes.items():
         holder: Any = positions if isinstance(key, int) else named

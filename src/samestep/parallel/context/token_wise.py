@@ -1,4 +1,4 @@
-"""Token-wise modules: what of a model works on each token alone, where its layers as a whole can't be split.
+"""Token-wise modules: modules that work on each token separately, in models whose layers can't be split as a whole.
 
 Layers whose own code moves tokens about (windows, pooling, recurrences) still have feed-forward parts, projections
 and heads that take each token by itself. Of these a rank computes its own tokens: they are split where the first of
@@ -26,18 +26,18 @@ from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.tensor.vocab_parallel import near
 from samestep.parallel.valueless import with_values
 
-# What mixes tokens in training alone, when a look at a module in evaluation mode sees nothing.
+# Functions that mix tokens only in training, which a comparison in evaluation mode would not show.
 _IN_TRAINING = ("batch_norm", "instance_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenWise:
-    """A module that gives for a part of the tokens the same part of what it gives for all of them."""
+    """A module whose output for a part of the tokens is that part of its output for all tokens."""
 
     name: str
     dim: int  # of the tokens: 1 in [samples, tokens, features], 0 in [tokens, samples, features]
-    inputs: frozenset[int]  # which leaves of its arguments have tokens; of its output all have
-    handed: frozenset[int] = frozenset()  # those that the module before it in a run gives, in parts already
+    inputs: frozenset[int]  # leaves of its arguments that have tokens; all leaves of its output have
+    handed: frozenset[int] = frozenset()  # leaves that come from the module before it in a run, already split
 
 
 Run = Sequence[TokenWise]  # modules that pass their tokens from one to the next and to no other
@@ -68,7 +68,7 @@ def find_token_wise(
 def _outermost(
     module: nn.Module, name: str, trace: Trace, samples: int, apart: Collection[str]
 ) -> Iterator[TokenWise]:
-    """The largest token-wise modules in a module: itself, or those of its children, and so on."""
+    """Yield the outermost token-wise modules of a module: itself, or recursively those of its children."""
     if name in apart:
         return
     calls = trace.of(name)
@@ -81,7 +81,7 @@ def _outermost(
 
 
 def _look(module: nn.Module, calls: Sequence[Call], samples: int) -> TokenWise | None:
-    """How a module takes its tokens, where in every call it works on each alone."""
+    """Describe a module's tokens if it is token-wise in every call; otherwise None."""
     if not all(call.flops_after > call.flops_before for call in calls):
         return None
     places = {_places(call, samples) for call in calls}
@@ -93,7 +93,7 @@ def _look(module: nn.Module, calls: Sequence[Call], samples: int) -> TokenWise |
 
 
 def _places(call: Call, samples: int) -> tuple[int, frozenset[int]] | None:
-    """The dimension of the tokens of a call, and which leaves of its arguments have it; None where it has none."""
+    """The dimension of tokens in a call, and the leaves of its arguments that have it; None without one."""
     outputs, inputs = _leaves(call.output), _leaves((call.arguments, dict(call.keywords)))
     first = next((leaf for leaf in inputs.values() if len(leaf.shape) == 3), None)
     if first is None or not outputs or samples not in first.shape[:2]:
@@ -115,9 +115,9 @@ def _leaves(nest: Any) -> dict[int, Seen]:
 
 
 def _works_on_each(module: nn.Module, call: Call, which: TokenWise) -> bool:
-    """Whether half of the tokens give half of the output, for random numbers in the place of all parameters.
+    """Whether half of the tokens give half of the output, with random values for all parameters.
 
-    Those that a model begins with would not do: a branch that begins as zero hides what happens in it.
+    The initial parameters would not do, as a branch that is initialized as zero would hide mixed tokens.
     """
     leaves, form = pytree.tree_flatten(
         (call.arguments, dict(call.keywords)), is_leaf=lambda value: isinstance(value, Seen)
@@ -158,19 +158,19 @@ def _works_on_each(module: nn.Module, call: Call, which: TokenWise) -> bool:
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Random numbers in a parameter's or an input's place: normal ones of the usual scale, 0 or 1 for integers."""
+    """Random values for a parameter or an input: normal with the usual scale, or 0 and 1 for integers."""
     if dtype.is_floating_point:
         return torch.randn(*shape, dtype=torch.float64) / (shape[-1] if len(shape) > 1 else 1) ** 0.5
     return torch.randint(0, 2, tuple(shape)).to(dtype)
 
 
 def _keeps_tensors(module: nn.Module, before: Attributes) -> bool:
-    """Whether a forward leaves tensors behind in the module, such as a loss of its own, which would be of a part."""
+    """Whether a forward stores tensors in the module, such as an auxiliary loss, which would be that of a part."""
     return any(isinstance(value, Tensor) for value in before.changed())
 
 
 def runs_of(found: Sequence[TokenWise], trace: Trace) -> list[Run]:
-    """The modules put together that hand on their tokens from one to the next alone, so that these stay split."""
+    """Group consecutive modules whose tokens pass only from one to the next, so that they stay split between them."""
     once = sorted((each for each in found if len(trace.of(each.name)) == 1), key=lambda e: trace.of(e.name)[0].began)
     runs: list[list[TokenWise]] = []
     for before, each in pairwise([None, *once]):
@@ -184,7 +184,7 @@ def runs_of(found: Sequence[TokenWise], trace: Trace) -> list[Run]:
 
 
 def _handed(before: TokenWise, each: TokenWise, trace: Trace) -> frozenset[int]:
-    """Which leaves of a module's arguments are all that the one before it gave, and that no other module takes."""
+    """The leaves of a module's arguments that are all outputs of the module before, if no other module uses these."""
     (given,), (call,) = trace.of(before.name), trace.of(each.name)
     outputs = {seen.identity for seen in given.outputs()}
     inputs = _leaves((call.arguments, dict(call.keywords)))
@@ -232,7 +232,7 @@ def _gathering(dim: int, shares: Shares, length: Length) -> Callable[..., Any]:
 
 
 def _on_own_tokens(dim: int, length: Length, now: ForwardContext) -> Callable[..., Any]:
-    """A wrapper that tells draws inside which tokens the module works on."""
+    """Make a wrapper that sets the token positions for random draws inside of the module."""
 
     def on_own_tokens(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         with now.holding(Portion(activations={dim: length.positions((arguments, keywords))})):
