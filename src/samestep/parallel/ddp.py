@@ -29,11 +29,11 @@ from samestep.parallel.zero1 import Owners, to_owners
 
 @dataclass(frozen=True, kw_only=True)
 class GradientExchange:
-    """What replicas do with their gradients where that is not to average them as they are."""
+    """A replacement for the plain averaging of gradients between replicas."""
 
     # A communication hook of DistributedDataParallel, with its first argument.
     hook: tuple[Any, Callable[..., Any]] | None = None
-    # Without a hook gradients stay each rank's own; this then notes which parameters a step used.
+    # Without a hook gradients are not exchanged by DDP; this then tracks the parameters that a step used.
     used: Callable[[nn.Module], Used] = lambda model: UsedAlone()
 
 
@@ -82,13 +82,13 @@ def replicate(
 
 
 def _no_buffer_messages() -> dict[str, Any]:
-    """Every rank computes the same buffers, so none is sent before a forward. PyTorch 2.13 renamed the option."""
+    """Disable DDP's broadcast of buffers, which are the same on every rank. PyTorch 2.13 renamed the option."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, device_type: str) -> None:
-    """Average gradients over a group in place; a parameter that no rank used keeps none."""
+    """Average gradients over a group in place; parameters that no rank used keep `grad=None`."""
     averaged = list(parameters)
     sum_gradients_over(group, averaged, device_type)
     _divide([p.grad for p in averaged if p.requires_grad and p.grad is not None], dist.get_world_size(group))
@@ -100,7 +100,7 @@ def _divide(gradients: Sequence[Tensor], by: int) -> None:
 
 
 def average_what_is_whole(model: nn.Module, parts: ShardTable) -> None:
-    """Average the gradients of what a sharded model keeps whole on every rank, such as scalars."""
+    """Average the gradients of a sharded model's unsharded parameters, such as scalars."""
     average_gradients(
         (p for p in parts.not_of_experts(model) if not isinstance(p, DTensor)),
         parts.mesh.data_group,
@@ -125,6 +125,6 @@ def average_experts(model: nn.Module, parts: ShardTable) -> None:
     for parameter in experts:
         if parameter.grad is not None:
             sharded = isinstance(parameter, DTensor)  # and averaged over the ranks with the same experts by that
-            # FSDP2 has divided by the ranks with the same experts; the factor of the expert axis is missing. A whole
-            # expert's sum has been divided by nothing yet, so all data ranks count.
+            # FSDP2 has already divided shards by the ranks with the same experts, so the size of the expert axis is
+            # left. Sums of unsharded experts are divided by the number of all data ranks.
             parameter.grad.div_(mesh.size("expert") if sharded else mesh.data_place.of)

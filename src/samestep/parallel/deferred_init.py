@@ -1,11 +1,10 @@
-"""Initial weights: those of one process under every layout, and no rank computes more of them at once than it must.
+"""Deferred initialization: every layout gets the initial weights of one process, one parameter in memory at a time.
 
-A model is built without memory for its parameters, then spread, and then each rank fills what it holds: it
-computes a parameter whole, with the very random numbers that the construction drew, takes its part, and frees
-the whole before the next one.
+A model is built on the meta device, then spread, and then each rank fills the parameters that it holds: it computes a
+whole parameter with the random numbers of the construction, takes its part, and frees the whole before the next one.
 
-Why not seed each parameter by its name: the initial weights would be others than those of the plain model, which the
-proof is held against, and which a user gets without samestep. So the construction's own draws are recorded
+Why parameters are not seeded by name: the initial weights would differ from those of the plain model, which the proof
+uses as its reference, and which a user gets without samestep. So the construction's draws are recorded
 (`init_recorder`) and repeated for one parameter at a time.
 """
 
@@ -32,13 +31,13 @@ _MANY_OBJECTS = 100_000  # what PyTorch alone has made once it is imported is th
 
 @dataclass(frozen=True, kw_only=True)
 class InitialValues:
-    """The initial values of the parameters that lie on the meta device, each computed when it is asked for."""
+    """The initial values of parameters on the meta device, computed on demand."""
 
     record: Record
     regions: Mapping[str, Region]  # by the parameter's name in the model; a tied one has several
 
     def value(self, name: str) -> Tensor:
-        """A parameter's values as one process has them, whole, on the CPU, in the dtype it was built in."""
+        """Compute a whole parameter on the CPU, in the dtype in which it was built."""
         region = self.regions[name]
         return self.record.compute({region.storage}).tensor(region)
 
@@ -49,11 +48,11 @@ class InitialValues:
         parts: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         empty_like: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Give the parameters of a model that are on the meta device memory on `device`, and their values.
+        """Allocate a model's meta parameters on `device`, and fill in their initial values.
 
-        A DTensor gets its shard of the whole. `parts` says by name which part of the whole a parameter is, where
-        the model was sliced by hand: whole -> part; a DTensor is then a shard of that part. Parameters must have
-        the names under which they were recorded. `empty_like` gives memory for one, where that is not the device's.
+        A DTensor gets its shard. `parts`: for parameters that were sliced, a function by name from the whole
+        parameter to the slice; a DTensor is then a shard of the slice. Parameters must have the names under which
+        they were recorded. `empty_like`: allocates a parameter, if it is not to be on `device`.
         """
         empty_like = empty_like or partial(torch.empty_like, device=device)
         filled: dict[int, nn.Parameter] = {}  # by the id of the one before: a tied one stays one
@@ -70,9 +69,9 @@ class InitialValues:
         look_again(model)
 
     def _fill_one(self, name: str, parameter: Tensor, take: Callable[[Tensor], Tensor] | None) -> None:
-        """Compute a parameter whole, on the CPU, take this rank's part of it, and copy that into `parameter`.
+        """Compute a whole parameter on the CPU, and copy this rank's part of it into `parameter`.
 
-        The whole is freed when this returns. Raises ValueError where the part hasn't the parameter's shape.
+        The whole parameter is freed on return. Raises ValueError if the part doesn't have the parameter's shape.
         """
         values = self.value(name).to(parameter.dtype)
         if take is not None:
@@ -80,7 +79,7 @@ class InitialValues:
         if parameter.shape != values.shape:
             raise ValueError(f"{name} has shape {tuple(parameter.shape)}; its values have {tuple(values.shape)}")
         if isinstance(parameter, DTensor):
-            # Every rank has computed the whole, so nothing is sent.
+            # Every rank has computed the whole parameter, so nothing is sent.
             shard = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter, values = parameter.to_local(), shard.to_local()
         parameter.copy_(values)
@@ -88,28 +87,28 @@ class InitialValues:
 
 @dataclass(frozen=True, kw_only=True)
 class InitialModel:
-    """A model as it was built."""
+    """A newly built model."""
 
     model: nn.Module
-    values: InitialValues | None  # of the parameters on the meta device; None where all are there
-    whole_because: str | None = None  # what stood in the way of recording it
+    values: InitialValues | None  # of the parameters on the meta device; None if there are none
+    whole_because: str | None = None  # why the construction could not be recorded
 
 
 def build_recorded(make: Callable[[], nn.Module]) -> InitialModel:
-    """Build a model with its parameters on the meta device, or whole where its construction can't be recorded.
+    """Build a model with its parameters on the meta device, or with values if its construction can't be recorded.
 
-    `make` must seed what it draws from: it is called again in the second case. All that isn't a parameter, such as
-    buffers, has its values; so has a parameter that was not made by torch's operators, such as one from a file.
+    `make` must seed the generators, since it is called again in the second case. Buffers and other tensors have
+    values, and so do parameters that were not made by PyTorch's operators, such as those read from a file.
     """
     try:
         return _record(make)
-    except Exception as error:  # the model's own mistakes show again when it is built whole
+    except Exception as error:  # an error of the model itself is raised again by `make` below
         reason = str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
     return InitialModel(model=make(), values=None, whole_because=reason)
 
 
 def _record(make: Callable[[], nn.Module]) -> InitialModel:
-    """Build under the recorder. Raises Unrecordable where a tensor's values can't be repeated."""
+    """Build under the recorder. Raises Unrecordable if the values of a tensor can't be recomputed."""
     with new_objects_alone():
         with recorded() as recording:
             model = make()
@@ -117,8 +116,7 @@ def _record(make: Callable[[], nn.Module]) -> InitialModel:
             raise Unrecordable(recording.trouble)
         regions = _regions(model, recording)
         own = {id(parameter) for parameter in model.parameters()}
-        # Tensors that a model keeps in plain attributes, tables of positions say: computed now, since nobody asks for
-        # them later.
+        # Tensors in plain attributes, such as tables of positions, are computed now, since `fill` does not find them.
         others = [tensor for tensor in _living_tensors() if id(tensor) not in own and recording.knows(tensor)]
     _compute_now(others, recording, {region.storage for region in regions.values()})
     values = InitialValues(record=recording.record, regions=regions)
@@ -126,13 +124,13 @@ def _record(make: Callable[[], nn.Module]) -> InitialModel:
 
 
 def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """`model.to(device, dtype)`, but what is on the meta device stays there, and what is complex stays complex.
+    """`model.to(device, dtype)`, except that meta tensors stay on the meta device, and complex ones stay complex.
 
-    `dtype` is a real one; complex numbers become pairs of it.
+    `dtype` is a real dtype; complex tensors get the complex dtype of the same precision.
     """
 
     if not all(map(has_values, model.parameters())):
-        return  # they are where they are to be
+        return  # tensors without values are already on their device
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.to(tensor.device if tensor.is_meta else device, in_kind(tensor, dtype))
@@ -142,24 +140,24 @@ def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def tied_stay_tied(device: torch.device) -> AbstractContextManager[None]:
-    """In which a module may be moved to a device.
+    """Context in which moving a module to a device keeps tied parameters tied.
 
-    A parameter takes over memory on an accelerator of those that PyTorch knows by name. On another PyTorch would make
-    one more parameter in each place, and those that are tied would come apart; swapping keeps the objects.
+    On devices that PyTorch knows by name, a parameter object takes over the new memory. On others PyTorch would make
+    a new parameter at each place, which would untie them; swapping keeps the objects.
     """
     takes_memory = torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
     return nullcontext() if takes_memory else _swapping(True)
 
 
 def look_again(model: nn.Module) -> None:
-    """Have FSDP2 and recurrent layers look for their parameters, of which some are other objects than before."""
-    with _swapping(False):  # FSDP2 takes other objects for a mistake where it is on
+    """Let FSDP2 and recurrent layers update their references to parameters, some of which were replaced."""
+    with _swapping(False):  # with swapping, FSDP2 treats replaced parameters as an error
         model._apply(lambda tensor: tensor)
 
 
 @contextmanager
 def _swapping(on: bool) -> Iterator[None]:
-    """Whether functions applied to a module's parameters swap what is in them, or make others where they must."""
+    """Set whether `Module._apply` swaps the contents of parameters instead of making new ones."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(on)
     try:
@@ -169,7 +167,7 @@ def _swapping(on: bool) -> Iterator[None]:
 
 
 def forget_values(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give every parameter and buffer of `dtype` the shape that it has and nothing else, in a mode without values."""
+    """Replace all parameters and buffers by ones of `dtype` without values; call it in a mode without values."""
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in made:
@@ -183,7 +181,7 @@ def forget_values(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _regions(model: nn.Module, recording: Recording) -> dict[str, Region]:
-    """Where the record holds each parameter that was recorded."""
+    """The region of each recorded parameter, by name. Raises Unrecordable for parameters that can't be deferred."""
     regions: dict[str, Region] = {}
     owners: dict[int, nn.Parameter] = {}  # by storage
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -203,10 +201,10 @@ def _regions(model: nn.Module, recording: Recording) -> dict[str, Region]:
 
 @contextmanager
 def new_objects_alone() -> Iterator[None]:
-    """Freeze all that was there before: Python's garbage collector takes tenths of a second to walk through it.
+    """Freeze existing objects, so that Python's garbage collector only traverses new ones, to save time.
 
-    What somebody else has frozen stays so. `gc.get_freeze_count` counts object by object, so it comes second: where
-    few are left to walk through, there is nothing to gain.
+    Objects that other code has frozen stay frozen. `gc.get_freeze_count` is slow, so it is only called if there are
+    many unfrozen objects.
     """
     if len(gc.get_objects()) < _MANY_OBJECTS or gc.get_freeze_count():
         yield
@@ -219,13 +217,13 @@ def new_objects_alone() -> Iterator[None]:
 
 
 def _living_tensors() -> Iterable[Tensor]:
-    """Every tensor that Python can reach, wherever a construction has left it: attributes, lists, caches."""
+    """All tensors that Python's garbage collector tracks, in attributes, lists or caches."""
     gc.collect()
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
 
 
 def _compute_now(tensors: list[Tensor], recording: Recording, taken: set[int]) -> None:
-    """Give tensors their values now, together. Raises Unrecordable for what shares memory or waits for a gradient."""
+    """Compute tensors now. Raises Unrecordable if one shares memory with a parameter or has a graph."""
     regions = [recording.region(tensor) for tensor in tensors]
     if any(region.storage in taken for region in regions):
         raise Unrecordable("a tensor that shares memory with a parameter and isn't one")
@@ -237,7 +235,7 @@ def _compute_now(tensors: list[Tensor], recording: Recording, taken: set[int]) -
 
 
 def _become(tensor: Tensor, values: Tensor) -> None:
-    """Make a tensor on the meta device the one that holds these values, for all who refer to it."""
+    """Swap a meta tensor for one with values, for all references to it."""
     try:
         swap_tensors(tensor, like(tensor, values))
     except RuntimeError as error:
@@ -245,7 +243,7 @@ def _become(tensor: Tensor, values: Tensor) -> None:
 
 
 def like(tensor: Tensor, values: Tensor) -> Any:
-    """These values as what a tensor is: a parameter or a plain tensor, with the attributes that it was given."""
+    """Wrap values as a parameter or a plain tensor like `tensor`, with its attributes."""
     if isinstance(tensor, nn.Parameter):
         values = nn.Parameter(values, requires_grad=tensor.requires_grad)
     elif type(tensor) is not Tensor:

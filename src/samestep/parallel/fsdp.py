@@ -1,13 +1,13 @@
 """FSDP2: each data rank keeps a shard of every parameter, gradient and optimizer state.
 
-Parameters of a unit are gathered when the unit's forward is called; `units` says which modules are one. FSDP2 must
-also see the tensors in what a module returns.
+Parameters of a unit are gathered when the unit's forward is called; `shard_units` finds the units. FSDP2 must also
+see the tensors in a module's output.
 
 What a rank does for each unit (Zhao et al. 2023, PyTorch FSDP, section 3): all-gather the unit's parameters before
 its forward, free them after it (ZeRO-3) or keep them (ZeRO-2); gather them again before its backward; reduce-scatter
 the gradients after it. All ranks of the shard axis take part in each of these, in the order of the units; replicas
-along `replicate` then all-reduce their shards' gradients. Two ranks that gathered different units would wait for each
-other for ever, which is why `agreed_units` and `UsedByShards` compare.
+along `replicate` then all-reduce their shards' gradients. Two ranks that gathered different units would deadlock, so
+`agreed_units` and `UsedByShards` compare them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +52,7 @@ def shard_units(model: nn.Module, blocks: Sequence[nn.Module], seen: Trace | Non
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """The units of all ranks that share out one model's parameters."""
+    """The FSDP units of a model, the same on all ranks."""
 
     modules: Sequence[nn.Module]
     may_differ: bool  # whether samples may decide which of them run
@@ -61,13 +61,13 @@ class Units:
 def agreed_units(
     model: nn.Module, blocks: Sequence[nn.Module], seen: Trace | None, group: dist.ProcessGroup
 ) -> Units:
-    """The units that every rank of a group found; every rank asks."""
+    """The units that all ranks of a group have found; every rank asks."""
     units = shard_units(model, blocks, seen)
     names = {module: name for name, module in model.named_modules()}
     followed = seen is not None and seen.stop is None
     found: list[tuple[list[str], bool] | None] = [None] * dist.get_world_size(group)
-    # Ranks follow the forward with their own example; where it decides by values, one may have seen less than
-    # another.
+    # Ranks trace the forward with their own example, so with data-dependent control flow they may find different
+    # units.
     dist.all_gather_object(found, ([names[unit] for unit in units], followed), group=group)
     everyone = [each for each in found if each is not None]
     modules = [model.get_submodule(name) for name in everyone[0][0] if all(name in theirs for theirs, _ in everyone)]
@@ -80,13 +80,13 @@ def kept_whole(model: nn.Module) -> set[nn.Parameter]:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.ndim:
             numbers[parameter.dtype] = numbers.get(parameter.dtype, 0) + parameter.numel()
-    # A unit's trained parameters go in one flat message, so they must be of one dtype: that of most numbers.
+    # A unit's trained parameters go in one flat message, so they must be of one dtype: that of most elements.
     usual = max(numbers, key=lambda dtype: numbers[dtype], default=None)
     return {p for p in model.parameters() if not p.ndim or not p.numel() or (p.requires_grad and p.dtype != usual)}
 
 
 class _Finder:
-    """Which modules of a model can be units, by what was seen of its forward."""
+    """Finds the modules of a model that can be units, from the trace of its forward."""
 
     def __init__(self, model: nn.Module, seen: Trace | None) -> None:
         self._model = model
@@ -99,15 +99,15 @@ class _Finder:
             self._began.setdefault(call.name, call.began)
 
     def began(self, unit: nn.Module) -> int:
-        """The position of a unit's first call; those that were not followed come last."""
+        """The position of a unit's first call; units that were not traced come last."""
         return self._began.get(self._names[unit], len(self._began) * 2)
 
     def within(self, module: nn.Module) -> Iterator[nn.Module]:
-        """The module where it can be a unit, or else the largest parts of it that can."""
+        """Yield the module if it can be a unit, otherwise the largest submodules that can."""
         if self._fits(module):
             yield module
-        # A list or a dict of modules has no forward: its parts are called by others, each a candidate of its own.
-        elif self._followed or not has_forward(module):  # else it is not known whether every rank calls its parts
+        # A list or a dict of modules has no forward, so its modules are candidates.
+        elif self._followed or not has_forward(module):  # otherwise it is unknown whether every rank calls them
             for child in module.children():
                 yield from self.within(child)
 
@@ -125,8 +125,7 @@ class _Finder:
                 return self._is_like_a_followed_one(module)
         elif name not in self._began:
             return False
-        # All uses of each parameter must lie within the module's own calls, or it would be read when it is not
-        # gathered.
+        # All uses of each parameter must be within the module's own calls, as it is only gathered there.
         return all(
             name in running
             for parameter in module.parameters()
@@ -134,7 +133,7 @@ class _Finder:
         )
 
     def _is_like_a_followed_one(self, module: nn.Module) -> bool:
-        """Whether a module behind the stop of a trace is of a class of which another one was followed and fits."""
+        """Whether another module of the same class was traced and can be a unit, for modules after a trace's stop."""
         return any(
             type(other) is type(module) and name in self._began and self._fits(other)
             for other, name in self._names.items()
@@ -142,7 +141,7 @@ class _Finder:
 
 
 def _shares(model: nn.Module, block: nn.Module) -> bool:
-    """Whether a block has a parameter that also stands elsewhere; tied ones are sharded together, with the rest."""
+    """Whether a block shares a parameter with a module outside; tied parameters are sharded with the root module."""
     mine = {id(parameter) for parameter in block.parameters()}
     inside = {id(module) for module in block.modules()}
     return any(
@@ -155,13 +154,13 @@ def _shares(model: nn.Module, block: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Output:
-    """What a module gave, behind the tensors that were found in it."""
+    """A module's output object, appended to the tensors found in it."""
 
     value: Any
 
 
 class _Alias(torch.autograd.Function):
-    """Forward and backward: identity. The same memory, and no view to autograd."""
+    """Forward and backward: identity. The result shares memory, but is no view for autograd."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -173,15 +172,15 @@ class _Alias(torch.autograd.Function):
 
 
 def no_view(tensor: Tensor) -> Tensor:
-    """A tensor that may be changed in place by what takes it, such as `hidden += positions`.
+    """Make an output safe for in-place changes, such as `hidden += positions`.
 
-    A change of a view goes round the hook by which FSDP2 gathers a module's parameters for its backward.
+    An in-place change of a view would bypass the hook by which FSDP2 gathers a module's parameters for backward.
     """
     return _Alias.apply(tensor) if tensor.requires_grad and tensor._is_view() else tensor
 
 
 def show_tensors(module: nn.Module) -> None:
-    """Let a module give the tensors of an object of the model's own class, and with them the object."""
+    """Make a module return the tensors in an output object of a custom class, followed by the object."""
     forward: Callable[..., Any] = module.forward
 
     @wraps(forward)
@@ -196,16 +195,16 @@ def show_tensors(module: nn.Module) -> None:
 
 
 def hide_tensors(module: nn.Module, arguments: Any, output: Any) -> Any:
-    """A forward hook after FSDP2's: the object alone, as the model's own code knows it."""
+    """Forward hook after FSDP2's, which returns only the output object again."""
     hidden = type(output) is tuple and bool(output) and isinstance(output[-1], _Output)
     return output[-1].value if hidden else output
 
 
 def refuse_gradients_in_forward(module: nn.Module, described: str, layout: Layout, now: ForwardContext) -> None:
-    """Have a module's outputs raise LayoutError where the forward itself takes gradients through the module.
+    """Add a hook that raises LayoutError if the forward itself computes gradients through the module.
 
-    FSDP2 frees the gathered parameters once backward has passed the module. A second backward, through these
-    gradients, would read memory that is freed by then.
+    FSDP2 frees the gathered parameters after the module's backward, so a second backward through these gradients
+    would read freed memory.
     """
 
     def refuse(gradient: Tensor) -> None:
@@ -277,9 +276,9 @@ def shard(
 
 
 def put_back(root: nn.Module) -> None:
-    """Let a model's parameters be shards again, after a forward without a backward, which would do it.
+    """Reshard a model's parameters after a forward without a backward.
 
-    Else gradients would be cleared, measured and saved of the whole parameters that a forward may leave in place.
+    Otherwise gradients would be cleared, measured and saved for the gathered parameters that the forward leaves.
     """
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -301,9 +300,9 @@ def _prefetch(blocks: Sequence[FSDPModule]) -> None:
 
 @contextmanager
 def without_messages(model: FSDPModule, *, keep_gathered: bool) -> Iterator[None]:
-    """Forward and backward that keep their gradients on this rank.
+    """Context in which backward accumulates gradients on this rank without reducing them.
 
-    `keep_gathered`: and the gathered parameters, for the next forward; where all are held at once anyway.
+    `keep_gathered`: also keep parameters gathered for the next forward, for layouts that hold all of them anyway.
     """
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(not keep_gathered)

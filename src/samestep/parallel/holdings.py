@@ -1,7 +1,7 @@
-"""Holdings: the tensors that a rank keeps from step to step, by what they are and where they lie.
+"""Holdings: the tensors that a rank keeps between steps, by kind and by location.
 
-Counted when a step is over and gradients are still there: what a step needs on top (activations, messages, gathered
-parameters) is measured by `training.usage`.
+They are counted after a step, before gradients are cleared. What a step needs in addition (activations, messages,
+gathered parameters) is measured by `training.usage`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,13 +19,13 @@ from samestep.parallel.state_shards import innermost
 
 @dataclass(frozen=True, kw_only=True)
 class Holdings:
-    """What a rank holds when a step is over: its shards of what is sharded. Nothing stands in two of them."""
+    """The tensors that a rank holds after a step, in disjoint groups; of sharded tensors the local shards."""
 
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]
     optimizer_state: Sequence[Tensor]
-    host: Sequence[Tensor] = ()  # what the layout moved to the host's memory, whatever it is
-    disk: Sequence[Tensor] = ()  # what it moved to files
+    host: Sequence[Tensor] = ()  # tensors of any kind that are offloaded to host memory
+    disk: Sequence[Tensor] = ()  # tensors that are offloaded to files
 
 
 def holdings(
@@ -37,9 +37,9 @@ def holdings(
     file: MappedFile | None = None,
     average: Iterable[Tensor] = (),
 ) -> Holdings:
-    """What a spread model and its spread optimizer hold; `file` is where offloaded parameters lie.
+    """Collect the tensors of a spread model and its optimizer; `file`: holds parameters that are offloaded to disk.
 
-    `average`: a moving average of the weights, which counts as state of the optimizer.
+    `average`: a moving average of the weights, which counts as optimizer state.
     """
     parameters = [local(parameter.detach()) for parameter in model.parameters()]
     gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
@@ -51,7 +51,7 @@ def holdings(
             disk += inner.disk_tensors()
         else:
             (host if layout.offloads("optimizer") else state).extend(state_tensors(inner))
-    if layout.offloads_parameters:  # the shards, and with them all that is made of them
+    if layout.offloads_parameters:  # with the parameters also gradients and optimizer state
         for tensor in (*parameters, *gradients, *state):
             (disk if file is not None and file.holds(tensor) else host).append(tensor)
         # Already counted, in the host's memory or on disk.

@@ -1,11 +1,9 @@
-"""A model built without memory for its tensors, and a record of how each would have been computed.
-
-From the record the values of any one tensor are computed again.
+"""Record the construction of a model on the meta device, so that the values of any one tensor can be computed later.
 
 Why a record and not a second construction: random numbers come from one generator in the order of construction, so
-the values of the last parameter depend on all draws before it. Each random step keeps the generator's state, so one
-parameter's numbers are drawn again without those before it. A rank of a sharded model thus holds one whole parameter
-at a time, and the model has the very numbers that one process would give it.
+the values of the last parameter depend on all draws before it. Each random operator is recorded with the generator's
+state, so one parameter's numbers can be drawn without those before it. A rank of a sharded model thus holds one whole
+parameter at a time, and gets the same values as one process.
 """
 
 from bisect import bisect_left
@@ -29,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """Where a tensor's values lie: strides and offset (in elements) within a storage."""
+    """A tensor's place in a storage: size, strides and offset, in elements."""
 
     storage: int
     dtype: torch.dtype
@@ -40,14 +38,14 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """An operator, called once. Its arguments hold regions for recorded tensors, and copies of all others."""
+    """One operator call. Recorded tensors among the arguments are regions, all others are copies."""
 
     operator: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[Region | None, ...]  # of each leaf of what it returned
+    results: tuple[Region | None, ...]  # of each leaf of its result
     writes: frozenset[int]  # storages that it made or wrote into
-    generator_state: Tensor | None  # of the CPU generator before it, where it is random
+    generator_state: Tensor | None  # of the CPU generator before the call, if it is random
 
     @property
     def touches(self) -> frozenset[int]:
@@ -57,18 +55,18 @@ class Step:
 
 @dataclass(kw_only=True, slots=True)
 class Memory:
-    """Values computed again: the storages that there are, and the steps whose effects are in them."""
+    """Recomputed storages, and the steps that were run on them."""
 
     storages: dict[int, UntypedStorage] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
 
     def tensor(self, region: Region) -> Tensor:
-        """The tensor in a region; what is written into it changes the storage."""
+        """A view of a region of a storage."""
         storage = self.storages[region.storage]
         return torch.empty(0, dtype=region.dtype).set_(storage, region.offset, region.size, region.stride)
 
     def run(self, step: Step) -> None:
-        """Call a step's operator again, with the random numbers that it drew."""
+        """Run a step's operator with the recorded state of the generator."""
         args, kwargs = tree_map_only(Region, self.tensor, (step.args, step.kwargs))
         if step.generator_state is None:
             made = step.operator(*args, **kwargs)
@@ -81,7 +79,7 @@ class Memory:
                 self._keep(region, result)
 
     def _keep(self, region: Region, result: Tensor) -> None:
-        """Keep a new storage. Few operators lay out their result otherwise on a CPU than on the meta device."""
+        """Store a result's storage, copied if the operator's CPU and meta results differ in strides or offset."""
         geometry = (tuple(result.stride()), result.storage_offset())
         self.storages[region.storage] = result.untyped_storage()
         if geometry != (region.stride, region.offset):
@@ -98,7 +96,7 @@ class Record:
         self._writers: defaultdict[int, list[int]] = defaultdict(list)  # storage -> steps, in their order
 
     def add(self, step: Step) -> None:
-        """Append a step, and note for each storage that it writes to that it does."""
+        """Append a step, and index it by the storages that it writes to."""
         for storage in step.writes:
             self._writers[storage].append(len(self._steps))
         self._steps.append(step)
@@ -107,12 +105,12 @@ class Record:
     def compute(
         self, storages: Collection[int], memory: Memory | None = None, alive: Callable[[int], bool] = lambda _: False
     ) -> Memory:
-        """Compute storages as they were at the record's end, going on from `memory` where that can be.
+        """Compute storages as they were at the record's end, continuing from `memory` if possible.
 
-        A storage that they were computed from is freed after its last use, unless it is `alive`.
+        Intermediate storages are freed after their last use, unless they are `alive`.
 
-        With n steps, of which m touch the wanted storages, this costs the m steps and, at a time, the memory of the
-        storages that a later one of them still reads.
+        This runs only the steps on which the wanted storages depend, and at any time holds only the storages that
+        later ones of these steps still read.
         """
         memory = memory or Memory()
         history = self._history(storages)
@@ -149,7 +147,7 @@ class Record:
         return sorted(chosen)
 
     def _follows(self, todo: Sequence[int], storages: Collection[int], memory: Memory) -> bool:
-        """Whether `memory` holds what the steps to do begin with, as it was before the first of them."""
+        """Whether the steps in `todo` can be run on `memory`: it has their inputs, and ran no later step."""
         if todo and memory.done and todo[0] < max(memory.done):
             return False
         there = set(memory.storages)
@@ -170,7 +168,7 @@ _aten = torch.ops.aten
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 
-# Random operators that overwrite their tensor: what was in it before doesn't matter.
+# Random operators that overwrite their tensor, whose earlier contents don't matter.
 _SAMPLERS = frozenset(
     {
         _aten.bernoulli_,
@@ -186,18 +184,18 @@ _SAMPLERS = frozenset(
 
 
 class Unrecordable(Exception):  # noqa: N818  (not an error: the model is built whole instead)
-    """A construction did what a record can't hold."""
+    """Raised if a model's construction can't be recorded."""
 
 
 class Recording:
-    """What is recorded while a model is built: the steps, and which tensors they belong to."""
+    """The record of a model's construction, and the storages of the recorded tensors."""
 
     def __init__(self) -> None:
         self.record = Record()
-        self.trouble: str | None = None  # also where the model's own code caught what was raised
-        self.meta_is_asked_for = False  # by Python code, not by an operator for a tensor that is there
+        self.trouble: str | None = None  # why recording failed, as the model's code may catch the exception
+        self.meta_is_asked_for = False  # whether Python code asked for the meta device explicitly
         self._storages: dict[int, StorageWeakRef] = {}
-        self._memory = Memory()  # what was computed last, to go on from
+        self._memory = Memory()  # of the last computation, to continue from
 
     def knows(self, tensor: Any) -> bool:
         """Whether this is a recorded tensor."""
@@ -210,7 +208,7 @@ class Recording:
         )
 
     def region(self, tensor: Tensor) -> Region:
-        """Where a recorded tensor's values lie."""
+        """The region of a recorded tensor."""
         if tensor.is_conj() or tensor.is_neg():
             raise self.refuse("a conjugated or negated view")
         return Region(
@@ -222,31 +220,30 @@ class Recording:
         )
 
     def value(self, tensor: Tensor) -> Tensor:
-        """A recorded tensor's values as they are now, on the CPU."""
+        """Compute a recorded tensor's current values, on the CPU."""
         region = self.region(tensor)
         with _disable_current_modes():
             self.record.compute({region.storage}, self._memory, alive=self._is_alive)
             return self._memory.tensor(region).clone()
 
     def refuse(self, what: str) -> Unrecordable:
-        """The exception for what can't be recorded; the recording is then worth nothing."""
+        """Mark the recording as failed; returns the exception to raise."""
         self.trouble = self.trouble or what
         return Unrecordable(what)
 
     def add(self, operator: Any, args: Any, kwargs: Any, results: Any, generator_state: Tensor | None) -> None:
-        """Record an operator's call; nothing where it only looked at storages in another way."""
+        """Record an operator call, unless it only made views."""
         regions = tuple(self._region_of_result(result) for result in tree_leaves(results))
         made = {region.storage for region in regions if region is not None} - self._storages.keys()
         for tensor in tree_leaves(results):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in made:
                 storage = tensor.untyped_storage()
-                # A weak reference: its memory's address is not given to another storage as long as it is kept.
+                # While this weak reference is kept, the address is not reused for another storage.
                 self._storages[storage._cdata] = StorageWeakRef(storage)
         writes = made | {self.region(tensor).storage for tensor in written(operator, args, kwargs)}
         if not writes:
             return
-        # Whoever made them may write into them later, in ways that can't be seen from here.
-        # Other tensors are copied now: whoever made them may change them after.
+        # Tensors that aren't recorded are copied now, as they may be changed later.
         kept_args, kept_kwargs = tree_map_only(
             Tensor, lambda t: self.region(t) if self.knows(t) else t.detach().clone(), (args, kwargs)
         )
@@ -264,7 +261,7 @@ class Recording:
         )
 
     def _region_of_result(self, result: Any) -> Region | None:
-        """Where a result's values lie; None for what is no tensor. Raises Unrecordable for other layouts."""
+        """The region of a result; None if it is no tensor. Raises Unrecordable for layouts other than strided."""
         if not isinstance(result, Tensor):
             return None
         if result.layout != torch.strided or not (type(result) is Tensor or self.knows(result)):
@@ -276,18 +273,18 @@ class Recording:
 
 
 class _Operators(TorchDispatchMode):
-    """Sees every operator, and runs those of recorded tensors on the meta device."""
+    """A mode that runs operators of recorded tensors on the meta device and records them."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self._recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # in here tensors say which device they are on
+        with torch._C.DisableTorchFunction():  # here `tensor.device` must be the true device
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operator: recorded on the meta device where it makes or takes recorded tensors, else run as it is."""
+        """Run an operator: recorded, on the meta device, if it makes or takes recorded tensors, else as it is."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         recorded = [tensor for tensor in tensors if self._recording.knows(tensor)]
         if not tensors:
@@ -299,7 +296,7 @@ class _Operators(TorchDispatchMode):
         return self._follow(func, args, kwargs)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A tensor made of numbers alone."""
+        """Run a factory function, without tensor arguments."""
         named = {argument.name for argument in func._schema.arguments}
         device = kwargs.get("device") or _CPU
         here = device.type == "cpu" or (device.type == "meta" and not self._recording.meta_is_asked_for)
@@ -307,18 +304,18 @@ class _Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         try:
             result = func(*args, **{**kwargs, "device": _META})
-        except Exception:  # what can't be made there, or can't be made at all
+        except Exception:  # not supported on the meta device, or a wrong call
             return func(*args, **kwargs)
         if not (isinstance(result, Tensor) and result.is_floating_point() and result.layout == torch.strided):
             return func(*args, **{**kwargs, "device": _CPU})
         fixed = {**kwargs, "device": _CPU}
         if "dtype" in named:
-            fixed["dtype"] = result.dtype  # the default may be another one later
+            fixed["dtype"] = result.dtype  # the default dtype may change later
         self._recording.add(func, args, fixed, result, self._advance(func, args, fixed))
         return result
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operator of recorded tensors, and of others."""
+        """Run an operator with recorded tensors among its arguments."""
         into = written(func, args, kwargs)
         into_recorded = [tensor for tensor in into if self._recording.knows(tensor)]
         gives_tensors = all("Tensor" in str(returned.type) for returned in func._schema.returns)
@@ -344,12 +341,12 @@ class _Operators(TorchDispatchMode):
         return func(*self._with_values(args), **self._with_values(kwargs))
 
     def _with_values(self, arguments: Any) -> Any:
-        """Arguments in which recorded tensors are replaced by their values, computed now."""
+        """Replace recorded tensors in arguments by their values, computed now."""
         recording = self._recording
         return tree_map_only(Tensor, lambda t: recording.value(t) if recording.knows(t) else t, arguments)
 
     def _advance(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-        """Draw the random numbers that an operator draws, and return the generator's state before."""
+        """Advance the generator as the operator would; returns its state before, or None if it isn't random."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         state = (kwargs.get("generator") or torch.default_generator).get_state()
@@ -361,7 +358,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Pretence(TorchFunctionMode):
-    """Lets recorded tensors say that they are on the CPU: some initialisers skip what is on the meta device."""
+    """Makes recorded tensors report that they are on the CPU, as some initializers skip meta tensors."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -392,7 +389,7 @@ _SAID = {
     Tensor.is_cpu.__get__: True,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.is_meta.__get__: False,  # pyright: ignore[reportAttributeAccessIssue]
 }
-# They read or lend the memory itself.
+# Functions that access the memory itself.
 _OF_MEMORY = frozenset({Tensor.__array__, Tensor.data_ptr, Tensor.numpy, Tensor.untyped_storage})
 
 

@@ -1,4 +1,4 @@
-"""Several optimizers as one: each steps some of the parameters, such as Muon the matrices and AdamW the rest."""
+"""Combine several optimizers, each for some parameters, such as Muon for matrices and AdamW for the rest."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from samestep.parallel.optimizer_kinds import Kind, Make, Shapes, kind_of
 
 
 def rebuild(optimizer: Optimizer, make: Callable[..., Optimizer]) -> Optimizer:
-    """`make(groups, **settings)` with the groups and settings that an optimizer was made with."""
-    accepted = inspect.signature(type(optimizer)).parameters  # its defaults also hold what it sets for itself
+    """Call `make(groups, **settings)` with the groups and settings of an optimizer."""
+    accepted = inspect.signature(type(optimizer)).parameters  # its defaults may have further entries
     settings: dict[str, Any] = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     groups = [
         {name: value for name, value in group.items() if name == "params" or name in accepted}
@@ -26,13 +26,13 @@ def rebuild(optimizer: Optimizer, make: Callable[..., Optimizer]) -> Optimizer:
 
 
 def follow(inner: Optimizer, groups: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> None:
-    """Give an inner optimizer's groups the settings, such as the rate, of the groups that a schedule sets."""
+    """Copy the settings, such as the learning rate, from the outer groups to an inner optimizer's groups."""
     for number, mine in zip(numbers, inner.param_groups, strict=True):
         mine.update({name: value for name, value in groups[number].items() if name != "params"})
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """The loss of a closure, which an optimizer's `step` may be called with; None without one."""
+    """Call the closure given to an optimizer's `step`; None without one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -41,16 +41,16 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One of the optimizers."""
+    """One of several optimizers, and the parameters of the whole model that it steps."""
 
     title: str  # for messages, such as "recipe.optimizer (torch.optim.Muon)"
     make: Make
-    groups: Sequence[Shapes]  # of the whole model, which other ranks hold parts of
+    groups: Sequence[Shapes]  # of its parameters in the whole model
     optimizer: Optimizer | None  # None: this rank holds none of its parameters
     turn: str | None = None  # of a step in turns: the one in which it steps; None: in each
 
     def kind(self, layout: Layout) -> Kind:
-        """What kind it is. Raises UserError where its steps would not be the same under this layout."""
+        """Find the optimizer's kind. Raises UserError or LayoutError if its step would differ under this layout."""
         kind = kind_of(self.make, self.groups, self.title)
         if kind.draws and layout.size > 1:
             raise UserError(
@@ -68,24 +68,24 @@ class Member:
 
 
 class Joined(Optimizer):
-    """Steps every member. Its groups are theirs, after one without parameters that has the rate of the recipe."""
+    """Steps every member. Group 0 has no parameters and the recipe's learning rate; the members' groups follow."""
 
     def __init__(self, members: Sequence[Member], *, lr: float) -> None:
         super().__init__([{"params": [], "lr": lr}], {"lr": lr})
         self.members = members
         self._turn: str | None = None  # the turn that is taken; None: every member steps
-        # The members' own dictionaries, not copies: a schedule that sets a rate here sets it there.
+        # The members' own dictionaries, so that a schedule that sets a rate here sets it there.
         self.param_groups += [group for each in self.optimizers() for group in each.param_groups]
 
     def optimizers(self) -> Iterator[Optimizer]:
-        """The members' optimizers that step something on this rank."""
+        """The optimizers of members with parameters on this rank."""
         for member in self.members:
             if member.optimizer is not None:
                 yield member.optimizer
 
     @contextmanager
     def in_turn(self, name: str) -> Iterator[None]:
-        """Step the members of one turn alone: an optimizer may change its state without any gradient."""
+        """Only step the members of one turn, as an optimizer may change its state even without gradients."""
         self._turn = name
         try:
             yield
@@ -101,7 +101,7 @@ class Joined(Optimizer):
         return loss
 
     def each(self, function: Callable[[Member], Optimizer | None]) -> "Joined":
-        """The same of what `function` makes of each member; group 0, which a schedule may have, stays."""
+        """Replace each member's optimizer by `function(member)`; group 0, which a schedule may refer to, is kept."""
         members = [replace(member, optimizer=function(member)) for member in self.members]
         joined = Joined(members, lr=self.param_groups[0]["lr"])
         joined.param_groups[0] = self.param_groups[0]

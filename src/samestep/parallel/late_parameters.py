@@ -1,12 +1,12 @@
-"""What a ZeRO-1 step has changed travels to the other ranks while the next forward runs.
+"""Overlap ZeRO-1's broadcasts of updated parameters with the next forward.
 
-Parameters go in lots, in the order in which the next forward wants them: what the model has beside its units first,
-then its units. Each lot is waited for by the forward of the first of its units that is called; what lies beside the
-units, before the model's forward begins. Code that reads parameters elsewhere (an evaluation, a checkpoint, a proof)
-calls `settle` before. Meanwhile a rank holds the messages: at most the bytes of its parameters once more, at a time
-when it holds no activations yet.
+Parameters are sent in lots, in the order of the next forward: first the parameters outside of all units, then those
+of the units. The forward of the first unit of a lot waits for the lot; the model's forward waits for the parameters
+outside of units. Code that reads parameters elsewhere (an evaluation, a checkpoint, a proof) must call `settle`
+first. Meanwhile a rank holds the messages: at most the bytes of its parameters once more, at a time when it holds no
+activations yet.
 
-Why lots, and not one wait: the first units can run as soon as their own parameters are there. Back ends begin the
+Why lots, and not one wait: the first units can run as soon as their own parameters have arrived. Back ends begin the
 broadcasts of a group in the order of the calls, so sending in the order of use makes each wait as short as it can be.
 A lot has about one message from each owner, so that all owners' links are busy at the same time.
 """
@@ -24,16 +24,16 @@ _BESIDE = 0  # the lot of what is in no unit
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Parameters that their owner sends to the other ranks of its group."""
+    """A broadcast of parameters from their owner to the other ranks of its group."""
 
     parameters: Sequence[nn.Parameter]
-    flat: Tensor  # their numbers; of a parameter alone its own memory
+    flat: Tensor  # their values, flattened; for a single parameter its own memory
     work: dist.Work | None
-    own: bool  # whether this rank is the owner, which has them already
+    own: bool  # whether this rank is the owner
 
     @classmethod
     def send(cls, parameters: Sequence[nn.Parameter], owner: int, group: dist.ProcessGroup) -> "Message":
-        """Set out to give parameters of one dtype to every rank; `owner`: its position in the group."""
+        """Start to broadcast parameters of one dtype; `owner`: the owner's rank in the group."""
         values = [parameter.data for parameter in parameters]
         own = dist.get_rank(group) == owner
         if len(values) == 1:
@@ -46,16 +46,16 @@ class Message:
         return cls(parameters=parameters, flat=flat, work=work, own=own)
 
     def put(self) -> None:
-        """Wait for the numbers, and give them to the parameters.
+        """Wait for the values, and copy them into the parameters.
 
-        Autograd is told of the change: a forward that has used a parameter before then fails in backward.
+        Autograd's version counters are incremented, so that a forward that used the old values fails in backward.
         """
         if self.work is not None:
             self.work.wait()
         if self.own:
             return
         if len(self.parameters) == 1:
-            # The broadcast has written into the parameter's own memory, of which autograd has seen nothing.
+            # The broadcast has written into the parameter's own memory, unnoticed by autograd.
             torch.autograd.graph.increment_version(self.parameters[0])
             return
         parts = self.flat.split([parameter.numel() for parameter in self.parameters])
@@ -65,12 +65,12 @@ class Message:
 
 
 class LateParameters:
-    """The parameters of a model that are on their way, and which forward waits for them."""
+    """The pending broadcasts of a model's parameters, and the forward hooks that wait for them."""
 
     def __init__(self, units: Sequence[nn.Module], lot_bytes: int, *, compiled: bool) -> None:
-        """`units`: in the order in which they run, the same on every rank; no other module uses what is in one.
+        """`units`: in the order in which they run, the same on every rank; no other module uses their parameters.
 
-        `lot_bytes`: of the parameters that are waited for at once, at least. `compiled`: whether units are compiled.
+        `lot_bytes`: minimum bytes of a lot. `compiled`: whether units are compiled.
         """
         self._lot_of: dict[nn.Parameter, int] = {}
         self._on_their_way: dict[int, list[Message]] = {}
@@ -95,21 +95,21 @@ class LateParameters:
         self._on_their_way.setdefault(lot, []).append(message)
 
     def begin(self) -> None:
-        """Wait for what the model has beside its units, before its forward."""
+        """Wait for the parameters outside of all units, before the model's forward."""
         self.wait(_BESIDE)
 
     def wait(self, lot: int) -> None:
-        """Wait for what is on its way of a lot."""
+        """Wait for the pending broadcasts of a lot."""
         for message in self._on_their_way.pop(lot, ()):
             message.put()
 
     def settle(self) -> None:
-        """Wait for all that is on its way."""
+        """Wait for all pending broadcasts."""
         for lot in sorted(self._on_their_way):
             self.wait(lot)
 
     def _waiting(self, lot: int, compiled: bool) -> Callable[[nn.Module, Any], None]:
-        """A hook before a unit's forward. The compiler leaves it alone: the wait is no part of the forward."""
+        """Make a forward pre-hook of a unit that waits for its lot; it is not compiled."""
 
         def wait(module: nn.Module, arguments: Any) -> None:
             self.wait(lot)

@@ -1,20 +1,20 @@
-"""Buffers that a forward moves on: after a step they are what one process's forward of the global batch makes.
+"""Buffers that a forward updates: after a step they have the values that one forward of the global batch gives.
 
-A forward sees a micro-batch on one rank. Here the first forward of each micro-batch begins with the buffer as it was
-before the step; when the step is over, what they made of it is joined over micro-batches and ranks:
+A forward sees a micro-batch on one rank. Here the first forward of each micro-batch begins with the buffer's value
+from before the step; after the step, the updated values are combined over micro-batches and ranks:
 
-- mean: the average of the micro-batches' buffers, weighted by their samples. Exact where the forward moves the
+- mean: the average of the micro-batches' buffers, weighted by their samples. Exact if the forward updates the
   buffer by an affine function of a mean over its samples, such as `usage.lerp_(hits.mean(0), 0.1)`.
 - sum: the buffer before the step plus what each forward added, such as `counts += hits.sum(0)`.
-- alike: what any micro-batch made of it, since the forward moves it whatever the samples are. So are the vectors of
+- alike: the value after any micro-batch, for updates that don't depend on the samples, such as the vectors of
   spectral norm (Miyato et al. 2018, section 2.1: a power iteration in each forward), which need not be named.
 
 For a buffer b before the step and b_m after the forwards of micro-batch m with n_m samples, over all ranks:
 
     mean: b + sum_m n_m (b_m - b) / sum_m n_m          sum: b + sum_m (b_m - b)
 
-computed in float64, in one all-reduce for all buffers. What the forward adds is thus independent of how the batch is
-cut, as long as the buffer moves as the mode says.
+computed in float64, in one all-reduce for all buffers. The result does not depend on how the batch is split, as long
+as the forward updates the buffer as the mode says.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,13 +34,13 @@ from samestep.parallel.blocks import find_blocks
 from samestep.parallel.exact.forward_context import ForwardContext
 
 Join = Literal["mean", "sum", "alike"]
-_OF_TASKS = ("mean", "sum")  # what the batch_buffers() of a task may say
+_OF_TASKS = ("mean", "sum")  # values that the batch_buffers() of a task may have
 
 
 def find_batch_buffers(model: nn.Module, given: Mapping[str, str], layout: Layout) -> dict[str, Join]:
-    """How each buffer of a whole model is joined: by the patterns of a task, and spectral norm's vectors.
+    """Find how each buffer of a model is combined, from the patterns of a task; includes spectral norm's vectors.
 
-    Raises UserError for a wrong pattern or value, LayoutError where ranks have parts of a sample.
+    Raises UserError for a wrong pattern or value, LayoutError if ranks have parts of a sample.
     """
     found: dict[str, Join] = {}
     buffers = dict(model.named_buffers())
@@ -86,18 +86,18 @@ def _power_iterations(model: nn.Module) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Made:
-    """What a micro-batch's forwards made of a buffer on this rank."""
+    """The value of a buffer after a micro-batch's forwards on this rank."""
 
     after: Tensor
-    samples: int  # 0 of samples that another rank counts
+    samples: int  # 0 for lent samples, which another rank counts
 
 
 @dataclass(kw_only=True)
 class _Joined:
-    """One buffer, and what the forwards of the running step made of it on this rank."""
+    """One buffer, and its values in the running step on this rank."""
 
     join: Join
-    before: Tensor | None = None  # as it was before the step
+    before: Tensor | None = None  # the value before the step
     began: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by micro-batch and number of the forward
     made: dict[int, _Made] = field(default_factory=dict)  # by micro-batch, after its last forward
 
@@ -106,7 +106,7 @@ class _Joined:
         return sum(each.samples for each in self.made.values())
 
     def moved(self, like: Tensor) -> Tensor:
-        """By how much, summed over the micro-batches and for a mean weighted by their samples. In float64."""
+        """The change of the buffer, summed over micro-batches, for a mean weighted by their samples. In float64."""
         total = torch.zeros_like(like, dtype=torch.float64)
         for each in self.made.values():
             assert self.before is not None
@@ -115,17 +115,17 @@ class _Joined:
         return total
 
     def forget(self) -> None:
-        """Between two steps nothing is held of the one before."""
+        """Free the values after a step."""
         self.before = None
         self.began.clear()
         self.made.clear()
 
 
 class BatchBuffers:
-    """The buffers of a model that are joined over the forwards of a step.
+    """Combines a model's buffers over the forwards of a step.
 
     A micro-batch may run a module several times (a shared layer): the first of these calls begins with the buffer
-    from before the step, a further one with what the call before made. What is joined is the state after the last.
+    from before the step, further calls with the value after the call before. The value after the last one counts.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class BatchBuffers:
         self._group = group
         self._now = now
         self._places: list[tuple[nn.Module, dict[str, _Joined]]] = []
-        # By the module that owns the buffer, since it is this module's forward that moves it.
+        # By the module that owns the buffer, whose forward updates it.
         for path, module in model.named_modules():
             mine = {key: f"{path}.{key}" if path else key for key in module._buffers}
             joined = {key: _Joined(join=joins[name]) for key, name in mine.items() if name in joins}
@@ -153,10 +153,9 @@ class BatchBuffers:
         *arguments: Any,
         **keywords: Any,
     ) -> Any:
-        """A module's forward in a training step: begins with the buffers of before the step.
+        """Replacement of a module's forward, which in a training step begins with the buffers from before the step.
 
-        Called in place of the module's own. Outside of training steps, and for modules without such buffers, nothing
-        changes.
+        Outside of training steps it calls the module's own forward unchanged.
         """
         moment = self._now.moment
         if moment is None:
@@ -168,7 +167,7 @@ class BatchBuffers:
         for key, each in joined.items():
             buffer = _buffer(module, key)
             each.before = buffer.clone() if each.before is None else each.before
-            if number == 0:  # another micro-batch; a second forward of one goes on from the first
+            if number == 0:  # the first forward of a micro-batch; further ones continue from it
                 buffer.copy_(each.before)
             each.began[place] = buffer.clone()
         try:
@@ -185,7 +184,7 @@ class BatchBuffers:
         joined: Mapping[str, _Joined],
         place: tuple[int, int],
     ) -> Any:
-        """A forward in backward: from what the first one began with, and without a trace."""
+        """Recompute a forward in backward with the buffers of the original one, and restore them afterwards."""
         found = {key: _buffer(module, key).clone() for key in joined}
         for key, each in joined.items():
             _buffer(module, key).copy_(each.began[place])
@@ -197,7 +196,7 @@ class BatchBuffers:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """After the last backward of a step: give each buffer what all forwards of all ranks made of it."""
+        """After the last backward of a step: set each buffer to the value combined over all forwards of all ranks."""
         held = [(_buffer(module, key), each) for module, joined in self._places for key, each in joined.items()]
         for buffer, each in held:
             if each.join == "alike" and each.made:
@@ -207,11 +206,11 @@ class BatchBuffers:
             each.forget()
 
     def _sum(self, held: Sequence[tuple[Tensor, _Joined]]) -> None:
-        """Give buffers their means and sums over the micro-batches of all ranks."""
+        """Combine the buffers of modes mean and sum over the micro-batches of all ranks."""
         if not held:
             return
         moved = [each.moved(buffer) for buffer, each in held]  # [buffers] of the buffers' shapes, float64
-        # Numbers of samples stay on the device, so that no host waits for what all ranks have.
+        # Numbers of samples stay on the device, so that the host does not wait for the all-reduce.
         samples = [moved[0].new_full((1,), each.samples) for _, each in held]
         message = torch.cat([*samples, *(part.flatten() for part in moved)])  # [buffers + all their numbers]
         dist.all_reduce(message, group=self._group)
@@ -219,7 +218,7 @@ class BatchBuffers:
         for (buffer, each), total, count in zip(held, sums, counts.unbind(), strict=True):
             before = buffer if each.before is None else each.before
             change = total.view_as(buffer) / (count.clamp(min=1) if each.join == "mean" else 1)
-            # Where no rank called it, nothing moved, and it stays as it is.
+            # A buffer whose module no rank called stays unchanged.
             buffer.copy_(torch.where(count > 0, before.double() + change, buffer.double()).to(buffer.dtype))
 
 

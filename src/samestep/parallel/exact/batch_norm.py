@@ -43,7 +43,7 @@ def global_batch_norm(model: nn.Module, group: dist.ProcessGroup, now: ForwardCo
 
 @contextmanager
 def by_running_statistics(model: nn.Module) -> Iterator[None]:
-    """Batch norm in training by its running statistics, or by none: its samples are not coupled then."""
+    """Make training batch norms use their running statistics, if they have any, which decouples the samples."""
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     before = {module: module.forward for module in norms}
 
@@ -94,28 +94,28 @@ def _own_forward(
     *arguments: Any,
     **keywords: Any,
 ) -> Tensor:
-    """A batch norm whose class has a forward of its own, which casts its input, say, or goes on with a ReLU."""
+    """Forward of a batch norm class with a custom forward, such as one that casts its input or appends a ReLU."""
     moment = now.moment
     if not module.training or moment is None:
         return forward(*arguments, **keywords)
     tracked: Tensor | None = module.num_batches_tracked
     before = None if tracked is None else tracked.clone()
     try:
-        # Such a forward is left as it is: only the call of F.batch_norm in it is answered.
+        # The custom forward runs unchanged; only its call of F.batch_norm is replaced.
         with _ByGlobalStatistics(name, module, group, now, moment):
             return forward(*arguments, **keywords)
-    finally:  # checkpoint ends a recomputation by an exception, once it has all that backward needs
+    finally:  # torch's checkpoint ends a recomputation by an exception once all saved tensors are recomputed
         if now.recomputing and tracked is not None and before is not None:
             tracked.copy_(before)
 
 
 def _described(name: str, module: nn.Module) -> str:
-    # Called for messages alone: names differ from block to block, and what the compiler has seen used must not.
+    # Only called for messages: names differ between blocks, so the compiler must not guard on them.
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
 def _check_whole(moment: Moment, name: str, module: nn.Module) -> None:
-    """Raise UserError where a rank has its samples in several forwards, none of which has all of them."""
+    """Raise UserError if a rank has several micro-batches, as no forward then has all of its samples."""
     if moment.micro_batches > 1:
         raise UserError(
             f"{_described(name, module)} takes its statistics from the whole batch, and a step "
@@ -125,7 +125,7 @@ def _check_whole(moment: Moment, name: str, module: nn.Module) -> None:
 
 
 class _BatchNormCalls(TorchFunctionMode, ABC):
-    """Answers the calls of F.batch_norm in training."""
+    """A mode that replaces calls of F.batch_norm."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -145,11 +145,11 @@ class _BatchNormCalls(TorchFunctionMode, ABC):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        """What F.batch_norm gives."""
+        """Replacement of F.batch_norm."""
 
 
 class _ByGlobalStatistics(_BatchNormCalls):
-    """Takes the statistics over the ranks of a group, as one process would."""
+    """Normalizes by statistics over all ranks of a group."""
 
     def __init__(
         self, name: str, module: nn.Module, group: dist.ProcessGroup, now: ForwardContext, moment: Moment
@@ -184,7 +184,7 @@ class _ByGlobalStatistics(_BatchNormCalls):
                 "or layer norm"
             )
         if self._recomputing:
-            # Copies to throw away, as many tensors for backward as at first.
+            # Temporary copies, so that as many tensors are saved for backward as in the original forward.
             running_mean = None if running_mean is None else running_mean.clone()
             running_var = None if running_var is None else running_var.clone()
         if dist.get_world_size(self._group) == 1:
@@ -196,7 +196,7 @@ class _ByGlobalStatistics(_BatchNormCalls):
 
 
 class _ByRunningStatistics(_BatchNormCalls):
-    """Takes running statistics in place of the batch's; a mean of 0 and a variance of 1 where there are none."""
+    """Normalizes by running statistics; without any, by a mean of 0 and a variance of 1."""
 
     def norm(
         self,
@@ -217,7 +217,7 @@ class _ByRunningStatistics(_BatchNormCalls):
 def _normed(
     given: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup, moment: Moment
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Batch norm of [samples, features, ...]; the mean, the biased variance and the count that it was taken by."""
+    """Normalize [samples, features, ...]. Returns the result, the mean, the biased variance and the count."""
     centred, mean, variance, count = _statistics(given, group, moment)
     shape = [1, -1, *(1 for _ in given.shape[2:])]
     normed = centred * (variance + eps).rsqrt().view(shape)
@@ -229,13 +229,14 @@ def _normed(
 
 
 def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What is left of [samples, features, ...] after the mean; the mean, the biased variance and the count.
+    """Compute statistics of [samples, features, ...]: the centred input, the mean, the biased variance, the count.
 
-    These three are of each feature over all ranks' samples; the count is of numbers, not of samples.
+    Mean and variance are those of each feature over all ranks' samples; the count is the number of elements for each
+    feature, not of samples.
     """
-    # Lent samples belong to another rank, which counts them; this rank still takes part in the sum.
+    # Lent samples are counted by the rank they belong to; this rank still takes part in the all-reduce.
     weight = 0.0 if moment.lent else 1.0
-    # At least float32: sums of 16-bit numbers lose digits. float64 stays float64.
+    # At least float32, as sums in 16 bits lose precision.
     numbers = given.to(torch.promote_types(given.dtype, torch.float32))
     # All dimensions but that of the features: [samples, features, places...].
     others = [dim for dim in range(given.ndim) if dim != 1]
@@ -245,13 +246,13 @@ def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tupl
     # [features + 1]: sums and the count in one message.
     sums = _SumOverRanks.apply(torch.cat([numbers.sum(others) * weight, count]), group)
     count = sums[-1].detach()
-    if own <= 1 and count <= 1:  # a rank that has two numbers itself need not wait for the sum
+    if own <= 1 and count <= 1:  # a rank with two elements of its own need not wait for the sum
         raise UserError(
             f"batch norm: a global batch of one number for each of {given.size(1)} features has no variance; use "
             "a recipe.batch that doesn't leave one sample for the last step"
         )
     mean = sums[:-1] / count  # [features]
-    # Squares of what is left after the mean: a difference of two large sums would lose digits.
+    # Squares of the centred input, since E[x^2] - E[x]^2 would lose precision.
     centred = numbers - mean.view(shape)  # [samples, features, ...]
     squares = centred.square().sum(others) * weight  # [features]
     return centred, mean, _SumOverRanks.apply(squares, group) / count, count
@@ -265,7 +266,7 @@ def _track(
     count: Tensor,
     momentum: float | Tensor,
 ) -> None:
-    """Move the running statistics as PyTorch does: the mean, and the unbiased variance."""
+    """Update the running statistics as PyTorch does, with the mean and the unbiased variance."""
     if isinstance(momentum, Tensor):
         momentum = momentum.to(running_mean)
     with torch.no_grad():
@@ -274,22 +275,22 @@ def _track(
 
 
 def _untracked(module: Any, given: Tensor) -> Tensor:
-    """Batch norm by this process's samples, which leaves the running statistics as they are."""
-    # Copies to throw away: a recomputed layer must keep as many tensors for backward as it kept at first.
+    """Batch norm by this process's samples, without updating the running statistics."""
+    # Temporary copies, since a recomputed layer must save as many tensors for backward as the original forward.
     known = [None if each is None else each.clone() for each in (module.running_mean, module.running_var)]
     mean, variance = known
     return F.batch_norm(given, mean, variance, module.weight, module.bias, training=True, eps=module.eps)
 
 
 class _OfAnyDimensions(BatchNorm):
-    """What a SyncBatchNorm is here: PyTorch's own refuses to work on a CPU, and does as much by other messages."""
+    """Replacement of SyncBatchNorm, which PyTorch does not support on CPUs."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks, whose gradient is the sum of what every rank's loss asks of it, and so is that one's.
+    """Forward: all-reduce. Backward: all-reduce, as every rank's loss depends on the sum.
 
     With L = sum over ranks of L_r, and total = sum over ranks of part_r, each rank's part reaches every L_r through
     the total: dL / d(part_r) = sum over ranks s of dL_s / d(total). So backward is an all-reduce as well, and all

@@ -1,10 +1,10 @@
 """Buffers and caches that a training forward changes, and which are refused or switched off.
 
 Buffers that a forward fills from its samples would differ between ranks; key-value caches would grow in recomputed
-layers; buffers that every forward moves on, such as spectral norm's vectors, would move once a micro-batch.
+layers; buffers that every forward updates, such as spectral norm's vectors, would be updated once a micro-batch.
 
-Who looks when: `keep_no_cache` before the model is spread, `RepeatedForwards` and `check_buffers` in the first step
-alone. What moves a buffer there would move it in later steps too, and each look costs a copy or a message.
+`keep_no_cache` is called before the model is spread; `RepeatedForwards` and `check_buffers` only check the first
+step, as a forward that changes a buffer there does so in later steps too, and each check costs a copy or a message.
 """
 
 import copy
@@ -24,27 +24,27 @@ Versions = dict[str, tuple[int, int, torch.Size]]
 
 
 def versions(model: nn.Module) -> Versions:
-    """Which tensor each buffer is, how often it was written to, and its shape."""
+    """The id, the version counter and the shape of each buffer, by name."""
     return {name: (id(buffer), buffer._version, buffer.shape) for name, buffer in model.named_buffers()}
 
 
 def check_buffers(model: nn.Module, before: Versions, group: dist.ProcessGroup) -> None:
-    """Raise UserError where a step has left other values in a buffer on other ranks. Every rank of a group asks."""
+    """Raise UserError if a step has left a buffer with different values on different ranks. Every rank asks."""
     after = versions(model)
     buffers = dict(model.named_buffers())
     if not all(map(has_values, (*model.parameters(), *buffers.values()))):
         return
     device = next(model.parameters()).device
-    # Under an offload parameters are in the host's memory, while buffers stay on the accelerator.
+    # With offload, parameters are in host memory while buffers are on the accelerator.
     sums = torch.zeros(1 + len(buffers), dtype=torch.float64, device=device)
     for place, buffer in enumerate(buffers.values(), 1):
         sums[place] = _sum(buffer)
     changed = torch.tensor([0, *(_is_filled(before.get(name), each) for name, each in after.items())], device=device)
-    # The largest and, with the sign turned, the smallest of all ranks.
-    # [3, 1 + buffers]. The number at index 0 stands for no buffer and is always 0: the message is never empty.
+    # [3, 1 + buffers]: maximum, negated minimum, and whether changed. Index 0 is no buffer, so that the message is
+    # never empty.
     message = torch.cat([sums, -sums, changed.double()])
     dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
-    # Read all at once: each read waits for the accelerator.
+    # One read for all, as each read waits for the accelerator.
     for name, (high, negative_low, any_changed) in zip(["", *buffers], message.view(3, -1).T.tolist(), strict=True):
         if any_changed and high != -negative_low:
             raise UserError(
@@ -56,22 +56,22 @@ def check_buffers(model: nn.Module, before: Versions, group: dist.ProcessGroup) 
 
 
 def _is_filled(before: tuple[int, int, torch.Size] | None, after: tuple[int, int, torch.Size]) -> bool:
-    """Whether a buffer was written to. One of another shape is a cache, which is as long as a rank's inputs."""
+    """Whether a buffer was written to. A buffer of a new shape is a cache, whose size follows the inputs."""
     return before != after and (before is None or before[2] == after[2])
 
 
 def _sum(buffer: Tensor) -> Tensor:
-    """A number that differs where buffers do, but for rare cases."""
+    """A checksum of a buffer."""
     flat = as_real(buffer.detach()).double().flatten()
-    # Weighted by position, so that a permutation of values is seen. NaN and infinity become numbers, or no two
-    # buffers that hold one would be the same.
+    # Weighted by position, so that permutations differ. NaN and infinity are replaced by numbers, since NaN would
+    # differ from itself.
     return (flat * torch.arange(1, len(flat) + 1, device=flat.device)).sum().nan_to_num()
 
 
 def keep_no_cache(model: nn.Module) -> None:
-    """Make a transformers model keep no keys and values of a forward, which are for generating text.
+    """Disable the key-value cache of a transformers model, which is for generating text.
 
-    A task may make its next model of the same configuration, so the modules get a copy of it.
+    The modules get a copy of the configuration, from which a task may make its next model.
     """
     copies: dict[int, Any] = {}
     for module in model.modules():
@@ -84,10 +84,10 @@ def keep_no_cache(model: nn.Module) -> None:
 
 
 class RepeatedForwards:
-    """Watches buffers while a step, the first one, runs modules that have run in it before."""
+    """Checks in the first step that repeated forwards of a module change no buffer."""
 
     def __init__(self, model: nn.Module, joined: Collection[str] = ()) -> None:
-        """`joined`: buffers that are joined over the forwards of a step, however many there are."""
+        """`joined`: buffers that are combined over the forwards of a step, which may be repeated."""
         self._model = model
         self._joined = joined
         self._moved: list[str] = []
@@ -95,7 +95,7 @@ class RepeatedForwards:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around forwards of modules that have run in this step before, and around their recomputation."""
+        """Context of forwards of modules that have already run in this step, and of recomputation."""
         if self._done:
             yield
             return
@@ -103,12 +103,12 @@ class RepeatedForwards:
         yield
         for name, buffer in self._model.named_buffers():
             values = before.get(name)
-            # A cache that another size of inputs makes again, or that is made late, is no state of the training.
+            # A buffer of another shape, or a new one, is a cache for the size of the inputs, and no state.
             if values is not None and values.shape == buffer.shape and not _equal(values, buffer):
                 self._moved.append(name)
 
     def check(self, why: str) -> None:
-        """Raise UserError, on every rank, where a buffer has moved. Every rank asks, when a step is done."""
+        """Raise UserError on every rank if a buffer has changed. Every rank asks after the first step."""
         if self._done:
             return
         self._done = True
@@ -132,7 +132,7 @@ class RepeatedForwards:
 
 
 def _equal(before: Tensor, after: Tensor) -> bool:
-    """Whether a buffer is what it was, NaN counting as equal to NaN."""
+    """Whether a buffer is unchanged; NaN counts as equal to NaN."""
     if not (has_values(before) and has_values(after)):
         return True
     return before.dtype == after.dtype and torch.equal(before.nan_to_num(), after.detach().nan_to_num())

@@ -25,15 +25,15 @@ _FIRST_32, _SECOND_32 = _signed(0x7FEB352D, 32), _signed(0x846CA68B, 32)
 
 
 def key_of(*parts: int | str) -> int:
-    """A 64-bit key of names and numbers."""
+    """Hash names and numbers into a 64-bit key."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return _signed(int.from_bytes(digest, "little"), 64)
 
 
 def split(keys: Tensor | int, positions: Tensor | int) -> Tensor:
-    """The children of int64 keys at int64 positions; the two are broadcast, and one of them may be a number.
+    """The child keys of int64 keys at int64 positions; both are broadcast, and one of them may be a Python int.
 
-    A number costs an accelerator nothing, where a tensor of it would have to be copied there.
+    A Python int needs no copy to an accelerator.
     """
     if isinstance(positions, int):
         assert isinstance(keys, Tensor)
@@ -49,7 +49,7 @@ def split(keys: Tensor | int, positions: Tensor | int) -> Tensor:
 
 
 def columns(positions: Tensor) -> Tensor:
-    """What `draw` wants of the int64 positions in a row: a 32-bit number for each."""
+    """Hash int64 positions in a row to the 32-bit numbers that `draw` takes."""
     # The lower half of each 64-bit number, on a little-endian machine.
     return split(torch.zeros_like(positions), positions).view(torch.int32)[::2]
 
@@ -82,5 +82,5 @@ def draw(keys: Tensor, outer: Sequence[Tensor], row: Tensor) -> Tensor:
 
 
 def threshold(probability: float) -> int:
-    """Below which int32 this fraction of uniform int32 numbers lies."""
+    """The int32 below which this fraction of uniform int32 numbers lies."""
     return min(round(probability * 2**32), 2**32 - 1) - 2**31

@@ -22,10 +22,10 @@ from torch import Tensor
 
 
 def without_override(function: Any) -> Callable[..., Any]:
-    """A copy of a function of `torch.nn.functional` that a mode doesn't see, while it sees what the copy calls.
+    """Copy a function of `torch.nn.functional` without its own override check; calls in its body still reach modes.
 
-    Such a function first asks whether a mode wants it. A mode that runs its body under itself would be asked
-    again, without an end.
+    Such a function first asks whether a mode overrides it, so a mode that calls it under itself would recurse
+    forever.
     """
     names = {name: _nobody for name in function.__code__.co_names if name.startswith("has_torch_function")}
     copy = FunctionType(
@@ -45,7 +45,7 @@ Make = Callable[..., Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One call of a function that draws: what it gives, and how uniform bits become that.
+    """One call of a random function, and how its result is computed from uniform bits.
 
     `make` is called with `streams` tensors of `shape`, each of independent int32 bits.
     """
@@ -53,7 +53,7 @@ class Draw:
     shape: tuple[int, ...]  # of the bits
     device: torch.device
     make: Make
-    streams: int = 1  # how many independent numbers each element is made of
+    streams: int = 1  # number of independent numbers for each element
     into: Tensor | None = None  # the tensor that a function such as bernoulli_ fills
 
 
@@ -81,13 +81,13 @@ def _exponential(bits: Tensor) -> Tensor:
 
 
 def draw_of(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Draw | None:
-    """The draw that a call of one of PyTorch's functions makes; None for a function that draws nothing."""
+    """Parse a call of one of PyTorch's random functions; None for other functions."""
     parse = _PARSERS.get(function)
     return None if parse is None else parse(*arguments, **keywords)
 
 
 def body_of(function: Any) -> Callable[..., Any] | None:
-    """The Python body of a function that draws by calling others, which a mode can then see; None for all others."""
+    """The Python body of a random function that calls other functions, which modes can see; None for all others."""
     return _BODIES.get(function)
 
 
@@ -133,9 +133,9 @@ def _randn_like(input: Tensor, **options: Any) -> Draw:
 
 
 def _integers(low: int, high: int, dtype: torch.dtype) -> Make:
-    """Whole numbers from `low` to `high` - 1, by a product with 32 uniform bits.
+    """Integers from `low` to `high` - 1, from 32 uniform bits.
 
-    Each number's probability is off by 2^-32 at most.
+    The probability of each number has an error of at most 2^-32.
     """
     return lambda bits: (low + (unit(bits, torch.float64) * (high - low)).floor()).to(dtype)
 
@@ -165,7 +165,7 @@ def _randint_like(input: Tensor, *numbers: int, **options: Any) -> Draw:
 
 
 def _bernoulli(input: Tensor, p: float | None = None, **_: Any) -> Draw:
-    """One number of bits for each element; `threshold` may be a tensor of probabilities of the same shape."""
+    """Bernoulli samples, with one number for each element; `input` has the probabilities if `p` is None."""
     threshold = input if p is None else p
     return Draw(
         shape=tuple(input.shape),
@@ -227,7 +227,7 @@ def _torch_normal(mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -
 
 
 def _multinomial(input: Tensor, num_samples: int, replacement: bool = False, **_: Any) -> Draw:
-    """Rows of weights [..., kinds] -> kinds [..., num_samples]."""
+    """Sample from weights [..., classes] -> class indices [..., num_samples]."""
     if replacement:
         cumulative = input.detach().double().cumsum(-1)
         return Draw(
@@ -237,8 +237,8 @@ def _multinomial(input: Tensor, num_samples: int, replacement: bool = False, **_
                 cumulative, unit(bits, torch.float64) * cumulative[..., -1:], right=True
             ).clamp_(max=input.shape[-1] - 1),
         )
-    # The smallest of exponential numbers of these rates is kind k with a probability in proportion to its weight
-    # (Efraimidis & Spirakis 2006).
+    # Of exponential variables with these rates, number k is the smallest with a probability proportional to its
+    # weight (Efraimidis & Spirakis 2006).
     return Draw(
         shape=tuple(input.shape),
         device=input.device,

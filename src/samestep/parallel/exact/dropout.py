@@ -1,9 +1,9 @@
-"""Dropout, and every other random draw of a forward, the same however a step is cut.
+"""Dropout and all other random draws of a forward, the same under every layout.
 
-Whether a number is dropped is a function of the sample and the place alone (see counter_rng.py), so every rank
-decides it for the samples and the part of the model that it has. Attention with dropout writes its weights out,
-tokens x tokens: kernels that never do, such as flash attention, draw numbers of their own.
-`recipe.attention_dropout: false` leaves this dropout out, and these kernels run.
+Whether an element is dropped is a function of its sample and its place only (see counter_rng.py), so every rank
+computes it for its samples and its part of the model. Attention with dropout materializes its weights, tokens x
+tokens, since kernels that don't, such as flash attention, draw random numbers themselves.
+`recipe.attention_dropout: false` disables this dropout, and these kernels run.
 
 How a number is found: sample key = f(seed, step, number of the sample in the data set); site key = the module's name
 and the running number of its draw in this forward; position = the element's indices in the whole tensor, behind the
@@ -73,9 +73,9 @@ _SWITCH_OFF = "use recipe.dropout: false"
 
 
 def same_dropout(model: nn.Module, now: ForwardContext, *, attention: bool = True) -> "Dropout":
-    """Make every dropout and draw of a model that is still whole the same for every layout, in training steps.
+    """Make all dropout and random draws of a model independent of the layout, in training steps.
 
-    `attention`: whether attention drops weights, where the model says so.
+    The model must still be whole. `attention`: whether attention applies its dropout.
     Raises UserError for a module whose dropout can't be drawn by sample.
     """
     _check(model)
@@ -87,13 +87,13 @@ def same_dropout(model: nn.Module, now: ForwardContext, *, attention: bool = Tru
 
 
 def _may_drop(module: nn.Module) -> bool:
-    """Whether a module's own forward may drop something. PyTorch's layers without parts of their own don't."""
+    """Whether a module's own forward may apply dropout; false for PyTorch's leaf modules other than dropout."""
     plain_layer = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
     return not plain_layer or isinstance(module, nn.modules.dropout._DropoutNd)
 
 
 def _check(model: nn.Module) -> None:
-    """Raise UserError for modules that draw in a kernel, or whose samples aren't the first dimension."""
+    """Raise UserError for modules that draw random numbers in a kernel, or whose first dimension isn't samples."""
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
             raise UserError(
@@ -111,29 +111,29 @@ def _check(model: nn.Module) -> None:
 
 
 class Dropout(TorchFunctionMode):
-    """Answers every call of a dropout function, and of one that draws, in a training forward."""
+    """A mode that replaces calls of dropout and random functions in a training forward."""
 
     def __init__(self, now: ForwardContext, *, attention: bool = True) -> None:
         super().__init__()
         self.now = now
         self._attends = attention
-        self._told = False  # that weights of attention are written out
+        self._told = False  # whether the message about attention was printed
         self.answered: list[tuple[str, str]] = []  # module and function of each draw, if `notes`
         self.notes = False
         self._name = ""  # of the innermost module whose forward runs
         self._active = False
-        self._samples_lead = False  # PyTorch's own code runs, which keeps samples first
+        self._samples_lead = False  # whether PyTorch's own code runs, in which samples are the first dimension
         self._sites: dict[tuple[str, int], int] = {}
         self._tables: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
         self._keys: tuple[Moment, Tensor] | None = None
 
     def within(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A module's forward in which dropout is ours, if it runs in a training step."""
+        """Wrap a module's forward to run under this mode in training steps."""
 
         @wraps(forward)
         def run(*arguments: Any, **keywords: Any) -> Any:
-            # Outside of training steps nothing is drawn by sample. In backward without a moment the model's own
-            # checkpointing runs a forward again, for which `_moment` has a message.
+            # Outside of training steps nothing is drawn by sample. A forward in backward without a moment is the
+            # model's own checkpointing, for which `_moment` raises.
             if not self.now.watches or (self.now.moment is None and not _in_backward()):
                 return forward(*arguments, **keywords)
             before, self._name = self._name, name
@@ -183,7 +183,7 @@ class Dropout(TorchFunctionMode):
         return self._drop(given, probability, kind, in_place=kind.in_place or any(rest))
 
     def _answer(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """Call a function that is no dropout; what it draws, if anything, is drawn by sample number."""
+        """Call a function other than dropout, with its random numbers drawn by sample number."""
         body = body_of(func)
         if body is not None:
             with self:
@@ -202,7 +202,7 @@ class Dropout(TorchFunctionMode):
             return drawn.into.copy_(values)
 
     def _bits(self, drawn: Draw, what: str, parts: Mapping[int, Positions]) -> Tensor:
-        """Uniform int32 numbers of a draw's shape: of each sample, or of the step for a number of no dimension."""
+        """Uniform int32 numbers of a draw's shape, by sample, or by step for a scalar."""
         moment = self._moment("draw")
         shape, samples = drawn.shape, len(moment.samples)
         of_step = len(shape) == 0
@@ -215,8 +215,8 @@ class Dropout(TorchFunctionMode):
                 "micro-batch are not the first dimension, so each number's sample is unknown; draw numbers of shape "
                 "[samples, ...], or torch.rand(()) for one number that is the whole step's"
             )
-        # A dimension of one element is broadcast over what another rank holds as well.
-        # Positions along dimensions that this rank holds a part of; the others begin at 0.
+        # Positions along dimensions of which this rank has a part; others begin at 0. A dimension of one element is
+        # broadcast over other ranks' parts as well.
         spread = {dim: at for dim, at in parts.items() if shape and shape[dim] > 1} if _within(parts, shape) else {}
         numbers = self._numbers(shape, spread, drawn.device, moment, what, of_step=of_step)
         return numbers.reshape(shape)
@@ -244,7 +244,7 @@ class Dropout(TorchFunctionMode):
         return explicit_attention(query, key, value, attn_mask, is_causal, **options, drop=drop)
 
     def _tell(self, device: torch.device) -> None:
-        """Say once, where it costs most, what the dropout of attention rules out."""
+        """Print once, on accelerators, that dropout of attention weights rules out flash attention."""
         if device.type == "cpu" or self._told:
             return
         self._told = True
@@ -261,7 +261,7 @@ class Dropout(TorchFunctionMode):
         return weights * self._noise(weights, weights.shape, probability, parts).mul_(_scale(probability))
 
     def _drop(self, given: Tensor, probability: float, kind: "_Kind", *, in_place: bool) -> Tensor:
-        """What one of F's dropout functions gives for a tensor [samples, ...]."""
+        """Apply one of F's dropout functions to a tensor [samples, ...]."""
         shape = given.shape
         if kind.features:  # a channel is dropped as a whole
             shape = (*shape[:2], *(1 for _ in shape[2:]))
@@ -277,13 +277,13 @@ class Dropout(TorchFunctionMode):
     def _noise(
         self, like: Tensor, shape: Sequence[int], probability: float, parts: Mapping[int, Positions]
     ) -> Tensor:
-        """Ones where elements are kept and zeros where they are dropped: [*shape], of the dtype of `like`."""
+        """A mask [*shape] of the dtype of `like`: 1 for kept elements, 0 for dropped ones."""
         numbers = self._numbers(shape, parts, like.device, self._moment("dropout"), "dropout")
         noise = torch.empty(numbers.shape, dtype=like.dtype, device=like.device)
         return torch.ge(numbers, threshold(probability), out=noise).view(shape)
 
     def _moment(self, what: str) -> Moment:
-        """Whose samples the running forward has. Raises UserError in a recomputation of the model's own."""
+        """The samples of the running forward. Raises UserError in a recomputation by the model itself."""
         if self.now.moment is None:
             raise UserError(
                 f"{self._name or 'the model'}: the model recomputes this {what} in backward by itself, where "
@@ -301,15 +301,15 @@ class Dropout(TorchFunctionMode):
         *,
         of_step: bool = False,
     ) -> Tensor:
-        """Uniform int32 numbers, [samples, ...]: each a function of its sample, its place and its position.
+        """Uniform int32 numbers [samples, ...], each a function of its sample, its site and its position.
 
-        `of_step`: one number [1], of the step and the place alone.
+        `of_step`: one number [1], a function of the step and the site only.
         """
         self.now.drew = True
         if self.notes:
             self.answered.append((self._name, what))
         site = (self._name, self.now.count(self._name))
-        # A key is a hash of the name, computed in Python: once a site, not once a step.
+        # The key is a hash computed in Python, so it is cached for each site.
         if site not in self._sites:
             self._sites[site] = key_of(*site)
         place = self._sites[site]
@@ -319,8 +319,8 @@ class Dropout(TorchFunctionMode):
         cut = self._by_sample(shape, len(moment.samples))
         # [samples] int64, of step, sample and site.
         keys = split(self._sample_keys(moment, device), place)
-        # For every dimension behind the samples its positions in the whole; negative keys of `parts` count from the
-        # end.
+        # For every dimension after the samples its positions in the whole tensor; negative keys of `parts` count from
+        # the end.
         rest = [
             self._table(parts.get(dim, parts.get(dim - len(cut), 0)), size, device)
             for dim, size in enumerate(cut)
@@ -330,12 +330,12 @@ class Dropout(TorchFunctionMode):
         return draw(keys, [positions for positions, _ in outer], row)
 
     def _by_sample(self, shape: Sequence[int], samples: int) -> Sequence[int]:
-        """A shape with samples as its first dimension; [samples x tokens, ...] is [samples, tokens, ...]."""
+        """Unfold a shape [samples x tokens, ...] to [samples, tokens, ...]; raises UserError for other shapes."""
         if len(shape) and shape[0] == samples:
             return shape
         doubtful = len(shape) > 2 and shape[1] == samples and not self._samples_lead
         if len(shape) and shape[0] % samples == 0 and not doubtful:
-            # A model may fold tokens (or heads) into the first dimension; samples are the outer one of the two then.
+            # A model may fold tokens (or heads) into the first dimension, with samples as the outer index.
             return samples, shape[0] // samples, *shape[1:]
         raise UserError(
             f"{self._name or 'the model'}: dropout of a tensor of shape {list(shape)}, in which the {samples} "
@@ -353,7 +353,7 @@ class Dropout(TorchFunctionMode):
         return self._keys[1]
 
     def _table(self, positions: Positions, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The positions of a dimension's elements in the whole, and what rows are drawn with."""
+        """The positions of a dimension's elements in the whole tensor, and their `columns`."""
         if isinstance(positions, Tensor):
             positions = positions.to(device)
             return positions, columns(positions)
@@ -365,7 +365,7 @@ class Dropout(TorchFunctionMode):
 
 
 def draws_in(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> int:
-    """How many random tensors, counted one by one in their module, `Dropout` answers a call of a function with."""
+    """The number of draws that `Dropout` counts for a call of a function."""
     if func is F.multi_head_attention_forward:
         given = _MULTI_HEAD.bind(*args, **keywords)
         given.apply_defaults()
@@ -386,7 +386,7 @@ def draws_in(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> int
 
 
 def _within(parts: Mapping[int, Positions], shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape has every dimension that is in parts."""
+    """Whether a tensor of this shape has all dimensions in `parts`."""
     return all(-len(shape) <= dim < len(shape) for dim in parts)
 
 
@@ -408,7 +408,7 @@ def _alpha(kept: Tensor, probability: float) -> tuple[Tensor, Tensor]:
 
 
 class _Kind(NamedTuple):
-    """What a dropout function does; its first arguments are input, p and training."""
+    """Properties of a dropout function, whose first arguments are input, p and training."""
 
     signature: inspect.Signature
     features: bool = False

@@ -1,9 +1,9 @@
-"""Computation in float64 throughout: what a model casts to float32, or makes in float32, becomes float64.
+"""A mode for computation in float64: tensors that a model casts to or creates in float32 become float64.
 
 Many models compute norms, softmaxes and rotary angles in float32, whatever the dtype of their parameters. With
-float64 parameters that rounds to eight digits: a difference in the sixteenth digit may then become one in the
-eighth, and two layouts could not be told apart from a mistake. Two tensors of different dtypes may not even
-multiply. Under the mode of this file such a model computes what it would without rounding.
+float64 parameters this would round to eight digits, so that a correct layout could not be distinguished from a wrong
+one. Products of tensors of different dtypes may even fail. Under this mode such a model computes in float64
+throughout.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +63,7 @@ _KINDS_OF_TENSORS = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
 
 @contextmanager
 def in_float64(enabled: bool = True) -> Iterator[None]:
-    """Compute in float64 what the code inside asks for in float32, float16 or bfloat16.
+    """Compute in float64 wherever the code inside uses float32, float16 or bfloat16.
 
     PyTorch's default dtype is float64 meanwhile, so that `torch.zeros(n)`, or a quotient of integers, is float64 too.
     Backward must run inside as well, where it computes parts of a forward again.
@@ -81,10 +81,7 @@ def in_float64(enabled: bool = True) -> Iterator[None]:
 
 
 class _Float64(TorchFunctionMode):
-    """Answers every call of PyTorch's functions.
-
-    What comes back is float64 wherever the code asked for fewer digits.
-    """
+    """A mode that replaces lower-precision dtypes by float64 in all calls of PyTorch's functions."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -101,7 +98,7 @@ class _Float64(TorchFunctionMode):
         return self._answer(func, args, keywords)
 
     def _answer(self, func: Any, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        """Call a function with float64 in place of fewer digits, in dtypes and in tensors."""
+        """Call a function with float64 in place of lower-precision dtypes and tensors."""
         if func in _CASTS:
             return _CASTS[func](*args, **keywords)
         if func not in _REINTERPRETING:
@@ -113,7 +110,7 @@ class _Float64(TorchFunctionMode):
             args = (args[0], *map(_widened, args[1:]))
             keywords = {name: _widened(value) for name, value in keywords.items()}
         elif _is_mixed(args, keywords):
-            # Such as a constant that the model keeps in a plain attribute. What is changed in place stays itself.
+            # Such as a constant in a plain attribute of the model. A tensor that is changed in place is not replaced.
             kept = 1 if _changes_its_first(func) else 0
             args = (*args[:kept], *(_each(_widened, value) for value in args[kept:]))
             keywords = {name: value if name == "out" else _each(_widened, value) for name, value in keywords.items()}
@@ -124,7 +121,7 @@ class _Float64(TorchFunctionMode):
 
 
 def _copies_float32(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether a call casts to another dtype than float32, so that it gives no view of what it is given there."""
+    """Whether a call casts to a dtype other than float32, which would copy its argument without this mode."""
     dtype = _COPYING.get(func)
     if func is Tensor.to or func is Tensor.type:
         asked = [value for value in (*args[1:], *keywords.values()) if isinstance(value, torch.dtype)]
@@ -133,7 +130,7 @@ def _copies_float32(func: Any, args: Sequence[Any], keywords: Mapping[str, Any])
 
 
 def _wider(value: Any) -> Any:
-    """The dtype to compute in where `value` is a dtype; else the value."""
+    """Replace a lower-precision dtype by float64; other values are returned unchanged."""
     return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value
 
 
@@ -147,14 +144,14 @@ def _wider_kind(kind: Any) -> Any:
 
 
 def _widened(value: Any) -> Any:
-    """A tensor in the dtype to compute in; what is no tensor as it is."""
+    """Cast a lower-precision tensor to float64; other values are returned unchanged."""
     if isinstance(value, Tensor) and value.dtype in _WIDER:
         return value.to(_WIDER[value.dtype])
     return value
 
 
 def _is_mixed(args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether a call has tensors of float64 and others of fewer digits."""
+    """Whether a call has both float64 and lower-precision tensors."""
     dtypes = {tensor.dtype for tensor in _tensors((*args, *keywords.values()))}
     return not dtypes.isdisjoint(_WIDER) and not dtypes.isdisjoint((torch.float64, torch.complex128))
 

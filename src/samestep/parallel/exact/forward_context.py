@@ -1,4 +1,4 @@
-"""ForwardContext: which samples and tokens the running forward has, for what must not depend on its rank."""
+"""ForwardContext: the samples and tokens of the running forward, for results that must not depend on the rank."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from samestep.data.loader import Moment
 
-# Where a part of a dimension lies in the whole: the position of its first element, or of each (int64).
+# The position of a part of a dimension in the whole: of its first element, or of each element (int64).
 Positions = int | Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Portion:
-    """Which part of the whole model's tensors this rank computes; a dimension that isn't named is whole.
+    """The part of the whole model's tensors that this rank computes; dimensions that aren't listed are whole.
 
     Dimensions are counted with the samples as dimension 0: [samples, tokens, features].
     """
@@ -40,10 +40,9 @@ class _State:
 
 
 class NotesTokens:
-    """A hook at the first of some blocks that notes how many tokens there are before they are split.
+    """A pre-hook of the first block that records the number of tokens before they are split.
 
-    Every stage of a pipeline wants to know, also one that has other blocks: there the hook is called by what stands
-    for the first one.
+    Every pipeline stage needs the number: on other stages the first block's stand-in calls the hook.
     """
 
     def __init__(self, note: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
@@ -54,11 +53,11 @@ class NotesTokens:
 
 
 class ForwardContext:
-    """Which samples the running forward works on; none outside of training. One a model, shared by its parts.
+    """The samples of the running forward; none outside of training. One object for each model, shared by its parts.
 
-    What follows from it: which random numbers a draw gives, whose statistics batch norm takes, whether a forward may
-    leave a trace. It is the only state that forwards share, and `keep` takes a snapshot of it for a recomputation,
-    which runs when the context has gone on to another micro-batch.
+    It determines the random numbers of draws, the ranks over which batch norm takes statistics, and whether a forward
+    may change state. It is the only state that forwards share; `keep` takes a snapshot of it for recomputation, which
+    runs when the context has already moved to another micro-batch.
     """
 
     def __init__(self) -> None:
@@ -72,23 +71,23 @@ class ForwardContext:
 
     @property
     def part(self) -> Portion:
-        """Which part of its tensors the running code computes."""
+        """The part of the tensors that the running code computes."""
         return self._state.part
 
     @property
     def recomputing(self) -> bool:
-        """Whether backward computes activations again, which must leave no further trace in the model."""
+        """Whether a forward runs again, in backward or in a rehearsal, and so must not change the model's state."""
         return self._state.recomputing
 
     @contextmanager
     def at(self, moment: Moment) -> Iterator[None]:
-        """A forward of these samples."""
+        """Context of a forward of these samples."""
         with self._as(_State(moment=moment)):
             yield
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """A forward that is not expected to draw anything; who calls it looks whether a generator has moved."""
+        """Context of a forward that should draw nothing; the caller checks that no generator's state has changed."""
         self.watches = False
         try:
             yield
@@ -97,51 +96,51 @@ class ForwardContext:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Code that runs once more within the same forward, which must leave no trace in the model."""
+        """Context of code that runs an additional time within a forward, and must not change the model's state."""
         with self._as(replace(self._state, calls=dict(self._state.calls), recomputing=True)):
             yield
 
     @contextmanager
     def holding(self, part: Portion) -> Iterator[None]:
-        """Code that computes only a part of the whole model's tensors."""
+        """Context of code that only computes `part` of the whole model's tensors."""
         with self._as(replace(self._state, part=part)):
             yield
 
     def hold(self, part: Portion) -> Portion:
-        """The same for code that begins in one module and ends in another; what held before, to be given back."""
+        """Set the part for code that begins in one module and ends in another; returns the previous part."""
         before = self._state.part
         self._state = replace(self._state, part=part)
         return before
 
     def count(self, name: str) -> int:
-        """How often this was asked for a name in this forward: its running number, from 0."""
+        """The number of earlier calls with this name in this forward."""
         calls = self._state.calls
         number = calls.get(name, 0)
         calls[name] = number + 1
         return number
 
     def skip(self, name: str, draws: int) -> None:
-        """Count as `count` does, for a module of which other code has run this forward's next draws."""
+        """Count draws of a module that other code, such as another stage, has run in this forward."""
         self._state.calls[name] = self._state.calls.get(name, 0) + draws
 
     def note_tokens(self, of: object, tokens: int) -> None:
-        """Note how many tokens a list of blocks has in all in this forward."""
+        """Record the total number of tokens of a list of blocks in this forward."""
         self._state.tokens[of] = tokens
 
     def tokens(self, of: object) -> int:
-        """How many tokens a list of blocks has in all, as this forward noted; 0 before."""
+        """The total number of tokens of a list of blocks in this forward; 0 before it is recorded."""
         return self._state.tokens.get(of, 0)
 
     def keep(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function to call once in this forward and again in backward, where it finds what it found before.
+        """Wrap a function that is called once in this forward and again in backward.
 
-        The first call is the forward itself, within the running context. Every later one is a recomputation: it gets
-        the context of then, with `recomputing` set and counts of draws as they stood, so that it draws the same
-        numbers.
+        The first call is the forward itself, within the running context. Every later call is a recomputation: it runs
+        in the context of the first call, with `recomputing` set and the counts of draws restored, so that it draws
+        the same numbers.
         """
         if self._state.moment is None:
             return function
-        # Copies, since this forward goes on, and another micro-batch's may come before backward.
+        # Copies, since this forward continues, and other micro-batches may run before backward.
         state = self._state
         found = replace(state, calls=dict(state.calls), tokens=dict(state.tokens), recomputing=True)
         forward_done = False
@@ -158,7 +157,7 @@ class ForwardContext:
 
     @contextmanager
     def _as(self, state: _State) -> Iterator[None]:
-        """Code for which another state holds; the state before comes back, however the code ends."""
+        """Context with another state; the previous one is restored at the end."""
         before, self._state = self._state, state
         try:
             yield

@@ -26,7 +26,7 @@ def state_of_torch(device: torch.device) -> State:
 
 
 def restore_torch(before: State, device: torch.device) -> None:
-    """Set PyTorch's generators back to what `state_of_torch` found."""
+    """Restore the states of PyTorch's generators from `state_of_torch`."""
     setters = [torch.set_rng_state]
     if device.type not in ("cpu", "meta"):
         setters.append(partial(torch.get_device_module(device).set_rng_state, device=device))
@@ -45,14 +45,14 @@ def state(device: torch.device) -> State:
 
 
 def moved(before: State, after: State) -> str | None:
-    """Whose generator has moved: the first of them; None where all are as they were."""
+    """The name of the first generator whose state has changed; None if none has."""
     return next((name for (name, a), (_, b) in zip(before, after, strict=True) if a != b), None)
 
 
 def line_that_draws(function: Callable[[], Any], device: torch.device, who: str) -> str | None:
-    """Call a function again and find the line whose run moves a generator, `moved`'s: "model.py:31"; or None.
+    """Call a function again, and find the line that changes the state of generator `who`: "model.py:31", or None.
 
-    Lines of PyTorch and of this package are passed over: what is named is the line that called them.
+    For lines of PyTorch and of this package, the line that called them is returned.
     """
     watch = _Watch(device, who)
     before = sys.gettrace()
@@ -68,16 +68,16 @@ _PASSED_OVER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
 
 
 def is_foreign(file: str, passed_over: Sequence[str] = _PASSED_OVER) -> bool:
-    """Whether a source file is the user's, or a library's of theirs: neither PyTorch's nor this package's."""
+    """Whether a source file is neither PyTorch's nor this package's."""
     return not file.startswith(tuple(passed_over))
 
 
 class _Watch:
-    """A trace function: after every line it looks whether that line has moved a generator.
+    """A trace function that checks after every line whether it has changed a generator's state.
 
-    `sys.settrace` calls `call` for each new frame and the function that it returns before each line of that frame, so
-    a change is seen when the next line begins: `line` is the one before, which made it. Slow, and run once for a
-    message.
+    `sys.settrace` calls `call` for each new frame, and the function that it returns before each line of that frame.
+    So a change is detected when the next line begins, and `line` is the line before, which made it. This is slow, and
+    is only run for an error message.
     """
 
     def __init__(self, device: torch.device, who: str) -> None:
@@ -87,10 +87,10 @@ class _Watch:
         self.found: str | None = None
 
     def call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """What Python calls as a function begins; the local trace function is called before each of its lines."""
+        """The global trace function, called when a function begins. Returns the local one, for each line."""
         if self.found is not None or not is_foreign(frame.f_code.co_filename):
             return None
-        self._look(frame.f_back)  # what the caller's line drew before it called this
+        self._look(frame.f_back)  # draws of the caller's line before the call
         line = frame.f_lineno
 
         def local(frame: FrameType, event: str, argument: Any) -> Any:
@@ -105,7 +105,7 @@ class _Watch:
         return dict(state(self._device))[self._who]
 
     def _look(self, frame: FrameType | None, line: int | None = None) -> None:
-        """Blame what has moved since the last look on a frame's line, or on that of its first foreign caller."""
+        """Attribute a change since the last check to a frame's line, or to that of its first foreign caller."""
         now = self._state()
         if self._last == now:
             return

@@ -50,25 +50,25 @@ def _by_rows(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
 
 
 def _ranges(offs: Tensor) -> list[tuple[int, int]]:
-    """From where each group ends to (first, one past the last) of each."""
+    """Convert the end of each group to (first, one past the last)."""
     ends: list[int] = offs.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _without_values(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """A tensor of the result's shape, computed from the same tensors by as many operations."""
+    """A result of the right shape for tensors without values, with the same dependencies and FLOPs."""
     if a.ndim == 2 and b.ndim == 2:
         return (a @ b).expand(offs.shape[0], -1, -1)
     return a @ b.sum(0) if b.ndim == 3 else a.sum(0) @ b
 
 
 def call_followed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-    """Call a function on tensors without values. PyTorch follows its own grouped product in bfloat16 alone."""
+    """Call a function on tensors without values, as PyTorch supports its grouped product on them in bfloat16 only."""
     return (grouped_product if func is torch._grouped_mm else func)(*args, **(kwargs or {}))
 
 
 class Followed(TorchFunctionMode):
-    """The same for all calls in it."""
+    """A mode that applies `call_followed` to all calls."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Which modules of a model are experts: seen in one forward of a few samples, or named by the user."""
+"""Find the experts of a model, from one forward of a few samples or from the user's plan."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,7 +25,7 @@ SPLIT, WHOLE = "split", "whole"
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A module's first call in the forward that was watched."""
+    """A module's first call in the observed forward."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -43,7 +43,7 @@ class Stacked:
 
     @property
     def caller(self) -> str:
-        """Whose forward is compared with what it was."""
+        """The module whose output is compared with that of the unchanged model."""
         return self.name
 
 
@@ -63,20 +63,20 @@ Experts = Stacked | Listed
 
 @dataclass(kw_only=True)
 class _Watched:
-    """What is noted in the one forward."""
+    """Observations of one forward."""
 
-    first: dict[str, Seen] = field(default_factory=dict)  # of modules that may be experts or call them
-    # Of each expert of a list: the shapes that it was given and that it gave, or None for what is no one tensor.
+    first: dict[str, Seen] = field(default_factory=dict)  # by name, of modules that may be experts or call them
+    # For each expert of a list its calls' input and output shapes, or None for other than single tensors.
     calls: dict[str, list[tuple[torch.Size, torch.Size] | None]] = field(default_factory=dict)
 
 
 def find_experts(
     model: nn.Module, example: Any, layout: Layout, given: Mapping[str, str] | None = None
 ) -> list[Experts]:
-    """The experts that ranks can share out, in the order of the model's modules.
+    """Find the experts that can be distributed over ranks, in the order of the model's modules.
 
     `given` is a user's plan: name or pattern of modules -> "split" or "whole". Raises LayoutError for a wrong plan,
-    where there are no experts, and where their number can't be divided.
+    if there are no experts, or if their number does not divide by the expert axis.
     """
     found = _find(model, example, given)
     if not found:
@@ -96,12 +96,12 @@ def find_experts(
 
 
 def has_experts(model: nn.Module, example: Any, given: Mapping[str, str] | None = None) -> bool:
-    """Whether a model has experts that some number of ranks could share out; `given` as for `find_experts`."""
+    """Whether a model has experts that could be distributed over ranks; `given`: see `find_experts`."""
     return bool(_find(model, example, given))
 
 
 def _find(model: nn.Module, example: Any, given: Mapping[str, str] | None) -> list[Experts]:
-    """All experts of a model, in the order of its modules; an outer one hides those inside of it."""
+    """All experts of a model, in the order of its modules, except experts within experts."""
     said = _named(model, given or {})
     lists = {name: module for name, module in model.named_modules() if is_list_of_like(module)}
     stacks = {name: module for name, module in model.named_modules() if _stack_of(module)}
@@ -127,7 +127,7 @@ def _find(model: nn.Module, example: Any, given: Mapping[str, str] | None) -> li
 
 
 def _unlike_sizes(model: nn.Module) -> str | None:
-    """A list or dictionary in a module's forward whose modules differ in nothing but sizes."""
+    """The name of a list or dictionary whose modules differ only in sizes; None if there is none."""
     return next(
         (
             name
@@ -163,7 +163,7 @@ def _named(model: nn.Module, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _stack_of(module: nn.Module) -> int:
-    """The experts of whose weights a module holds stacks; 0 for one that holds none."""
+    """The number of experts whose weights a module holds as stacks; 0 if it holds none."""
     own = list(module.parameters(recurse=False))
     counts = {p.shape[0] if p.ndim else 0 for p in own}
     # All parameters are the module's own, all with one first dimension, and at least one is a stack of matrices.
@@ -173,9 +173,9 @@ def _stack_of(module: nn.Module) -> int:
 
 
 def _watch(model: nn.Module, example: Any, names: Sequence[str], lists: Mapping[str, nn.Module]) -> _Watched:
-    """Run one forward of the example, in evaluation mode, and note what modules that may be experts are given.
+    """Run one forward of the example in evaluation mode, and record inputs and outputs of possible experts.
 
-    Inputs are copied before the forward, since a caller may change them in place; outputs after it.
+    Inputs are copied before the forward, since a caller may change them in place, and outputs after it.
     """
     watched = _Watched()
     before: dict[str, Any] = {}
@@ -213,7 +213,7 @@ def _copied(nest: Any) -> Any:
 
 
 def _stacked(name: str, module: nn.Module, watched: _Watched) -> Stacked | None:
-    """The experts that one module holds as stacks [experts, ...]; None where its call isn't such experts' call."""
+    """The experts that a module holds as stacks [experts, ...]; None if its call does not have their signature."""
     seen = watched.first.get(name)
     if seen is None:
         return None
@@ -228,7 +228,7 @@ def _stacked(name: str, module: nn.Module, watched: _Watched) -> Stacked | None:
 
 
 def _listed(name: str, caller: str, container: nn.Module, watched: _Watched, *, forced: bool) -> Listed | None:
-    """The experts of a list that are called for some of the tokens each; None where all get all of them."""
+    """The experts of a list, each called for some of the tokens; None if all of them get all tokens."""
     children = dict(container.named_children())
     calls = [watched.calls.get(f"{name}.{key}", []) for key in children]
     all_calls = [shapes for each in calls for shapes in each if shapes is not None]
@@ -254,7 +254,7 @@ def _rows(shape: torch.Size, *, flat: bool) -> int:
 
 
 def _by_value(calls: Sequence[Sequence[Any]], rows: Sequence[int], seen: Seen) -> bool:
-    """Whether values decide how many rows each expert gets: some fewer than others, or than the caller has."""
+    """Whether the numbers of rows of the experts depend on values: they differ, or are less than the caller's."""
     given = [each for each in pytree.tree_leaves((seen.arguments, seen.keywords)) if isinstance(each, Tensor)]
     most = max(
         (each.numel() // each.shape[-1] for each in given if each.is_floating_point() and each.ndim), default=0

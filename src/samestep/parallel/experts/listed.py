@@ -1,9 +1,9 @@
 """Listed experts: equal modules in an nn.ModuleList, of which their caller's forward calls some with some tokens.
 
-Which tokens go to which expert is known only where the caller's own code has called them, one after the other, while
-an exchange wants all of them at once. So the caller's forward runs twice: a rehearsal notes what each expert is given
-and answers with zeros; then the ranks exchange these rows, compute and send back; and the forward that counts finds
-the outputs. The caller must decide by its inputs alone which expert gets what, and not by another expert's output.
+The assignment of tokens to experts is only known after the caller's code has called the experts one by one, while an
+all-to-all needs all tokens at once. So the caller's forward runs twice: a rehearsal records the rows of each expert
+and returns zeros; then the ranks exchange these rows, compute, and send the outputs back; the second forward returns
+these outputs. The caller's assignment may depend on its inputs only, and not on another expert's output.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,16 +30,16 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCall:
-    """One call of an expert in a rehearsal."""
+    """One recorded call of an expert in a rehearsal."""
 
     expert: int
     rows: Tensor  # [rows, features], or [rows, ...] for experts that don't work on the last dimension alone
-    leading: torch.Size  # the dimensions of the call's tensor that are its rows
+    leading: torch.Size  # the leading dimensions of the call's tensor, which are flattened into rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How many rows each rank has for each expert of this one, and which of them any rank calls."""
+    """The number of rows from each rank for each expert of this rank, and whether any rank calls it."""
 
     rows: Sequence[Sequence[int]]  # [ranks][experts here]
     called: Sequence[bool]  # [experts here]
@@ -47,27 +47,27 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What all experts of a list have in common."""
+    """The common shapes and module of all experts of a list."""
 
-    flat: bool  # whether they work on the last dimension of what they are given, whatever is before it
-    features: torch.Size  # the shape of one row that they are given
-    output: torch.Size  # and of what they make of it
+    flat: bool  # whether they work on the last dimension of their input only
+    features: torch.Size  # the shape of one input row
+    output: torch.Size  # the shape of one output row
     twin: nn.Module  # a copy of one of them without values, in evaluation mode
 
 
 def rows_of(given: Tensor, *, flat: bool) -> tuple[Tensor, torch.Size]:
-    """A call's rows, and the dimensions that they had; `flat`: an expert works on the last dimension alone."""
+    """Flatten a call's input into rows; returns them and the leading dimensions. `flat`: see `Form`."""
     leading = given.shape[:-1] if flat else given.shape[:1]
     return given.reshape(-1, *given.shape[len(leading) :]), leading
 
 
 class ListedExperts:
-    """The experts of a list, of which this rank holds some; answers the calls of all of them.
+    """The experts of a list, of which this rank holds some; handles the calls of all of them.
 
-    What a layer sends, over the ranks of the expert axis, each of which has its own tokens: an all-to-all of counts
+    Messages of a layer over the ranks of the expert axis, each of which has its own tokens: an all-to-all of counts
     [ranks, experts of a rank + 1, 2], one of rows to the experts' ranks, and one of outputs back; in backward the
-    latter two again, the other way round. Every rank runs all of them in every forward, also without any row, and
-    backward reaches them through `depending`: a rank that left one out would make the others wait.
+    last two in reverse. Every rank runs all of them in every forward, also without any row, and `depending` makes
+    backward reach them: a rank that skipped one would make the others hang.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class ListedExperts:
         self._mine = range(first, last)
         self._inner = {number: list(container.children())[number].forward for number in self._mine}
         self._caller_forward: Callable[..., Any] = caller.forward
-        self._noted: list[ExpertCall] | None = None  # while a rehearsal runs
-        self._answers: dict[int, list[tuple[torch.Size, Tensor]]] | None = None  # while the forward that counts does
+        self._noted: list[ExpertCall] | None = None  # recorded calls, during a rehearsal
+        self._answers: dict[int, list[tuple[torch.Size, Tensor]]] | None = None  # outputs, during the second forward
         self._output_dtypes: dict[Any, torch.dtype] = {}
         for number in self._mine:
             vars(list(container.children())[number])["forward"] = self.answer(number)
@@ -107,11 +107,11 @@ class ListedExperts:
         return self._mine
 
     def answer(self, number: int) -> Callable[..., Tensor]:
-        """The forward of an expert, as the caller's code finds it."""
+        """Make the replacement of an expert's forward."""
         return partial(self._answer, number)
 
     def _answer(self, number: int, *arguments: Any, **keywords: Any) -> Tensor:
-        """An expert's forward in the caller's code: notes rows in a rehearsal, else gives what came back for them."""
+        """An expert's replaced forward: records rows in a rehearsal, otherwise returns the exchanged outputs."""
         given = (*arguments, *keywords.values())
         if len(given) != 1 or not isinstance(given[0], Tensor) or (self._noted is None and self._answers is None):
             how = "outside of its caller" if len(given) == 1 else "with more than one tensor"
@@ -134,7 +134,7 @@ class ListedExperts:
         return waiting.pop(0)[1]
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """The caller's forward."""
+        """Replacement of the caller's forward: rehearsal, exchange, and the second forward."""
         calls = self.rehearse(arguments, keywords)
         inputs = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
         back, answers = self._answered(calls, [each for each in inputs if each.requires_grad])
@@ -146,7 +146,7 @@ class ListedExperts:
         return _reaching(output, back)
 
     def rehearse(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[ExpertCall]:
-        """What the caller's forward gives to which expert. It leaves no trace in the caller."""
+        """Run the caller's forward to record its calls of experts, without changing the caller's state."""
         noted: list[ExpertCall] = []
         given = pytree.tree_map_only(Tensor, Tensor.clone, (arguments, keywords))  # it may change them in place
         before, self._noted = self._noted, noted
@@ -160,13 +160,13 @@ class ListedExperts:
     def _answered(
         self, calls: Sequence[ExpertCall], inputs: Sequence[Tensor]
     ) -> tuple[Tensor, dict[int, list[tuple[torch.Size, Tensor]]]]:
-        """The outputs of all calls in one tensor, and by expert, each in the order of its calls."""
+        """Exchange rows and run the experts. Returns the outputs in one tensor, and by expert in order of calls."""
         ranks = dist.get_world_size(self._group)
         per_rank = self._count // ranks
-        # By expert, and so by rank, as experts lie on ranks in their order.
+        # By expert, and so by rank, as ranks hold consecutive experts.
         ordered = sorted(calls, key=lambda call: call.expert)  # stable
-        # [ranks, experts + 1, (calls, rows)]; the last entry tells the rows' dtype and whether they have a gradient,
-        # which a rank without rows has to know.
+        # [ranks, experts + 1, (calls, rows)]; the last entry has the rows' dtype and whether they require gradients,
+        # which a rank without rows needs to know.
         said = torch.zeros(ranks, per_rank + 1, 2, dtype=torch.int64)
         for call in ordered:
             said[call.expert // per_rank, call.expert % per_rank] += torch.tensor([1, len(call.rows)])
@@ -188,7 +188,7 @@ class ListedExperts:
         return back, answers
 
     def _nothing(self, heard: Tensor, inputs: Sequence[Tensor], device: torch.device) -> Tensor:
-        """No rows, of the dtype of the other ranks' rows, and with a gradient where theirs have one."""
+        """An empty tensor of rows, with the dtype and the gradient requirement of the other ranks' rows."""
         dtype = _DTYPES[max(int(heard[:, -1, 0].max()) - 1, 0)]
         rows = torch.zeros((0, *self._form.features), dtype=dtype, device=device)
         if not (torch.is_grad_enabled() and heard[:, -1, 1].any()):
@@ -196,11 +196,11 @@ class ListedExperts:
         return depending(rows, inputs) if inputs else rows.requires_grad_()
 
     def _run(self, rows: Tensor, counts: Counts) -> Tensor:
-        """`compute`, called as the module that shards gather the experts' parameters for."""
+        """Call `compute` through the container, so that FSDP2 gathers the experts' parameters."""
         return self.compute(rows, counts) if self._container is self._caller else self._container(rows, counts)
 
     def compute(self, rows: Tensor, counts: Counts) -> Tensor:
-        """This rank's experts applied to the rows of all ranks; each expert is called once, with all of its rows."""
+        """Apply this rank's experts to the rows of all ranks; each expert is called once with all of its rows."""
         pieces = rows.split([count for of_rank in counts.rows for count in of_rank])
         experts, ranks = len(self._mine), len(counts.rows)
         made: dict[tuple[int, int], Tensor] = {}
@@ -229,7 +229,7 @@ class ListedExperts:
         autocast = torch.is_autocast_enabled(device.type)
         key = dtype, autocast
         if key not in self._output_dtypes:
-            # Shards cast what they gather to the dtype of what goes through; autocast does so in each product.
+            # FSDP2 gathers parameters in the dtype of the activations; autocast casts in each product.
             twin = self._form.twin if autocast else deepcopy(self._form.twin).to(dtype)
             row = torch.empty((1, *self._form.features), dtype=dtype, device=device)
             self._output_dtypes[key] = imagine(twin, (row,), {}).dtype
@@ -237,14 +237,14 @@ class ListedExperts:
 
 
 def _make_callable(container: nn.Module, forward: Callable[..., Any]) -> None:
-    """Give a list of modules a forward, so that its parameters can be gathered as those of one module."""
+    """Give a list of modules a forward, so that it can be an FSDP unit."""
     kind = type(container)
     container.__class__ = type(kind.__name__, (kind,), {"forward": lambda self, rows, counts: forward(rows, counts)})
 
 
 @contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Give a module's buffers back the values that they had."""
+    """Restore a module's buffers at the end of the block."""
     before = [
         (owner, key, buffer, buffer._version, buffer.clone())
         for owner in module.modules()
@@ -262,7 +262,7 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _reaching(output: Any, back: Tensor) -> Any:
-    """An output that depends on what came back, so that backward runs the exchange on every rank."""
+    """Make the output depend on the exchanged outputs, so that backward runs the exchange on every rank."""
     if not back.requires_grad:
         return output
     leaves, form = pytree.tree_flatten(output)

@@ -1,4 +1,4 @@
-"""Experts shared out: each rank keeps its part of them, and its output is compared with what it was before."""
+"""Distribute experts: each rank keeps its part of them, and the layer's output is compared with the whole's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from samestep.parallel.tensor.vocab_parallel import agree, near
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExperts:
-    """What is left of the experts on a rank."""
+    """The experts of a rank."""
 
     units: Sequence[nn.Module]  # each is called in every forward that runs its layer, on every rank
     parameters: Sequence[nn.Parameter]
@@ -38,13 +38,12 @@ def share_experts(
     now: ForwardContext,
     device: torch.device,
 ) -> SharedExperts:
-    """Leave of a model's experts what this rank holds, and write down in `parts` who holds what.
+    """Keep only this rank's experts in a model, and record in `parts` which rank holds which.
 
-    `model` may lack the layers of other pipeline stages. Raises LayoutError where a layer's output is another than
-    the whole layer's.
+    `model` may lack the layers of other pipeline stages. Raises LayoutError if a layer's output changes.
 
-    Stacked experts are slices of the first dimension over the expert axis; of listed ones a rank holds whole modules
-    (`Part.holder`). Ranks along the expert axis are data ranks for everything else in the model.
+    Stacked experts are sliced along the first dimension over the expert axis; of listed experts a rank holds whole
+    modules (`Part.holder`). Ranks along the expert axis are data ranks for everything else in the model.
     """
     units: list[nn.Module] = []
     for experts in found:
@@ -63,12 +62,12 @@ def share_experts(
 
 
 def _is_here(model: nn.Module, experts: Experts) -> bool:
-    """Whether this rank's pipeline stages have the layer: of the others' only placeholder modules are left."""
+    """Whether this rank's pipeline stages have the layer; layers of other stages are placeholder modules."""
     return any(True for _ in model.get_submodule(experts.name).parameters())
 
 
 def _note(experts: Experts, parts: ShardTable, mesh: Mesh) -> None:
-    """Write down which rank holds what; the same on every rank."""
+    """Record which rank holds which experts; the same on every rank."""
     per_rank = experts.experts // mesh.size("expert")
     keys = list(dict.fromkeys(_key(name, experts) for name in parts.parameters if _is_of(name, experts)))
     for name in parts.parameters:
@@ -87,7 +86,7 @@ def _is_of(name: str, experts: Experts) -> bool:
 
 
 def _key(name: str, experts: Experts) -> str:
-    """Under which key of a list the expert of a parameter stands."""
+    """The key in its list of the expert to which a parameter belongs."""
     return name.removeprefix(f"{experts.name}.").partition(".")[0]
 
 
@@ -119,9 +118,9 @@ def _share_listed(model: nn.Module, experts: Listed, mesh: Mesh, now: ForwardCon
 
 
 def _compare(caller: nn.Module, experts: Experts, parts: ShardTable, mesh: Mesh) -> None:
-    """Raise LayoutError where the caller's output for what it was given before is not what it was."""
+    """Raise LayoutError if the caller's output for the recorded inputs has changed."""
     layout = parts.layout
-    if layout.sequence == "split":  # its parts wait for parts of the tokens
+    if layout.sequence == "split":  # the layer expects a part of the tokens, and the recorded inputs have all
         return
     failed = ""
     try:

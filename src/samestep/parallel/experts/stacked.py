@@ -20,15 +20,15 @@ Key = int | str  # of an argument: its position, or its name
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Which argument of a call is which."""
+    """The position or name of each argument of a call."""
 
     tokens: Key  # [..., features]
     experts: Key  # [..., chosen], whole numbers: the experts of each token
-    weights: Key  # [..., chosen]: what their outputs are multiplied by
+    weights: Key  # [..., chosen]: factors of the experts' outputs
 
     @classmethod
     def of(cls, arguments: tuple[Any, ...], keywords: dict[str, Any], experts: int) -> "Arguments | None":
-        """The arguments of a call; None where it has others, or chooses an expert that isn't there."""
+        """Identify a call's arguments; None if it has others, or an expert index is out of range."""
         given: dict[Key, Tensor] = {
             key: value
             for key, value in [*enumerate(arguments), *keywords.items()]
@@ -52,7 +52,7 @@ class Arguments:
 
 
 class StackedExperts:
-    """Computes what a module of all experts would, with this rank's part of them."""
+    """Replaces the forward of a module of stacked experts, of which this rank holds a part."""
 
     def __init__(self, module: nn.Module, arguments: Arguments, *, local: int, group: dist.ProcessGroup) -> None:
         """`local`: experts that each rank of the group holds."""
@@ -64,18 +64,17 @@ class StackedExperts:
         vars(module)["forward"] = self.forward
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """What `module(tokens, experts, weights)` gives: for each token the sum over its experts."""
+        """Compute `module(tokens, experts, weights)` over all ranks: for each token the sum over its experts."""
         given: dict[Key, Any] = {**dict(enumerate(arguments)), **keywords}
         names = self._arguments
         tokens, chosen, weights = given[names.tokens], given[names.experts], given[names.weights]
         rows = tokens.reshape(-1, tokens.shape[-1])  # [tokens, features]
         flat = chosen.reshape(-1)  # [tokens * chosen]
         ranks = dist.get_world_size(self._group)
-        # transformers marks a choice that is none by the number after the last expert.
+        # transformers marks an unused choice by an index after the last expert.
         # [tokens * chosen]: the rank of the chosen expert; `ranks` for none.
         owner = torch.where(flat < ranks * self._local, flat // self._local, ranks)
-        # Pairs of (token, choice) in the order of ranks; stable, so that a token's order of sums is the same in every
-        # run.
+        # Pairs of (token, choice) in the order of ranks; stable, so that the order of summation is deterministic.
         order = owner.argsort(stable=True)
         counts = torch.bincount(owner, minlength=ranks + 1)[:ranks]  # [ranks]: rows for each
         send, receive = counts.tolist(), exchange_counts(counts, self._group).tolist()
@@ -93,9 +92,9 @@ class StackedExperts:
         return total.reshape(*tokens.shape[:-1], *back.shape[1:])
 
     def _compute(self, rows: Tensor, experts: Tensor, weights: Tensor, given: dict[Key, Any]) -> Tensor:
-        """This rank's experts applied to rows of any rank, one expert a row: [rows, features of the output]."""
+        """Apply this rank's experts to rows of any rank, one expert for each row: [rows, features of the output]."""
         count, received = len(rows), [rows, weights]
-        if not count:  # a row whose output is not used: it gives the weights their gradient, which is zero
+        if not count:  # a dummy row, whose unused output gives the weights a zero gradient
             rows, weights, experts = rows.new_ones(1, rows.shape[1]), weights.new_ones(1), experts.new_zeros(1)
         names = self._arguments
         for key, row in ((names.tokens, rows), (names.experts, experts), (names.weights, weights)):
@@ -112,14 +111,14 @@ class StackedExperts:
 
 
 def shrink(module: nn.Module, experts: int, local: int) -> None:
-    """Let a module know how many experts it has now."""
+    """Set a module's attributes with the number of experts to the local number."""
     for name, value in vars(module).items():
         if type(value) is int and value == experts and "expert" in name:
             vars(module)[name] = local
 
 
 def is_output(output: Any, tokens: Tensor) -> bool:
-    """Whether a module gave one vector a token."""
+    """Whether a module's output is one vector for each token."""
     return (
         isinstance(output, Tensor)
         and len(pytree.tree_leaves(output)) == 1
