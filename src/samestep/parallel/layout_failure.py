@@ -1,4 +1,4 @@
-"""What goes wrong below a layout, told in one sentence: which module of the model failed, and which layout to use."""
+"""Turns errors that a layout causes into one sentence: the module that failed, and a layout to use instead."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -25,10 +25,10 @@ from samestep.errors import (
 from samestep.layout import Layout
 from samestep.parallel.trace import first_line
 
-# What samestep itself raises.
+# Errors that samestep itself raises.
 _OWN = (UserError, RankFailedError, InterruptedJobError, NonFiniteError, HostLostError)
 
-# What is no fault of the layout: a peer that is gone, and memory that is used up.
+# Errors that the layout does not cause: a lost peer, and exhausted memory.
 _OF_ANOTHER_STAGE = "appears to not have been used in the graph"  # of torch.autograd.grad
 _PEER_LOST = re.compile(
     r"Connection (?:closed|reset|refused)|Broken pipe|remote process exited|recvValue failed|Timed? ?out"
@@ -46,7 +46,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 class LayoutFailures:
-    """Turns what PyTorch raises while a model is spread, and in its first step, into a LayoutError."""
+    """Converts errors of PyTorch while a model is spread, and in its first step, to LayoutError."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._model = model
@@ -56,20 +56,20 @@ class LayoutFailures:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Code that a layout of one process would not run so."""
+        """Context of code that depends on the layout; errors that the layout may have caused become LayoutError."""
         try:
             yield
         except Exception as error:
             if not self._is_of_layout(error):
                 raise
             failure = LayoutError(self._sentence(error))
-            failure.on_every_rank = False  # it may have come on this rank alone
+            failure.on_every_rank = False  # other ranks may not have failed
             raise failure from error
 
     def of_task(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the task's, whose errors are the task's own."""
+        """Wrap a function of the task, whose errors are not attributed to the layout."""
 
-        @wraps(function)  # which says whether it is a loss that couples samples
+        @wraps(function)  # keeps the attributes that mark a loss that couples samples
         def run(*arguments: Any, **keywords: Any) -> Any:
             try:
                 return function(*arguments, **keywords)
@@ -82,18 +82,18 @@ class LayoutFailures:
         return run
 
     def _slope_of_another_stage(self) -> LayoutError:
-        """The message for a loss that takes gradients of the output with respect to an earlier stage."""
+        """The error for a loss that computes gradients of the output with respect to an earlier stage."""
         pipeline, name = self._layout.pipeline, _class_of(self._model)
         failure = LayoutError(
             f'layout "{self._layout}": the loss takes gradients of the output of {name} with respect to what an '
             "earlier pipeline stage has, on another rank, where no graph of the loss's reaches; use "
             f"dp{pipeline} or tp{pipeline} in place of pp{pipeline}"
         )
-        failure.on_every_rank = False  # the ranks of the last stage find it
+        failure.on_every_rank = False  # only the ranks of the last stage raise it
         return failure
 
     def _is_of_layout(self, error: Exception) -> bool:
-        """Whether an error may be the layout's, and not the task's, a lost peer's or memory's."""
+        """Whether the layout may have caused an error, and not the task, a lost peer or exhausted memory."""
         return not (
             _is_one_plain_process(self._layout)
             or isinstance(error, (*_OWN, OSError, MemoryError, dist.DistError, torch.OutOfMemoryError))
@@ -103,7 +103,7 @@ class LayoutFailures:
         )
 
     def _sentence(self, error: Exception) -> str:
-        """What failed, where in the model and in the user's code, and which layout asks less."""
+        """Describe the failure, its place in the model and in the user's code, and a layout that requires less."""
         if _MARKED_TWICE in str(error):
             return (
                 f'layout "{self._layout}": the backward of {_class_of(self._model)} runs another one inside, as '
@@ -130,7 +130,7 @@ class LayoutFailures:
 
 
 def failing_module(error: BaseException, names: Mapping[int, str]) -> str:
-    """The innermost module whose code raised an error; `names` are those of modules by their identities."""
+    """The name of the innermost module whose code raised an error; `names`: of modules, by id."""
     owners = (id(frame.f_locals.get("self")) for frame, _ in walk_tb(error.__traceback__))
     inside = [names[owner] for owner in owners if owner in names]
     return inside[-1] if inside else ""
@@ -161,7 +161,7 @@ def _has_options(layout: Layout) -> bool:
 
 
 def _other_layouts(layout: Layout) -> str:
-    """A layout for as many processes that asks less of a model."""
+    """A layout for the same number of processes that requires less of a model."""
     if _has_options(layout):
         return f'"{replace(layout, recompute="none", offload="none")}"'
     if layout.zero >= 2 or layout.cuts_model:

@@ -20,7 +20,7 @@ DOWN, UP, DROPOUT = "lora_A", "lora_B", "lora_dropout"  # as PEFT calls them
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """A low-rank update of a linear layer; modules by their names below the layer."""
+    """A low-rank update of a linear layer; modules are given by their names relative to the layer."""
 
     down: str  # nn.Linear, weight [rank, inputs]
     up: str  # nn.Linear, weight [outputs, rank]
@@ -30,14 +30,14 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapted:
-    """What an adapted layer consists of."""
+    """The base layer and the low-rank updates of an adapted layer."""
 
-    base: str  # the name, below the layer, of what holds weight and bias; empty: the layer itself
+    base: str  # the relative name of the module with weight and bias; empty: the layer itself
     updates: tuple[Update, ...]
 
 
 class _LowRank(nn.Module):
-    """The forward of a linear layer with an adapter of its own; a layer's class is derived from this one and its own.
+    """Mixin with the forward of a linear layer and its adapter; an adapted layer's class derives from it and its own.
 
     Input [..., inputs], output [..., outputs].
     """
@@ -53,7 +53,7 @@ class _LowRank(nn.Module):
 
 @cache
 def _with_adapter(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class that has the adapter's forward before the layer's own; one for each kind, so that types compare."""
+    """Make the class of an adapted layer of a kind; cached, so that equal kinds give equal types."""
     return type(f"LowRank{kind.__name__}", (_LowRank, kind), {"__module__": __name__})
 
 
@@ -85,9 +85,9 @@ def adapt(layer: nn.Module, *, rank: int, alpha: float, dropout: float) -> None:
 
 
 def adapted(module: nn.Module) -> Adapted | None:
-    """What an adapted layer consists of; None for any other module, and for what is more than low-rank updates.
+    """Describe an adapted layer; None for other modules, and for adapters that are more than low-rank updates.
 
-    Of PEFT's layers those are known whose active adapters are plain: neither DoRA nor other variants, nor merged.
+    Of PEFT's layers, only plain active adapters are supported: no DoRA or other variants, and none that are merged.
     """
     if isinstance(module, _LowRank):
         update = Update(down=DOWN, up=UP, dropout=DROPOUT, scaling=module.lora_scaling)
@@ -119,15 +119,15 @@ def _of_peft(layer: Any) -> Adapted | None:
 
 
 def base_of(layer: nn.Module) -> nn.Module:
-    """What holds the weight and the bias of a linear layer, adapted or not."""
+    """The module with the weight and the bias of a linear layer, adapted or not."""
     found = adapted(layer)
     return layer if found is None else layer.get_submodule(found.base)
 
 
 def updates_of(layer: nn.Module) -> Callable[[Tensor, Callable[[], Any]], Tensor] | None:
-    """What the adapters of a layer add, as a function of its input [..., inputs]; None where there are none.
+    """Make a function from a layer's input [..., inputs] to the sum of its adapters' outputs; None without adapters.
 
-    The function's second argument gives a context in which dropout is applied to the input.
+    The function's second argument makes the context in which dropout is applied to the input.
     """
     found = adapted(layer)
     if found is None or not found.updates:

@@ -1,4 +1,4 @@
-"""Nests: the tensors in what modules take and give, in one order, and the same nest of other tensors.
+"""Nests: iterate over the tensors in modules' inputs and outputs in a fixed order, and replace them.
 
 `torch.utils._pytree` opens tuples, lists, dictionaries and classes that were registered with it. Models also hand on
 dataclasses, packed sequences and objects of their own.
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def map_tensors(function: Callable[[Any], Any], nest: Any, kind: type | tuple[type, ...] = Tensor) -> Any:
-    """The same nest, in which `function` was called of each tensor (or object of `kind`), in a fixed order.
+    """Copy a nest with `function` applied to each tensor (or object of `kind`), in a fixed order.
 
     The order is that of tuples and lists, of mappings as they iterate, and of dataclass fields and attributes as they
     were defined. Two ranks that hold nests of the same form see their tensors in the same order.
@@ -49,7 +49,7 @@ def _map_values(function: Callable[[Any], Any], nest: Mapping[Any, Any], kind: t
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What of an object may hold tensors: a dataclass's fields, or attributes of a class of the model's own."""
+    """The attributes of an object that may hold tensors: a dataclass's fields, or those of a custom class."""
     if isinstance(value, (type, nn.Module)) or callable(value):
         return {}
     if is_dataclass(value):

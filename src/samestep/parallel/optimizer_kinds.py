@@ -1,9 +1,9 @@
-"""What kind of optimizer one is, found by trying: whether a part of a parameter can be stepped by itself.
+"""Find out by trial whether an optimizer is elementwise, so that parts of a parameter can be stepped separately.
 
-Most optimizers treat every number by itself, so that a rank steps the shard or slice that it holds. Others look at a
-whole matrix (Muon's orthogonalization, Adafactor's means of rows and columns) or at a tensor's norm (LAMB, LARS), and
-are wrong on a part of it. A few look at several parameters at once, such as those that find their own rate. No list
-of names could be complete, so small parameters are stepped whole and in pieces, in float64, and compared.
+Most optimizers are elementwise, so that a rank steps the shard or slice that it holds. Others use a whole matrix
+(Muon's orthogonalization, Adafactor's means of rows and columns) or a tensor's norm (LAMB, LARS), and are wrong on a
+part of it. A few use several parameters at once, such as those that find their own rate. No list of names could be
+complete, so small parameters are stepped whole and in pieces, in float64, and compared.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +27,10 @@ _SAME = 1e-6  # of the largest update; rounding in float64 is far below it, a wr
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What is true of an optimizer, for the shapes and settings that it was tried with."""
+    """Properties of an optimizer, for the shapes and settings that were tried."""
 
-    by_number: bool  # treats every number of a parameter by itself
-    alone: bool  # treats every parameter by itself
+    by_number: bool  # elementwise: updates every element separately
+    alone: bool  # updates every parameter separately
     draws: bool  # draws random numbers
     settings_change: Sequence[str]  # entries of its groups that a step changes
 
@@ -44,9 +44,9 @@ class Shapes:
 
 
 def kind_of(make: Make, groups: Sequence[Shapes], title: str) -> Kind:
-    """Try an optimizer on small parameters with as many dimensions as the real ones, on the CPU.
+    """Try an optimizer on small CPU parameters with the same numbers of dimensions as the real ones.
 
-    The same on every rank for the same arguments. Raises UserError where it can't take a step by itself.
+    The result is the same on every rank for the same arguments. Raises UserError if a step fails.
     """
     tried = [(group.settings, shape) for group in groups for shape in _one_of_each(group.shapes)]
     kinds = [_kind(make, settings, shape, title) for settings, shape in tried]
@@ -59,7 +59,7 @@ def kind_of(make: Make, groups: Sequence[Shapes], title: str) -> Kind:
 
 
 def _one_of_each(shapes: Sequence[torch.Size]) -> list[tuple[int, ...]]:
-    """For each number of dimensions the shape to try: the largest parameter's, as far as that is not too large."""
+    """The shape to try for each number of dimensions: that of the largest parameter, reduced to a small size."""
     largest: dict[int, torch.Size] = {}
     for shape in shapes:
         if len(shape) not in largest or shape.numel() > largest[len(shape)].numel():
@@ -114,7 +114,7 @@ def _stepped(
     gradients: Sequence[Sequence[Tensor]],
     title: str,
 ) -> tuple[list[Tensor], list[str]]:
-    """Parameters of these values after a step with each of the gradients, and what of the settings has changed."""
+    """Step parameters with each of the gradients. Returns their values, and the names of settings that changed."""
     parameters = [nn.Parameter(value.contiguous().clone()) for value in values]
     optimizer = make([{**settings, "params": parameters}])
     before = dict(optimizer.param_groups[0])

@@ -1,4 +1,4 @@
-"""Lots: parameters that are stepped together, so that what a step makes of them exists for one lot at a time."""
+"""Lots: groups of parameters that are stepped together, so that a step's temporaries exist for one lot at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,10 +13,10 @@ _LARGEST = 1 << 24  # numbers of a lot, unless one parameter alone has more
 
 
 class Lot:
-    """Parameters that an optimizer of their own steps together, or copies of them.
+    """Parameters, or copies of them, with an inner optimizer of their own.
 
-    PyTorch's optimizers over many tensors (foreach) make temporaries of the size of all parameters that they step: by
-    lots these have the size of one.
+    PyTorch's foreach optimizers allocate temporaries of the size of all parameters that they step; with lots these
+    have the size of one lot.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class Lot:
         settings: Mapping[str, Any],
         groups: Sequence[Mapping[str, Any]],
         lot: Mapping[int, Sequence[nn.Parameter]],  # by the number of their group
-        stepped: Mapping[nn.Parameter, nn.Parameter],  # what is stepped for each: itself, or a copy
+        stepped: Mapping[nn.Parameter, nn.Parameter],  # parameter -> the one that is stepped: itself, or a copy
     ) -> None:
         self.stepped = {parameter: stepped[parameter] for mine in lot.values() for parameter in mine}
         self._numbers = list(lot)
@@ -33,19 +33,19 @@ class Lot:
         self.optimizer = kind(mine, **settings)
 
     def complete(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Write into the groups what was not said, so that a schedule finds the settings of the kind of optimizer."""
+        """Add the optimizer's default settings to the outer groups, where a schedule looks for them."""
         for number, mine in zip(self._numbers, self.optimizer.param_groups, strict=True):
             for name, value in mine.items():
                 groups[number].setdefault(name, value)
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Step with the settings, such as the rate, that the outer groups have now."""
+        """Step with the current settings, such as the learning rate, of the outer groups."""
         follow(self.optimizer, groups, self._numbers)
         self.optimizer.step()
 
 
 def lots(groups: Sequence[Mapping[str, Any]]) -> Iterator[dict[int, list[nn.Parameter]]]:
-    """Parameters of up to some numbers together, by the number of their group."""
+    """Split groups into lots of limited size: {number of the group: parameters}."""
     lot: dict[int, list[nn.Parameter]] = {}
     size = 0
     for number, group in enumerate(groups):

@@ -1,14 +1,14 @@
-"""Gradients summed in one order, whatever the layout: to the same bits with one rank and with many.
+"""Gradients summed in one order under every layout, so that one rank and many give bitwise equal results.
 
 The global batch is cut into V virtual ranks, each with a forward and backward of its own. Their gradients are the
 leaves of a binary tree over 0 ... V-1 that no layout changes:
 
     V = 6:   ((0 + 1) + (2 + 3)) + (4 + 5)
 
-A rank holds consecutive leaves and adds what of the tree lies within them. The sums that are left, at most two for
-each level, go to the ranks that complete the tree: each for its part of the numbers, as in a reduce-scatter. A leaf
-without samples, or whose samples do not use a parameter, is zeros. EasyScale (Li et al. 2022, arXiv 2208.14228) keeps
-the ranks of elastic jobs the same by that idea.
+A rank holds consecutive leaves and computes the nodes of the tree above them alone. The remaining sums, at most two
+for each level, are sent to the ranks that complete the tree, each for its part of the elements, as in a
+reduce-scatter. A leaf without samples, or whose samples do not use a parameter, is zero. EasyScale (Li et al. 2022,
+arXiv 2208.14228) uses virtual ranks in this way to keep elastic jobs deterministic.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ Leaves = tuple[int, int]  # the first of a sum's leaves, and one past the last
 
 
 def completed_by(below: Leaves, top: Leaves, leaves: int) -> bool:
-    """Whether two neighbouring sums are the two children of one node of the tree over so many leaves."""
+    """Whether two neighbouring sums are the children of one node of the tree over `leaves` leaves."""
     size = below[1] - below[0]
     return (
         # The left child is a full subtree of 2^k leaves that begins at a multiple of 2^(k+1); the right one begins
@@ -48,7 +48,7 @@ def completed_by(below: Leaves, top: Leaves, leaves: int) -> bool:
 
 
 def held_sums(first: int, last: int, leaves: int) -> list[Leaves]:
-    """The sums that are left of consecutive leaves, once what of the tree lies within them is added."""
+    """The maximal nodes of the tree that cover leaves `first` to `last`, each as a range of leaves."""
     sums: list[Leaves] = []
     for leaf in range(first, last):
         sums.append((leaf, leaf + 1))
@@ -59,7 +59,7 @@ def held_sums(first: int, last: int, leaves: int) -> list[Leaves]:
 
 
 def total(sums: Sequence[tuple[Leaves, Tensor]], leaves: int) -> Tensor:
-    """The root of the tree, of sums that cover all leaves in their order; the tensors are used up."""
+    """Compute the root of the tree from sums that cover all leaves in order; the tensors are overwritten."""
     stack: list[tuple[Leaves, Tensor]] = []
     for each in sums:
         stack.append(each)
@@ -72,33 +72,33 @@ def total(sums: Sequence[tuple[Leaves, Tensor]], leaves: int) -> Tensor:
 
 
 def total_of_halves(values: Tensor) -> Tensor:
-    """The sum over the last dimension, by adding its second half to its first, again and again.
+    """Sum over the last dimension by repeatedly adding its second half to its first.
 
-    `Tensor.sum` adds in an order that depends on the shape, and so on how many rows a rank has.
+    The order of `Tensor.sum` depends on the shape, and so on the number of rows of a rank.
     """
     while (length := values.shape[-1]) > 1:
         half = -(-length // 2)
         added = values[..., :half].clone()
         added[..., : length - half] += values[..., half:]
         values = added
-    return values.sum(-1)  # of one number, or of none
+    return values.sum(-1)  # of at most one element
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Peer:
-    """A rank of the data group: the leaves it holds, and the rows of each parameter that its gradients have."""
+    """A rank of the data group: the sums that it holds, and its rows of each parameter's gradient."""
 
     sums: Sequence[Leaves]
-    rows: Sequence[tuple[int, int]]  # of each trained parameter; a number alone is one row
+    rows: Sequence[tuple[int, int]]  # of each trained parameter; a scalar is one row
 
 
 class OrderedSums:
     """The gradients of the virtual ranks that this rank holds, and their sum over all ranks.
 
-    Why this gives the same bits. Floating-point addition is commutative and not associative, so the result depends on
-    the tree alone. The tree is a function of V; a rank adds only nodes both of whose children it holds, and the ranks
-    that complete the tree add the rest in the order of the leaves. Sums with zeros are exact, so a rank without
-    samples changes nothing (but the sign of a zero).
+    Why the results are bitwise equal: floating-point addition is commutative but not associative, so the result only
+    depends on the tree, which is a function of V. A rank only adds nodes both of whose children it holds, and the
+    ranks that complete the tree add the rest in the order of the leaves. Sums with zeros are exact, so a rank without
+    samples changes nothing (except the sign of a zero).
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, virtual_ranks: int) -> None:
@@ -123,9 +123,9 @@ class OrderedSums:
         return [peer for peer in peers if peer is not None]
 
     def add(self, number: int, *, counts: bool) -> None:
-        """Take the gradients of this rank's micro-batch `number` away from the parameters.
+        """Move the gradients of this rank's micro-batch `number` from the parameters into the tree.
 
-        `counts`: whether they are of samples of its own, and not of one that it was lent.
+        `counts`: False for a lent micro-batch, whose gradients are replaced by zeros.
         """
         leaf = self.first + number
         gradients = [self._take_gradient(parameter) for parameter in self._trained]
@@ -146,7 +146,7 @@ class OrderedSums:
             self._stack.append(((first, last), left))
 
     def _take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The gradient of a whole parameter; of a sharded one it is left at the parameter as it was gathered."""
+        """Take a parameter's whole gradient; that of a sharded one is at the parameter that FSDP2 gathered."""
         holder = self._gathered[parameter]() if isinstance(parameter, DTensor) else parameter
         if holder is None:
             return None
@@ -154,9 +154,9 @@ class OrderedSums:
         return gradient
 
     def complete(self, facts: Tensor) -> Tensor:
-        """Leave the sum over all virtual ranks in the gradients: whole, or this rank's rows of sharded parameters.
+        """Set the gradients to the sums over all virtual ranks; of sharded parameters to this rank's rows.
 
-        `facts`: [virtual ranks, numbers] float64, with zeros where other ranks know them; comes back from all ranks.
+        `facts`: [virtual ranks, numbers] float64, zero for other ranks' virtual ranks. Returns those of all ranks.
         """
         any_used, told = self._told(facts)
         numbers = {parameter: number for number, parameter in enumerate(self._trained)}
@@ -171,13 +171,13 @@ class OrderedSums:
         return told.view(facts.shape)
 
     def _told(self, facts: Tensor) -> tuple[Sequence[float], Tensor]:
-        """Whether any rank used each parameter, and `facts` of all ranks.
+        """All-reduce whether any rank used each parameter, and `facts`.
 
-        Their sum is of one rank's number and zeros, so it has no rounding.
+        Each sum has one rank's number and zeros, so it is exact.
         """
         if len(self._peers) == 1:
             return self._used, facts
-        if facts.device.type != "cpu":  # flags that came back from an accelerator would have to be waited for
+        if facts.device.type != "cpu":  # flags are reduced on the CPU, so that the host does not wait for the device
             facts = facts.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(facts, group=self._group)
             return largest(self._used, self._group, facts.device.type), facts
@@ -188,7 +188,7 @@ class OrderedSums:
         return any_used.tolist(), told
 
     def _sum_bucket(self, numbers: Sequence[int], *, sharded: bool) -> None:
-        """Complete the tree for some parameters, and leave the sums as their gradients."""
+        """Complete the tree for some parameters, and set their gradients to the sums."""
         parameters = [self._trained[number] for number in numbers]
         # [sums][parameters]: each of this rank's sums has a whole gradient for every parameter of the bucket.
         by_sum = [[as_real(tensors[number]) for number in numbers] for _, tensors in self._stack]
@@ -205,7 +205,7 @@ class OrderedSums:
             parameter.grad = gradient
 
     def _sum_whole(self, flat: Sequence[Tensor]) -> Tensor:
-        """Sum numbers that every rank is to have: each rank its part of them, which it then gives to all."""
+        """Sum gradients that every rank needs whole: each rank sums its part, then all-gather."""
         ranks = len(self._peers)
         if ranks == 1:
             return total(list(zip(self._peers[0].sums, flat, strict=True)), self.virtual_ranks)
@@ -213,7 +213,7 @@ class OrderedSums:
         part = -(-flat[0].numel() // ranks)
         padded = torch.stack([nn.functional.pad(each, (0, part * ranks - each.numel())) for each in flat])
         message = padded.view(len(flat), ranks, part).transpose(0, 1).reshape(-1)  # [ranks, sums, part]
-        # All-to-all and then all-gather: an all-reduce would add in an order that the back end chooses.
+        # All-to-all and all-gather, since the back end chooses the order of an all-reduce.
         mine = self._exchanged(message, [len(flat) * part] * ranks, part)
         whole = mine.new_empty(ranks, part)  # every rank's completed part
         dist.all_gather(list(whole.unbind()), mine, group=self._group)
@@ -235,7 +235,7 @@ class OrderedSums:
         return self._exchanged(torch.cat(parts), sizes, own)
 
     def _exchanged(self, message: Tensor, sizes: Sequence[int], own: int) -> Tensor:
-        """Send each rank its part of this rank's sums; complete the tree of this rank's own `own` numbers."""
+        """All-to-all the sums' parts, and complete the tree for this rank's `own` elements."""
         counts = [len(peer.sums) for peer in self._peers]
         received = message.new_empty(sum(counts) * own)
         dist.all_to_all_single(received, message, [count * own for count in counts], list(sizes), group=self._group)
@@ -244,7 +244,7 @@ class OrderedSums:
         return total(sorted(found, key=lambda each: each[0]), self.virtual_ranks)
 
     def squares(self) -> Tensor:
-        """The sum of the squares of all gradients in float64, added in one order, whichever rank holds which rows."""
+        """The sum of squares of all gradients in float64, in an order that does not depend on the sharding."""
         used = [number for number, parameter in enumerate(self._trained) if parameter.grad is not None]
         lengths = [_row_count(self._trained[number]) for number in used]
         device = local(self._trained[0].detach()).device
@@ -254,13 +254,13 @@ class OrderedSums:
         mine = self._peers[self._rank].rows
         for number, rows in zip(used, by_row.split(lengths), strict=True):
             gradient, (first, last) = self._trained[number].grad, mine[number]
-            # Of the ranks that hold the same rows the first one counts them.
+            # Rows that several ranks hold are counted by the first of them.
             counts = not self._sharded or all(peer.rows[number] != mine[number] for peer in self._peers[: self._rank])
             if gradient is not None and counts and gradient.numel() and last > first:
                 values = as_real(local(gradient)).reshape(last - first, -1).double()
                 rows[first:last] = total_of_halves(values * values)
         if self._sharded:
-            dist.all_reduce(by_row, group=self._group)  # one rank's number and zeros: their sum has no rounding
+            dist.all_reduce(by_row, group=self._group)  # exact: each row is nonzero on one rank only
         return total_of_halves(by_row)
 
 
@@ -277,9 +277,9 @@ def _rows_of(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def _gathered_parameters(model: nn.Module) -> dict[nn.Parameter, Callable[[], nn.Parameter | None]]:
-    """From each sharded parameter to what it was in the last forward: gathered, where its gradient stays.
+    """Map each sharded parameter to a function that returns its gathered parameter of the last forward.
 
-    FSDP2 puts the gathered parameter into its module while the module's forward runs.
+    FSDP2 puts the gathered parameter, which gets the gradient, into its module while the module's forward runs.
     """
     seen: dict[str, nn.Parameter] = {}
     sharded = dict(model.named_parameters())
@@ -294,10 +294,10 @@ def _gathered_parameters(model: nn.Module) -> dict[nn.Parameter, Callable[[], nn
 
 
 class OrderedModel(ParallelModel):
-    """A whole or sharded model whose steps are the forwards and backwards of virtual ranks, summed in their order."""
+    """A whole or sharded model with a forward and backward for each virtual rank, and an ordered sum of gradients."""
 
     def __init__(self, whole: WholeModel, virtual_ranks: int) -> None:
-        """`whole`: one whose gradients stay each rank's own, or shards."""
+        """`whole`: a model without gradient averaging, or a sharded one."""
         super().__init__(
             model=whole.model,
             parts=whole.parts,
@@ -319,13 +319,13 @@ class OrderedModel(ParallelModel):
         backward: Backward,
         forwards_done: Callable[[], None],
     ) -> None:
-        """Each micro-batch is a virtual rank's; `forwards_done` is called after the last backward."""
+        """Run each micro-batch as one virtual rank; `forwards_done` is called after the last backward."""
         before = versions(self.model)
         for number, micro_batch in enumerate(micro_batches):
             with self._whole.accumulating():
                 backward(self._whole.forward(micro_batch, term))
             self.sums.add(number, counts=not micro_batch.moment.lent)
-        put_back(self.model)  # ZeRO-2 keeps parameters gathered from one micro-batch to the next
+        put_back(self.model)  # ZeRO-2 keeps parameters gathered between micro-batches
         if not self._checked:
             self._checked = True
             self._check_buffers(before)
@@ -333,7 +333,7 @@ class OrderedModel(ParallelModel):
         forwards_done()
 
     def _check_buffers(self, before: Versions) -> None:
-        """Raise UserError where a forward has left something in a buffer: the next virtual rank would see it."""
+        """Raise UserError if a forward has written to a buffer, which the next virtual rank would read."""
         for name, version in versions(self.model).items():
             if version != before.get(name):
                 raise UserError(

@@ -1,4 +1,4 @@
-"""ParallelModel: a model spread over ranks. How it takes micro-batches, and where its parameters are."""
+"""ParallelModel: a model spread over ranks, with its forward and backward over micro-batches."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,14 +31,14 @@ from samestep.parallel.unused_parameters import Used
 from samestep.profiling.clock import StepClock
 from samestep.tasks.base import call
 
-# From the model's output for a micro-batch to what backward starts from.
+# (output of the model, micro-batch) -> the scaled loss term, from which backward starts
 Term = Callable[[Any, MicroBatch], Tensor]
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slices:
-    """With which modules left whole a sliced model has given the output of the whole one."""
+    """The modules that must stay whole for a sliced model to give the output of the whole one."""
 
     whole: Mapping[str, str]  # module -> why
     by_head: Collection[str]  # columns that are laid out head by head
@@ -47,10 +47,11 @@ class Slices:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What the first of the ranks that are rehearsed one after the other has found out about their model.
+    """Results of tracing and slicing that ranks of a rehearsal share.
 
-    Ranks of one pipeline build the same model and follow the same example, of a Llama of 80 layers for seconds each
-    time. What that tells is the same for all of them. Ranks that run find out by themselves, each for its own.
+    Ranks of one pipeline build the same model and trace the same example, which takes seconds for a Llama of 80
+    layers. In a rehearsal, which runs rank after rank, the first rank's results are reused for the others. In a
+    training each rank computes them itself.
     """
 
     traces: list[Trace] = field(default_factory=list)  # none or one
@@ -59,60 +60,59 @@ class Findings:
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """What spreading a model wants to know beyond the layout; all of it may be missing."""
+    """Arguments for spreading a model, beyond the layout; all are optional."""
 
-    # What the model may be called with: a batch's inputs, a few samples. Layouts that cut the model itself look
-    # with it at what its forward does.
+    # Inputs of a few samples, with which layouts that cut the model itself trace its forward.
     example: Any = None
-    # The values of the parameters that are on the meta device.
+    # The values of parameters on the meta device.
     initial: InitialValues | None = None
-    # Which layers a tensor parallel layout slices how (name or pattern -> role), where that is not to be found.
+    # How tensor parallel slices layers (name or pattern -> role), if that can't be found automatically.
     tensor_plan: Mapping[str, str] | None = None
-    # Which modules are experts that ranks share out (name or pattern -> role), where that is not to be found.
+    # Which modules are experts (name or pattern -> role), if that can't be found automatically.
     expert_plan: Mapping[str, str] | None = None
-    # The layers with which pipeline stages begin, but the first; without it they are found.
+    # The first layer of each pipeline stage but the first; empty: found automatically.
     cut_at: Sequence[str] = ()
     # Whether each block is compiled by torch.compile.
     compile: bool = False
-    # Whether attention drops weights, where the model says so.
+    # Whether attention applies its dropout.
     attention_dropout: bool = True
     # Rows of logits that the output layer and cross-entropy compute at a time; None: all.
     loss_chunk: int | None = None
-    # Megabytes of gradients that replicas send together; None: as many as PyTorch's DistributedDataParallel sends.
+    # Size of gradient buckets in megabytes; None: DistributedDataParallel's default.
     bucket_mb: float | None = None
-    # Buffers that are a mean or a sum over the batch (name or pattern -> which).
+    # Buffers that are a mean or a sum over the batch (name or pattern -> "mean" or "sum").
     batch_buffers: Mapping[str, str] = field(default_factory=dict)
-    # For layouts that move something to disk; None: the system's folder for temporary files.
+    # Folder for offload to disk; None: the system's temporary folder.
     offload_folder: Path | None = None
-    # The engine's own configuration file, which is taken as it is.
+    # The engine's own configuration file.
     engine_config: Path | None = None
-    # Whether replicas send gradients of embeddings as the rows that were touched.
+    # Whether replicas exchange gradients of embeddings as touched rows.
     sparse_rows: Choice = "auto"
     # Whether the replicas of a host share one copy of parameters and optimizer state.
     share_replicas: bool = False
-    # Into how many pieces, each with its own forward and backward, the global batch is cut for a sum of gradients in
-    # one order whatever the layout; None: into as many as there are ranks and micro-batches.
+    # Number of virtual ranks, each with its own forward and backward, for sums of gradients in an order that does not
+    # depend on the layout; None: gradients are summed by the back end.
     virtual_ranks: int | None = None
-    # Whether parameters that a step has changed may still be on their way when it ends. Only the trainer then
-    # looks at the model between two steps.
+    # Whether broadcasts of updated parameters may be pending after a step. Then only the trainer may read the model
+    # between steps.
     late_parameters: bool = False
-    # Samples of one step over all ranks, and most samples of one forward on one rank, as the job says them.
+    # The job's global batch size and micro-batch size.
     batch: int | None = None
     micro_batch: int | None = None
-    # What ranks that are rehearsed one after the other need not find out again; None: a rank that runs.
+    # Results shared by the ranks of a rehearsal; None: a training.
     findings: Findings | None = None
 
 
 class ParallelModel(ABC):
     """A model spread over ranks.
 
-    One instance a rank. All ranks call `forward_backward`, `predict` and `settle` in the same order, since each sends
-    messages: a rank that leaves one out makes the others wait until the watchdog ends them.
+    One instance for each rank. All ranks call `forward_backward`, `predict` and `settle` in the same order, since
+    each communicates: if a rank skips one, the others hang until the watchdog ends them.
     """
 
-    timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
-    clock: StepClock | None = None  # to which the phases of a step are reported, where steps are profiled
-    late: LateParameters | None = None  # where parameters that a step has changed come while the next one runs
+    timeline: Timeline | None = None  # records a pipeline's actions in one step
+    clock: StepClock | None = None  # times the phases of a step, if steps are profiled
+    late: LateParameters | None = None  # pending broadcasts of updated parameters
 
     def __init__(
         self,
@@ -133,10 +133,10 @@ class ParallelModel(ABC):
         self.autocast = autocast
         self.buffers = buffers or BatchBuffers(model, {}, parts.mesh.data_group, now)
         self.repeated = RepeatedForwards(model, joined=self.buffers.joins)
-        self._vocabulary = vocabulary  # where the output layer may be sliced
-        self._shared_logits = shared_logits  # where ranks share out its rows
-        self.host = host  # where offloaded activations wait
-        self.disk = disk  # where offloaded parameters lie
+        self._vocabulary = vocabulary  # if the output layer may be sliced
+        self._shared_logits = shared_logits  # if the output layer's rows are distributed
+        self.host = host  # for offloaded activations
+        self.disk = disk  # for offloaded parameters
 
     @abstractmethod
     def forward_backward(
@@ -147,39 +147,39 @@ class ParallelModel(ABC):
         backward: Backward,
         forwards_done: Callable[[], None],
     ) -> None:
-        """Forward and backward of every micro-batch; leave the gradients averaged over the data ranks.
+        """Run forward and backward of every micro-batch, and average the gradients over the data ranks.
 
-        `term` is called where the model's output is. `forwards_done` is called once, when it won't be called again.
+        `term` is called on ranks with the model's output. `forwards_done` is called once, after the last `term`.
         """
 
     def sum_along(self, totals: Tensor) -> bool:
-        """Whether the running `forward_backward` sums this tensor over the data ranks, in place, before it returns.
+        """Ask the running `forward_backward` to all-reduce a tensor over the data ranks, as part of another message.
 
-        It may be asked in `forwards_done`. What it sends anyhow then carries the tensor, which is one message less.
+        It may be called in `forwards_done`. Returns False if the caller must do it itself.
         """
         return False
 
     def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
-        """The loss and the backward of a step, as what this spread gives for an output wants them."""
+        """Wrap a step's loss and backward for outputs in slices of the vocabulary, if there are any."""
         return (loss, backward) if self._vocabulary is None else self._vocabulary.around(loss, backward)
 
     def settle(self) -> None:
-        """Wait until this rank has its parameters as the last step left them; before they are read."""
+        """Wait for pending broadcasts of parameters; call it before reading them."""
         if self.late is not None:
             self.late.settle()
 
     def give_whole_outputs(self) -> None:
-        """From here on, training forwards give no output in slices or rows."""
+        """Make training forwards return whole outputs from now on, not slices or distributed rows."""
         if self._shared_logits is not None:
             self._shared_logits.able = False
         if self._vocabulary is not None:
             self._vocabulary.slices = False
 
     def rehearse(self, micro_batches: Sequence[MicroBatch]) -> list[Any]:
-        """The outputs of a step's training forwards, without graphs and without a trace in the model.
+        """Run a step's training forwards without graphs and without changing the model's state; returns the outputs.
 
-        Random numbers are drawn by sample, so `forward_backward` draws the same. None in place of an output on a
-        rank that has no part in the model's last layer.
+        Random numbers are drawn by sample, so `forward_backward` draws the same. An output is None on ranks without
+        the model's last layer.
         """
         outputs: list[Any] = []
         for micro_batch in micro_batches:
@@ -189,7 +189,7 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def predict(self, inputs: Any) -> Any:
-        """The model's output, or None on a rank that has no part in its last layer."""
+        """Run the model; None on ranks without its last layer."""
 
 
 class WholeModel(ParallelModel):
@@ -206,10 +206,10 @@ class WholeModel(ParallelModel):
         late: LateParameters | None = None,
         **common: Any,
     ) -> None:
-        """`rows`: averages the gradients that `module` leaves alone. `late`: see `ParallelModel`.
+        """`rows`: averages the gradients that `module` ignores. `late`: see `ParallelModel`.
 
-        `repeatable`: a forward may be run once more in place of the one before. It must send no messages, and
-        backward must not run any of it again.
+        `repeatable`: whether a forward may be repeated, with the second run replacing the first. Then it must not
+        communicate, and backward must not recompute any of it.
         """
         super().__init__(**common)
         self._used = used
@@ -218,8 +218,8 @@ class WholeModel(ParallelModel):
         self.late = late
         self._watches_draws = True
         self._buffers_checked = False
-        self.module = module  # what forward calls
-        self.accumulating = accumulating  # forward and backward without messages
+        self.module = module  # the (wrapped) model that forward calls
+        self.accumulating = accumulating  # context of backwards without gradient communication
 
     def forward_backward(
         self,
@@ -229,14 +229,12 @@ class WholeModel(ParallelModel):
         backward: Backward,
         forwards_done: Callable[[], None],
     ) -> None:
-        """The order of what follows backward is the same on every rank, as each line may send messages.
+        """Run the micro-batches with gradient accumulation; the last backward communicates the gradients.
 
-        Gradients of all micro-batches but the last are added up locally; the last backward sends them. So a step
-        sends each gradient once, whatever the number of micro-batches (gradient accumulation as under DDP's
-        `no_sync`).
+        So a step sends each gradient once for any number of micro-batches, as with DDP's `no_sync`. The order of the
+        calls after backward is the same on every rank, as each may communicate.
         """
-        # Versions of the buffers: a forward that moves one shows in the first step, which is compared once and no
-        # more.
+        # Versions of the buffers are compared in the first step only, where a forward that changes one shows.
         before = {} if self._buffers_checked else versions(self.model)
         *first, last = micro_batches
         for number, micro_batch in enumerate(first):
@@ -244,25 +242,25 @@ class WholeModel(ParallelModel):
                 backward(self.forward(micro_batch, term))
         with self.repeated.watched() if first else nullcontext():
             loss = self.forward(last, term)
-        # The loss sums of all micro-batches are known here, so they travel while the last backward runs.
+        # The loss sums of all micro-batches are known here, so their all-reduce overlaps with the last backward.
         forwards_done()
-        with self.repeated.watched():  # a block may be computed again
-            # `reach` ties the loss to every parameter: DDP and FSDP2 must come to each, also to those of a branch not
-            # taken.
+        with self.repeated.watched():  # blocks may be recomputed
+            # `reach` makes the loss depend on every parameter, as DDP and FSDP2 need a gradient also for branches
+            # that were not taken.
             backward(self._used.reach(loss))
         self.repeated.check(_times(len(micro_batches), self.parts.layout))
-        # ZeRO-1: wait for the sums of the shard group. They arrive on each parameter's owner; other ranks get zeros.
+        # ZeRO-1: wait for the reductions within the shard group to each parameter's owner; other ranks get zeros.
         if self.parts.owners is not None:
             self.parts.owners.settle()
-        # Every rank tells which parameters it used along with its embeddings' rows, which is one message less.
+        # The flags of used parameters are sent along with the rows of embeddings, to save a message.
         used_by_any = None if self._rows is None else self._rows.exchange(self._used.noted())
-        average_experts(self.model, self.parts)  # while it is not taken away yet where only others used them
-        # From here on `grad is None` means that no rank used a parameter, as one process would have it.
+        average_experts(self.model, self.parts)  # before gradients of unused parameters are set to None
+        # From here on `grad is None` means that no rank used a parameter, as in one process.
         if used_by_any is None:
             self._used.settle()
         else:
             self._used.forget(used_by_any)
-        # Owners of different replicas add up theirs only now: the sums of the shard group had to be there first.
+        # Owners in different replicas sum their gradients only now, after the reductions within the shard group.
         if self.parts.owners is not None:
             self.parts.owners.sum_replicas(self.model.parameters())
         self.buffers.settle()
@@ -270,31 +268,31 @@ class WholeModel(ParallelModel):
             self._buffers_checked = True
             check_buffers(self.model, before, self.parts.mesh.data_group)
             self.watch_draws(buffers_moved=before != versions(self.model))
-        # FSDP2 has reduced what it shards; scalars and the like are whole on every rank, and are averaged here.
+        # FSDP2 has reduced sharded parameters; scalars and other unsharded ones are averaged here.
         if self.parts.layout.zero >= 2:
             average_what_is_whole(self.model, self.parts)
-        # Sums over tensor and context ranks, of parameters of which each had a part of the gradient. Last, since
-        # averages over data ranks and sums over these commute, and FSDP2's shards are smaller than what it gathered.
+        # Sum gradients that are in parts on tensor and context ranks. This commutes with averaging over data ranks,
+        # and comes last since FSDP2's shards are smaller than whole gradients.
         self.parts.sum_gradients(self.model)
 
     def sum_along(self, totals: Tensor) -> bool:
         return self._rows is None and self._used.sum_along(totals)
 
     def watch_draws(self, *, buffers_moved: bool) -> None:
-        """Decide after a first step whether forwards are still watched for draws."""
+        """Decide after the first step whether forwards still run under the mode that handles random draws."""
         self._watches_draws = not self._repeatable or self.now.drew or buffers_moved
 
     def forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:
-        """A training forward of one micro-batch, up to the loss's term []; waits for late parameters as it goes."""
+        """Run a training forward of one micro-batch up to the loss term []; its units wait for late parameters."""
         if self.late is not None:
             self.late.begin()
         with self.now.at(micro_batch.moment), self.autocast():
             output = self._output(micro_batch.batch.inputs)
-            self.settle()  # the loss may look at parameters that this forward did not use
+            self.settle()  # the loss may read parameters that this forward did not use
             return term(output, micro_batch)
 
     def _output(self, inputs: Any) -> Any:
-        """The model's output. Watching a forward for draws costs time, and few models draw that have never drawn."""
+        """Run the model. The mode for random draws costs time, so it is skipped if no forward has drawn so far."""
         if self._watches_draws:
             return call(self.module, inputs)
         device = torch.device(self.parts.mesh.grid.device_type)
@@ -303,14 +301,14 @@ class WholeModel(ParallelModel):
             output = call(self.module, inputs)
         if generators.moved(before, generators.state_of_torch(device)) is None:
             return output
-        # The forward drew after all. Generators go back to where they were, and the forward is run again, watched;
-        # what the first try left in buffers is excluded by `watch_draws`.
+        # The forward drew after all: restore the generators, and repeat the forward under the mode. Models whose
+        # forwards change buffers are excluded by `watch_draws`.
         self._watches_draws = True
         generators.restore_torch(before, device)
         return call(self.module, inputs)
 
     def predict(self, inputs: Any) -> Any:
-        """A forward without gradients, in the model's mode; every rank of the model calls it."""
+        """Run a forward without gradients, in the model's present mode; every rank of the model calls it."""
         self.settle()
         with torch.no_grad(), self.autocast():
             output = call(self.model, inputs)

@@ -1,9 +1,9 @@
-"""Recomputation: blocks forget their activations after forward and compute them again in backward.
+"""Recomputation: blocks free their activations after forward and recompute them in backward.
 
 (Chen et al. 2016; selective: Korthikanti et al. 2022, section 5.)
 
-`ForwardContext.keep` goes around what is run again: dropout finds the same samples and running numbers of draws, and
-batch norm leaves its running statistics alone.
+The recomputed forward is wrapped by `ForwardContext.keep`, so that dropout draws the same numbers and batch norm does
+not update its running statistics again.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from samestep.parallel.exact.forward_context import ForwardContext
 
 _aten = torch.ops.aten
 
-# What selective recomputation keeps: matrix products, which are dear to compute for what they weigh.
+# Operators whose results selective recomputation saves: matrix products, which are expensive for their size.
 _KEPT = frozenset(
     {
         _aten.mm.default,
@@ -38,21 +38,21 @@ _KEPT = frozenset(
 def recompute(blocks: Sequence[nn.Module], how: Recompute, now: ForwardContext) -> None:
     """Make each block recompute all of its activations ("full"), or all but matrix products ("selective").
 
-    "full" keeps the inputs of a block alone: its activations are there for the time of its backward. "selective" also
-    keeps what products and attention gave, so what is run again is norms, activations and the like: cheap, and most
-    of the memory.
+    "full" only saves a block's inputs; its activations exist during its backward only. "selective" also saves the
+    results of products and attention, and recomputes norms, activation functions and the like, which are cheap and
+    use most of the memory.
     """
     for block in blocks:
-        # The forward is replaced rather than the module, so that every parameter keeps its name.
+        # The forward is replaced, not the module, so that parameters keep their names.
         wrap_forward(block, partial(_recomputed, now, _CONTEXTS[how]))
 
 
 def in_graph(blocks: Sequence[nn.Module], layout: Layout) -> bool:
-    """Whether the compiler takes selective recomputation over.
+    """Whether selective recomputation is compiled with the block.
 
-    What `recompute` keeps are operators that a block calls, and a compiled block calls none. Traced as a part of the
-    block, the policy tells the compiler what to keep. Nothing of ours may be in the block then that has a state:
-    messages of tensor and context parallelism, batch norm's statistics. There the whole block is computed again.
+    The policy of `recompute` sees the operators that a block calls, but a compiled block calls none. So the policy is
+    traced as a part of the block. This excludes blocks with state or communication: tensor and context parallelism,
+    and batch norm. Those blocks are recomputed in full.
     """
     if layout.recompute != "selective" or layout.tensor > 1 or layout.context > 1:
         return False
@@ -61,16 +61,16 @@ def in_graph(blocks: Sequence[nn.Module], layout: Layout) -> bool:
 
 
 def selectively(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """What `recompute` makes of a forward, for the compiler: it runs Python once, so that no state comes back."""
+    """A block's forward with selective recomputation, for the compiler; it keeps no context, as it is traced once."""
     return checkpoint(forward, *arguments, use_reentrant=False, **_CONTEXTS["selective"], **keywords)
 
 
 def _recomputed(
     now: ForwardContext, contexts: dict[str, Any], forward: Callable[..., Any], *arguments: Any, **keywords: Any
 ) -> Any:
-    """A block's forward as a checkpoint of PyTorch's."""
-    # use_reentrant=False: what is run again in backward is a part of the same graph, so that hooks (FSDP2's, DDP's)
-    # see one backward. PyTorch also restores its generators, for what draws from them.
+    """Run a block's forward under PyTorch's checkpoint."""
+    # use_reentrant=False: the recomputation is a part of the same graph, so that hooks (FSDP2's, DDP's) see one
+    # backward. PyTorch also restores its generators.
     return checkpoint(now.keep(forward), *arguments, use_reentrant=False, **contexts, **keywords)
 
 

@@ -1,4 +1,4 @@
-"""Recorder: hooks and modes that write down a forward's calls of modules and functions while it runs."""
+"""Recorder: hooks and modes that record a forward's calls of modules and functions."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from samestep.parallel.exact.dropout import draws_in
 from samestep.parallel.exact.grouped_product import call_followed
 from samestep.parallel.nests import tensors_in
 
-# Attributes and methods of a tensor that tell its form, and need none of its numbers.
+# Attributes and methods of a tensor that don't depend on its values.
 _FORM = frozenset(
     {
         "device",
@@ -44,7 +44,7 @@ _FORM = frozenset(
 
 
 class _Clock:
-    """The position among all beginnings and ends of calls.
+    """A counter of the beginnings and ends of calls.
 
     Beginnings and ends get consecutive numbers, so that "within", "before" and "after" of two calls are comparisons.
     """
@@ -54,7 +54,7 @@ class _Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class _Open:
-    """A call that has begun."""
+    """A call that has not ended."""
 
     name: str
     began: int
@@ -62,31 +62,31 @@ class _Open:
     counts: Counter[str]
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    sources: Mapping[int, tuple[int, ...]]  # of its arguments, as the dataflow knows them
+    sources: Mapping[int, tuple[int, ...]]  # dataflow nodes of its arguments
 
 
 class _Functions(TorchFunctionMode):
-    """Counts the calls of functions by their name, and notes which tensors they take."""
+    """Counts calls of functions by name, and records their uses of parameters and module outputs."""
 
     def __init__(self, open_modules: list[_Open], clock: _Clock, *, values: bool, dataflow: DataflowRecorder) -> None:
         super().__init__()
         self._dataflow = dataflow
-        # Modules whose own forward asks for values of what is computed from parameters, and by which function.
+        # Modules whose own forward asks for values that depend on parameters -> the function with which it asks.
         self.asking: dict[str, str] = {}
         self._values = values
         self.counts: Counter[str] = Counter()
         self.uses: dict[str, set[tuple[str, ...]]] = {}
         self.last_uses: dict[int, int] = {}
         self.attentions: list[Attention] = []
-        self.draws: list[tuple[int, str, int]] = []  # when, in which module's forward, how many
-        self.paused = False  # while the recorder itself looks at tensors
-        self.outputs: set[int] = set()  # identities of what modules gave
+        self.draws: list[tuple[int, str, int]] = []  # (time, module whose forward draws, number of draws)
+        self.paused = False  # whether the recorder itself uses tensors
+        self.outputs: set[int] = set()  # ids of module outputs
         self._parameters: dict[int, str] = {}
         self._open = open_modules
         self._clock = clock
 
     def watch(self, state: Mapping[str, Tensor]) -> None:
-        """Note the uses of these parameters."""
+        """Record the uses of these parameters."""
         self._parameters = {id(tensor): name for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
     def __torch_function__(
@@ -115,7 +115,7 @@ class _Functions(TorchFunctionMode):
         return _linked(func, attribute, args, kwargs)
 
     def _note(self, tensor: Tensor, attribute: str) -> None:
-        """Note that a tensor is used now: a parameter by the modules that run, a module's output by the time."""
+        """Record a use of a tensor: for a parameter the running modules, for a module's output the time."""
         parameter = self._parameters.get(id(tensor))
         if parameter is not None and attribute not in _FORM:
             self.uses.setdefault(parameter, set()).add(self._modules())
@@ -132,7 +132,7 @@ class _Functions(TorchFunctionMode):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Note a call of attention: its shapes and its dropout."""
+        """Record the shapes and the dropout of a call of attention."""
         seen = {"query": seen_of(query), "key": seen_of(key)}
         self.attentions.append(Attention(modules=self._modules(), dropout=dropout_p, **seen))
 
@@ -141,10 +141,10 @@ class _Functions(TorchFunctionMode):
 
 
 def _linked(func: Any, attribute: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-    """The result of a call, in whose graph stands what it is computed from, also where a model leaves autograd.
+    """Call a function with gradients enabled, so that the result's graph has all of its dependencies.
 
-    A layout asks which parameters a tensor is computed from. A mask made under `torch.no_grad` or from a detached
-    tensor is computed from some as well.
+    Layouts need the parameters on which a tensor depends, also for a mask that the model makes under `torch.no_grad`
+    or from a detached tensor.
     """
     if attribute in ("detach", "data") and len(args) == 1:
         return args[0].view_as(args[0])
@@ -153,28 +153,28 @@ def _linked(func: Any, attribute: str, args: Sequence[Any], kwargs: Mapping[str,
     try:
         with torch.enable_grad():
             return call_followed(func, args, kwargs)
-    except RuntimeError:  # in place on a parameter, say, which autograd refuses
+    except RuntimeError:  # such as an in-place change of a parameter, which autograd forbids
         return call_followed(func, args, kwargs)
 
 
-# Functions that work along one dimension, of which it matters whether tokens stand there.
+# Functions along one dimension, which mix tokens if it is the dimension of tokens.
 _ALONG_ONE = frozenset({"softmax", "cumsum"})
 
 
 def along(function: str, size: int) -> str:
-    """Under which name the calls of a function along a dimension of some size are counted."""
+    """The name under which calls of a function along a dimension of this size are counted."""
     return f"{function} of {size}"
 
 
 def _size_along(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """The size of the dimension along which a function is called; a softmax that names none takes the last."""
+    """The size of the dimension along which a function is called; by default the last one."""
     tensor = args[0] if args else kwargs.get("input")
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     dim = -1 if dim is None else dim
     return tensor.shape[dim] if isinstance(tensor, Tensor) and isinstance(dim, int) and tensor.ndim else None
 
 
-# Functions whose result, or its shape, depends on the numbers in a tensor.
+# Functions whose result is a Python value or has a data-dependent shape.
 _ASKING = frozenset(
     {
         "__bool__",
@@ -198,7 +198,7 @@ _ASKING = frozenset(
 
 
 def _asks(name: str, args: Sequence[Any]) -> bool:
-    """Whether a call wants values of its tensors: the same function of other numbers gives another shape, or none."""
+    """Whether a call asks for values of its tensors: its result is a Python value or has a data-dependent shape."""
     if name == "where":
         return len(args) == 1
     if name == "repeat_interleave":
@@ -213,7 +213,7 @@ def _leaves(nest: Any) -> list[Any]:
 
 
 def _answered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-    """What a call gives that asks for values."""
+    """Run a call that asks for values."""
     if getattr(func, "__name__", "") == "numpy":  # a detached tensor is none here
         args = [each.detach() if isinstance(each, Tensor) else each for each in args]
         return func(*args, **(kwargs or {}))
@@ -221,7 +221,7 @@ def _answered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) 
 
 
 class _Flops(TorchDispatchMode):
-    """Counts the multiplications and additions of operators that PyTorch has a formula for."""
+    """Counts the FLOPs of operators for which PyTorch has a formula."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,10 +243,10 @@ class _Flops(TorchDispatchMode):
 
 
 class Recorder:
-    """Hooks that write down every call of every module."""
+    """Hooks that record every call of every module."""
 
     def __init__(self, *, values: bool = False) -> None:
-        """`values`: the forward runs on tensors that have some."""
+        """`values`: whether the forward runs on tensors with values."""
         self._values = values
         self.calls: list[Call] = []
         self._open: list[_Open] = []
@@ -254,16 +254,16 @@ class Recorder:
         self.flops = _Flops()
         self.dataflow = DataflowRecorder()
         self.functions = _Functions(self._open, self._clock, values=values, dataflow=self.dataflow)
-        self._kept: list[Any] = []  # alive, so that no two tensors share an identity
+        self._kept: list[Any] = []  # kept alive, so that no id is reused
 
     def attach(self, model: nn.Module) -> Iterator[Any]:
-        """Put the hooks on; gives their handles, for them to be removed."""
+        """Register the hooks; yields their handles."""
         for name, module in model.named_modules():
             yield module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
             yield module.register_forward_hook(self._end_of(name), with_kwargs=True)
 
     def running(self) -> tuple[str, ...]:
-        """The modules whose forwards run, from the model to the innermost."""
+        """The modules whose forwards are running, outermost first."""
         return tuple(each.name for each in self._open)
 
     def _begin(self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -307,14 +307,14 @@ class Recorder:
         return end
 
     def _see(self, nest: Any) -> Any:
-        """A nest with `Seen` in the place of tensors; the tensors themselves are kept alive."""
+        """Replace tensors in a nest by `Seen`; the tensors are kept alive."""
         self._kept.append(nest)
         with self._paused():
             return pytree.tree_map_only(Tensor, self._seen, _opened(nest))
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """The recorder's own looks at tensors, which are no part of the forward."""
+        """Context of the recorder's own uses of tensors, which are not recorded."""
         self.functions.paused = True
         try:
             yield
@@ -326,7 +326,7 @@ class Recorder:
 
 
 def _opened(output: Any) -> Any:
-    """A dataclass, which PyTorch's walkers of nests do not open, as a dictionary of its fields."""
+    """Convert a dataclass to a dictionary of its fields, as pytree does not traverse dataclasses."""
     if is_dataclass(output) and not isinstance(output, type) and len(pytree.tree_leaves(output)) == 1:
         return {each.name: getattr(output, each.name) for each in fields(output)}
     return output

@@ -1,4 +1,4 @@
-"""Offload of activations: what a block keeps for its backward waits in the host's memory (Rhu et al. 2016)."""
+"""Offload of activations: tensors that a block saves for backward are kept in host memory (Rhu et al. 2016)."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,11 +13,11 @@ from samestep.parallel.attributes import wrap_forward
 from samestep.parallel.offload.memory import HostMemory, address
 from samestep.parallel.sharding import local
 
-_SMALLEST = 1024  # bytes; for less a copy isn't worth its start
+_SMALLEST = 1024  # bytes; smaller tensors are not worth a copy
 
 
 def offload_activations(blocks: Sequence[nn.Module], memory: HostMemory) -> None:
-    """Make each block copy what it keeps for backward to `memory`, and back when backward asks for it.
+    """Make each block copy the tensors that it saves for backward to `memory`, and back when backward needs them.
 
     On an accelerator the copies are asynchronous: in the order of the device's work, while the CPU goes on. On a CPU
     they are copies within its memory, so that the same code runs there. Parameters stay where they are.
@@ -26,18 +26,18 @@ def offload_activations(blocks: Sequence[nn.Module], memory: HostMemory) -> None
     when that backward runs. A tensor saved by two operators is copied twice.
     """
     for block in blocks:
-        # The forward is replaced rather than the module, so that every parameter keeps its name.
+        # The forward is replaced, not the module, so that parameters keep their names.
         wrap_forward(block, partial(_offloading, block, memory))
 
 
 def _offloading(block: nn.Module, memory: HostMemory, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """A block's forward, during which what autograd saves goes to the host's memory."""
+    """Run a block's forward, with the tensors that autograd saves copied to host memory."""
     parameters = {address(local(parameter.detach())) for parameter in block.parameters()}
 
     def pack(tensor: Tensor) -> Any:
         if _stays(tensor) or address(tensor) in parameters:
             return tensor
-        # The device's memory is free as soon as the forward lets go of the tensor.
+        # The device's memory is freed as soon as the forward drops the tensor.
         return _Away(tensor, memory)
 
     with saved_tensors_hooks(pack, _unpack):
@@ -45,19 +45,19 @@ def _offloading(block: nn.Module, memory: HostMemory, forward: Any, *args: Any, 
 
 
 def _stays(tensor: Tensor) -> bool:
-    """Whether a saved tensor is left where it is: a parameter, a sharded one, a small or an expanded one."""
+    """Whether a saved tensor is not offloaded: a parameter, a DTensor, a small or an expanded tensor."""
     base = tensor if tensor._base is None else tensor._base
     return (
         isinstance(base, nn.Parameter)  # also one that FSDP2 gathered
         or isinstance(tensor, DTensor)
         or tensor.layout is not torch.strided
         or tensor.nbytes < _SMALLEST
-        or tensor.untyped_storage().nbytes() < tensor.nbytes  # expanded: the copy would be larger
+        or tensor.untyped_storage().nbytes() < tensor.nbytes  # expanded: a copy would be larger
     )
 
 
 class _Away:
-    """A tensor that waits in the host's memory for as long as autograd keeps this."""
+    """An offloaded tensor; its host memory is reused when autograd drops this object."""
 
     def __init__(self, tensor: Tensor, memory: HostMemory) -> None:
         self._device = tensor.device
@@ -66,8 +66,8 @@ class _Away:
         self._copy.copy_(tensor.detach(), non_blocking=self._pinned)
 
     def back(self) -> Tensor:
-        """The tensor on its device again: enqueued in the device's stream, after the copy that took it away."""
-        # Always a copy: the memory is used again while the result may still be used.
+        """Copy the tensor back to its device, in stream order after the copy to the host."""
+        # Always a copy, since the host memory may be reused while the result is still in use.
         return self._copy.to(self._device, non_blocking=self._pinned, copy=True)
 
 

@@ -1,4 +1,4 @@
-"""Memory for what is offloaded: pinned buffers in the host's memory, and tensors whose memory is a mapped file.
+"""Memory for offloaded tensors: pinned buffers in host memory, and tensors in a memory-mapped file.
 
 Pinned buffers let an accelerator copy while the CPU does other work; pages of a file that isn't used need no memory.
 """
@@ -18,28 +18,28 @@ from samestep.parallel.valueless import has_values
 
 
 def address(tensor: Tensor) -> int:
-    """What tells a tensor's memory from another's: where it lies, or which it would be where there is none."""
+    """The address of a tensor's storage; for a tensor without values, the identity of its storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() if has_values(tensor) else storage._cdata
 
 
 class HostMemory:
-    """Tensors in the host's memory, pinned where the device is an accelerator; used again once they are free."""
+    """Allocator of tensors in host memory, pinned if the device is an accelerator; buffers are reused."""
 
     def __init__(self, device: torch.device) -> None:
         self.pinned = device.type != "cpu"
-        self._free: dict[int, list[Tensor]] = {}  # by their bytes
+        self._free: dict[int, list[Tensor]] = {}  # free buffers by size in bytes
         self._buffers: list[Tensor] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor to keep."""
+        """Allocate a tensor that is never reused."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=self.pinned)
 
     def lend(self, like: Tensor, until_gone: object) -> Tensor:
-        """A contiguous tensor of that shape and dtype, whose memory is used again when `until_gone` is gone.
+        """Make a contiguous tensor like `like`, whose buffer is reused when `until_gone` is freed.
 
-        Reuse is by reference counting: `weakref.finalize` gives the buffer back when autograd drops the graph's node.
-        Its memory may then be written to at once, so whoever reads it must have copied it (`_Away.back`).
+        `weakref.finalize` returns the buffer when autograd drops the graph's node. It may then be overwritten at
+        once, so readers must copy it before (`_Away.back`).
         """
         size = _rounded(like.nbytes)
         free = self._free.setdefault(size, [])
@@ -52,13 +52,13 @@ class HostMemory:
         return buffer[: like.nbytes].view(like.dtype).view(like.shape)
 
     def lent(self) -> Iterator[Tensor]:
-        """All memory that was lent at one time or another, and is kept for the next."""
+        """All buffers for `lend`, in use or free."""
         yield from self._buffers
 
 
 def _rounded(size: int) -> int:
-    """A size of which there are eight between a power of two and the next, so that batches of many lengths share."""
-    # An eighth of the power of two below.
+    """Round up to one of eight sizes between powers of two, so that batches of different lengths share buffers."""
+    # An eighth of the next lower power of two.
     step = 1 << max(0, size.bit_length() - 4)
     return -(-size // step) * step
 
@@ -67,7 +67,7 @@ _CHUNK = 1 << 30  # bytes of the file in one mapping; an untouched part of the f
 
 
 class MappedFile:
-    """Tensors in a file without a name in a folder: it is gone with this process, however that ends."""
+    """Allocator of tensors in an unnamed temporary file, which the system removes when this process ends."""
 
     def __init__(self, folder: Path | None) -> None:
         try:
@@ -81,7 +81,7 @@ class MappedFile:
         self._given: set[int] = set()  # addresses
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor in the file. Raises UserError where the disk is full."""
+        """Allocate a tensor in the file. Raises UserError if the disk is full."""
         count = torch.Size(shape).numel()
         size = -(-count * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
         if count == 0:
@@ -89,14 +89,14 @@ class MappedFile:
         if self._end + size > self._chunk_end:
             self._map(max(size, _CHUNK))
         try:
-            # A write into a mapping of a full disk would end the process without a word.
+            # Without allocation, a write to the mapping on a full disk would raise SIGBUS.
             os.posix_fallocate(self._file.fileno(), self._end, size)
         except OSError as error:
             raise UserError(
                 f"offload to {self._folder}: {error.strerror} after {self._end / 1e9:.1f} GB; "
                 "set run.offload_folder to a folder with more room"
             ) from None
-        # From the file's offset to that in its last mapping.
+        # The offset in the last mapping.
         offset = self._end - (self._chunk_end - len(self._chunks[-1]))
         self._end += size
         tensor = torch.frombuffer(self._chunks[-1], dtype=dtype, count=count, offset=offset).view(tuple(shape))
@@ -109,16 +109,16 @@ class MappedFile:
 
     @property
     def bytes_on_disk(self) -> int:
-        """What the file takes of its disk, as the file system counts it."""
+        """The disk space that the file uses, as the file system counts it."""
         return os.fstat(self._file.fileno()).st_blocks * 512
 
     def let_go(self) -> None:
-        """Give the memory of all pages back to the system, which writes them to the file when it wants to."""
+        """Release all pages from memory; the system writes them to the file."""
         for chunk in self._chunks:
             chunk.madvise(mmap.MADV_DONTNEED)
 
     def _map(self, size: int) -> None:
-        """Add a mapping of `size` bytes at the end of the file; what is left of the one before stays unused."""
+        """Append a mapping of `size` bytes to the file; the rest of the mapping before stays unused."""
         self._end = self._chunk_end
         self._chunk_end += size
         os.ftruncate(self._file.fileno(), self._chunk_end)
@@ -126,7 +126,7 @@ class MappedFile:
 
 
 def check_offload_folder(folder: Path | None) -> None:
-    """Raise UserError where a folder can't take files."""
+    """Raise UserError if a folder is missing or not writable."""
     if folder is None:
         return
     if not folder.is_dir():

@@ -25,7 +25,7 @@ from samestep.parallel.offload.memory import HostMemory, MappedFile, address
 from samestep.parallel.optimizer_lots import Lot
 from samestep.parallel.sharding import local
 
-# Optimizers that treat every number of a parameter by itself, so that a shard can be stepped like a whole.
+# Elementwise optimizers, which can step a shard like a whole parameter.
 BY_NUMBER = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -55,7 +55,7 @@ class OffloadedOptimizer(Optimizer):
         by_number: bool = False,
         **settings: Any,
     ) -> None:
-        """`by_number`: the kind is known to treat every number of a parameter by itself."""
+        """`by_number`: whether the kind is known to be elementwise."""
         super().__init__(params, settings)
         self._memory = memory
         for group in self.param_groups:
@@ -72,7 +72,7 @@ class OffloadedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Fetch, step and put back, lot by lot: all parameters at once, or one at a time with a file."""
+        """Fetch gradients, step, and copy parameters back: all at once, or with a file one parameter at a time."""
         loss = loss_of(closure)
         for lot in self._lots:
             lot.step(self.param_groups)
@@ -85,7 +85,7 @@ class OffloadedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give the copies' optimizers the state, on the CPU or in the file, whatever device it was on."""
+        """Load the state of the copies' optimizers, onto the CPU or into the file."""
         super().load_state_dict(state_dict)
         for lot in self._lots:
             for copy in lot.copies:
@@ -102,12 +102,12 @@ class OffloadedOptimizer(Optimizer):
             yield lot.optimizer
 
     def host_tensors(self) -> Iterator[Tensor]:
-        """What it holds in the host's memory, besides the counts of steps."""
+        """Its tensors in host memory, except step counts."""
         if isinstance(self._memory, HostMemory):
             yield from self._tensors()
 
     def disk_tensors(self) -> Iterator[Tensor]:
-        """What it holds in its file."""
+        """Its tensors in the file."""
         if isinstance(self._memory, MappedFile):
             yield from self._tensors()
 
@@ -122,7 +122,7 @@ class OffloadedOptimizer(Optimizer):
                         yield value
 
     def _move(self, state: dict[str, Any]) -> None:
-        """Put state that an optimizer made for itself where it belongs."""
+        """Move state that an optimizer has allocated itself into the file, if there is one."""
         if not isinstance(self._memory, MappedFile):
             return
         for name, value in state.items():
@@ -135,7 +135,7 @@ class OffloadedOptimizer(Optimizer):
 def offloaded_kind(
     kind: type[Optimizer], layout: Layout, device: torch.device, folder: Path | None
 ) -> Callable[..., Optimizer]:
-    """What makes a layout's optimizers of a kind: itself, or one that is offloaded as the layout says."""
+    """Make the constructor of an optimizer kind, offloaded if the layout says so."""
     if layout.offloads("optimizer"):
         return partial(OffloadedOptimizer, kind=kind, memory=HostMemory(device))
     if layout.offloads("optimizer-disk"):
@@ -144,22 +144,22 @@ def offloaded_kind(
 
 
 class _Copy:
-    """A parameter of the device, or this rank's shard of one, and what the CPU holds of it."""
+    """A parameter (or local shard) on the device, and its copy and gradient on the CPU."""
 
     def __init__(self, parameter: nn.Parameter, memory: HostMemory | MappedFile) -> None:
         value = local(parameter.detach())
         self.parameter = parameter
         self.host = nn.Parameter(memory.empty(value.shape, value.dtype))
-        self.gradient: Tensor | None = None  # kept, since pinned memory is dear to ask for
+        self.gradient: Tensor | None = None  # kept, since allocating pinned memory is slow
         if isinstance(memory, HostMemory):
             self.gradient = memory.empty(value.shape, value.dtype)
         self._asynchronous = isinstance(memory, HostMemory) and memory.pinned
         self._seen: tuple[int, int, int] | None = None  # address, offset and version of the device's value
 
     def fetch(self) -> None:
-        """Bring the gradient to the CPU, and the value where something else than `put` has written it."""
+        """Copy the gradient to the CPU, and the value if anything but `put` has written it."""
         value = local(self.parameter.detach())
-        # Something else has written the parameter since: a checkpoint that was loaded, a weight average.
+        # Written since `put`, by loading a checkpoint or swapping in a weight average.
         if self._seen != _state_of(value):
             self.host.copy_(value, non_blocking=self._asynchronous)
         if self.parameter.grad is None:
@@ -170,7 +170,7 @@ class _Copy:
             self.host.grad = self.gradient.copy_(local(self.parameter.grad), non_blocking=self._asynchronous)
 
     def put(self) -> None:
-        """Bring the stepped value to the device."""
+        """Copy the updated value to the device."""
         value = local(self.parameter.detach())
         value.copy_(self.host, non_blocking=self._asynchronous)
         self._seen = _state_of(value)
@@ -205,14 +205,14 @@ class _OffloadedLot:
             copy.fetch()
         device = self.copies[0].parameter.device
         if device.type != "cpu":
-            torch.accelerator.current_stream(device).synchronize()  # the CPU reads what was copied
+            torch.accelerator.current_stream(device).synchronize()  # until the copies have arrived
         self.lot.step(groups)
         for copy in self.copies:
             copy.put()
 
 
 def _check_shards(parameters: Sequence[Tensor], kind: Any) -> None:
-    """Raise LayoutError where a shard can't be stepped by itself."""
+    """Raise LayoutError for shards of parameters with an optimizer that isn't elementwise."""
     if kind not in BY_NUMBER and any(isinstance(parameter, DTensor) for parameter in parameters):
         raise LayoutError(
             f"offload of optimizer {getattr(kind, '__name__', kind)}: of shards of parameters only "

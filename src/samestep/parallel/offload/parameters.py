@@ -1,7 +1,7 @@
-"""Offload of parameters to disk: a rank's shards, and the optimizer's state of them, lie in a file.
+"""Offload of parameters to disk: a rank's shards and their optimizer state are in a memory-mapped file.
 
-The file is mapped into memory: its pages come in where a block is gathered or stepped, and may go when the step is
-over. (Rajbhandari et al. 2021, ZeRO-Infinity.)
+The system reads its pages when a block is gathered or stepped, and may drop them after the step (Rajbhandari et al.
+2021, ZeRO-Infinity).
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from samestep.parallel.sharding import local
 
 
 def empty_in(file: MappedFile, tensor: Tensor) -> Tensor:
-    """Memory in the file for a tensor; of a DTensor for this rank's shard."""
+    """Allocate a tensor like the given one in the file; for a DTensor its local shard."""
     shard = local(tensor)
     memory = file.empty(shard.shape, shard.dtype)
     if not isinstance(tensor, DTensor):
@@ -34,7 +34,7 @@ def empty_in(file: MappedFile, tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def move_parameters(model: nn.Module, file: MappedFile) -> None:
-    """Move what a rank holds of a model's parameters into the file, one after another; tied ones stay tied."""
+    """Move a rank's parameters or shards into the file, one after another; tied parameters stay tied."""
     moved: dict[int, nn.Parameter] = {}
     for name, parameter in dict(model.named_parameters(remove_duplicate=False)).items():
         if id(parameter) not in moved:
@@ -42,13 +42,13 @@ def move_parameters(model: nn.Module, file: MappedFile) -> None:
             moved[id(parameter)] = nn.Parameter(there, requires_grad=parameter.requires_grad)
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, moved[id(parameter)])
-    # A shard that FSDP2 fills up, since the rows don't divide by the ranks, it copies back into memory.
+    # FSDP2 copies a shard back into memory if it pads it, as the rows don't divide by the ranks.
     # FSDP2 keeps its own views of the local shards, which must be those in the file.
     look_again(model)
 
 
 def keep_state(optimizer: Optimizer, file: MappedFile) -> None:
-    """After every step, move what the optimizer has made for itself into the file, and let go of the file's pages."""
+    """After every step, move new optimizer state into the file, and release the file's pages from memory."""
 
     def move(stepped: Optimizer, *_: Any) -> None:
         for state in stepped.state.values():
@@ -61,7 +61,7 @@ def keep_state(optimizer: Optimizer, file: MappedFile) -> None:
 
 
 def _moved(file: MappedFile, tensor: Tensor) -> Tensor:
-    """A copy of a tensor, or of this rank's shard of it, whose memory is in the file."""
+    """Copy a tensor, or the local shard of a DTensor, into the file."""
     there = empty_in(file, tensor.detach())
     local(there).copy_(local(tensor.detach()))
     return there

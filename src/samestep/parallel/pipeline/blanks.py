@@ -1,7 +1,6 @@
 """Blanks: placeholder modules and tensors in a rank's model, for modules that are on other ranks of the pipeline.
 
-A placeholder has the attributes of the module and no parameters; it gives tensors of the right shapes without
-numbers.
+A placeholder has the attributes of the module and no parameters; its outputs have the right shapes and no values.
 """
 
 import math
@@ -29,9 +28,9 @@ _IN_PLACE = frozenset(
 
 
 def placeholder_module(module: nn.Module, device: torch.device, forward: Forward | None = None) -> nn.Module:
-    """A module with the class and attributes of another, whose parameters are blank and which calls `forward`.
+    """Make a module with another's class and attributes and blank parameters, which calls `forward`.
 
-    The model's own code may look at a layer (its kind, a weight's dtype) without calling it.
+    The model's own code may read a layer's attributes (its class, a weight's dtype) without calling it.
     """
     empty = _shallow(module, type(module).__bases__[0] if is_parametrized(module) else type(module))
     for name, value in vars(module).items():
@@ -39,7 +38,7 @@ def placeholder_module(module: nn.Module, device: torch.device, forward: Forward
             vars(empty)[name] = _hooks_for_all(value)
         elif isinstance(value, (list, tuple)):  # recurrent layers keep their parameters in a list too
             vars(empty)[name] = pytree.tree_map_only(nn.Parameter, partial(_blank_like, device=device), value)
-        elif isinstance(value, Tensor) and value.requires_grad:  # a weight that is computed from others
+        elif isinstance(value, Tensor) and value.requires_grad:  # a weight computed from other parameters
             vars(empty)[name] = _blank_like(value, device)
     empty._parameters = {name: None for name, parameter in module._parameters.items() if parameter is None}
     for name, parameter in module._parameters.items():
@@ -47,7 +46,7 @@ def placeholder_module(module: nn.Module, device: torch.device, forward: Forward
             vars(empty)[name] = _blank_like(parameter, device)
     if is_parametrized(module):
         for name, parameters in cast(nn.ModuleDict, module.parametrizations).items():
-            # The largest of those from which it is computed has its shape.
+            # The largest of the original parameters has its shape.
             largest = max(parameters.parameters(recurse=False), key=Tensor.numel)
             vars(empty)[name] = _blank_like(largest, device)
     empty._modules = {
@@ -59,9 +58,9 @@ def placeholder_module(module: nn.Module, device: torch.device, forward: Forward
 
 
 def stand_in(module: nn.Module, device: torch.device, forward: Forward, *, held: bool) -> nn.Module:
-    """A module that calls `forward` in place of another's.
+    """Make a module that calls `forward` in place of another module's forward.
 
-    `held`: this rank has the other one's parameters, which the model's own code may then read from it.
+    `held`: this rank has the other module's parameters, which the model's own code may read from the stand-in.
     """
     if not held:
         return placeholder_module(module, device, forward)
@@ -74,22 +73,22 @@ def stand_in(module: nn.Module, device: torch.device, forward: Forward, *, held:
 
 
 def _hooks_for_all(hooks: Mapping[int, Any]) -> "OrderedDict[int, Any]":
-    """What of a module's hooks stays where another stands for it: what every stage wants to know."""
+    """The hooks that a stand-in keeps: those that every stage needs."""
     return OrderedDict((number, hook) for number, hook in hooks.items() if isinstance(hook, NotesTokens))
 
 
 def blank(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of any shape that takes no memory. It is not a number, so that no model can learn from it unseen."""
-    # An expanded scalar: stride 0 in every dimension, whatever the shape.
+    """A tensor of any shape without memory. Its values are NaN, so that a use of them would not go unnoticed."""
+    # An expanded scalar, with stride 0 in every dimension.
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 class BlankHidden(Tensor):
-    """A blank in place of what a module gives, or of its weight: what a model writes to it takes no memory either.
+    """A blank in place of a module's output or weight, which ignores in-place writes.
 
-    Without this, `x = self.embed(words); x += self.positions` would fail in every stage but the first, and so would a
-    model that rescales the weights of its layers.
+    Without this, `x = self.embed(words); x += self.positions` would fail in every stage but the first, and so would
+    models that rescale the weights of their layers.
     """
 
     @classmethod
@@ -101,7 +100,7 @@ class BlankHidden(Tensor):
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **keywords)
-            # A part of a blank is a blank.
+            # Views of a blank are blanks.
             return pytree.tree_map_only(Tensor, _kept_blank, made)
 
 
@@ -113,7 +112,7 @@ def _writes(function: str, keywords: Mapping[str, Any]) -> bool:
 
 
 def _kept_blank(tensor: Tensor) -> Tensor:
-    """A blank again where a result still takes no memory of its own: one number, expanded."""
+    """Mark a result as a blank if it is still an expanded scalar."""
     spread = tensor.numel() > 1 and not any(tensor.stride()) and tensor.layout is torch.strided
     return tensor.as_subclass(BlankHidden) if spread and not tensor.requires_grad else tensor
 
@@ -123,7 +122,7 @@ def _blank_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _shallow(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """A module with the same attributes. Python's own copies refuse modules whose weights are computed."""
+    """A shallow copy of a module; Python's copy fails for parametrized modules."""
     empty = kind.__new__(kind)
     vars(empty).update(vars(module))
     return empty
@@ -134,10 +133,10 @@ def _not_here(*arguments: Any, **keywords: Any) -> Any:
 
 
 class BlankOutput:
-    """Blanks of the shapes that a module would give, for the arguments that it is called with."""
+    """Computes blanks with the shapes of a module's output, for the arguments of a call."""
 
     def __init__(self, module: nn.Module, call: Call, device: torch.device) -> None:
-        """`module`: without numbers; `call`: one of its calls that was traced."""
+        """`module`: a copy without values; `call`: one of its traced calls."""
         self._imagined = module
         self._call = call
         self._device = device
@@ -145,7 +144,7 @@ class BlankOutput:
         self._wants_values = False
 
     def __call__(self, arguments: Any, keywords: Any) -> Any:
-        """A nest like the module's output, in which an argument that it passes on as it is stands for itself."""
+        """Make a nest like the module's output, of blanks and of arguments that the module returns unchanged."""
         given = tensors_in((arguments, keywords))
         output = self._like_arguments(self._pairs(arguments, keywords, given))
         if output is None:
@@ -158,9 +157,9 @@ class BlankOutput:
         return blank(seen.shape, seen.dtype, self._device).as_subclass(BlankHidden)
 
     def _pairs(self, arguments: Any, keywords: Any, given: Sequence[Tensor]) -> dict[int, tuple[Seen, Tensor]]:
-        """By the number of a tensor among those given, what stood in its place in the trace.
+        """Match argument tensors with those of the traced call: number of the tensor -> (traced, given).
 
-        A place may be empty in one of the two, as that of a mask is that hides nothing.
+        An argument may be missing in one of the two, such as a mask.
         """
         numbers = {id(tensor): number for number, tensor in enumerate(given)}
         before, now = (
@@ -174,9 +173,9 @@ class BlankOutput:
         }
 
     def _like_arguments(self, pairs: Mapping[int, tuple[Seen, Tensor]]) -> Any:
-        """An output whose tensors have the shapes of arguments that had the same shapes in the trace.
+        """Infer output shapes from arguments that had the same shapes as the outputs in the trace.
 
-        None where no argument had, or where those that had differ by now.
+        None if an output matches no argument, or arguments that now differ in shape.
         """
         if not _is_plain(self._call.output):
             return None
@@ -201,7 +200,7 @@ class BlankOutput:
         return map_tensors(lambda seen: found[seen.identity], self._call.output, Seen) if found else None
 
     def _imagine(self, arguments: Any, keywords: Any) -> Any:
-        """Run the module on shapes alone, or with the values that its own code asks for; remembered by shapes."""
+        """Run the module without values, or with those that its code asks for; cached by shapes."""
         leaves = pytree.tree_leaves((arguments, keywords))
         key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
         if key in self._known:
@@ -222,14 +221,14 @@ class BlankOutput:
 
 
 def _is_plain(output: Any) -> bool:
-    """Whether a traced output is of tensors, tuples and lists, which a trace keeps as they are."""
+    """Whether a traced output consists of tensors, tuples and lists only."""
     if isinstance(output, (tuple, list)):
         return all(_is_plain(each) for each in output)
     return output is None or isinstance(output, Seen)
 
 
 def without_numbers(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters and buffers have shapes and no memory."""
+    """Copy a module, with parameters and buffers that have shapes and no memory."""
     tensors: Mapping[int, Tensor] = {id(t): t for t in (*module.parameters(), *module.buffers())}
     unreal: dict[int, Tensor] = {}
     for key, tensor in tensors.items():
@@ -240,7 +239,7 @@ def without_numbers(module: nn.Module) -> nn.Module:
 
 
 def _copied(module: nn.Module, unreal: Mapping[int, Tensor], done: dict[int, nn.Module]) -> nn.Module:
-    """A copy of a module and all in it, with other tensors in place of its own."""
+    """Copy a module and its submodules, with other tensors in place of its own."""
     if id(module) in done:
         return done[id(module)]
     copied = done[id(module)] = _shallow(module, type(module))
@@ -251,6 +250,6 @@ def _copied(module: nn.Module, unreal: Mapping[int, Tensor], done: dict[int, nn.
             }
         elif isinstance(value, (dict, list)):
             vars(copied)[name] = pytree.tree_map_only(Tensor, lambda tensor: unreal.get(id(tensor), tensor), value)
-    # Other layouts replace forwards by functions that hold on to the module they were made for.
+    # Replaced forwards refer to the original module.
     vars(copied).pop("forward", None)
     return copied

@@ -1,13 +1,13 @@
-"""Replicas of a pipeline: gradients are averaged over them while the last micro-batches' backwards run.
+"""Pipeline replicas: overlap the averaging of gradients over replicas with the backwards of the last micro-batches.
 
-A parameter's gradient is final when the last backward of the last stage that uses it has reached it. Parameters go
-in buckets, stage by stage in the order in which backward comes to them, and a bucket is sent as soon as it and all
-before it are final, so that every replica sends the same messages in one order. What is not final when its stage's
-last backward is over, since no sample used it, goes then.
+A parameter's gradient is final when the last backward of the last stage that uses it has reached it. Parameters are
+in buckets, stage by stage in the order in which backward reaches them, and a bucket is sent as soon as it and all
+before it are final, so that every replica sends the same messages in the same order. Gradients that are not final
+after their stage's last backward, since no sample used the parameter, are sent then.
 
-Within a backward a gradient is final when it was added to once. Parameters that the first step sees added to more
-often (a model's own checkpoint with use_reentrant=True runs backwards in backward) wait for the end of it, and so
-does the whole first step.
+Within a backward a gradient is final after one accumulation. Parameters with several accumulations in the first step
+(a model's own checkpoint with use_reentrant=True runs backwards within backward) wait for the end of the backward,
+and so do all parameters in the first step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from samestep.parallel.zero1 import BUCKET_BYTES, Owners, buckets
 
 @dataclass(kw_only=True)
 class _Bucket:
-    """Parameters whose gradients go in one message a dtype, all final after the same backward."""
+    """Parameters whose gradients are sent together, in one message for each dtype; final after the same backward."""
 
     parameters: Sequence[nn.Parameter]
     stage: int
@@ -33,11 +33,11 @@ class _Bucket:
 
 
 class EarlyGradients:
-    """The averages of one rank's gradients over its replicas, as they go out in a step and come back.
+    """Averages one rank's gradients over its replicas during a step.
 
     All replicas of a stage (ranks of one pipeline coordinate along the data axes) call `begin`, `before`, `after` and
-    `finish` with the same actions, so their buckets, and hence their messages, are the same. Which parameters are
-    unused may differ; a rank then sends zeros, and `finish` asks whether anyone used one.
+    `finish` with the same actions, so their buckets, and hence their messages, are the same. They may differ in
+    unused parameters, for which a rank sends zeros; `finish` then finds out whether any rank used one.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class EarlyGradients:
         owners: Owners | None,
         bucket_mb: float | None,
     ) -> None:
-        """`parameters`: whose gradients are averaged. `of_stages`: what each stage of this rank computes with.
+        """`parameters`: whose gradients are averaged. `of_stages`: the parameters that each stage of this rank uses.
 
-        `owners`: under ZeRO-1, whose gradients end on one rank alone.
+        `owners`: given under ZeRO-1, where gradients are reduced to one rank.
         """
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._of_stages = of_stages
@@ -61,18 +61,18 @@ class EarlyGradients:
         self._ends: dict[int, int] = {}  # number of the last backward of each stage, in the order of actions
         self._order: tuple[Action, ...] = ()
         self._buckets: list[_Bucket] = []
-        self._next = 0  # the first bucket that was not sent
+        self._next = 0  # the index of the first bucket that is not sent
         self._of: dict[nn.Parameter, _Bucket] = {}
-        self._running: int | None = None  # the stage whose last backward runs, which hooks report to
-        self._times: dict[nn.Parameter, int] = {}  # how often the first step's last backward added to a gradient
-        self._late: set[nn.Parameter] | None = None  # those that it added to more often; None: not known yet
+        self._running: int | None = None  # the stage whose last backward is running
+        self._times: dict[nn.Parameter, int] = {}  # number of accumulations in the first step's last backward
+        self._late: set[nn.Parameter] | None = None  # parameters with more than one; None: not known yet
         self._unused: set[nn.Parameter] = set()  # on this rank, in this step
-        self._sent: list[GradientMessage] = []  # in the order in which they went out
+        self._sent: list[GradientMessage] = []  # pending messages, in the order of sending
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._added)
 
     def begin(self, actions: Sequence[Action]) -> None:
-        """Before a step with these actions on this rank."""
+        """Prepare a step with these actions on this rank."""
         if self._order != tuple(actions):
             self._order = tuple(actions)
             self._plan(actions)
@@ -81,12 +81,12 @@ class EarlyGradients:
             bucket.missing = set(bucket.parameters)
 
     def before(self, number: int, action: Action) -> None:
-        """Before the action of a number is run."""
-        whole = action.kind == "B"  # where weights have their own backward, it adds to gradients by itself
+        """Call before running action `number`."""
+        whole = action.kind == "B"  # a separate backward of weights accumulates without hooks
         self._running = action.stage if whole and self._ends.get(action.stage) == number else None
 
     def after(self, number: int, action: Action) -> None:
-        """When it has run: what its stage computes with is final, if it was the stage's last backward."""
+        """Call after running action `number`; if it was its stage's last backward, all its gradients are final."""
         self._running = None
         if self._ends.get(action.stage) == number:
             for bucket in self._buckets:
@@ -95,7 +95,7 @@ class EarlyGradients:
             self._send_what_is_ready()
 
     def finish(self) -> None:
-        """Wait for the sums, and leave averages; a parameter that no rank used keeps no gradient."""
+        """Wait for the sums and divide them; parameters that no rank used get `grad=None`."""
         trained = [parameter for bucket in self._buckets for parameter in bucket.parameters]
         told = [parameter not in self._unused for parameter in trained]
         if self._late is None:
@@ -120,12 +120,12 @@ class EarlyGradients:
             self._late = {parameter for parameter, more in zip(trained, often, strict=True) if more}
 
     def _plan(self, actions: Sequence[Action]) -> None:
-        """Find when each stage's gradients are final, and what goes together."""
+        """Find each stage's last backward, and assign parameters to buckets."""
         self._ends = {action.stage: number for number, action in enumerate(actions) if action.kind != "F"}
         # In the order in which the stages of this rank finish.
         stages = sorted(self._ends, key=lambda stage: self._ends[stage])
-        stage_of = dict.fromkeys(self._parameters, stages[-1])  # also what no stage was seen to use
-        for stage in stages:  # the last one that uses a parameter has it
+        stage_of = dict.fromkeys(self._parameters, stages[-1])  # also for parameters that no stage uses
+        for stage in stages:  # a parameter belongs to the last stage that uses it
             stage_of.update((p, stage) for p in self._of_stages[stage] if p in stage_of)
         self._buckets = []
         for stage in stages:
@@ -137,7 +137,7 @@ class EarlyGradients:
         self._of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
 
     def _added(self, parameter: nn.Parameter) -> None:
-        """A hook: backward has added to a gradient."""
+        """Hook after a gradient was accumulated."""
         if self._running is None:
             return
         bucket = self._of[parameter]
@@ -155,16 +155,16 @@ class EarlyGradients:
             self._send_what_is_ready()
 
     def _send_what_is_ready(self) -> None:
-        """Send buckets in their order, as far as they are final: a later one never overtakes."""
+        """Send the final buckets in order, up to the first one that isn't final."""
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._send(self._buckets[self._next].parameters)
             self._next += 1
-        # What has come is put back, so that few messages are held at a time.
+        # Completed messages are copied back, so that few are held at a time.
         while self._sent and self._sent[0].work.is_completed():
             self._sent.pop(0).put_back()
 
     def _send(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Send off a bucket's gradients: summed by an all-reduce, or under ZeRO-1 averaged on their owners."""
+        """Start to reduce a bucket's gradients: by an all-reduce, or under ZeRO-1 to their owners."""
         self._unused |= {parameter for parameter in parameters if parameter.grad is None}
         if self._owners is None:
             group, device_type = self._mesh.data_group, self._mesh.grid.device_type

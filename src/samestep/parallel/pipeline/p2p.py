@@ -22,12 +22,12 @@ _DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 )
 _MOST_DIMS = 8
-_AHEAD = 2  # messages that are waited for while one is used
+_AHEAD = 2  # receives that are posted ahead of use
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageId:
-    """Which tensors: what stage `to` needs for the forward or the backward of a micro-batch."""
+    """Identifies the tensors that stage `to` needs for the forward or the backward of a micro-batch."""
 
     to: int
     kind: str  # F: activations; B: the gradients of those that have one
@@ -50,13 +50,13 @@ Forms = tuple[Form, ...]
 
 
 def has_gradient(tensor: Tensor | Form) -> bool:
-    """Whether a gradient of it is sent back: not of masks and indices."""
+    """Whether a tensor's gradient is sent back; false for masks and indices."""
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 @dataclass(kw_only=True)
 class _Line:
-    """What comes from one rank, in the order in which it sends."""
+    """The messages from one rank, in its order of sending."""
 
     group: dist.ProcessGroup
     source: int
@@ -65,22 +65,21 @@ class _Line:
 
 
 class Messages:
-    """Sends and receives without waiting for the other side.
+    """Asynchronous sends and receives between stages.
 
-    Every ordered pair of ranks has a process group of its own, so that each carries messages one way in one order,
-    whatever the back end does with tags. Tensors that belong together are one batch, which NCCL sends through the
-    group's own communicator; it would make another for messages one by one, at the first of them, when the other side
-    may be waiting for something else. The forms of activations are sent ahead the first time that a
-    micro-batch's inputs have their shapes; a gradient has the form of what it is the gradient of.
+    Every ordered pair of ranks has its own process group, so that each group carries messages in one direction and
+    one order, without tags. Tensors of one message are one batch, which NCCL sends through the group's communicator;
+    for single sends it would create another communicator at the first of them, when the peer may be waiting for
+    something else. The forms (shapes and dtypes) of activations are sent in a header the first time that a
+    micro-batch's inputs have new shapes; a gradient has the form of its activation.
 
-    Why this can't deadlock: sends are posted and never waited for within a step. A receive waits only for what its
-    sender has in its own order before it, both sides know that order (`begin` gets every rank's sends), and
-    `schedule` gives orders in which no rank waits for one that waits for it (`timeline.ideal_times` plays them and
-    raises otherwise).
+    Why this can't deadlock: sends are posted and never waited for within a step. A receive only waits for messages
+    that its sender sends earlier, both sides know the sender's order (`begin` gets every rank's sends), and
+    `schedule` gives orders without circular waits (`timeline.ideal_times` simulates them and raises otherwise).
     """
 
     def __init__(self, mesh: Mesh, rank_of: Sequence[int], counts: Sequence[int], device: torch.device) -> None:
-        """`rank_of`: the pipeline rank of each stage; `counts`: how many tensors each stage hands to the next."""
+        """`rank_of`: the pipeline rank of each stage; `counts`: how many tensors each stage passes to the next."""
         self._counts = counts
         self._rank_of = rank_of
         self._device = device
@@ -88,9 +87,8 @@ class Messages:
         self._ranks = mesh.ranks("pipeline")
         self._to: dict[int, dist.ProcessGroup] = {}
         self._from: dict[int, _Line] = {}
-        self._turn = 0  # the step or chunk that runs
-        # In which turn, and what must stay until it has left.
-        # A tensor that is being sent must not be freed or written to.
+        self._turn = 0  # number of the running step or chunk
+        # (turn, works, tensors) of pending sends, whose tensors must not be freed or written to.
         self._sent: list[tuple[int, list[dist.Work], Sequence[Tensor]]] = []
         self._here: dict[MessageId, list[Tensor]] = {}
         self._forms: dict[Any, Forms] = {}  # of activations, by stage and shapes of inputs
@@ -100,14 +98,14 @@ class Messages:
 
     def _connect(self, mesh: Mesh) -> None:
         """Make a process group for each ordered pair of neighbouring ranks, in every pipeline of the grid."""
-        # Every rank makes every pipeline's groups, in one order: `new_group` is a collective of the whole world.
+        # Every rank makes every pipeline's groups in the same order, as `new_group` is a collective of all ranks.
         neighbours = {(a, b) for a, b in zip(self._rank_of, self._rank_of[1:], strict=False) if a != b}
         for a, b in sorted(neighbours | {(b, a) for a, b in neighbours}):
             for line in pipelines(mesh):
                 group = new_group([line[a], line[b]])
                 if line != self._ranks or self._me not in (a, b):
                     continue
-                if self._device.type != "cpu":  # the communicator is made here, where both sides come in one order
+                if self._device.type != "cpu":  # creates the communicator here, in the same order on both sides
                     dist.all_reduce(torch.zeros(1, device=self._device), group=group)
                 if a == self._me:
                     self._to[b] = group
@@ -115,9 +113,9 @@ class Messages:
                     self._from[a] = _Line(group=group, source=line[a])
 
     def begin(self, sends: Sequence[Sequence[MessageId]], key: Callable[[MessageId], Any]) -> None:
-        """Begin a step or a chunk: what every rank is going to send, in its order.
+        """Begin a step or a chunk. `sends`: the messages of every rank, in its order of sending.
 
-        `key` gives what the forms of activations depend on: the same key, the same forms.
+        `key`: for a message, the key on which the forms of its activations depend.
         """
         self._key = key
         self._turn += 1
@@ -126,16 +124,15 @@ class Messages:
             line.expected += [letter for letter in sends[rank] if self._rank_of[letter.to] == self._me]
 
     def send(self, letter: MessageId, tensors: Sequence[Tensor]) -> None:
-        """Set out to send tensors to a stage; returns at once. The first of an unknown form send it ahead."""
+        """Start to send tensors to a stage; returns at once. Activations of a new form are preceded by a header."""
         target = self._rank_of[letter.to]
-        # A message is memory as it lies; the receiver makes a contiguous tensor of this shape.
+        # The receiver allocates contiguous tensors.
         sent = [tensor.detach().contiguous() for tensor in tensors]
         forms = tuple(Form.of(tensor) for tensor in sent)
         if letter.kind == "F":
             back = MessageId(to=letter.to - 1, kind="B", micro_batch=letter.micro_batch)
             self._gradient_forms[back] = tuple(form for form in forms if has_gradient(form))
-        # Two stages of one rank: handed over as they are, without a copy. Received tensors become leaves of a new
-        # graph.
+        # Between two stages of one rank, tensors are passed without a copy, as leaves of a new graph.
         if target == self._me:
             self._here[letter] = sent
             return
@@ -150,7 +147,7 @@ class Messages:
         return [labelled(tensor, (self._turn, letter, number)) for number, tensor in enumerate(tensors)]
 
     def _announced(self, letter: MessageId, forms: Forms) -> Forms | None:
-        """The form that the receiver knows already. Raises RuntimeError where the tensors have another."""
+        """The forms that the receiver already knows, or None. Raises RuntimeError if the tensors' forms differ."""
         known = self._forms.get((letter.to, self._key(letter)))
         if known is not None and known != forms:
             now, before = next((a, b) for a, b in zip(forms, known, strict=True) if a != b)
@@ -161,25 +158,25 @@ class Messages:
         return known
 
     def _post(self, target: int, tensors: Sequence[Tensor]) -> None:
-        """Begin to send tensors as one batch, and forget sends that have left."""
+        """Start to send tensors as one batch, and drop completed sends."""
         self._sent = [each for each in self._sent if not all(work.is_completed() for work in each[1])]
         peer, group = self._ranks[target], self._to[target]
         works = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, peer, group) for tensor in tensors])
         self._sent.append((self._turn, works, tensors))
 
     def receive(self, letter: MessageId) -> list[Tensor]:
-        """Wait for tensors, and ask for those that their sender sends before them, which may be used after them."""
+        """Wait for a message; posts receives of all messages that its sender sends before it."""
         source = self._rank_of[letter.to + (-1 if letter.kind == "F" else 1)]
         if source == self._me:
             self._gradient_forms.pop(letter, None)
             return self._here.pop(letter)
         line = self._from[source]
-        # A line's messages come in its sender's order: those before this one are posted on the way.
+        # Messages arrive in the sender's order, so receives of those before this one are posted first.
         while letter not in line.posted:
             self._ask(line)
         tensors, works = line.posted.pop(letter)
-        # Posted early, so that the transfer runs while this rank computes; only where the forms are known, as an
-        # unknown one would have to be waited for.
+        # Further receives are posted ahead, to overlap the transfer with computation; only for known forms, since the
+        # header of an unknown one would have to be waited for.
         while len(line.posted) < _AHEAD and line.expected and self._forms_of(line.expected[0]) is not None:
             self._ask(line)
         for work in works:
@@ -187,7 +184,7 @@ class Messages:
         return tensors
 
     def _forms_of(self, letter: MessageId) -> Forms | None:
-        """The shapes and dtypes of a message to come; None where its sender has yet to tell them."""
+        """The shapes and dtypes of a message to receive; None if its header has not arrived."""
         if letter.kind == "B":
             return self._gradient_forms.get(letter)
         if not self._counts[letter.to - 1]:
@@ -195,11 +192,11 @@ class Messages:
         return self._forms.get((letter.to, self._key(letter)))
 
     def _ask(self, line: _Line) -> None:
-        """Post the receive of the line's next message; waits for its header where its form isn't known."""
+        """Post the receive of the line's next message; waits for its header if its form isn't known."""
         letter = line.expected.pop(0)
         forms = self._forms_of(letter)
         if forms is None:
-            # On the CPU, so that no accelerator waits.
+            # The header is on the CPU, so that the host doesn't wait for the accelerator.
             header = torch.empty(self._counts[letter.to - 1], _MOST_DIMS + 2, dtype=torch.int64)
             key = self._key(letter)
             labelled(header, (letter.to, key), like=key)
@@ -213,7 +210,7 @@ class Messages:
         line.posted[letter] = tensors, dist.batch_isend_irecv(asked) if asked else []
 
     def finish(self, turns_ago: int = 0) -> None:
-        """Wait until everything has left that was sent in this turn or, with `turns_ago`, in older ones."""
+        """Wait until all sends of turns up to this one, or up to `turns_ago` turns before, are complete."""
         for turn, works, _ in self._sent:
             if turn <= self._turn - turns_ago:
                 for work in works:
@@ -222,7 +219,7 @@ class Messages:
 
 
 def _header(forms: Forms) -> Tensor:
-    """Of every tensor its dtype, number of dimensions, and sizes: [tensors, 2 + most dimensions]."""
+    """Encode forms as a header [tensors, 2 + most dimensions]: dtype, number of dimensions, and sizes."""
     rows = [
         [_DTYPES.index(form.dtype), len(form.shape), *form.shape, *([0] * (_MOST_DIMS - len(form.shape)))]
         for form in forms

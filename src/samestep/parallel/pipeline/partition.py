@@ -1,4 +1,4 @@
-"""Partition: which calls and parameters of a model each pipeline stage has, found from a trace of its forward."""
+"""Partition: assign the calls and parameters of a model to pipeline stages, from a trace of its forward."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -19,19 +19,19 @@ Stages = frozenset[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A model cut into stages: intervals of its units' calls, each of which ends with a call of a layer."""
+    """The partition of a model into stages: intervals of its units' calls, each ending with a call of a layer."""
 
     blocks: Sequence[Call]  # calls of layers, in their order
     starts: Sequence[int]  # the first of each stage
     calls: Sequence[UnitCall]  # of layers, and of the largest modules that contain none, in their order
-    ends: Sequence[int]  # of each stage, one more than the number of its last call; the model ends the last stage
-    used: Sequence[frozenset[UnitOutput]]  # what each stage takes of what stages before it have computed
-    # What each stage but the last hands to the next: its own, or carried along.
+    ends: Sequence[int]  # for each stage, one past the number of its last call; the last stage ends with the model
+    used: Sequence[frozenset[UnitOutput]]  # the outputs of earlier stages that each stage uses
+    # The tensors that each stage but the last passes to the next: its own outputs, and those it carries along.
     handed_on: Sequence[Sequence[UnitOutput]]
     modules: Mapping[str, Stages]  # stages that hold a unit, by each of its names
     parameters: Mapping[str, Stages]  # stages that hold a parameter, by each of its names
     computed_with: Mapping[str, Stages]  # stages whose forward uses a parameter, by its first name
-    draws: Mapping[int, Mapping[str, int]]  # of calls of units that several stages call: random draws, by module
+    draws: Mapping[int, Mapping[str, int]]  # for calls of units that several stages call: random draws, by module
 
     @property
     def stages(self) -> int:
@@ -50,19 +50,19 @@ class Plan:
         return self._by_unit.get(unit, ())
 
     def given(self, caller: int, number: int) -> UnitOutput | None:
-        """What is handed on of a call's output as the tensor of this number; None where nothing is."""
+        """The passed-on tensor with this number in a call's output; None if it is not passed on."""
         return self._by_place.get((caller, number))
 
     def is_handed_on(self, unit: str) -> bool:
-        """Whether later stages take something that a unit gives."""
+        """Whether later stages use an output of a unit."""
         return any(self.calls[caller].unit == unit for caller, _ in self._by_place)
 
     def taken(self, stage: int) -> Sequence[UnitOutput]:
-        """What a stage takes of those before it, in order."""
+        """The outputs of earlier stages that a stage uses, in order."""
         return sorted(self.used[stage], key=UnitOutput.place)
 
     def computed_in(self, stage: int) -> Mapping[int, Sequence[UnitOutput]]:
-        """What a stage hands on that it has computed itself, by the call that gives it."""
+        """The tensors that a stage has computed itself and passes on, by call."""
         found: dict[int, list[UnitOutput]] = {}
         for given in self.handed_on[stage] if stage < self.stages - 1 else ():
             if self.stage_of_call(given.caller) == stage:
@@ -71,7 +71,7 @@ class Plan:
 
     @cached_property
     def _by_unit(self) -> dict[str, list[int]]:
-        """Numbers of calls by the unit that is called."""
+        """The numbers of calls by unit."""
         found: dict[str, list[int]] = {}
         for number, each in enumerate(self.calls):
             found.setdefault(each.unit, []).append(number)
@@ -83,13 +83,13 @@ class Plan:
 
 
 def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[str] = ()) -> Plan:
-    """Cut a model's forward into the layout's stages, and find what each stage needs of the others.
+    """Partition a model's forward into the layout's stages, and find the tensors that stages need of each other.
 
-    A stage has the calls of units between two cuts. What it takes of earlier ones is looked up in the dataflow of
-    the traced forward, so that skip connections, an encoder's output that every layer of the decoder takes, masks
-    and position biases are found as they are, and tied weights and parameters that stand between the layers too.
+    A stage has the calls of units between two cuts. The outputs of earlier stages that it uses are found in the
+    dataflow of the traced forward, so that skip connections, an encoder's output that every decoder layer uses,
+    masks, position biases, tied weights and parameters between the layers are all handled.
 
-    Raises LayoutError where the model has too few layers, or can't be cut between them.
+    Raises LayoutError if the model has too few layers, or can't be cut between them.
     """
     stages = layout.pipeline * layout.stages_a_rank
     layers = find_layers(model, trace, stages)
@@ -111,12 +111,11 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
             cost = memory_cost(trace, blocks, found, model, layout)
         else:
             cost = time_cost(trace, blocks)
-        # What lies between two allowed starts can't be cut, so it is one block for the search.
+        # Layers between two allowed starts can't be separated, so they are one block for the search.
         edges = [*allowed, len(blocks)]
         chosen = best_starts(len(allowed), stages, lambda stage, a, b: cost(stage, edges[a], edges[b]))
         starts = [allowed[number] for number in chosen]
-    # A stage ends right after the call of its last layer; what is called between two layers belongs to the later
-    # stage.
+    # A stage ends right after the call of its last layer; calls between two layers belong to the later stage.
     ends = [*(at[start - 1] + 1 for start in starts[1:]), len(calls)]
     used, parameters = _of_stages(model, trace, needs, calls, ends)
     by_module, by_parameter = _hold_alike(model, units, calls, ends, parameters)
@@ -135,7 +134,7 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
 
 
 def _too_few(layout: Layout, stages: int, possible: int, layers: Sequence[str], why_not: Mapping[int, str]) -> str:
-    """Why a model has too few places to cut for so many stages, and what to use."""
+    """Explain why a model can't be cut into that many stages, and what to use instead."""
     if possible > 1:
         but = f", since {next(iter(why_not.values()))}" if why_not else ""
         return f"{stages} pipeline stages for {possible} layers{but}; use {possible} stages or fewer"
@@ -151,10 +150,10 @@ def _too_few(layout: Layout, stages: int, possible: int, layers: Sequence[str], 
 
 
 def _allowed_starts(needs: Needs, calls: Sequence[UnitCall], at: Sequence[int]) -> tuple[list[int], dict[int, str]]:
-    """The layers' calls that may begin a stage, and why others may not.
+    """The indices of layers' calls that may begin a stage, and the reasons why others may not.
 
-    `at`: the number of each layer's call among those of all units. A stage gets what earlier calls gave, and nothing
-    that they kept to themselves, such as in an attribute.
+    `at`: the number of each layer's call among those of all units. A stage only gets outputs of earlier calls, and
+    not tensors that they stored elsewhere, such as in an attribute.
     """
     refused: dict[int, str] = {}
     of_output = (len(calls), needs.of_output)
@@ -169,7 +168,7 @@ def _allowed_starts(needs: Needs, calls: Sequence[UnitCall], at: Sequence[int]) 
 
 
 def _starts_at(cut_at: Sequence[str], blocks: Sequence[str], stages: int) -> list[int]:
-    """The first layer of each stage as `run.cut_at` names them. Raises UserError for wrong names or order."""
+    """Resolve `run.cut_at` to the index of each stage's first layer. Raises UserError for wrong names or order."""
     for name in cut_at:
         if name not in blocks:
             raise UserError(f'run.cut_at: no layer "{name}"; {closest(name, list(dict.fromkeys(blocks)))}')
@@ -189,7 +188,7 @@ def _starts_at(cut_at: Sequence[str], blocks: Sequence[str], stages: int) -> lis
 def _check_starts(
     layout: Layout, starts: Sequence[int], allowed: Sequence[int], blocks: Sequence[Call], why_not: Mapping[int, str]
 ) -> None:
-    """Raise LayoutError where the user cuts at a place through which something hidden passes."""
+    """Raise LayoutError if the user cuts where a tensor is passed other than as an output."""
     for start in starts:
         if start not in allowed:
             names = ", ".join(blocks[other].name for other in allowed[1:4])
@@ -202,7 +201,7 @@ def _check_starts(
 def _of_stages(
     model: nn.Module, trace: Trace, needs: Needs, calls: Sequence[UnitCall], ends: Sequence[int]
 ) -> tuple[list[frozenset[UnitOutput]], dict[str, Stages]]:
-    """What each stage takes of earlier ones, and the stages that compute with each parameter, by its first name."""
+    """The outputs of earlier stages that each stage uses, and the stages that use each parameter, by first name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     used: list[frozenset[UnitOutput]] = []
     parameters: dict[str, Stages] = {}
@@ -222,7 +221,7 @@ def _of_stages(
 def _draws_of_shared(trace: Trace, calls: Sequence[UnitCall], ends: Sequence[int]) -> dict[int, dict[str, int]]:
     """The random draws of each call of a unit that several stages call, by the module that draws.
 
-    A mask depends on how often its module has drawn in this forward, in all stages before.
+    A dropout mask depends on the number of earlier draws of its module in this forward, including earlier stages.
     """
     stages: dict[str, set[int]] = {}
     for number, each in enumerate(calls):
@@ -239,10 +238,10 @@ def _draws_of_shared(trace: Trace, calls: Sequence[UnitCall], ends: Sequence[int
 
 
 def _handed_on(used: Sequence[frozenset[UnitOutput]], ends: Sequence[int]) -> list[list[UnitOutput]]:
-    """What each stage but the last hands on: what any later one takes of what is computed up to there."""
+    """The tensors that each stage but the last passes on: all that later stages use and that exist by then."""
     found = []
     for stage, end in enumerate(ends[:-1]):
-        # Tensors go from stage to stage: one that stage 3 takes of stage 0 is carried along by 1 and 2.
+        # Tensors pass from stage to stage: stages 1 and 2 carry along one that stage 3 uses of stage 0.
         later = {given for of_stage in used[stage + 1 :] for given in of_stage if given.caller < end}
         found.append(sorted(later, key=UnitOutput.place))
     return found
@@ -255,14 +254,14 @@ def _hold_alike(
     ends: Sequence[int],
     needed: Mapping[str, Stages],
 ) -> tuple[dict[str, Stages], dict[str, Stages]]:
-    """The stages of each unit and of each parameter name. A unit is held as a whole, and by all who share it."""
+    """The stages that hold each unit and each parameter name; units are held whole, shared ones by all users."""
     objects = dict(model.named_parameters(remove_duplicate=False))
     last = frozenset({len(ends) - 1})
     by_object: dict[int, Stages] = {}
     for name, parameter in objects.items():
         by_object[id(parameter)] = by_object.get(id(parameter), frozenset()) | needed.get(name, frozenset())
     by_unit: dict[str, Stages] = {name: frozenset() for name in units}
-    # To a fixed point: a parameter shared by two units makes both be held wherever either is.
+    # Fixed-point iteration: two units that share a parameter are held by the same stages.
     changed = True
     while changed:
         changed = False
@@ -272,25 +271,24 @@ def _hold_alike(
             by_unit[name] = stages
             for parameter in unit.parameters():
                 by_object[id(parameter)] |= stages
-    # What no output is computed from stays with the last stage.
+    # Units and parameters that no output depends on stay with the last stage.
     return (
         {name: stages or last for name, stages in by_unit.items()},
         {name: by_object[id(parameter)] or last for name, parameter in objects.items()},
     )
 
 
-# What blocks `first` to `last - 1` cost as stage number `stage`.
+# (stage, first, last) -> the cost of blocks `first` to `last - 1` as that stage.
 Cost = Callable[[int, int, int], float]
 
 
 def best_starts(blocks: int, stages: int, cost: Cost) -> list[int]:
-    """The first block of each stage: consecutive blocks, at least one each, the dearest stage as cheap as can be.
+    """Find the first block of each stage so that the largest cost of a stage is minimal; no stage is empty.
 
-    Of equally good cuts the one whose stages before the last are best is taken (dynamic programming over the
-    stages from the last to the first; blocks^2 x stages costs).
+    Ties are broken by the costs of earlier stages. Dynamic programming from the last stage to the first, with
+    blocks^2 x stages evaluations of `cost`:
 
-    best(s, i) = min over j of max(cost(s, i, j), best(s + 1, j)): the slowest stage decides how long a pipeline
-    takes. Costs must be such that the maximum over stages is what is to be small: multiplications, or bytes.
+    best(s, i) = min over j of max(cost(s, i, j), best(s + 1, j)), as the slowest stage determines a pipeline's speed.
     """
 
     @cache
@@ -307,10 +305,10 @@ def best_starts(blocks: int, stages: int, cost: Cost) -> list[int]:
 
 
 def time_cost(trace: Trace, blocks: Sequence[Call]) -> Cost:
-    """Multiplications of a forward, with those of what stands before, between and after the blocks."""
+    """Cost function: FLOPs of a forward, including modules before, between and after the blocks."""
     ends = [0, *(block.flops_after for block in blocks[:-1]), trace.flops]
     # Differences of the running count of multiplications between the ends of blocks.
-    # A block of no product takes a little time too.
+    # A block without products takes a little time, too.
     each = [max(after - before, 1) for before, after in pairwise(ends)]
     return lambda stage, first, last: sum(each[first:last])
 
@@ -318,7 +316,7 @@ def time_cost(trace: Trace, blocks: Sequence[Call]) -> Cost:
 def memory_cost(
     trace: Trace, blocks: Sequence[Call], modules: Sequence[nn.Module], model: nn.Module, layout: Layout
 ) -> Cost:
-    """Bytes of parameters, gradients and Adam's two states, and of what forwards keep for their backward.
+    """Cost function: bytes of parameters, gradients, Adam's two states, and activations saved for backward.
 
     Stage s of n keeps the activations of n - s micro-batches in 1F1B; of the example's samples here.
     """

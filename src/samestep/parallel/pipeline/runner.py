@@ -40,7 +40,7 @@ from samestep.profiling.clock import Phase
 
 
 class Pipeline(ParallelModel):
-    """Each rank runs its stages' forwards and backwards in the order of a schedule."""
+    """A pipeline-parallel model, which runs this rank's forwards and backwards in the order of a schedule."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Pipeline(ParallelModel):
         bucket_mb: float | None = None,
         **common: Any,
     ) -> None:
-        """`bucket_mb`: megabytes of gradients that replicas send together; None: 25."""
+        """`bucket_mb`: size of gradient buckets in megabytes; None: 25."""
         super().__init__(**common)
         self.timeline = self.times = Timeline(layout, mesh.group("pipeline"), device)
         self.cut = cut
@@ -75,7 +75,7 @@ class Pipeline(ParallelModel):
         backward: Callable[[Tensor], None],
         forwards_done: Callable[[], None],
     ) -> None:
-        """One step of this rank's stages; see the head of this file."""
+        """Run one step of this rank's stages; see the module's docstring."""
         orders = orders_of(
             self._layout.schedule,
             ranks=self._layout.pipeline,
@@ -114,7 +114,7 @@ class Pipeline(ParallelModel):
         # actions.
         if last_term is None:
             forwards_done()
-        # All has left that was sent, so its memory may be freed and written to.
+        # Wait for all sends, so that their memory may be freed and written to.
         self._messages.finish()
         self.buffers.settle()
         self.repeated.check(f"a pipeline's step runs {len(micro_batches)} forwards of each stage")
@@ -133,7 +133,7 @@ class Pipeline(ParallelModel):
         average_experts(self.model, self.parts)
 
     def _early_gradients(self) -> EarlyGradients | None:
-        """What averages the gradients of replicas; made in the first step, when the optimizer's owners are known."""
+        """The averaging of gradients over replicas; made in the first step, when ZeRO-1's owners are known."""
         if self._mesh.data_place.of == 1 or isinstance(self.cut, FSDPModule):
             return None
         if self._early is None:
@@ -150,20 +150,19 @@ class Pipeline(ParallelModel):
         return self._early
 
     def forward(self, stage: int, inputs: Any, received: Sequence[Tensor]) -> Any:
-        """What a stage computes and hands on, or of the last the model's output, with this rank's part of it.
+        """Run a stage. Returns the tensors that it computes and passes on; for the last stage the model's output.
 
-        `received`: all that the stage before handed on.
+        `received`: all tensors that the stage before passed on.
         """
         plan = self.cut.plan
         before = plan.handed_on[stage - 1] if stage else ()
-        # All that the stage before handed on, also what is only carried along; the forward gets what this stage
-        # takes.
+        # `received` includes tensors that are only carried along; the forward gets those that this stage uses.
         tensors = dict(zip(before, received, strict=True))
         with self.autocast():
             return self.cut(stage, inputs, [tensors[given] for given in plan.taken(stage)])
 
     def passed_on(self, stage: int, computed: Sequence[Any], received: Sequence[Any]) -> list[Any]:
-        """What a stage hands to the next, in the plan's order: what it has computed, and what it carries along."""
+        """The tensors that a stage passes to the next, computed and carried along, in the plan's order."""
         plan = self.cut.plan
         own = [given for given in plan.handed_on[stage] if plan.stage_of_call(given.caller) == stage]
         known = dict(zip(own, computed, strict=True))
@@ -190,22 +189,22 @@ class Pipeline(ParallelModel):
                     self.send(letter, self.passed_on(stage, result, received))
                 else:
                     output = result
-        # Evaluation has many chunks: the first stages may run ahead of the last by one of them.
-        self._messages.finish(turns_ago=1)  # what was sent for this chunk may take its time
+        # Evaluation has many chunks: the first stages may run ahead of the last by one chunk.
+        self._messages.finish(turns_ago=1)  # this chunk's sends may still be pending
         put_back(self.cut)
         return output
 
 
 @dataclass(kw_only=True)
 class _Alive:
-    """A forward whose backward is to come: where its graph begins and ends."""
+    """A forward whose backward is pending: the leaves and the roots of its graph."""
 
     received: list[Tensor]
-    roots: list[Tensor]  # what the stage has computed and handed on; of the last stage the loss
+    roots: list[Tensor]  # the tensors that the stage computed and passed on; for the last stage the loss
 
 
 class _Step:
-    """The forwards and backwards of one step on one rank, and what lies between them."""
+    """The actions of one step on one rank, and the state between them."""
 
     def __init__(
         self,
@@ -229,7 +228,7 @@ class _Step:
         ](action)
 
     def _forward(self, action: Action) -> None:
-        """Receive, run the stage with a graph, send on. What backward will begin from is kept as `_Alive`."""
+        """Receive, run the stage with a graph, and send; the graph is kept as `_Alive`."""
         pipeline, stage = self._pipeline, action.stage
         received = self._received("F", action) if stage else []
         # Leaves of this stage's graph: backward leaves their gradients in `.grad`, and these are sent back.
@@ -240,7 +239,7 @@ class _Step:
             roots = pipeline.forward(stage, micro_batch.batch.inputs, received)
             if stage == self._last_stage:
                 with pipeline.autocast():
-                    # The loss's term of the micro-batch, scaled: where backward starts from.
+                    # The scaled loss term of the micro-batch, from which backward starts.
                     roots = [self._term(roots, micro_batch)]
         if stage < self._last_stage:
             letter = MessageId(to=stage + 1, kind="F", micro_batch=action.micro_batch)
@@ -263,7 +262,7 @@ class _Step:
             torch.autograd.backward([root for root, _ in known], [gradient for _, gradient in known])
 
     def _input_backward(self, action: Action) -> None:
-        """Backward to what was received alone: the stage before waits for it. Weights come later."""
+        """Run backward to the received tensors only, for which the stage before waits; weights follow later."""
         alive, gradients, carried = self._ends(action)
         last = action.stage == self._last_stage
         weights = self._pipeline.cut.weights_of(action.stage)
@@ -273,18 +272,18 @@ class _Step:
         self._hand_back(action, alive.received, carried)
 
     def _weight_backward(self, action: Action) -> None:
-        """What `_input_backward` has left: the gradients of the weights, for which nobody waits."""
+        """Compute the gradients of the weights that `_input_backward` deferred."""
         with self._pipeline.times.of(action):
             self._of_weights.pop((action.stage, action.micro_batch))()
 
     def _ends(self, action: Action) -> tuple[_Alive, list[Tensor], dict[UnitOutput, Tensor]]:
-        """A forward's graph, the gradients of what it ends with, and those of what the stage carried along."""
+        """Receive gradients: a forward's graph, the gradients of its roots, and those of carried-along tensors."""
         alive, stage = self._alive.pop((action.stage, action.micro_batch)), action.stage
         if stage == self._last_stage:
             return alive, [], {}
         plan = self._pipeline.cut.plan
         handed_on = plan.handed_on[stage]
-        # Gradients in the order in which the activations were handed on, of those that can have one.
+        # Gradients in the order in which the activations were passed on, for those that can have one.
         forms = iter(self._received("B", action))
         own = iter(alive.roots)
         carried_along = dict(zip(plan.handed_on[stage - 1] if stage else (), alive.received, strict=True))
@@ -308,15 +307,14 @@ class _Step:
         return self._pipeline.receive(MessageId(to=action.stage, kind=kind, micro_batch=action.micro_batch))
 
     def _hand_back(self, action: Action, received: Sequence[Tensor], carried: Mapping[UnitOutput, Tensor]) -> None:
-        """Send the gradients of what was received back: from this stage, and from those that it was carried to."""
+        """Send back the gradients of received tensors, summed over this stage and the stages after it."""
         if not action.stage:
             return
         gradients = []
         for given, tensor in zip(self._pipeline.cut.plan.handed_on[action.stage - 1], received, strict=True):
             if not has_gradient(tensor):
                 continue
-            # What this stage's use of the tensor gives, and what the stages after it gave: the chain rule over all
-            # its uses.
+            # The gradient of this stage's use of the tensor, plus that of later stages' uses.
             parts = [part for part in (tensor.grad, carried.get(given)) if part is not None]
             gradients.append(sum(parts[1:], parts[0]) if parts else torch.zeros_like(tensor))
         letter = MessageId(to=action.stage - 1, kind="B", micro_batch=action.micro_batch)
@@ -324,7 +322,7 @@ class _Step:
 
 
 def _sends(orders: Orders, last_stage: int) -> list[list[MessageId]]:
-    """What each rank sends, or hands to itself, in its order."""
+    """The messages of each rank in its order of sending, including those to itself."""
     found: list[list[MessageId]] = []
     for actions in orders:
         letters = []
@@ -338,7 +336,7 @@ def _sends(orders: Orders, last_stage: int) -> list[list[MessageId]]:
 
 
 def _forwards_alone(rank_of: Sequence[int], ranks: int) -> Orders:
-    """The order of a chunk without gradients: each stage once."""
+    """The actions of a chunk of an evaluation: one forward of each stage."""
     return [
         [Action(stage=stage, kind="F", micro_batch=0) for stage, owner in enumerate(rank_of) if owner == rank]
         for rank in range(ranks)
@@ -350,6 +348,6 @@ def _last(actions: Sequence[Action], wanted: Callable[[Action], bool]) -> int | 
 
 
 def _shapes(inputs: Any) -> Any:
-    """What the forms of activations depend on."""
+    """The shapes and dtypes of the inputs, on which the forms of activations depend."""
     leaves = pytree.tree_leaves(dict(inputs) if hasattr(inputs, "keys") else inputs)
     return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves)

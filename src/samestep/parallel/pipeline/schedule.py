@@ -30,12 +30,12 @@ from samestep.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What a schedule asks for."""
+    """Properties of a schedule."""
 
-    most_stages: int | None = None  # a rank; None: any number
-    in_rounds: bool = False  # the micro-batches are a multiple of the pipeline ranks
-    turns: bool = False  # the second half of the stages goes back over the ranks, like a V
-    splits_backward: bool = False  # gradients of inputs first, those of weights when a rank would be idle
+    most_stages: int | None = None  # maximum number of stages a rank; None: any
+    in_rounds: bool = False  # the number of micro-batches must be a multiple of the pipeline ranks
+    turns: bool = False  # the second half of the stages is on the ranks in reverse order, like a V
+    splits_backward: bool = False  # computes gradients of weights separately, when a rank would be idle
 
 
 SCHEDULES: Mapping[str, Rules] = {
@@ -56,17 +56,16 @@ def owners(layout: Layout) -> list[int]:
 
 
 def micro_batches(layout: Layout, batch: int, micro_batch: int | None) -> int | None:
-    """Into how many micro-batches every step is cut, the same on every rank; None: as the samples say.
+    """The number of micro-batches of every step, the same on every rank; None: it depends on the samples.
 
-    A pipeline's order of work is made for one number of them. Where a step has fewer samples, some are lent.
+    A pipeline's schedule is made for one number of micro-batches. In steps with fewer samples, some are lent.
     """
     if layout.pipeline == 1:
         return None
     samples = -(-batch // layout.data_ranks)
     # With 2 p micro-batches, p - 1 of 3 p - 1 slots are idle: a third at most.
     wanted = -(-samples // micro_batch) if micro_batch else min(2 * layout.pipeline, samples)
-    # Fewer micro-batches than ranks would leave a stage without work at any time; micro-batches without samples are
-    # lent.
+    # With fewer micro-batches than ranks some stage would always be idle; micro-batches without samples are lent.
     wanted = max(wanted, layout.pipeline)
     if SCHEDULES[layout.schedule].in_rounds:
         # Interleaved stages take the micro-batches in rounds of as many as there are ranks (Narayanan et al. 2021,
@@ -100,7 +99,7 @@ def check(layout: Layout) -> None:
 
 
 def _check_split(layout: Layout) -> None:
-    """A backward in two goes: what watches for the end of a backward sees the first go alone."""
+    """Raise LayoutError for options that don't support a split backward, as hooks only see its first half."""
     if layout.zero >= 2:
         raise LayoutError(
             f'layout "{layout}": schedule {layout.schedule} computes gradients of inputs and of weights apart, and '
@@ -130,14 +129,14 @@ Orders = Sequence[Sequence[Action]]  # of each pipeline rank
 
 @lru_cache(maxsize=8)
 def orders_of(schedule: str, *, ranks: int, stages_a_rank: int, micro_batches: int) -> Orders:
-    """The actions of every rank. The number of micro-batches must be one that the schedule is made for."""
+    """The actions of every rank. The schedule must support the number of micro-batches."""
     if schedule == "1f1b":
         return [_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
     from torch.distributed import pipelining
 
     name, one_stage = _SCHEDULES[schedule]
     stages = [
-        # All that a schedule looks at before it runs.
+        # The attributes that a schedule reads before it runs.
         SimpleNamespace(
             stage_index=index * ranks,
             num_stages=ranks * stages_a_rank,
@@ -173,13 +172,13 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list
 
 
 def _plain(actions: Sequence[Any]) -> list[Action]:
-    """Without idle slots and messages, which follow from the order."""
+    """Convert PyTorch's actions, without idle slots and messages, which follow from the order."""
     found: list[Action] = []
     for action in actions:
         if action is None or action.computation_type.value not in ("F", "B", "I", "W"):
             continue
         kind, stage, micro_batch = action.computation_type.value, action.stage_index, action.microbatch_index
-        # The first stage has no input to give a gradient to: one whole backward, where the W stands.
+        # The first stage has no input gradient: it runs one whole backward in place of W.
         if stage == 0 and kind in ("I", "W"):
             if kind == "I":
                 continue  # no rank waits for a gradient of the first stage's input
@@ -194,16 +193,16 @@ def backward_in_two(
     received: Sequence[Tensor],
     weights: Sequence[nn.Parameter],
 ) -> Callable[[], None]:
-    """Compute the gradients of `received` now, and return what adds those of the weights later.
+    """Compute the gradients of `received` now; returns a function that computes those of the weights later.
 
-    `roots` is a loss alone where there are no `gradients` of them. What no received tensor leads to is computed
-    from weights alone, and has its whole backward now: nothing of it could wait.
+    `gradients`: of the roots; None if the root is a loss. Roots that don't depend on received tensors have their
+    whole backward now.
     """
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     given = [root.new_ones(()) for root in roots] if gradients is None else list(gradients)
     known = [(root, gradient) for root, gradient in zip(roots, given, strict=True) if root.requires_grad]
-    # AccumulateGrad nodes of the received leaves: where a backward of inputs ends.
+    # AccumulateGrad nodes of the received leaves, where a backward of inputs ends.
     beginnings = {get_gradient_edge(tensor).node for tensor in received if tensor.requires_grad}
     split = [(root, gradient) for root, gradient in known if _leads_to(root, beginnings)]
     whole = [pair for pair in known if not any(pair[0] is root for root, _ in split)]
@@ -211,21 +210,21 @@ def backward_in_two(
         torch.autograd.backward([root for root, _ in whole], [gradient for _, gradient in whole], retain_graph=True)
     if not split:
         return lambda: None
-    # Roots are cut from their graph in place, which no view allows, nor a root that another one is computed from.
+    # PyTorch detaches roots in place, which fails for views and for roots from which other roots are computed.
     ends = [root.clone() if root._is_view() or len(split) > 1 else root for root, _ in split]
     taken = [tensor for tensor in received if tensor.requires_grad]
     _, groups = stage_backward_input(ends, [gradient for _, gradient in split], taken, iter(weights))
 
     def of_weights() -> None:
-        # Retained, since groups of weights may share nodes: a tensor that all layers take beside the hidden state
-        # ties them together. All of it goes with the groups.
+        # The graph is retained, since groups of weights may share nodes, such as of a tensor that all layers use. It
+        # is freed with the groups.
         stage_backward_weight(iter(weights), groups, retain_graph=True)
 
     return of_weights
 
 
 def _leads_to(root: Tensor, beginnings: Collection[Node]) -> bool:
-    """Whether a tensor is computed from one of those that begin a stage's graph."""
+    """Whether a tensor depends on one of the nodes in `beginnings`."""
     waiting, seen = [get_gradient_edge(root).node], set[Node]()
     while waiting:
         node = waiting.pop()

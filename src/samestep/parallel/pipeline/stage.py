@@ -1,4 +1,4 @@
-"""Stage: what is left of a model on one rank of a pipeline, and how its own forward runs one stage.
+"""Stage: a rank's part of a pipeline-parallel model, and how the model's own forward runs one stage.
 
 Placeholder modules, without parameters or computation, stand in a rank's model for modules of other stages.
 """
@@ -26,14 +26,14 @@ from samestep.tasks.base import call
 
 
 class Cut(nn.Module):
-    """A model of which one rank holds some stages; a forward runs one of them.
+    """A model of which this rank holds some stages; a forward runs one of them.
 
-    The model's own forward runs on the micro-batch's own inputs, whichever the stage, with every unit replaced by a
-    stand-in that asks the running stage what to do: compute, or give what was received and blanks for the rest.
+    For any stage, the model's own forward runs on the micro-batch's inputs, with every unit replaced by a stand-in
+    that asks the running stage what to do: compute, or return received tensors and blanks for the rest.
 
-    Why the model's own forward: what stands between layers (masks, reshapes, loops over lists) is user code that no
-    partition can cut out. So each stage runs all of it, on blanks where it isn't its own: expanded scalars without
-    memory (`blanks.blank`). Units of other stages compute nothing.
+    Why the model's own forward: the code between layers (masks, reshapes, loops over lists) is user code that can't
+    be partitioned. So each stage runs all of it, with blanks (expanded scalars without memory, `blanks.blank`) for
+    outputs of other stages. Units of other stages compute nothing.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Cut(nn.Module):
             self._place(name, names[id(unit)], unit, standing)
 
     def _place(self, name: str, unit_name: str, unit: nn.Module, standing: dict[str, nn.Module]) -> None:
-        """Make a stand-in for a unit, and where this rank has no stage that needs it leave nothing else of it."""
+        """Make a stand-in for a unit, and replace the unit by a placeholder if no stage of this rank needs it."""
         parent_name, _, key = name.rpartition(".")
         parent = self.model.get_submodule(parent_name)
         held = bool(self.plan.modules[name] & set(self.mine))
@@ -77,11 +77,11 @@ class Cut(nn.Module):
             parent._modules[key] = placeholder_module(unit, self._device)
 
     def _forward_of(self, name: str, unit: nn.Module, held: bool) -> Callable[..., Any]:
-        """The forward of a unit's stand-in: hands the call on to the stage that runs."""
+        """Make the forward of a unit's stand-in, which passes the call to the running stage."""
         elsewhere = not self.plan.stages_of(name) <= set(self.mine)
         call = next((each.call for each in self.plan.calls if each.unit == name), None)
         several = len(self.mine) > 1
-        # Of a sliced module its own code, with sizes of slices, would give other shapes.
+        # The unsliced module, as the code of a sliced one gives other shapes.
         imagined = self._unsliced[0].get_submodule(name) if call is not None and (elsewhere or several) else None
         module = unit if held else None
         blanks = None if call is None or imagined is None else BlankOutput(imagined, call, self._device)
@@ -93,7 +93,7 @@ class Cut(nn.Module):
         return forward
 
     def _drop_parameters(self, units: Mapping[str, nn.Module]) -> None:
-        """Blanks for the parameters of modules that contain units, where no stage of this rank needs them."""
+        """Replace parameters of modules that contain units by blanks, if no stage of this rank needs them."""
         inside = {id(p) for unit in units.values() for p in unit.parameters()}
         for module_name, module in self.model.named_modules():
             for key, parameter in list(module._parameters.items()):
@@ -104,9 +104,9 @@ class Cut(nn.Module):
                 vars(module)[key] = blank(parameter.shape, parameter.dtype, self._device)
 
     def forward(self, stage: int, inputs: Any, received: Sequence[Tensor]) -> Any:
-        """What a stage has computed that it hands on, in the plan's order; of the last stage the model's output.
+        """Run a stage. Returns the tensors that it passes on, in the plan's order; for the last the model's output.
 
-        `received`: what the stage takes of those before it (`Plan.used`, sorted).
+        `received`: the tensors of earlier stages that it uses (`Plan.used`, sorted).
         """
         run = StageRun(self.plan, stage, dict(zip(self.plan.taken(stage), received, strict=True)), self._now)
         with self._standing_in(run):
@@ -120,7 +120,7 @@ class Cut(nn.Module):
 
     @contextmanager
     def _standing_in(self, run: StageRun) -> Iterator[None]:
-        """Stand-ins in the model while a stage runs; between runs the model has its own modules."""
+        """Context in which the model has stand-ins; between runs it has its own modules."""
         before = [(parent, key, parent._modules[key]) for parent, key, _ in self._places]
         for parent, key, module in self._places:
             parent._modules[key] = module
@@ -133,7 +133,7 @@ class Cut(nn.Module):
                 parent._modules[key] = module
 
     def weights_of(self, stage: int) -> list[nn.Parameter]:
-        """The parameters of this rank that a stage computes with."""
+        """The parameters that a stage of this rank uses."""
         needed = {name for name, stages in self.plan.computed_with.items() if stage in stages}
         return [p for name, p in self.model.named_parameters() if name in needed and p.requires_grad]
 
@@ -149,12 +149,12 @@ def cut(
     device: torch.device,
     now: ForwardContext,
 ) -> Cut:
-    """Leave of a model what this rank's stages need, and write down in `parts` who holds what.
+    """Reduce a model to this rank's stages, and record in `parts` which stages hold which parameters.
 
-    Nothing is asked of the parameters but their shapes: they may be on the meta device. Stages run on `device`.
-    `unsliced` is the model without numbers, as it was before any of it was sliced.
+    Only the shapes of parameters are used, so they may be on the meta device. Stages run on `device`. `unsliced`: a
+    copy of the model without values, made before slicing.
 
-    Raises LayoutError where the model can't be cut so.
+    Raises LayoutError if the model can't be cut into the layout's stages.
     """
     plan = make_plan(model, layout, trace, cut_at)
     rank_of = owners(layout)
@@ -166,7 +166,7 @@ def cut(
         if len(ranks) > 1 and parameter.requires_grad:
             of_part = replace(of_part, sum_over=(*of_part.sum_over, groups.of(ranks)))
         parts.table[name] = of_part
-    # Buffers go with the unit that they are in.
+    # Buffers belong to the stages of their unit.
     for name in parts.state:
         unit = next((unit for unit in plan.modules if name.startswith(f"{unit}.")), None)
         if name not in parts.table and unit is not None:
@@ -190,7 +190,7 @@ def pipelines(mesh: Mesh) -> list[list[int]]:
 
 
 class _Groups:
-    """Process groups of some ranks of each pipeline. All ranks make all of them, in the same order."""
+    """Cache of process groups of some ranks of each pipeline. All ranks make all groups, in the same order."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -203,7 +203,7 @@ class _Groups:
             for line in pipelines(self._mesh):
                 group = new_group([line[rank] for rank in ranks])
                 if dist.get_rank() in line:
-                    mine = group  # of a rank that is no member, an unused mark
+                    mine = group  # for a rank that is no member, PyTorch's marker for non-members
             assert mine is not None
             self._made[ranks] = mine
         return self._made[ranks]

@@ -1,4 +1,4 @@
-"""Run: a stage's forward while it runs. Which calls of units are its own, and what stands in place of the others."""
+"""Run: one forward of a stage, which runs its own calls of units and replaces the outputs of the others."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -14,17 +14,17 @@ from samestep.parallel.pipeline.units import UnitOutput
 
 
 class StageDone(BaseException):
-    """Ends the model's forward after the last call of a stage. No Exception, which a model may catch."""
+    """Raised to end the model's forward after a stage's last call. A BaseException, as models may catch Exception."""
 
 
 class StageRun:
     """One forward of one stage.
 
-    Units call it in place of themselves: a call of the stage itself runs, one of an earlier stage gives what was
-    received of it and blanks for the rest, and after the stage's last call the forward ends.
+    Stand-ins of units call it: a call of this stage runs the unit, a call of an earlier stage returns received
+    tensors and blanks for the rest, and after the stage's last call the forward ends.
 
-    Calls are numbered over the whole forward, as in the traced one: a call belongs to the stage in whose interval of
-    numbers it lies (`Plan.ends`). A forward that calls units in another order than the traced one ends with an error.
+    Calls are numbered over the whole forward, as in the trace; a call belongs to the stage whose interval contains
+    its number (`Plan.ends`). A forward that calls units in another order than the trace raises an error.
     """
 
     def __init__(self, plan: Plan, stage: int, received: Mapping[UnitOutput, Tensor], now: ForwardContext) -> None:
@@ -33,15 +33,15 @@ class StageRun:
         self._received = received
         self._now = now
         self._counts: dict[str, int] = {}
-        self._inside = False  # a unit of this stage runs, and what it calls of others is a part of it
+        self._inside = False  # whether a unit of this stage runs; other units that it calls are a part of it
         self._wanted = plan.computed_in(stage)
         self.captured: dict[UnitOutput, Tensor] = {}
 
     def call(
         self, unit: str, module: nn.Module | None, blanks: BlankOutput | None, arguments: Any, keywords: Any
     ) -> Any:
-        """What a unit gives in this stage's forward. `module`: the unit itself, where this rank has it."""
-        # Units may call others (a shared embedding used as an output layer): these run as parts of the outer one.
+        """Handle a call of a unit. `module`: the unit itself, if this rank holds it."""
+        # A unit may call another (a shared embedding used as output layer), which runs as a part of it.
         if self._inside and module is not None:
             return module(*arguments, **keywords)
         number = self._next(unit)
@@ -86,9 +86,8 @@ class StageRun:
         )
 
     def _from_before(self, number: int, output: Any) -> Any:
-        """What a call of an earlier stage gives here: received tensors in their places, blanks in the others."""
-        # The earlier stage drew there; this rank counts these draws, so that later ones have the numbers of one
-        # process.
+        """The output of an earlier stage's call: received tensors, and blanks for the others."""
+        # The earlier stage's random draws are counted, so that later draws have the same numbers as in one process.
         for name, draws in self._plan.draws.get(number, {}).items():
             self._now.skip(name, draws)
         places = iter(range(len(tensors_in(output))))
@@ -102,7 +101,7 @@ class StageRun:
         return received.clone() if given.changed else received  # autograd forbids writes to a leaf
 
     def _capture(self, number: int, output: Any) -> None:
-        """Keep what a call gave that later stages take."""
+        """Keep the outputs of a call that later stages use."""
         wanted = self._wanted.get(number, ())
         tensors = tensors_in(output) if wanted else []
         for given in wanted:
@@ -115,12 +114,12 @@ class StageRun:
             self.captured[given] = tensor.clone() if given.changed else tensor
 
     def handed_on(self) -> list[Tensor]:
-        """What this stage has computed that it hands on, in the plan's order."""
+        """The tensors that this stage has computed and passes on, in the plan's order."""
         own = [given for some in self._wanted.values() for given in some]
         return [self.captured[given] for given in sorted(own, key=UnitOutput.place)]
 
     def never_ended(self) -> RuntimeError:
-        """What to raise where the forward came to its end before the stage did."""
+        """The error for a forward that ended before the stage's last call."""
         last = self._plan.calls[self._plan.ends[self._stage] - 1].unit
         return RuntimeError(
             f"the forward does not call {last}, the last of pipeline stage {self._stage}, as it did with the samples "

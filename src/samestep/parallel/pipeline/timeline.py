@@ -1,4 +1,4 @@
-"""Timeline: when each rank of a pipeline did what, as it was measured in one step and as it would be ideally."""
+"""Timeline: the times of each rank's actions in one step of a pipeline, measured and ideal."""
 
 import socket
 import time
@@ -16,7 +16,7 @@ from samestep.parallel.pipeline.schedule import SCHEDULES, Action, Orders
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """An action and when it ran, in seconds."""
+    """An action, with its start and end in seconds."""
 
     stage: int
     kind: str
@@ -26,7 +26,7 @@ class Span:
 
 
 class Timeline:
-    """Records one step of this rank, where it is told which; nothing is measured in the others."""
+    """Records the actions of one step on this rank; other steps are not measured."""
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device) -> None:
         self.step: int | None = None  # the one to record
@@ -40,19 +40,19 @@ class Timeline:
 
     @contextmanager
     def of_step(self, step: int, orders: Orders) -> Iterator[None]:
-        """What runs in here is recorded where `step` is the one asked for."""
+        """Context of a step, whose actions are recorded if it is the step to record."""
         self._recording = step == self.step
         if self._recording:
             self._orders, self._spans = orders, []
-            # Of the pipeline's ranks alone, in the recorded step alone.
-            dist.barrier(self._group)  # clocks of different hosts have different origins; they leave together
+            # Clocks of different hosts have different origins, so times are relative to this barrier.
+            dist.barrier(self._group)
             self._origin = time.perf_counter()
         yield
         self._recording = False
 
     @contextmanager
     def of(self, action: Action) -> Iterator[None]:
-        """Measure an action: from when its messages are there to when it is computed."""
+        """Measure an action, from the arrival of its messages to the end of its computation."""
         if not self._recording:
             yield
             return
@@ -61,13 +61,13 @@ class Timeline:
         self._spans.append(Span(**vars(action), start=began, end=self._now()))
 
     def _now(self) -> float:
-        """Seconds, once the device is done with what was asked of it."""
+        """The time in seconds, after the device has finished all queued work."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
 
     def gathered(self) -> dict[str, Any] | None:
-        """The recorded step of this pipeline's ranks, as JSON; None where none was. Every rank must ask."""
+        """Gather the recorded step of this pipeline's ranks as JSON; None if there is none. Every rank must ask."""
         if self.step is None or not self._orders:
             return None
         told: list[Any] = [None] * dist.get_world_size(self._group)
@@ -92,7 +92,7 @@ class Timeline:
 
 
 def _on_one_clock(told: Sequence[tuple[str, float, list[Span]]]) -> list[list[Span]]:
-    """Every rank's spans from the moment at which the first rank of its host left the barrier.
+    """Every rank's spans, relative to the time at which the first rank of its host left the barrier.
 
     Ranks of one host read the same clock, and leave a barrier with up to milliseconds between them.
     """
@@ -106,7 +106,7 @@ def _on_one_clock(told: Sequence[tuple[str, float, list[Span]]]) -> list[list[Sp
 
 
 def _as_json(ranks: Sequence[Sequence[Span]]) -> list[list[dict[str, Any]]]:
-    """Counted from the first start of all."""
+    """Convert spans to JSON, with times relative to the first start."""
     first = min(span.start for rank in ranks for span in rank)
     return [
         [{**asdict(span), "start": span.start - first, "end": span.end - first} for span in rank] for rank in ranks
@@ -114,14 +114,14 @@ def _as_json(ranks: Sequence[Sequence[Span]]) -> list[list[dict[str, Any]]]:
 
 
 def bubble(ranks: Sequence[Sequence[Span]]) -> float:
-    """The idle share of all ranks' time, from the first action to the end of the last."""
+    """The idle fraction of all ranks' time, from the start of the first action to the end of the last."""
     spans = [span for rank in ranks for span in rank]
     total = (max(span.end for span in spans) - min(span.start for span in spans)) * len(ranks)
     return 1 - sum(span.end - span.start for span in spans) / total
 
 
 def bubble_formula(layout: Layout, micro_batches: int) -> float:
-    """The idle share by the schedules' papers, for p ranks, v stages a rank and m micro-batches.
+    """The idle fraction according to the schedules' papers, for p ranks, v stages a rank and m micro-batches.
 
     GPipe and 1F1B: (p - 1) / (m + p - 1) (Huang et al. 2019; Narayanan et al. 2021, section 2.2.1). Interleaved:
     (p - 1) / (v m + p - 1) (Narayanan et al. 2021, section 2.2.2). Zero bubble: gradients of weights, a third of
@@ -134,21 +134,21 @@ def bubble_formula(layout: Layout, micro_batches: int) -> float:
     return waiting / (work + waiting)
 
 
-# Forward and both halves of backward take equally long where matrices are all there is to compute.
+# Forward and both halves of backward take equally long for matrix products.
 _UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 def ideal_times(orders: Orders, units: Mapping[str, float] = _UNITS) -> list[list[Span]]:
-    """When each action would run if messages took no time and all stages were equally long.
+    """Simulate the actions with messages that take no time and stages of equal length.
 
-    Raises ValueError where ranks would wait for each other for ever.
+    Raises ValueError if the ranks would deadlock.
     """
     last_stage = max(action.stage for rank in orders for action in rank)
     done: dict[tuple[int, str, int], float] = {}
     times: list[list[Span]] = [[] for _ in orders]
     clocks = [0.0] * len(orders)
     left = sum(len(rank) for rank in orders)
-    # Plays the orders: in each round every rank runs as many of its actions as have what they need.
+    # In each round every rank runs its actions up to the first whose dependencies are not done.
     while left:
         before = left
         for rank, actions in enumerate(orders):
@@ -160,7 +160,7 @@ def ideal_times(orders: Orders, units: Mapping[str, float] = _UNITS) -> list[lis
                 start = max([clocks[rank], *(done[need] for need in needed)])
                 clocks[rank] = start + units[action.kind]
                 times[rank].append(Span(**vars(action), start=start, end=clocks[rank]))
-                # What others wait for is known when the input's gradient is.
+                # Other stages only wait for the input's gradient.
                 half = "B" if action.kind == "I" else action.kind
                 done[action.stage, half, action.micro_batch] = clocks[rank]
                 left -= 1
@@ -170,7 +170,7 @@ def ideal_times(orders: Orders, units: Mapping[str, float] = _UNITS) -> list[lis
 
 
 def _needed(action: Action, last_stage: int) -> list[tuple[int, str, int]]:
-    """What must be done before an action can begin: (stage, half, micro-batch)."""
+    """The dependencies of an action: (stage, half, micro-batch)."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind == "F":
         return [(stage - 1, "F", micro_batch)] if stage else []

@@ -1,6 +1,6 @@
-"""Units: the modules of which each call belongs to one pipeline stage, and between whose calls a model can be cut.
+"""Units: the modules whose calls are assigned to pipeline stages, and between whose calls a model can be cut.
 
-And what each call takes that other calls have given, which is what stages hand on.
+Also: the outputs of other calls that each call uses, which stages pass on.
 """
 
 from bisect import bisect_right
@@ -15,19 +15,19 @@ from samestep.parallel.calls import Call, Trace
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCall:
-    """One call of a unit, of those that no other unit makes."""
+    """One call of a unit that is not made within another unit's call."""
 
     unit: str
-    number: int  # of the calls of this unit in one forward, from 0
+    number: int  # among the calls of this unit in one forward, from 0
     call: Call
 
 
 def find_layers(model: nn.Module, trace: Trace, stages: int) -> list[str]:
-    """The modules after which a model may be cut.
+    """Find the modules after which a model may be cut.
 
-    The repeated layers, in however many lists they stand, or the model's parts where it has none. Where these are
-    too few for the stages the most expensive are opened, and where they hold less than half of the computation
-    all that compute are taken beside them.
+    These are the repeated layers of all lists, or the model's children if it has none. If they are too few for the
+    stages, the most expensive ones are replaced by their children; if they have less than half of the FLOPs, all
+    other modules with FLOPs are added.
     """
     calls = _Calls(model, trace)
     layers = calls.once(calls.called(with_forward(find_blocks(model))))
@@ -44,9 +44,9 @@ def find_layers(model: nn.Module, trace: Trace, stages: int) -> list[str]:
 
 
 def _opened(model: nn.Module, calls: "_Calls", layers: Sequence[str]) -> list[str] | None:
-    """The layers with parts in place of the most expensive that has several; None where none has.
+    """Replace the most expensive layer that has several parts by its parts; None if no layer has.
 
-    A repeated layer of a class of its own stays as it is: its parts hand more to each other than it hands on.
+    Repeated layers of a custom class are not replaced, as their parts exchange more tensors than the layers do.
     """
     for name in sorted(layers, key=calls.flops, reverse=True):
         module = model.get_submodule(name)
@@ -66,7 +66,7 @@ def _opened(model: nn.Module, calls: "_Calls", layers: Sequence[str]) -> list[st
 
 
 class _Calls:
-    """What a trace knows of modules, by their names."""
+    """Counts of calls and FLOPs of a trace, by module name."""
 
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         self.trace = trace
@@ -81,15 +81,15 @@ class _Calls:
         return self._flops.get(name, 0)
 
     def called(self, modules: Iterable[nn.Module]) -> list[str]:
-        """The names of those that the forward calls."""
+        """The names of the modules that the forward calls."""
         names = [self._names[id(module)] for module in modules]
         return [name for name in names if name in self._counts]
 
     def once(self, names: Iterable[str]) -> list[str]:
-        """In place of modules that another one calls again and again in a loop, the other one.
+        """Replace modules that are called several times by the innermost enclosing module that is called once.
 
-        How often a loop runs may depend on the samples, and the calls of one layer are one after the other. A model
-        that calls a module several times by itself (two sentences through one encoder) is none.
+        The number of iterations of a loop may depend on the samples. A module that the model itself calls several
+        times (two sentences through one encoder) is kept.
         """
         found: dict[str, None] = {}
         for name in names:
@@ -105,10 +105,10 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def units_of(model: nn.Module, trace: Trace, layers: Sequence[str]) -> dict[str, nn.Module]:
-    """By every name of theirs: the layers, and the largest modules with parameters that are called and contain none.
+    """The units by all of their names: layers, and the largest called modules with parameters that contain no layer.
 
-    Modules that are never called, nor any part of them, are units as well: other modules may use
-    their parameters.
+    Modules that are never called, and contain no called module, are units as well, since others may use their
+    parameters.
     """
     called = {call.name for call in trace.calls}
     names = {id(module): name for name, module in model.named_modules()}
@@ -135,7 +135,7 @@ def units_of(model: nn.Module, trace: Trace, layers: Sequence[str]) -> dict[str,
 
 
 def unit_calls(model: nn.Module, trace: Trace, units: Mapping[str, nn.Module]) -> list[UnitCall]:
-    """The calls of units, in their order. What a unit calls of other units is a part of its own call."""
+    """The calls of units in order, except calls within another unit's call, which are a part of it."""
     names = {id(module): name for name, module in model.named_modules()}
     own = {names[id(module)] for module in units.values()}
     found: list[UnitCall] = []
@@ -144,7 +144,7 @@ def unit_calls(model: nn.Module, trace: Trace, units: Mapping[str, nn.Module]) -
     for call in trace.calls:  # sorted by their beginnings
         if call.name not in own or call.began < ended:
             continue
-        # Calls within a unit's call are a part of it: the next one counts after its end.
+        # Calls before `ended` are within the last unit's call.
         ended = call.ended
         number = counts.get(call.name, 0)
         counts[call.name] = number + 1
@@ -154,24 +154,24 @@ def unit_calls(model: nn.Module, trace: Trace, units: Mapping[str, nn.Module]) -
 
 @dataclass(frozen=True, kw_only=True)
 class UnitOutput:
-    """A tensor of what a unit's call gives."""
+    """An output tensor of a unit's call."""
 
-    caller: int  # the number of the call among those of all units
-    number: int  # of the tensor among those of the call's output
+    caller: int  # number of the call among the calls of all units
+    number: int  # number of the tensor in the call's output
     changed: bool  # whether its memory is written to afterwards
 
     def place(self) -> tuple[int, int]:
-        """What to sort by."""
+        """The sort key."""
         return self.caller, self.number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What has to be known to compute something, not looking behind what units' calls give."""
+    """The direct dependencies of a value: outputs of units' calls, parameters, and hidden values of calls."""
 
     given: frozenset[UnitOutput] = frozenset()
-    parameters: frozenset[str] = frozenset()  # read outside of all other calls
-    hidden: frozenset[int] = frozenset()  # calls of which something is read that they do not give
+    parameters: frozenset[str] = frozenset()  # parameters that are used outside of other calls
+    hidden: frozenset[int] = frozenset()  # calls of which a value is used that is not an output
 
     def __or__(self, other: "Need") -> "Need":
         return Need(
@@ -185,12 +185,10 @@ _NOTHING = Need()
 
 
 class Needs:
-    """Looked up in a traced forward's dataflow.
+    """Finds the dependencies of calls in a traced forward's dataflow.
 
-    A node of the dataflow is a tensor that was computed at some time of the trace; its parents are what it was
-    computed from. A search from a tensor backwards ends at outputs of units (they can be handed on), at parameters
-    (the stage needs them), or within another unit's call (`hidden`: it can't be handed on, so no cut may lie between
-    the two).
+    A search backwards from a node ends at outputs of units (which can be passed on), at parameters (which the stage
+    needs), or within another unit's call (`hidden`: the value can't be passed on, so no cut may separate the two).
     """
 
     def __init__(self, trace: Trace, calls: Sequence[UnitCall]) -> None:
@@ -201,11 +199,11 @@ class Needs:
         self._of_output = {began: number for number, began in enumerate(self._began)}
         self._known: dict[int, Need] = {}
         self.of_calls = self._of_each_call()
-        # What a unit keeps to itself and the model gives as it is, such as a cache, no loss is computed from.
+        # Hidden values that the model returns unchanged, such as a cache, are ignored, as no loss depends on them.
         self.of_output = self._all(number for number in trace.dataflow.results if not self._is_hidden(number))
 
     def _of_each_call(self) -> list[Need]:
-        """Of every call of a unit. Parameters that it reads itself are among them."""
+        """The dependencies of every call of a unit, including parameters that it uses itself."""
         found = [_NOTHING] * len(self._calls)
         for number, node in enumerate(self._nodes):
             caller = self._caller(number)
@@ -217,7 +215,7 @@ class Needs:
         return found
 
     def _caller(self, number: int) -> int | None:
-        """The call in which a node was computed, or whose output it is; None for what stands between the calls."""
+        """The call in which a node was computed, or whose output it is; None for nodes between calls."""
         node = self._nodes[number]
         if node.output is not None and node.output[0] in self._of_output:
             return self._of_output[node.output[0]]
@@ -225,7 +223,7 @@ class Needs:
         return at if at >= 0 and node.time < self._calls[at].call.ended and not node.parameter else None
 
     def _is_hidden(self, number: int) -> bool:
-        """Whether a result is something that a unit computes and doesn't give."""
+        """Whether a result was computed within a unit's call and is not an output of it."""
         node = self._nodes[number]
         if node.output is not None and node.output[0] not in self._of_output and self._caller(number) is None:
             return all(self._is_hidden(parent) for parent in node.parents)
@@ -239,7 +237,7 @@ class Needs:
         return found
 
     def _need(self, number: int) -> Need:
-        """What a node is computed from, by an iterative walk: models are deeper than Python's stack of calls."""
+        """The dependencies of a node, by an iterative search, as graphs are deeper than Python's recursion limit."""
         waiting = [number]
         while waiting:
             node = waiting[-1]
@@ -260,7 +258,7 @@ class Needs:
         return self._known[number]
 
     def _answer(self, number: int) -> Need | None:
-        """Where a search ends: at what a call gives, at a parameter; None where it goes on."""
+        """The dependency at which a search ends; None if it continues."""
         node = self._nodes[number]
         if node.parameter is not None:
             return Need(parameters=frozenset({node.parameter}))
