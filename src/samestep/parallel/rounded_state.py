@@ -40,39 +40,39 @@ _OF_16_BITS = 0xFFFF
 
 
 class Format(Protocol):
-    """How an average is kept."""
+    """A storage format of Adam's averages."""
 
     def kept(self, values: Tensor, chance: Tensor, *, signed: bool) -> dict[str, Tensor]:
-        """What is kept of values, by what the key of each gets behind its name.
+        """Encode values; the keys of the result are suffixes of the state's key.
 
         `chance`: uniform int32 numbers, one for each value, [values].
         """
         ...
 
     def values(self, kept: Mapping[str, Tensor], dtype: torch.dtype, *, signed: bool) -> Tensor:
-        """The values again, in a dtype and of the shape that they had."""
+        """Decode values into a dtype, in their original shape."""
         ...
 
 
 class BFloat16:
-    """One of the two numbers of bf16 beside a value."""
+    """bf16, with stochastic rounding."""
 
     def kept(self, values: Tensor, chance: Tensor, *, signed: bool) -> dict[str, Tensor]:
-        """Rounded to bf16 at random, up with the probability that makes the mean exact; shape as given."""
+        """Round to bf16 stochastically, so that the expected value is exact; the shape is unchanged."""
         exact = values.to(torch.float32)
-        # bf16 is the upper half of float32. With a random lower half added, the upper one is the next number up as
-        # often as the lower half of the value is large.
+        # bf16 is the upper half of float32. Adding a random lower half carries into the upper half with a probability
+        # proportional to the lower half.
         up = exact.view(torch.int32) + (chance.view(values.shape) & _OF_16_BITS)
         rounded = (up & ~_OF_16_BITS).view(torch.float32)
         return {"": torch.where(exact.isfinite(), rounded, exact).to(torch.bfloat16)}
 
     def values(self, kept: Mapping[str, Tensor], dtype: torch.dtype, *, signed: bool) -> Tensor:
-        """bf16 widened."""
+        """Cast bf16 to `dtype`."""
         return kept[""].to(dtype)
 
 
 class EightBits:
-    """One of the two of 256 numbers beside a value, times the largest value of its block."""
+    """8-bit codes of a table of 256 numbers, times the largest magnitude of a block of values."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[bool, torch.device], Tensor] = {}
@@ -80,7 +80,7 @@ class EightBits:
     def kept(self, values: Tensor, chance: Tensor, *, signed: bool) -> dict[str, Tensor]:
         """Codes [values] in uint8 and scales [blocks] in float32, rounded at random to a neighbour.
 
-        The last block is filled up with zeros, whose codes are cut off.
+        The last block is padded with zeros, whose codes are dropped.
         """
         exact = values.reshape(-1).to(torch.float32)
         empty = -exact.numel() % BLOCK
@@ -211,9 +211,9 @@ def _lot_of(
 
 
 def _chance(step: Tensor, average: str, values: Tensor) -> Tensor:
-    """Uniform int32 numbers of a step and an average, one for each of the values: [values]."""
+    """Uniform int32 numbers [values], as a function of the step, the average and each value's position."""
     key = split(step.reshape(1).to(torch.int64), key_of(average))
-    if key.device != values.device:  # the count is on the CPU, where reading it waits for no device
+    if key.device != values.device:  # the step count is on the CPU, so reading it does not wait for a device
         key = torch.full([1], int(key.item()), dtype=torch.int64, device=values.device)
     row = values.shape[-1]
     rows = torch.arange(values.numel() // max(row, 1), device=values.device)

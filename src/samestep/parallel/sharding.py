@@ -1,4 +1,4 @@
-"""ShardTable: what of the whole model's parameters a rank holds, and how the ranks' parts belong together.
+"""ShardTable: which part of each of the whole model's parameters a rank holds.
 
 For a parameter W [out, in] of the whole model, a rank may hold
 
@@ -30,11 +30,11 @@ Range = tuple[int, int]  # first, and one past the last
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A parameter cut along one dimension over a group of ranks: each holds some ranges of its rows or columns."""
+    """A parameter sliced along one dimension over a group of ranks, each of which holds some ranges of it."""
 
     group: dist.ProcessGroup
     dim: int
-    ranges: Sequence[Sequence[Range]]  # of each rank of the group; together they are the whole dimension
+    ranges: Sequence[Sequence[Range]]  # of each rank of the group; together they cover the dimension
     axis: str = "tensor"  # the mesh axis of the group
 
     @property
@@ -47,7 +47,7 @@ class Slice:
         return torch.cat([whole.narrow(self.dim, first, last - first) for first, last in self.mine], self.dim)
 
     def gather(self, part: Tensor) -> Tensor:
-        """The whole from every rank's part; every rank of the group must ask."""
+        """Gather the whole tensor from the ranks' parts; every rank of the group must ask."""
         lengths = [sum(last - first for first, last in ranges) for ranges in self.ranges]
         gathered = all_gather_uneven(part, self.group, lengths, self.dim)  # in the order of ranks
         whole = torch.empty_like(gathered)
@@ -61,7 +61,7 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """How this rank's tensor of a name relates to the whole model's."""
+    """The part of a parameter or buffer of the whole model that this rank holds."""
 
     slice: Slice | None = None  # None: all of it
     sum_over: tuple[dist.ProcessGroup, ...] = ()  # groups over which backward leaves its gradient in parts
@@ -70,7 +70,7 @@ class Part:
 
     @property
     def of_experts(self) -> bool:
-        """Whether the ranks of the expert axis hold different numbers under this name."""
+        """Whether the ranks of the expert axis hold different values under this name."""
         return self.holder is not None or (self.slice is not None and self.slice.axis == "expert")
 
 
@@ -84,20 +84,20 @@ class Entry:
 
 @dataclass(kw_only=True)
 class ShardTable:
-    """The table of a model's parts. Layouts that cut a parameter write down here how they did."""
+    """The parts of a model's parameters by name. Layouts that split a parameter record it here."""
 
     layout: Layout
     mesh: Mesh
     parameters: Mapping[str, Entry]  # of the whole model, in its order
     state: Mapping[str, Entry]  # of its state dict
-    frozen: frozenset[str] = frozenset()  # those of `parameters` that need no gradient
+    frozen: frozenset[str] = frozenset()  # the `parameters` that need no gradient
     tied: Mapping[str, str] = field(default_factory=dict)  # a parameter's further names -> its name in `parameters`
     table: dict[str, Part] = field(default_factory=dict)
-    owners: Owners | None = None  # where gradients end on one rank of the shard group alone
+    owners: Owners | None = None  # given if gradients are reduced to one rank of the shard group (ZeRO-1)
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout, mesh: Mesh) -> "ShardTable":
-        """The parts of a model that is still whole."""
+        """Make the table of a model that is still whole."""
         names = {parameter: name for name, parameter in model.named_parameters()}
         every_name = model.named_parameters(remove_duplicate=False)
         return cls(
@@ -113,18 +113,18 @@ class ShardTable:
         return self.table.get(name, _WHOLE)
 
     def buffers(self) -> dict[str, Entry]:
-        """What of the model's state dict is no parameter."""
+        """The entries of the model's state dict that are no parameters."""
         known = {**self.parameters, **self.tied}
         return {name: entry for name, entry in self.state.items() if name not in known}
 
     def holds(self, name: str) -> bool:
-        """Whether this rank holds anything of a parameter or buffer: its pipeline stages or its experts may not."""
+        """Whether this rank's pipeline stages and experts include a parameter or buffer."""
         part = self.part(name)
         of_stage = part.stages is None or self.mesh.coordinate("pipeline") in part.stages
         return of_stage and part.holder in (None, self.mesh.coordinate("expert"))
 
     def add_sum(self, name: str, group: dist.ProcessGroup) -> None:
-        """Write down that backward leaves a parameter's gradient in parts over a group."""
+        """Record that a parameter's gradient must be summed over a group after backward."""
         part = self.part(name)
         self.table[name] = replace(part, sum_over=(*part.sum_over, group))
 
@@ -137,7 +137,7 @@ class ShardTable:
     def whole_state(self, model: nn.Module, *, kept: bool = True) -> dict[str, Tensor]:
         """The whole model's state dict, on the CPU; every rank must ask.
 
-        Of what it holds parts of, a rank has one tensor at a time whole. One that wants to keep none gets {}.
+        A rank gathers one tensor at a time. Ranks without `kept` return {}.
         """
         mine = model.state_dict()
         found: dict[str, Tensor] = {}
@@ -148,7 +148,7 @@ class ShardTable:
         return found
 
     def _whole(self, name: str, entry: Entry, mine: Tensor | None) -> Tensor:
-        """One parameter or buffer whole: gathered over shards, then slices, then from expert and pipeline ranks."""
+        """Gather a parameter or buffer over shards and slices, then broadcast it from expert and pipeline ranks."""
         part = self.part(name)
         stages = part.stages
         if self.holds(name):
@@ -158,28 +158,28 @@ class ShardTable:
                 value = part.slice.gather(value)
         else:
             value = torch.empty(entry.shape, dtype=entry.dtype, device=self.mesh.grid.device_type)
-        if part.holder is not None:  # first to the ranks of its stage, of which a pipeline asks one
+        if part.holder is not None:  # first within its stage, since the pipeline's broadcast comes from one rank
             value = self._from("expert", part.holder, value)
         if stages is not None and self.mesh.size("pipeline") > 1:
             value = self._from("pipeline", stages[0], value)
         return value
 
     def _from(self, axis: str, position: int, value: Tensor) -> Tensor:
-        """What the rank at a position of an axis holds; every rank along the axis must ask."""
-        # From the device, also where it is offloaded: the others receive there, by the device's back end.
+        """Broadcast a value from the rank at a position of an axis; every rank along the axis must ask."""
+        # Offloaded values are moved to the device, whose back end the broadcast uses.
         value = value.to(self.mesh.grid.device_type).contiguous()
         dist.broadcast(value, src=self.mesh.ranks(axis)[position], group=self.mesh.group(axis))
         return value
 
     def sum_gradients(self, model: nn.Module) -> None:
-        """Add up the gradients that backward left in parts; a parameter that no rank used keeps none."""
+        """Sum the gradients that backward left in parts; parameters that no rank used keep `grad=None`."""
         for group, parameters in self._sums(model).items():
             sum_gradients_over(group, parameters, self.mesh.grid.device_type)
 
     def find_owners(self, model: nn.Module, stepped: Callable[[int], Iterable[nn.Parameter]]) -> None:
-        """Note which rank steps which parameter, where gradients go to that rank alone; every rank must ask.
+        """Under ZeRO-1, record which rank steps which parameter; every rank must ask.
 
-        `stepped` gives the parameters that a position on the shard axis steps.
+        `stepped`: returns the parameters that a position on the shard axis steps.
         """
         if self.owners is not None:
             shared = self.not_of_experts(model)
@@ -192,7 +192,7 @@ class ShardTable:
         return [p for name, p in model.named_parameters() if not self.part(name).of_experts]
 
     def _sums(self, model: nn.Module) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
-        """The parameters whose gradient backward leaves in parts, by the groups that hold these."""
+        """The parameters whose gradients backward leaves in parts, by the groups to sum over."""
         groups: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         if not any(part.sum_over for part in self.table.values()):
             return groups
@@ -203,7 +203,7 @@ class ShardTable:
         return groups
 
     def norm_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold different parts of a gradient; None where every rank holds all of it.
+        """The ranks that hold different parts of the gradient; None if every rank holds all of it.
 
         The squared norm of the whole gradient is the sum over these ranks of (own squares / `copies`). Ranks that
         differ only along other axes (replicas, context) hold the same gradients and compute the same norm.
@@ -212,7 +212,7 @@ class ShardTable:
         return self.mesh.group(*split) if split else None
 
     def copies(self, name: str, parameter: Tensor) -> int:
-        """How many ranks of `norm_group` hold the same numbers of a parameter as this one."""
+        """The number of ranks of `norm_group` that hold the same part of a parameter as this one."""
         part = self.part(name)
         count = 1
         if part.slice is None or part.slice.axis != "tensor":
@@ -225,13 +225,13 @@ class ShardTable:
         if "shard" in self._splitting() and not one_alone:
             # Every shard rank has all of this gradient: the sum of squares must count it once.
             count *= self.mesh.size("shard")
-        # Shards of what is no expert lie on the ranks of both axes.
+        # DTensors other than experts are sharded over the expert axis as well.
         if not part.of_experts and not isinstance(parameter, DTensor):
             count *= self.mesh.size("expert")
         return count
 
     def _splitting(self) -> tuple[str, ...]:
-        """The dimensions along which ranks hold different parts of gradients."""
+        """The mesh axes along which ranks hold different parts of gradients."""
         shard = ("shard",) if self.layout.zero >= 2 or self.owners is not None else ()
         return ("pipeline", *shard, "expert", "tensor")
 
@@ -240,7 +240,7 @@ _WHOLE = Part()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, gathered from the ranks that hold its shards; every one of them must ask."""
+    """Gather a DTensor from the ranks that hold its shards, all of which must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -250,15 +250,15 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def sum_gradients_over(group: dist.ProcessGroup, parameters: Iterable[nn.Parameter], device_type: str) -> None:
-    """Add up gradients over a group, in messages of some 25 MiB; a parameter that no rank used keeps none.
+    """Sum gradients over a group, in messages of about 25 MiB; parameters that no rank used keep `grad=None`.
 
-    The next message is on its way while what came of the one before is put back.
+    The copy of one message's result overlaps with the next message.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         return
     used = largest([parameter.grad is not None for parameter in trained], group, device_type)
-    # One message is copied back while the next one is on its way: two of them are held at a time.
+    # So at most two messages are held at a time.
     pending: GradientMessage | None = None
     for bucket in buckets([parameter for parameter, by_any in zip(trained, used, strict=True) if by_any]):
         for dtype in dict.fromkeys(parameter.dtype for parameter in bucket):
@@ -272,7 +272,7 @@ def sum_gradients_over(group: dist.ProcessGroup, parameters: Iterable[nn.Paramet
 
 @dataclass(frozen=True)
 class GradientMessage:
-    """Gradients that are being summed over a group."""
+    """A pending all-reduce of gradients."""
 
     work: dist.Work
     flat: Tensor
@@ -282,15 +282,14 @@ class GradientMessage:
     def send(
         cls, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device_type: str
     ) -> "GradientMessage":
-        """Set out to sum gradients of one dtype, as one flat message [all their numbers]."""
+        """Start to all-reduce gradients of one dtype, as one flat message [all elements]."""
         gradients: list[Tensor] = []
         for parameter in parameters:
             if parameter.grad is None:
-                # Another rank used it: this one's part of the sum is zero, and all ranks' messages must be of one
-                # length.
+                # Another rank used it: this rank sends zeros, as all ranks' messages must have one length.
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(local(parameter.grad))
-        # Offloaded gradients are on the CPU, where a group has gloo alone, which is slower than the accelerator.
+        # Offloaded gradients are moved to the device, whose back end is faster than gloo on the CPU.
         flat = torch.cat([gradient.reshape(-1).to(device_type) for gradient in gradients])  # [numbers of all of them]
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
@@ -306,21 +305,21 @@ class GradientMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
-    """Consecutive rows (or columns, ...) that lie together in the whole tensor and in memory."""
+    """Consecutive indices of a dimension that are contiguous in the whole tensor and in this rank's memory."""
 
     whole: int  # the first one's index in the whole
     memory: int  # and in this rank's memory
     length: int
 
     def within(self, start: int, length: int) -> "_Span":
-        """What of it lies between two indices of the memory, where the memory begins at `start`."""
+        """The intersection with memory indices `start` to `start + length`, relative to `start`."""
         first, last = max(self.memory, start), min(self.memory + self.length, start + length)
         return _Span(whole=self.whole + first - self.memory, memory=first - start, length=max(0, last - first))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """Where numbers that lie together in the whole are in this rank's memory."""
+    """A box of the whole tensor, and its place in this rank's memory."""
 
     offsets: tuple[int, ...]  # where they begin in the whole
     memory: tuple[slice, ...]
@@ -328,13 +327,13 @@ class Placed:
 
 
 def places_of(tensor: Tensor, part: Part, shape: torch.Size) -> list[Placed]:
-    """The boxes of the whole that a rank's tensor is, and where it has them."""
+    """The boxes of the whole tensor that a rank's tensor holds, with their places in its memory."""
     # [dimensions][spans]: boxes are the products of one span of each dimension.
     spans = [[_Span(whole=0, memory=0, length=length)] for length in shape]
     if part.slice is not None:
         spans[part.slice.dim] = _spans_of(part.slice)
     if isinstance(tensor, DTensor):
-        # DTensor's own answer to what of the global tensor it holds, as torch.distributed.checkpoint asks for it.
+        # The chunk of the global tensor that a DTensor holds, by the method that torch.distributed.checkpoint calls.
         (chunk,) = tensor.__create_chunk_list__()  # where this rank's shard lies in the slice
         spans = [
             [span.within(start, length) for span in along]
@@ -352,7 +351,7 @@ def places_of(tensor: Tensor, part: Part, shape: torch.Size) -> list[Placed]:
 
 
 def _spans_of(part: Slice) -> list[_Span]:
-    """A slice's ranges of the whole dimension, with where each lies in this rank's memory."""
+    """A slice's ranges of the whole dimension, with the place of each in this rank's memory."""
     spans: list[_Span] = []
     memory = 0
     for first, last in part.mine:

@@ -42,7 +42,7 @@ _CHUNK = 1 << 18  # bytes summed at a time, which stay in the second-level cache
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """Numbers of one dtype in a rank's part, one after the other; between two parameters are zeros."""
+    """A contiguous run of a rank's part of the gradients, of one dtype, with zeros as padding between parameters."""
 
     first: int  # byte of a rank's gradients
     last: int
@@ -50,15 +50,14 @@ class _Run:
 
 
 def share_out(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[tuple[int, int]]]:
-    """Of each parameter, (rows, numbers in a row), the rows of each rank: from the first to one past the last.
+    """Distribute rows over ranks: for each parameter the first row, and one past the last row, of each rank.
 
-    Ranks get runs of rows that follow each other through the parameters, of nearly as many numbers each.
+    `sizes`: (rows, elements in a row) of each parameter. Ranks get consecutive rows, with nearly equal elements.
     """
     total, before = sum(rows * row for rows, row in sizes), 0
     shares: list[list[tuple[int, int]]] = []
     for rows, row in sizes:
-        # Rank r's part begins at number r * total / ranks; the nearest row of this parameter, which may lie outside
-        # of it.
+        # Rank r's part begins at element r * total / ranks, rounded to a row, which may be outside of this parameter.
         cuts = [round((rank * total / ranks - before) / max(1, row)) for rank in range(ranks + 1)]
         shares.append([*pairwise(min(rows, max(0, cut)) for cut in cuts)])
         before += rows * row
@@ -66,13 +65,13 @@ def share_out(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[tuple[i
 
 
 class SharedReplicas:
-    """The parameters of a model in memory that the ranks of a group share, and this rank's part of them."""
+    """A model's parameters in shared memory of a group's ranks, and this rank's rows of them."""
 
     def __init__(self, model: nn.Module, layout: Layout, parts: ShardTable, group: dist.ProcessGroup) -> None:
         """Move a model's parameters into a new region, with the values of rank 0. Every rank of the group asks.
 
-        Raises LayoutError on every rank where the ranks are on several hosts, or where one would have nothing
-        to step, and UserError where the memory can't be had.
+        Raises LayoutError on every rank if the ranks are on several hosts or one would have no rows to step, and
+        UserError if the memory can't be allocated.
         """
         self._group = group
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
@@ -110,18 +109,17 @@ class SharedReplicas:
             parts, group, held, dict(zip(held_names(self._trained), shares, strict=True))
         )
         first = self._rank == 0
-        # What is counted as this rank's: its part of what is trained; rank 0 also has what is not.
+        # Holdings of this rank: its rows of trained parameters; rank 0 also counts frozen ones.
         frozen = [parameter.detach() for _, parameter in named if first and not parameter.requires_grad]
         self.parameters = [*(piece.detach() for piece in held.values()), *frozen]
         self.gradients = self._own
 
     def _open(self, size: int, layout: Layout) -> Tensor:
-        """The bytes of a new region of this group."""
+        """Map a new region of this group as a tensor of bytes."""
         world = dist.distributed_c10d._get_default_store()
         number = torch.zeros(1, dtype=torch.int64)
         if self._rank == 0:
-            # A number for each group and model, so that two regions of one run never meet under one name in the
-            # store.
+            # A unique number for each group and model, so that the keys of two regions in the store don't collide.
             number += world.add("shared-replicas", 1)
         dist.broadcast(number, group=self._group, group_src=0)
         store = PrefixStore(f"shared-replicas-{number.item()}", world)
@@ -135,19 +133,18 @@ class SharedReplicas:
             opened = region.share(store, self._rank, self._ranks, size)
         except NoRegionError as error:
             raise UserError(f"run.share_replicas is true, and {error}; use share_replicas: false") from None
-        os.close(opened.file)  # the map keeps the memory, until the last tensor in it is gone
+        os.close(opened.file)  # the mapping stays valid until the last tensor in it is freed
         return torch.frombuffer(opened.memory, dtype=torch.uint8)
 
     def _keeps(self, number: int) -> Any:
-        """A hook after a gradient was added: moves it into this rank's part of the region."""
+        """Make a hook that moves an accumulated gradient into this rank's part of the region."""
         own = self._own[number]
 
         def keep(parameter: Tensor) -> None:
             gradient = parameter.grad
             if gradient is None or gradient.data_ptr() == own.data_ptr():
-                return  # a later micro-batch's gradient was added in place
-            # Once for each step: autograd made the first micro-batch's gradient in memory of its own, and adds the
-            # next in place.
+                return  # a later micro-batch's gradient was accumulated in place
+            # Once a step: autograd allocates the first micro-batch's gradient, and accumulates the next in place.
             own.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
             parameter.grad = own
             self._used[number] = True
@@ -164,10 +161,10 @@ class SharedReplicas:
     # The step.
 
     def sum(self) -> None:
-        """After backward: leave the mean over the ranks in this rank's part; what no rank used has no gradient."""
+        """After backward: average this rank's rows of the gradients over the ranks; unused parameters get None."""
         for used, own in zip(self._used, self._own, strict=True):
             if not used:
-                own.zero_()  # for the ranks that add it up
+                own.zero_()  # other ranks add it
         used = torch.tensor(self._used, dtype=torch.uint8)
         self._used = [False] * len(self._used)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
@@ -187,14 +184,14 @@ class SharedReplicas:
         return own.view(-1)[first : first + piece.numel()].view(piece.shape)
 
     def _sum_run(self, run: _Run) -> None:
-        """Average a run over the ranks, chunk by chunk, into this rank's own gradients."""
-        # bf16 sums of many ranks lose digits: add in float32, round once.
+        """Average a run over the ranks, chunk by chunk, into this rank's gradients."""
+        # 16-bit gradients are added in float32 and rounded once.
         wide = torch.float32 if run.dtype.itemsize < 4 else run.dtype
         for first in range(run.first, run.last, _CHUNK):
             last = min(run.last, first + _CHUNK)
             parts = [block[first:last].view(run.dtype) for block in self._gradients.unbind()]
             total = parts[0].to(wide, copy=True)
-            for part in parts[1:]:  # in the order of the ranks, as the kernel of shared memory adds
+            for part in parts[1:]:  # in the order of the ranks, like the shared-memory kernel
                 total += part
             parts[self._rank].copy_(total.mul_(1 / self._ranks))
 
@@ -206,13 +203,13 @@ class SharedReplicas:
             if piece.grad is not None:
                 by_dtype.setdefault(piece.dtype, []).append(piece.grad)
         for gradients in by_dtype.values():
-            # In float64, as each rank has squares of other rows; their sum is the whole gradient's.
+            # In float64, as squares of all ranks' rows are summed.
             squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
         dist.all_reduce(squares, group=self._group)
         return squares.sqrt()
 
     def wait(self) -> None:
-        """Wait until every rank has written what it writes."""
+        """Wait until every rank has written its rows."""
         dist.barrier(self._group)
 
 
@@ -221,7 +218,7 @@ def held_names(trained: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
 
 
 class _Held(nn.Module):
-    """Rows of a model's parameters under the names of the whole ones."""
+    """This rank's rows of the parameters, under the parameters' names."""
 
     def __init__(self, held: dict[str, nn.Parameter]) -> None:
         super().__init__()
@@ -237,7 +234,7 @@ def _parts_of_rows(
     held: dict[str, nn.Parameter],
     shares: dict[str, list[tuple[int, int]]],
 ) -> ShardTable:
-    """The table in which parameters are cut into rows, as optimizers' states are."""
+    """The table for the optimizer's state, in which parameters are split into rows."""
     rows = {
         name: Part(slice=Slice(group=group, dim=0, ranges=[[share] for share in shares[name]]))
         for name, piece in held.items()
@@ -247,12 +244,12 @@ def _parts_of_rows(
 
 
 def _rows(parameter: nn.Parameter) -> tuple[int, int]:
-    """How many rows a parameter has, and numbers in each; a number alone is one row."""
+    """The number of rows of a parameter, and of elements in each; a scalar is one row."""
     return (len(parameter), parameter[:1].numel()) if parameter.ndim else (1, 1)
 
 
 def _offsets(parameters: Sequence[nn.Parameter]) -> tuple[list[int], int]:
-    """Where each tensor begins, in bytes, and how many they take in all."""
+    """The aligned offset of each tensor in bytes, and the total size."""
     offsets, end = [], 0
     for parameter in parameters:
         offsets.append(end)
@@ -267,7 +264,7 @@ def _tensor(memory: Tensor, offset: int, like: nn.Parameter) -> Tensor:
 def _runs(
     parameters: Sequence[nn.Parameter], offsets: Sequence[int], mine: Sequence[tuple[int, int]]
 ) -> Sequence[_Run]:
-    """This rank's parts of all gradients, neighbouring ones joined: bytes within a rank's gradients."""
+    """This rank's rows of all gradients as byte ranges of a rank's gradients, adjacent ones joined."""
     runs: list[_Run] = []
     for parameter, offset, (first, last) in zip(parameters, offsets, mine, strict=True):
         if first == last:

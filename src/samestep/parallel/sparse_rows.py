@@ -35,7 +35,7 @@ _NO_GRADIENT = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The weight of an embedding that nothing but lookups uses, [rows, ...]."""
+    """The weight [rows, ...] of an embedding that is only used for lookups."""
 
     name: str
     parameter: nn.Parameter
@@ -50,7 +50,7 @@ class Table:
 
 
 def find_tables(model: nn.Module, *, smallest: int = 0) -> tuple[list[Table], dict[str, str]]:
-    """The tables of a model with at least `smallest` bytes; and the others, by name, each with why it is none."""
+    """The tables of a model with at least `smallest` bytes, and other embeddings by name with the reason."""
     lookups: dict[nn.Parameter, str] = {}
     others: dict[nn.Parameter, str] = {}
     for module_name, module in model.named_modules():
@@ -75,23 +75,23 @@ def find_tables(model: nn.Module, *, smallest: int = 0) -> tuple[list[Table], di
 
 
 def touched_rows(gradient: Tensor) -> Tensor:
-    """The numbers of the rows that are not all zero, in order. A NaN is not zero."""
+    """The indices of rows that are not all zero, in order. NaN is not zero."""
     flat = gradient.reshape(len(gradient), -1)
-    # Two reductions of floats are several times as fast on a CPU as one of `any`, which makes bools first.
+    # On a CPU two float reductions are several times faster than `any`, which converts to bool first.
     return ((flat.amax(dim=1) != 0) | (flat.amin(dim=1) != 0)).nonzero().view(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Touched:
-    """What a rank touched of a table."""
+    """The rows of a table that a rank touched."""
 
-    count: int  # of rows; _NO_GRADIENT where it has no gradient at all
-    rows: Tensor  # their numbers, in order; only the first ones where the message had no room for all
+    count: int  # number of rows; _NO_GRADIENT if it has no gradient
+    rows: Tensor  # their indices in order; only the first ones if they did not fit into the message
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Own:
-    """This rank's gradient of a table, and the rows that it touched."""
+    """This rank's gradient of a table, and its touched rows."""
 
     table: Table
     gradient: Tensor
@@ -103,21 +103,21 @@ class RowExchange:
     """Averages the gradients of tables over a group of replicas, after backward."""
 
     def __init__(self, tables: Sequence[Table], group: dist.ProcessGroup) -> None:
-        """Every rank of the group must call this with the same tables; their values become those of rank 0."""
+        """Broadcast rank 0's values of the tables. Every rank of the group must call this with the same tables."""
         self.tables = tables
         self._group = group
         self._ranks = dist.get_world_size(group)
-        # Within each host sums are taken first: only an all-reduce goes between hosts in one stream a host.
+        # On several hosts only all-reduce is hierarchical, with one stream for each host between them.
         self._in_hosts = isinstance(group, KernelGroup) and not isinstance(group, SharedMemoryGroup)
-        self._room = [0] * len(tables)  # for how many numbers of each table a step's first message has room
+        self._room = [0] * len(tables)  # number of row indices of each table that fit into a step's first message
         for table in tables:
             dist.broadcast(table.parameter.detach(), group=group, group_src=0)
 
     def exchange(self, flags: Sequence[bool] = ()) -> list[bool]:
-        """Leave the mean over the ranks in each table's gradient; where no rank used one, it keeps none.
+        """Average each table's gradient over the ranks; tables that no rank used keep `grad=None`.
 
-        `flags`: as many on every rank. Returns which of them any rank has set: they go in a message that is sent
-        anyhow.
+        `flags`: the same number on every rank. Returns which of them any rank has set; they are sent in the first
+        message.
 
         Messages of a step, the same on every rank: one all-gather of counts and row numbers (a second one where a
         table touched more rows than there was room for), then those of the chosen way for each table. All ranks
@@ -154,13 +154,13 @@ class RowExchange:
     # The choice.
 
     def _may_pay(self, table: Table, most: int) -> bool:
-        """Whether rows could be fewer bytes than all, where the ranks touched `most` at most."""
+        """Whether sending rows could take fewer bytes than all rows, if ranks touched at most `most` rows."""
         return min(self._bytes_of_own(table, most), self._bytes_of_any(table, most, most)) < self._bytes_of_all(table)
 
     def _way(self, table: Table, most: int, union: int) -> Literal["all", "own", "any"]:
-        """The way with the fewest bytes for a rank: all rows, own rows, or rows of any rank."""
+        """The way with the fewest bytes: all rows, own rows, or rows of any rank."""
         costs = {"any": self._bytes_of_any(table, most, union), "all": self._bytes_of_all(table)}
-        # Half precision is summed in float32 by an all-reduce, which rows that are added one by one are not.
+        # An all-reduce sums half precision in float32, but rows would be added one by one.
         if not self._in_hosts and (self._ranks == 2 or table.parameter.element_size() >= 4):
             costs["own"] = self._bytes_of_own(table, most)
         best: Any = min(costs, key=lambda way: costs[way])
@@ -190,11 +190,11 @@ class RowExchange:
     def _touched_by_ranks(
         self, touched: Sequence[Tensor | None], flags: Sequence[bool]
     ) -> tuple[list[list[_Touched]], list[bool]]:
-        """What each rank touched of each table, and which flags any rank has set.
+        """All-gather each rank's touched rows of each table, and the flags that any rank has set.
 
-        One message has the counts and the numbers of rows, for which each table has the room that it needed in the
-        last step and a little more: two messages, the counts first, would be twice as late. Only the numbers of
-        tables that need more go again.
+        One message has the counts and the row indices, with room for as many indices of each table as the last step
+        needed, and an eighth more: sending the counts first would double the latency. Only the indices of tables that
+        need more room are sent again.
         """
         found, any_flags = self._gather_touched(touched, self._room, flags)
         most = [max(each.count for each in by_rank) for by_rank in found]
@@ -210,7 +210,7 @@ class RowExchange:
     def _gather_touched(
         self, touched: Sequence[Tensor | None], room: Sequence[int], flags: Sequence[bool] = ()
     ) -> tuple[list[list[_Touched]], list[bool]]:
-        """What each rank touched of some tables, with no more numbers than there is room for; flags of any rank."""
+        """All-gather touched rows of some tables, up to `room` indices each, and flags."""
         device = self.tables[0].parameter.device
         counts = [_NO_GRADIENT if each is None else len(each) for each in touched]
         nothing = torch.empty(0, dtype=torch.int32, device=device)
@@ -222,7 +222,7 @@ class RowExchange:
         for message in self._gather(torch.cat([head, *padded])):
             theirs, *numbers = message.split([len(head), *room])
             of_rank = theirs.tolist()
-            for by_rank, count, some in zip(found, of_rank, numbers, strict=False):  # behind the counts are the flags
+            for by_rank, count, some in zip(found, of_rank, numbers, strict=False):  # flags follow the counts
                 by_rank.append(_Touched(count=count, rows=some[: max(0, count)].to(torch.int64)))
             any_flags = [one or bool(other) for one, other in zip(any_flags, of_rank[len(counts) :], strict=True)]
         return found, any_flags
@@ -271,7 +271,7 @@ class RowExchange:
 
 
 def _own(table: Table, rows: Tensor | None, by_rank: Sequence[Tensor]) -> _Own:
-    """A gradient that can be written into, of zeros where only other ranks used the table."""
+    """This rank's gradient as a contiguous tensor, zero if only other ranks used the table."""
     parameter = table.parameter
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
@@ -283,12 +283,12 @@ def _own(table: Table, rows: Tensor | None, by_rank: Sequence[Tensor]) -> _Own:
 
 
 def _padded(values: Tensor, length: int) -> Tensor:
-    """With zeros up to a length: all-gather wants parts of one size."""
+    """Pad with zeros to a length, as all-gather needs equal sizes."""
     return torch.cat([values, values.new_zeros(length - len(values))])
 
 
 def _union(by_rank: Sequence[Tensor], rows: int) -> Tensor:
-    """The numbers that any rank has, in order."""
+    """The sorted union of the ranks' row indices."""
     mask = torch.zeros(rows, dtype=torch.bool, device=by_rank[0].device)
     for numbers in by_rank:
         mask[numbers] = True

@@ -1,4 +1,4 @@
-"""An optimizer spread as a layout says: its state sharded, offloaded, or kept by the owners of whole parameters."""
+"""Apply a layout to an optimizer: its state is sharded, offloaded, or kept by the owners of whole parameters."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -44,7 +44,7 @@ def spread_optimizer(
         zero1                     ZeroRedundancyOptimizer: each rank of the shard group steps its part
         zero2, fsdp               itself: its parameters are DTensors by now, and its state becomes shards
         offload=optimizer...      a copy on the CPU steps (`OffloadedOptimizer`), also within each of the above
-        looks at whole ones       `WholeOptimizer`, where a rank holds parts: owners gather, step and scatter
+        not elementwise           `WholeOptimizer`, if ranks hold parts: owners gather, step and scatter
     """
     if isinstance(optimizer, Joined):
         if master_dtype is not None:
@@ -76,13 +76,13 @@ def _in_groups(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def _of_shard(sharded: Any, position: int) -> Iterator[nn.Parameter]:
-    """The parameters that a rank steps of an optimizer whose state is sharded."""
+    """The parameters of a ZeroRedundancyOptimizer that a rank steps."""
     for group in sharded._partition_parameters()[position]:
         yield from group["params"]
 
 
 def _stepped_by(joined: Joined, mesh: Mesh, position: int) -> Iterator[nn.Parameter]:
-    """The parameters that under ZeRO-1 a position of the shard axis steps; every rank asks."""
+    """The parameters that a position of the shard axis steps under ZeRO-1; every rank asks."""
     for optimizer in joined.optimizers():
         if isinstance(optimizer, WholeOptimizer):
             yield from optimizer.stepped_along(position, mesh)
@@ -100,7 +100,7 @@ def _of_member(
     folder: Path | None,
     member: Member,
 ) -> Optimizer | None:
-    """One optimizer of several, spread; None where this rank steps none of its parameters."""
+    """Apply the layout to one of several optimizers; None if this rank steps none of its parameters."""
     kind = member.kind(layout)
     cut = layout.zero >= 2 or layout.tensor > 1 or layout.expert > 1
     if not kind.by_number and cut:
@@ -117,7 +117,7 @@ def _of_member(
     if make is not member.make:
         groups = optimizer.param_groups
         made = make(groups)
-        for mine, given in zip(made.param_groups, groups, strict=True):  # a schedule sets the given ones
+        for mine, given in zip(made.param_groups, groups, strict=True):  # a schedule refers to the given groups
             given.update({name: value for name, value in mine.items() if name != "params"})
         made.param_groups = groups
         return made
@@ -133,7 +133,7 @@ def _offloaded(member: Member, memory: HostMemory | MappedFile, groups: Any) -> 
 
 
 def _whole(layout: Layout, spread_model: ParallelModel, member: Member) -> WholeOptimizer:
-    """An optimizer of whole parameters. Raises LayoutError where state would lie on disk."""
+    """Make a `WholeOptimizer`. Raises LayoutError for offload to disk."""
     parts = spread_model.parts
     for option in ("optimizer-disk", "parameters-disk"):
         if layout.offloads(option):
@@ -147,7 +147,7 @@ def _whole(layout: Layout, spread_model: ParallelModel, member: Member) -> Whole
 
 
 def check_by_number(optimizer: Optimizer, layout: Layout, why: str) -> None:
-    """Raise UserError for an optimizer that looks at whole parameters, where ranks step rows of them."""
+    """Raise UserError for an optimizer that isn't elementwise, for ranks that step rows of parameters."""
     for member in optimizer.members if isinstance(optimizer, Joined) else ():
         if not member.kind(layout).by_number:
             raise UserError(f"{why}, and {member.title} looks at whole parameters")

@@ -1,7 +1,7 @@
-"""Shards of a training's state: boxes that know their place in the whole tensor, of parameters and optimizer.
+"""Shards of a training's state: boxes of parameters and optimizer state with their offsets in the whole tensor.
 
-A checkpoint is a set of (name, offsets, values): each rank gives its boxes, and reads what of the saved boxes
-overlaps with its own. Names and offsets are the whole model's, so the layouts of writer and reader need not agree.
+A checkpoint is a set of (name, offsets, values): each rank writes its boxes, and reads the parts of saved boxes that
+overlap its own. Names and offsets are the whole model's, so the layouts of writer and reader need not agree.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,13 +26,13 @@ MODEL = "model."
 class Box:
     """A rectangular part of a tensor."""
 
-    offsets: tuple[int, ...]  # where it begins in the whole
+    offsets: tuple[int, ...]  # in the whole tensor
     values: Tensor  # a view of this rank's memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What a rank holds of a tensor."""
+    """The part of a tensor that a rank holds."""
 
     shape: torch.Size  # of the whole
     dtype: torch.dtype
@@ -40,14 +40,14 @@ class Piece:
 
 
 def whole_piece(tensor: Tensor) -> Piece:
-    """The piece of a tensor that every rank holds whole."""
+    """The piece of an unsharded tensor."""
     return piece_of(tensor, Part(), tensor.shape)
 
 
 def piece_of(tensor: Tensor, part: Part, shape: torch.Size, memory: Tensor | None = None) -> Piece:
-    """The piece that a rank's tensor is: all of a whole of this shape, a slice of it, or a shard of either.
+    """The piece that a rank's tensor holds of a whole tensor of this shape.
 
-    `memory`: other numbers of the same place, such as an optimizer's state of a shard.
+    `memory`: values in place of the tensor's, such as the optimizer state of a shard.
     """
     memory = local(tensor.detach()) if memory is None else memory
     boxes = [Box(offsets=place.offsets, values=memory[place.memory]) for place in places_of(tensor, part, shape)]
@@ -55,7 +55,7 @@ def piece_of(tensor: Tensor, part: Part, shape: torch.Size, memory: Tensor | Non
 
 
 def model_pieces(model: nn.Module, parts: ShardTable) -> dict[str, Piece]:
-    """What this rank holds of the model: `model.<name>` for every parameter once, and every buffer that is state."""
+    """This rank's pieces of the model: `model.<name>` for every parameter once, and every persistent buffer."""
     return {
         MODEL + name: piece_of(tensor, parts.part(name), entry.shape) for name, entry, tensor in _held(model, parts)
     }
@@ -67,7 +67,7 @@ def model_entries(parts: ShardTable) -> dict[str, Entry]:
 
 
 def _held(model: nn.Module, parts: ShardTable) -> Iterator[tuple[str, Entry, Tensor]]:
-    """What this rank has of the model: name, form in the whole model, own tensor."""
+    """Yield (name, entry of the whole model, this rank's tensor) of parameters and buffers."""
     mine: Mapping[str, Any] = {**model.state_dict(), **dict(model.named_parameters())}
     for name, entry in {**parts.parameters, **parts.buffers()}.items():
         if parts.holds(name):
@@ -76,7 +76,7 @@ def _held(model: nn.Module, parts: ShardTable) -> Iterator[tuple[str, Entry, Ten
 
 OPTIMIZER = "optimizer."
 
-# Numbers of Python's that an optimizer keeps as state, and the tensors that they are saved as.
+# Types of Python numbers in an optimizer's state, and the dtypes with which they are saved.
 _NUMBERS: dict[str, tuple[type, torch.dtype]] = {
     "bool": (bool, torch.bool),
     "int": (int, torch.int64),
@@ -86,15 +86,15 @@ _NUMBERS: dict[str, tuple[type, torch.dtype]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Stepped:
-    """Parameters that an optimizer steps: by what it steps, their names and this rank's tensors of the model."""
+    """The tensors that an optimizer steps, with their names and the parameters of the model."""
 
     optimizer: Optimizer
     names: Mapping[Tensor, str]
-    held: Mapping[Tensor, nn.Parameter]  # nothing for whole parameters, whose state is whole
+    held: Mapping[Tensor, nn.Parameter]  # empty for a WholeOptimizer, whose state is unsharded
 
 
 def innermost(optimizer: Any) -> Iterator[Optimizer]:
-    """The optimizers that keep the state of what this rank steps."""
+    """Yield the optimizers, inside of wrappers, that hold this rank's optimizer state."""
     if isinstance(optimizer, Joined):
         for each in optimizer.optimizers():
             yield from innermost(each)
@@ -110,7 +110,7 @@ def innermost(optimizer: Any) -> Iterator[Optimizer]:
 
 
 def _stepped(optimizer: Any, model: nn.Module) -> Iterator[_Stepped]:
-    """All optimizers that keep state on this rank, each with the names of what it steps."""
+    """Yield all optimizers with state on this rank, with the names of the parameters that they step."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     if isinstance(optimizer, Joined):
         for each in optimizer.optimizers():
@@ -130,7 +130,7 @@ def _stepped(optimizer: Any, model: nn.Module) -> Iterator[_Stepped]:
 
 
 def optimizer_pieces(optimizer: Optimizer, model: nn.Module, parts: ShardTable) -> dict[str, Piece]:
-    """What this rank holds of an optimizer's state: `optimizer.<parameter>.<key>`.
+    """This rank's pieces of an optimizer's state: `optimizer.<parameter>.<key>`.
 
     Raises UserError for state that is neither a tensor nor a number.
     """
@@ -147,7 +147,7 @@ def optimizer_pieces(optimizer: Optimizer, model: nn.Module, parts: ShardTable) 
 
 
 def _saved_number(optimizer: Optimizer, key: str, value: Any) -> tuple[str, Tensor]:
-    """A number of Python's as a tensor, under a key that says what it was."""
+    """Convert a Python number to a tensor, with its type appended to the key."""
     for kind, (of, dtype) in _NUMBERS.items():
         if type(value) is of:
             return f"{key}#{kind}", torch.tensor(value, dtype=dtype)
@@ -158,9 +158,9 @@ def _saved_number(optimizer: Optimizer, key: str, value: Any) -> tuple[str, Tens
 
 
 def _piece(name: str, parameter: nn.Parameter | None, key: str, value: Tensor, parts: ShardTable) -> Piece:
-    """State of a parameter's shape is cut as the parameter is; other state is every rank's, such as a count.
+    """The piece of a state tensor: sharded like the parameter if it has its shape, otherwise whole, such as a count.
 
-    `parameter`: None where a whole one is stepped.
+    `parameter`: None for a whole parameter.
     """
     if parameter is None:
         return whole_piece(value)
@@ -178,10 +178,10 @@ def _piece(name: str, parameter: nn.Parameter | None, key: str, value: Tensor, p
 
 
 class OptimizerToFill:
-    """An optimizer that is to get its state from a checkpoint, read into `pieces` first.
+    """Loads an optimizer's state from a checkpoint.
 
-    In three acts: make empty state in the shape of what was saved (`pieces`), let the checkpoint's reader fill its
-    memory in place, and hand it to the optimizers (`fill`) through their own `load_state_dict`.
+    In three steps: allocate state in the shapes of the saved one (`pieces`), let the checkpoint's reader fill it in
+    place, and pass it to the optimizers' `load_state_dict` (`fill`).
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, parts: ShardTable, saved: Mapping[str, Entry]) -> None:
@@ -194,7 +194,7 @@ class OptimizerToFill:
                 name, held = some.names[parameter], some.held.get(parameter)
                 for key in keys.get(name, ()):
                     full_name = f"{OPTIMIZER}{name}.{key}"
-                    # Their state is that of plain copies.
+                    # The state of these is that of local copies, not of DTensors.
                     copies = isinstance(some.optimizer, (OffloadedOptimizer, MasterWeights))
                     like = local(parameter.detach()) if copies else parameter.detach()
                     value = _empty(like, held, saved[full_name], parts.parameters[name])
@@ -203,7 +203,7 @@ class OptimizerToFill:
             self._filled.append((some.optimizer, states))
 
     def fill(self) -> None:
-        """Give the optimizers what was read, and leave their groups' settings as they are."""
+        """Pass the state to the optimizers, without changing their groups' settings."""
         for optimizer, states in self._filled:
             numbers: dict[Tensor, int] = {each: number for number, each in enumerate(_parameters(optimizer))}
             groups: list[dict[str, Any]] = [
@@ -214,7 +214,7 @@ class OptimizerToFill:
                 numbers[parameter]: dict(_restored(key, value) for key, value in values.items())
                 for parameter, values in states.items()
             }
-            kept = optimizer.param_groups  # others, and a schedule, have these very groups
+            kept = optimizer.param_groups  # wrappers and schedules refer to these groups
             optimizer.load_state_dict({"state": state, "param_groups": groups})
             optimizer.param_groups = kept
 
@@ -224,13 +224,13 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _restored(key: str, value: Tensor) -> tuple[str, Any]:
-    """A saved tensor as the optimizer kept it: itself, or the number of Python's that its key says."""
+    """Convert a saved tensor back to a Python number if its key says so."""
     name, _, kind = key.partition("#")
     return (name, _NUMBERS[kind][0](value.item())) if kind in _NUMBERS else (key, value)
 
 
 def _keys(saved: Mapping[str, Entry]) -> dict[str, list[str]]:
-    """The keys of the state that was saved, by parameter."""
+    """The keys of the saved state, by parameter."""
     keys: dict[str, list[str]] = {}
     for full_name in saved:
         if full_name.startswith(OPTIMIZER):
@@ -240,8 +240,8 @@ def _keys(saved: Mapping[str, Entry]) -> dict[str, list[str]]:
 
 
 def _empty(stepped: Tensor, held: nn.Parameter | None, saved: Entry, whole: Entry) -> Tensor:
-    """Memory for what was saved of a parameter that is stepped whole (`held` is None) or as this rank holds it."""
+    """Allocate a state tensor: sharded like the stepped tensor if it has the parameter's shape, otherwise whole."""
     if held is not None and saved.shape == whole.shape and len(saved.shape):
-        # As the stepped tensor is: a DTensor gives a DTensor with the same shards.
+        # For a DTensor, a DTensor with the same shards.
         return torch.zeros_like(stepped, dtype=saved.dtype)
     return torch.zeros(saved.shape, dtype=saved.dtype)

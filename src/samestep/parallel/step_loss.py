@@ -1,8 +1,9 @@
-"""The loss of a step: what is asked of it for each micro-batch's output, whatever kind of loss a task has.
+"""The loss of a step: one interface for all kinds of losses, called for each micro-batch's output.
 
-A loss gives (sum, count). What a step minimises is the sum of all sums / the sum of all counts over the global batch,
-whatever cut it into micro-batches and ranks: averages of averages would weigh a short micro-batch's terms more. A
-`JointLoss` doesn't decompose so, and needs the outputs of all samples before it can give the first term.
+A loss returns (sum, count). A step minimizes the sum of all sums / the sum of all counts over the global batch,
+however it is split into micro-batches and ranks: averages of averages would give a short micro-batch's terms more
+weight. A `JointLoss` can't be decomposed like this, and needs the outputs of all samples before it can compute the
+first term.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +26,9 @@ Loss = Callable[..., tuple[Tensor, Tensor | int]]
 
 
 class StepLoss:
-    """A loss as it is: the sum and the count of a micro-batch are a function of its output."""
+    """A plain loss: sum and count of a micro-batch only depend on its output."""
 
-    names: Sequence[str] = ()  # of the loss's terms, where it has several
+    names: Sequence[str] = ()  # of the loss's terms, if it has several
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
@@ -36,7 +37,7 @@ class StepLoss:
         """Called once, before the step's forwards; every rank calls."""
 
     def of(self, output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | int]:
-        """The sum and the count of a micro-batch's loss."""
+        """Compute the sum and the count of a micro-batch's loss."""
         return sum_and_count(self._loss(output, micro_batch.batch))
 
     def add_terms(self, totals: Tensor) -> None:
@@ -44,10 +45,10 @@ class StepLoss:
 
 
 class JointLoss(StepLoss):
-    """A loss that depends on the whole step: it couples samples, or its terms have counts of their own.
+    """A loss that depends on the whole step: it couples samples, or its terms have separate counts.
 
-    With one micro-batch a rank, the ranks exchange what they need while the loss is computed. With several, all
-    outputs are computed first, without graphs (`Spread.rehearse`).
+    With one micro-batch a rank, the ranks communicate while the loss is computed. With several, all outputs are
+    computed first, without graphs (`ParallelModel.rehearse`).
     """
 
     def __init__(self, loss: Loss, batch: StepBatch, spread: ParallelModel, mesh: Mesh) -> None:
@@ -66,12 +67,12 @@ class JointLoss(StepLoss):
         self._global_counts: Tensor | None = None  # [terms]
 
     def prepare(self) -> None:
-        """With several micro-batches a rank: rehearse all of them, and learn what the loss needs."""
+        """With several micro-batches: compute all outputs, then the counts and gradients that the loss needs."""
         micro_batches = self._batch.micro_batches
         if len(micro_batches) == 1:
             return
         outputs = self._spread.rehearse(micro_batches)
-        if outputs[0] is None:  # another rank of the pipeline has them
+        if outputs[0] is None:  # another rank of the pipeline has the outputs
             return
         with self._spread.autocast():
             if self._several is not None:
@@ -81,7 +82,7 @@ class JointLoss(StepLoss):
                 self._found = {id(each): of.of for each, of in zip(micro_batches, found, strict=True)}
 
     def of(self, output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | int]:
-        """Of a prepared micro-batch what `prepare` found, else what the ranks exchange now."""
+        """The loss of a micro-batch, from `prepare` if there are several, otherwise computed now."""
         if (found := self._found.get(id(micro_batch))) is not None:
             return found(output)
         if self._several is not None and self._global_counts is None:
@@ -98,7 +99,7 @@ class JointLoss(StepLoss):
         return self._loss if self._several is None else self._weighted
 
     def _count(self, outputs: Sequence[Any]) -> None:
-        """Find the terms' counts over the global batch, by calling the loss for all of this rank's outputs."""
+        """Compute the terms' counts over the global batch, by calling the loss for all of this rank's outputs."""
         assert self._several is not None
         apart = [map_tensors(Tensor.detach, output) for output in outputs]
         noting = partial(_noting, self._several, self._noted)
@@ -108,12 +109,12 @@ class JointLoss(StepLoss):
             else:
                 for output, micro_batch in zip(apart, self._batch.micro_batches, strict=True):
                     noting(output, micro_batch.batch)
-        # [terms]. Every data rank calls, also one with lent samples only, whose counts are zero.
+        # [terms]. Every data rank calls, also one with only lent samples, whose counts are zero.
         self._global_counts = self._counts.clone()
         dist.all_reduce(self._global_counts, group=self._group)
 
     def _noted(self, batch: Batch, counts: Sequence[Tensor | int]) -> None:
-        """Add the counts of the terms of one micro-batch, without those of lent samples."""
+        """Add the counts of one micro-batch's terms, unless its samples are lent."""
         weight = self._of_batch[id(batch)].weight
         for number, count in enumerate(counts):
             # A lent micro-batch has weight 0.
@@ -127,8 +128,7 @@ class JointLoss(StepLoss):
         terms = self._several.terms(output, batch, **gather)
         parts: list[Tensor] = []
         for number, (name, (value, _)) in enumerate(terms.items()):
-            # The engine divides the whole by the step's samples, which the factor takes back: each term has its own
-            # count.
+            # The factor cancels the engine's division by the step's samples, since each term has its own count.
             count = self._global_counts[number].clamp(min=1)
             factor = self._several.weights[name] * self._batch.global_samples / count
             parts.append(value * factor.to(value.dtype))
@@ -139,7 +139,7 @@ class JointLoss(StepLoss):
 def _noting(
     several: SeveralLosses, noted: Callable[..., None], output: Any, batch: Batch, **gather: Any
 ) -> tuple[Tensor, int]:
-    """A loss of nothing, which notes the counts of the terms."""
+    """A loss of zero, which only records the counts of the terms."""
     counts = [count for _, count in several.terms(output, batch, **gather).values()]
     noted(batch, counts)
     return torch.zeros(()), 1
@@ -151,5 +151,5 @@ def joint(loss: Loss) -> bool:
 
 
 def step_loss(loss: Loss, batch: StepBatch, spread: ParallelModel, mesh: Mesh) -> StepLoss:
-    """What computes a step's loss on this rank."""
+    """Make the object that computes a step's loss on this rank."""
     return JointLoss(loss, batch, spread, mesh) if joint(loss) else StepLoss(loss)

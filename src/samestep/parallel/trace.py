@@ -32,9 +32,9 @@ from samestep.parallel.unused_parameters import depending
 
 
 def trace(model: nn.Module, inputs: Any) -> Trace:
-    """Follow one forward of `inputs` (as a task's `Batch.inputs`), without values or where it asks for some with.
+    """Trace one forward of `inputs` (like a task's `Batch.inputs`), without values, or with them if it needs them.
 
-    Raises UserError where it can be followed neither way.
+    Raises UserError if both fail.
     """
     found = follow(model, inputs)
     if found.stop is not None:
@@ -49,20 +49,20 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
 
 
 def follow_values(model: nn.Module, inputs: Any) -> Trace:
-    """Follow a forward with values, as far as that goes.
+    """Trace a forward with values, up to the first failure.
 
-    Values decide which experts of a mixture are called. So that they don't decide what a layout makes of them, those
-    that were not called are called as well, each with what another one was given.
+    The values decide which experts of a mixture are called. Since the trace should not depend on this, the others are
+    called as well, with the arguments of one that was called.
     """
     with torch.random.fork_rng():
         return _follow(model, inputs, "everything")
 
 
 def follow(model: nn.Module, inputs: Any) -> Trace:
-    """Follow a forward without values, as far as that goes.
+    """Trace a forward without values, up to the first failure.
 
-    Where the forward asks for a value, it is followed again with the values of the inputs and of what is computed
-    from them alone, such as whether a mask is causal; parameters, and what is computed from them, have none.
+    If the forward asks for a value, it is traced again with the values of the inputs and of tensors that only depend
+    on them, such as whether a mask is causal; parameters, and tensors that depend on them, have no values.
     """
     found = _follow(model, inputs, "nothing")
     if found.stop is None:
@@ -122,7 +122,7 @@ def _follow(model: nn.Module, inputs: Any, valued: Literal["nothing", "inputs", 
 
 
 def _complete_lists(model: nn.Module) -> Iterator[Any]:
-    """Hooks by which of equal modules in a list either none is called by its caller, or all are."""
+    """Register hooks so that of like modules in a list either all or none are called by their caller."""
     modules = dict(model.named_modules())
     for name, container in modules.items():
         if is_list_of_like(container):
@@ -140,7 +140,7 @@ def _note_call(called: dict[nn.Module, tuple[Any, Any]], module: nn.Module, argu
 def _call_rest(
     container: nn.Module, called: dict[nn.Module, tuple[Any, Any]], caller: nn.Module, arguments: Any, output: Any
 ) -> Any:
-    """Call those that were not, and let the caller's output depend on what they give."""
+    """Call the modules that were not called, and make the caller's output depend on their outputs."""
     rest = [child for child in container.children() if child not in called]
     if not called or not rest:
         return None
@@ -156,7 +156,7 @@ def _call_rest(
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's message."""
     return str(error).strip().partition("\n")[0]
 
 
@@ -166,7 +166,7 @@ def _kind(model: nn.Module, name: str) -> str:
 
 @contextmanager
 def _without_log() -> Iterator[None]:
-    """PyTorch logs the traceback of each operator that has no answer without values; the error tells its caller."""
+    """Disable PyTorch's log of operators that fail without values; the error itself is handled."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True
@@ -178,9 +178,9 @@ def _without_log() -> Iterator[None]:
 
 @contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Give modules back the attributes that a forward has set: caches of tensors without values are of no use.
+    """Restore the attributes of modules that a traced forward has set, such as caches of tensors without values.
 
-    A shared module's parameters are among them, which `functional_call` does not put back.
+    This includes a shared module's parameters, which `functional_call` does not restore.
     """
     before = Attributes(model)
     try:
@@ -198,11 +198,11 @@ def imagine(
     *,
     computed: bool = False,
 ) -> Any:
-    """What a module would give for these arguments: a nest in which every tensor is a `Seen`.
+    """Find the form of a module's output for these arguments: a nest in which every tensor is a `Seen`.
 
-    The identity of one that is an argument as it was is the argument's number among all tensors, and else -1.
-    `valued`: which arguments keep their values, since the forward asks for them; none. `computed`: the output is
-    computed, of any numbers, since a size in the forward depends on them, as that of what `nonzero` gives does.
+    The identity of an unchanged argument is its number among all argument tensors, otherwise -1. `valued`: selects
+    the arguments that keep their values, since the forward asks for them; None: none. `computed`: run the module with
+    arbitrary values, for forwards in which a size depends on values, such as that of `nonzero`.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
@@ -229,24 +229,24 @@ def imagine(
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name; of a tied one its first name."""
+    """Yield parameters and buffers by name; tied ones by their first name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 def _unreal(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape on the CPU, made inside a fake mode: no memory, no values."""
+    """A tensor of the same shape on the CPU; inside a fake mode it has no memory and no values."""
     unreal = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    # Also what is frozen: a layout asks which parameters a tensor is computed from, not which are trained.
+    # Frozen parameters require a gradient here too, as layouts need all parameters on which a tensor depends.
     return unreal.requires_grad_(
         isinstance(tensor, nn.Parameter) and (tensor.is_floating_point() or tensor.is_complex())
     )
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """A tensor that computes as another does, and leaves it as it is."""
+    """A copy of a buffer, or a parameter's values; random values for a meta tensor."""
     differs = tensor.is_floating_point() or tensor.is_complex()
-    if tensor.is_meta:  # its values are to come, and others do as well: a plan depends on none
+    if tensor.is_meta:  # a plan does not depend on the values
         values = torch.empty(tensor.shape, dtype=tensor.dtype)
         values = values.normal_(generator=torch.Generator().manual_seed(0)) * 0.02 if differs else values.zero_()
     else:
@@ -255,22 +255,22 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _any_numbers(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU with the same values, or where it has none (NaN) with zeros."""
+    """A copy on the CPU, with zeros in place of NaN, the values of blanks."""
     return tensor.detach().as_subclass(Tensor).to("cpu", copy=True).nan_to_num()
 
 
 def _on_the_cpu(tensor: Tensor) -> Tensor:
-    """A tensor of the same values, which a forward may change."""
+    """A copy on the CPU, which the forward may change."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def _plain(inputs: Any) -> Any:
-    """A mapping of any kind as a dictionary, which every nest walker knows."""
+    """Convert any mapping to a dictionary, which pytree traverses."""
     return dict(inputs) if isinstance(inputs, Mapping) else inputs
 
 
 def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs as the arguments and keywords that a model is called with."""
+    """Convert inputs to positional and keyword arguments of the model."""
     if isinstance(inputs, dict):
         return (), inputs
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}

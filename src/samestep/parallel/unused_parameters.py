@@ -1,8 +1,8 @@
 """Tracks which parameters received a gradient on any rank, and restores `grad=None` for those that did not.
 
-A sample may decide which branch of a model runs. Then a rank has no gradient for what its samples didn't touch,
-while its peers wait for its part of the average; and what no sample touched would get a gradient of zeros, with
-which AdamW still decays and moves a parameter.
+Samples may decide which branch of a model runs. Then a rank has no gradient for parameters that its samples didn't
+use, while its peers wait for its part of the average; and parameters that no sample used would get a zero gradient,
+with which AdamW still decays and moves them.
 
 Three ways, by how gradients travel: `UsedAlone` (one process: autograd leaves None), `UsedByReplicas` (DDP waits for
 every parameter, so each is reached, with zeros) and `UsedByShards` (FSDP2 waits for every unit). Each rank notes with
@@ -26,37 +26,37 @@ from samestep.parallel.valueless import has_values
 
 
 class Used(ABC):
-    """Notes which parameters get a gradient on this rank, and restores `grad=None` for those that no rank used."""
+    """Tracks which parameters get a gradient on this rank, and restores `grad=None` for those that no rank used."""
 
     @abstractmethod
     def reach(self, loss: Tensor) -> Tensor:
-        """The loss of a step's last backward, made such that every gradient is sent."""
+        """Make the loss of a step's last backward depend on every parameter, if all gradients must be sent."""
 
     def sum_along(self, totals: Tensor) -> bool:
-        """Whether `settle` also sums this tensor over the ranks, in place, in a message that it sends anyhow."""
+        """Ask `settle` to sum a tensor over the ranks in place, as part of its message. False if it can't."""
         return False
 
     @abstractmethod
     def settle(self) -> None:
-        """After the last backward of a step: every gradient was sent, and one that no rank used is none.
+        """After the last backward of a step, finish the exchange, and set gradients of unused parameters to None.
 
-        Called once a step, before gradients are scaled to the mean, clipped and used. An engine that sends gradients
-        itself does it here, or waits here for what it began in backward: each parameter's gradient becomes the
-        average over the ranks, with zeros of a rank that has none. A subclass of `UsedByReplicas` does so and then
-        calls `super().settle()`; `engines/horovod.py` has one.
+        Called once a step, before gradients are scaled to the mean, clipped and used. An engine that exchanges
+        gradients itself does it here, or waits here for messages from backward: each parameter's gradient becomes the
+        average over the ranks, where ranks without a gradient count as zero. It subclasses `UsedByReplicas`, and then
+        calls `super().settle()`; see `engines/horovod.py`.
         """
 
     def noted(self) -> list[bool]:
-        """Which parameters this rank used in the step, for a message that is sent anyhow; `forget` then ends it."""
+        """Flags of the parameters that this rank used, for another message; call `forget` then, not `settle`."""
         return []
 
     def forget(self, used: Sequence[int]) -> None:
-        """Take away the gradients of parameters that no rank used. `used`: whether any did, as `noted` has them."""
+        """Set the gradients of parameters that no rank used to None. `used`: whether any rank did, as in `noted`."""
         assert not used
 
 
 class UsedAlone(Used):
-    """One process: autograd leaves what wasn't used without a gradient by itself."""
+    """One process, where autograd itself leaves unused parameters without a gradient."""
 
     def reach(self, loss: Tensor) -> Tensor:
         return loss
@@ -66,13 +66,13 @@ class UsedAlone(Used):
 
 
 class UsedByRanks(Used):
-    """Notes what this rank uses, and asks the other ranks. `numbers`: of each parameter's name, its place in `noted`.
+    """Tracks used parameters over all ranks. `numbers`: parameter name -> index in `noted`.
 
-    A subclass that sends gradients itself has them averaged in `settle`, then calls `self.forget(self.by_any())`.
+    A subclass that exchanges gradients itself averages them in `settle`, then calls `self.forget(self.by_any())`.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, names: Iterable[str] | None = None) -> None:
-        """`names`: of the whole model's parameters, where ranks hold different ones of them."""
+        """`names`: of the whole model's parameters, if ranks hold different ones."""
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.numbers = {name: number for number, name in enumerate(names or self._parameters)}
         self._group = group
@@ -80,17 +80,17 @@ class UsedByRanks(Used):
         self._used = [False] * len(self.numbers)
 
     def _note(self, name: str, parameter: Tensor) -> Any:
-        """Watch a tensor in which the gradient of a parameter is gathered."""
+        """Register a hook on the tensor that accumulates a parameter's gradient."""
         number = self.numbers[name]
 
         def note(reached: Tensor) -> None:
-            # The hook is also called for parameters that were only reached, whose gradient is None then.
+            # The hook is also called for parameters that were only reached, whose gradient is None.
             self._used[number] |= reached.grad is not None
 
         return parameter.register_post_accumulate_grad_hook(note)
 
     def by_any(self, *also: int) -> list[int]:
-        """Whether any rank used each parameter, and the largest of what else every rank gives. Every rank asks."""
+        """Whether any rank used each parameter, and the maxima of further numbers over the ranks. Every rank asks."""
         return largest([*self.noted(), *also], self._group, self._device_type)
 
     def noted(self) -> list[bool]:
@@ -104,7 +104,7 @@ class UsedByRanks(Used):
 
 
 class UsedByReplicas(UsedByRanks):
-    """DistributedDataParallel waits until every parameter's gradient is ready, so every one is reached."""
+    """For DistributedDataParallel, which waits for every parameter's gradient, so `reach` includes all of them."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, names: Iterable[str] | None = None) -> None:
         super().__init__(model, group, names)
@@ -116,15 +116,15 @@ class UsedByReplicas(UsedByRanks):
         return depending(loss, self._parameters.values())
 
     def sum_along(self, totals: Tensor) -> bool:
-        """On a CPU the flags' message takes the totals along."""
-        # From an accelerator they would have to come to the host first, where the flags are.
+        """On a CPU, the message of flags includes the totals."""
+        # On an accelerator they would have to be copied to the host, where the flags are.
         if totals.device.type != "cpu" or not has_values(totals):
             return False
         self._totals = totals
         return True
 
     def settle(self) -> None:
-        """One message of flags, with the totals where there are some. DDP has averaged the gradients by now."""
+        """All-reduce the flags, with the totals if there are any. DDP has already averaged the gradients."""
         totals, self._totals = self._totals, None
         if totals is None:
             self.forget(self.by_any())
@@ -138,12 +138,12 @@ class UsedByReplicas(UsedByRanks):
 
 
 class UsedByShards(UsedByRanks):
-    """FSDP2 gathers and reduces unit by unit: ranks must run the same units, and reduce zeros for what is unused."""
+    """For FSDP2, which gathers and reduces by units: ranks must run the same units, with zeros for unused ones."""
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, *, may_differ: bool, names: Iterable[str] | None = None
     ) -> None:
-        """`may_differ`: samples may decide which units run, so that the ranks agree before each."""
+        """`may_differ`: samples may decide which units run, so the ranks compare before each unit."""
         super().__init__(model, group, names)
         self._watched: dict[int, Tensor] = {}
         self._calls = 0  # a hash of the units that ran, in their order
@@ -173,13 +173,13 @@ class UsedByShards(UsedByRanks):
         return watch
 
     def _agree_before_each(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
-        """Let the ranks see that they run the same unit, before any of them waits for the others' shards of it."""
+        """Add hooks that check that all ranks run the same unit, before its all-gather."""
         names = {module: name for name, module in model.named_modules()}
         told = [names[unit] or "the end of the forward" for unit in units]
 
         def agree(number: int) -> None:
-            """Raise UserError on all ranks where they are about to run different units."""
-            # Largest and negative smallest in one message: they agree where the two are the same.
+            """Raise UserError on all ranks if they are about to run different units."""
+            # The maximum and the negated minimum in one message.
             high, low = largest([number, -number], self._group, self._device_type)
             if high != -low:
                 raise UserError(_OTHER_BLOCKS.format(f"at {told[-low]} and at {told[high]}"))
@@ -193,7 +193,7 @@ class UsedByShards(UsedByRanks):
         return loss
 
     def settle(self) -> None:
-        """The flags' message, which also tells whether all ranks ran the same units in the same order."""
+        """All-reduce the flags, and check that all ranks ran the same units in the same order."""
         *used, most, least = self.by_any(self._calls, -self._calls)
         self._calls = 0
         if most != -least:
@@ -208,17 +208,17 @@ _OTHER_BLOCKS = (
 
 
 def sharded_units(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[nn.Module, str, str]]]]:
-    """Each module that is sharded as one, and its parameters: owner, attribute, name in the model."""
+    """Yield each FSDP unit with its trained parameters: (module, attribute, name in the model)."""
     units: dict[str, tuple[nn.Module, list[tuple[nn.Module, str, str]]]] = {}
     seen: set[int] = set()
     sharded = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     for name, module in model.named_modules():
         if name in sharded:
             units[name] = module, []
-        # The innermost unit around it, which is the one with the longest name.
+        # The innermost enclosing unit has the longest name.
         unit = max((other for other in units if _inside(name, other)), key=len)
         for attribute, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in seen:  # a tied one is noted by its first name
+            if parameter.requires_grad and id(parameter) not in seen:  # tied parameters go by their first name
                 seen.add(id(parameter))
                 units[unit][1].append((module, attribute, f"{name}.{attribute}" if name else attribute))
     yield from units.values()
@@ -229,18 +229,18 @@ def _inside(name: str, outer: str) -> bool:
 
 
 def depending(tensor: Tensor, on: Iterable[Tensor]) -> Tensor:
-    """The same tensor, which also depends on others, and asks nothing of them.
+    """Make a tensor depend on others, to which it passes no gradient.
 
-    Backward comes to each of them once, after all that really depends on it, also where nothing does.
+    Backward reaches each of them once, after all real uses, and also if there are none.
     """
     return _Reach.apply(tensor, *on)  # pyright: ignore[reportReturnType]
 
 
 class _Reach(torch.autograd.Function):
-    """Autograd calls a function's backward once all that uses its outputs is done.
+    """Forward: identity of the first argument. Backward: None for all others.
 
-    As an input of it every parameter has an edge, by which backward arrives at its AccumulateGrad node; None adds
-    nothing there, but runs its hooks.
+    As an input of this function every parameter has an edge, by which backward reaches its AccumulateGrad node; None
+    adds nothing there, but runs its hooks.
     """
 
     @staticmethod

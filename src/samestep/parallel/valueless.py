@@ -1,4 +1,4 @@
-"""Tensors without values: a step that is taken with shapes alone, so that nothing is allocated, computed or sent.
+"""Tensors without values: run a step on shapes only, so that nothing is allocated, computed or sent.
 
 Inside `Valueless` a tensor of floating-point numbers is PyTorch's `FakeTensor`: it has a shape, a dtype and a number
 of bytes, and no memory. Small tensors of samples, indices and constants keep their values, since models ask for them:
@@ -31,18 +31,18 @@ _SAME: Mapping[Any, Any] = {torch.ops.aten._unsafe_view.default: torch.ops.aten.
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers can be looked at: those that were made inside `Valueless` have none."""
+    """Whether a tensor has values; false for tensors made inside `Valueless`."""
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     return not (isinstance(local, FakeTensor) and isinstance(local.fake_mode, Valueless))
 
 
 def with_values() -> AbstractContextManager[object]:
-    """Code that computes with numbers of its own, also inside `Valueless`."""
+    """Context that disables all modes, for code that computes with values inside `Valueless`."""
     return _disable_current_modes()
 
 
 def labelled(tensor: Tensor, exact: Any, like: Any = None) -> Tensor:
-    """A message's tensor, with a name that is its own, and with what others that are like it have in common."""
+    """Label a message's tensor with a unique name, and a key that it shares with similar messages."""
     tensor.samestep_label = (exact, like)  # pyright: ignore[reportAttributeAccessIssue]
     return tensor
 
@@ -52,7 +52,10 @@ def _label(tensor: Tensor) -> tuple[Any, Any]:
 
 
 class NotSentYet(BaseException):
-    """A rank waits for what its sender has not been rehearsed to send. No Exception, which a model may catch."""
+    """Raised if a rank waits for a message that its sender has not sent yet in the rehearsal.
+
+    A BaseException, as a model may catch any Exception.
+    """
 
     def __init__(self, source: int, label: Any) -> None:
         super().__init__(f"rank {source} has not sent {label}")
@@ -61,11 +64,10 @@ class NotSentYet(BaseException):
 
 
 class Mail:
-    """What ranks that are rehearsed one after the other send each other with values: the shapes of what is to come.
+    """Messages with values between ranks that are rehearsed one after the other: headers with shapes of activations.
 
-    `guesses`: a message of a rank that is rehearsed later, or not at all, is taken to be like the last one here that
-    has as much in common; what stages of a pipeline hand on has the same shapes in most models. Where it turns out
-    otherwise, `wrong` is true.
+    `guesses`: a message of a rank that is rehearsed later, or never, is assumed to equal the last one with the same
+    key, as the stages of most models pass on the same shapes. `wrong` is set if a guess turns out to be wrong.
     """
 
     def __init__(self, *, guesses: bool) -> None:
@@ -85,7 +87,7 @@ class Mail:
         self.wrong |= guess is not None and not torch.equal(guess, message)
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Raises NotSentYet where nothing is known of the message."""
+        """Receive a message. Raises NotSentYet if it is neither known nor guessed."""
         exact, like = _label(tensor)
         message = self._sent.get(exact)
         if message is None and self.guesses:
@@ -102,18 +104,18 @@ class Mail:
 
 
 class Valueless(HostsObservers, FakeTensorMode):
-    """Code in which tensors have no values, but for small ones of constants, integers, and what is made of those."""
+    """A mode in which tensors have no values, except small constants, integers, and tensors computed from those."""
 
     def __init__(self, mail: Mail | None = None) -> None:
         HostsObservers.__init__(self)
         FakeTensorMode.__init__(self, allow_non_fake_inputs=True)
-        self._observed = False  # the operator that runs; what it is made of is no other one
+        self._observed = False  # whether an operator is running; operators within it are not observed
         self._mail = mail or Mail(guesses=True)
         self._replaced: list[Any] = []
         self._twins: Any = WeakTensorKeyDictionary()
 
     def __enter__(self) -> Self:
-        # Objects are made tensors from bytes for their message, which a mode without values can't read.
+        # `all_gather_object` is replaced, as it reads pickled bytes from tensors, which here have no values.
         self._replaced.append((dist.all_gather_object, ShardingPropagator._propagate_tensor_meta_non_cached))
         dist.all_gather_object = _everyone_says_the_same  # pyright: ignore[reportAttributeAccessIssue]
         ShardingPropagator._propagate_tensor_meta_non_cached = _unseen(self._replaced[-1][1])
@@ -173,9 +175,9 @@ class Valueless(HostsObservers, FakeTensorMode):
     def _prep_args_for_hash(  # pyright: ignore[reportIncompatibleMethodOverride]  (versions differ in the rest)
         self, result: list[Any], args: Any, *rest: Any
     ) -> None:
-        """What PyTorch's cache of results without values tells calls apart by, found faster than by its own code.
+        """Build the key of PyTorch's cache of fake results, faster than PyTorch does.
 
-        Anything unusual is left to that code, which raises where it keeps no results.
+        Unusual arguments are left to PyTorch's code, which raises for results that it doesn't cache.
         """
         result.append((type(args), len(args)))
         if isinstance(args, dict):
@@ -193,7 +195,7 @@ class Valueless(HostsObservers, FakeTensorMode):
                 super()._prep_args_for_hash(result, (each,), *rest)
 
     def _twin(self, tensor: Tensor) -> Tensor:
-        """A tensor without values for one that has some, the same each time; PyTorch remembers no mixed results."""
+        """The fake counterpart of a tensor with values, cached, as PyTorch does not cache mixed calls."""
         if type(tensor) is not Tensor:
             return tensor
         if tensor not in self._twins:
@@ -206,7 +208,7 @@ class Valueless(HostsObservers, FakeTensorMode):
     def _collective(
         self, func: Any, args: Sequence[Any], given: Mapping[str, Any], tensors: Sequence[Tensor], *, fake: bool
     ) -> Any:
-        """A message of the rehearsal: answered by `Mail`, or nothing, as a collective of no values is."""
+        """Run a collective of the rehearsal: by `Mail` for messages with values, otherwise as a no-op."""
         name = func._schema.name.partition("::")[2]
         if not fake and name in (_SEND, _RECEIVE):
             if name == _SEND:
@@ -215,7 +217,7 @@ class Valueless(HostsObservers, FakeTensorMode):
                 self._mail.receive(tensors[0], dist.get_global_rank(dist.ProcessGroup.unbox(args[1]), args[2]))
         elif tensors and not fake:
             return func(*args, **given)
-        # A work that is done: in this process no other rank runs.
+        # A completed work, as no other rank runs.
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
@@ -225,9 +227,9 @@ def _is_own(tensor: Tensor) -> bool:
 
 
 def _as_plain(tensor: Tensor) -> Tensor:
-    """A tensor whose class has no operators of its own, such as a blank of a pipeline's stage, without that class.
+    """Strip a tensor's subclass, such as a pipeline's blank, unless it has a dispatch of its own.
 
-    PyTorch's tensors without values take no others beside them.
+    PyTorch's fake tensors can't be mixed with subclasses.
     """
     kind, plain = (getattr(each, "__torch_dispatch__", None) for each in (type(tensor), Tensor))
     if _is_own(tensor) or kind is not plain:
@@ -241,14 +243,14 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _metadata(tensor: FakeTensor) -> tuple[Any, ...]:
-    """All that the metadata of an operator's results depend on."""
+    """The properties of a tensor on which the metadata of an operator's results depend."""
     flags = (tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(), tensor.is_quantized)
     place = (tensor.fake_device, tensor.storage_offset(), tensor.untyped_storage().nbytes())
     return (tensor.dtype, tensor.shape, tensor.stride(), *place, *flags)
 
 
 def _unseen(propagate: Callable[..., Any]) -> Callable[..., Any]:
-    """DTensor's own look at whole shapes, which is no part of a rank's step: past the modes that count one."""
+    """Run DTensor's computation of whole shapes without modes, as it is no part of a rank's step."""
 
     def unseen(propagator: ShardingPropagator, schema: Any) -> Any:
         with _disable_current_modes():
@@ -262,7 +264,7 @@ def _everyone_says_the_same(everyone: list[Any], mine: Any, group: dist.ProcessG
 
 
 def _makes_few(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-    """Whether an operator without tensors makes a small one whose numbers are known, or which are integers."""
+    """Whether an operator without tensor arguments makes a small tensor whose values should be kept."""
     try:
         made = func(*args, **{**given, "device": torch.device("meta")})
     except (RuntimeError, NotImplementedError, TypeError):

@@ -1,4 +1,4 @@
-"""Replicas of tensors without values: what DistributedDataParallel holds and sends, which takes tensors with values.
+"""Replicas in a rehearsal: a counterpart of DistributedDataParallel, which does not work on tensors without values.
 
 Gradients lie in buckets of 25 MiB, the first one of 1 MiB, in the order in which backward reaches them (Li et al.,
 arXiv 2006.15704, section 3.2.3); a full bucket is averaged while backward goes on.
@@ -43,7 +43,7 @@ class ValuelessReplicas(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes that add up on this rank."""
+        """Context of backwards that accumulate gradients without reducing them."""
         before, self._sends = self._sends, False
         try:
             yield
@@ -51,7 +51,7 @@ class ValuelessReplicas(nn.Module):
             self._sends = before
 
     def _attach(self, bucket: Sequence[nn.Parameter]) -> None:
-        """Buckets and views as DDP's reducer makes them, so that their bytes and messages are counted."""
+        """Allocate a bucket and gradient views like DDP's reducer, so that their bytes and messages are counted."""
         sizes = [parameter.numel() for parameter in bucket]
         flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
         views = [view.view_as(p) for view, p in zip(flat.split(sizes), bucket, strict=True)]

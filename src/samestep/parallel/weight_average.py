@@ -1,6 +1,6 @@
-"""A moving average of the weights: of the parts that this rank holds, so it is sliced and sharded as they are.
+"""A moving average of the weights, sliced and sharded like the weights.
 
-Every number is averaged by itself, so a rank's parts of the average are those of one process's.
+The average is elementwise, so each rank averages the parts that it holds.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def after(self, done: int) -> None:
-        """Take notice of the weights after `done` steps."""
+        """Update the average with the weights after `done` steps."""
         settings = self._settings
         if done < settings.start or (done - settings.start) % settings.every:
             return
@@ -42,7 +42,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the average for its weights meanwhile; before the average begins, its weights."""
+        """Context in which the model has the average as its weights, if the average has begun."""
         self._exchange()
         try:
             yield
@@ -62,14 +62,14 @@ class WeightAverage:
         yield from self._values.values()
 
     def pieces(self, parts: ShardTable) -> dict[str, Piece]:
-        """What this rank holds of it: `average.<parameter>`."""
+        """This rank's pieces of the average: `average.<parameter>`."""
         return {
             AVERAGE + name: piece_of(self._trained[name], parts.part(name), parts.parameters[name].shape, value)
             for name, value in self._values.items()
         }
 
     def to_fill(self, saved: Mapping[str, Entry], parts: ShardTable) -> dict[str, Piece]:
-        """The same where it is to become what was saved, if anything was."""
+        """Allocate the average for the saved names, and return its pieces to read into."""
         self._values = {
             name: local(p.detach()).clone() for name, p in self._trained.items() if AVERAGE + name in saved
         }

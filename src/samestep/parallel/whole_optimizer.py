@@ -1,4 +1,4 @@
-"""Whole parameters for optimizers that must see them: Muon's matrices, the means of Adafactor, the norms of LAMB.
+"""Optimizers that need whole parameters, on sharded ones: Muon's matrices, Adafactor's means, LAMB's norms.
 
 Where a layout slices or shards parameters, each parameter has an owner among the ranks that hold its parts. In a step
 
@@ -35,7 +35,7 @@ _AT_ONCE = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class _Holding:
-    """What one rank of the group holds of a parameter, as all ranks are told."""
+    """The boxes of a parameter that one rank of the group holds."""
 
     shape: torch.Size  # of the whole
     dtype: torch.dtype
@@ -53,25 +53,25 @@ class _Mine:
 
 @dataclass(frozen=True, kw_only=True)
 class _Whole:
-    """A parameter's place in the group's ranks."""
+    """A parameter, its owner, and the ranks that hold its boxes."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     owner: int
-    senders: Mapping[int, Sequence[int]]  # rank -> which of its boxes it sends to the owner
+    senders: Mapping[int, Sequence[int]]  # rank -> indices of the boxes that it sends to the owner
     holders: Mapping[int, _Holding]
 
 
 class WholeOptimizer(Optimizer):
-    """Steps parameters on their owners, whole. Its groups hold this rank's parts, so that a schedule sets them."""
+    """Steps whole parameters on their owners. Its groups hold this rank's parts, and a schedule sets their rates."""
 
     def __init__(
         self, optimizer: Optimizer | None, make: Make, *, names: Mapping[Tensor, str], parts: ShardTable, host: bool
     ) -> None:
-        """`optimizer`: of this rank's parts, if it holds any; every rank of the group makes one.
+        """`optimizer`: of this rank's parts, None without any; every rank of the group must construct this.
 
-        `names`: of its parameters in the whole model. `host`: whole parameters and state are in the host's memory.
+        `names`: of its parameters in the whole model. `host`: whether whole parameters and state are in host memory.
         """
         super().__init__([{"params": []}], {})
         self.param_groups = [] if optimizer is None else optimizer.param_groups
@@ -91,7 +91,7 @@ class WholeOptimizer(Optimizer):
         self._rounds = [_Round(self, some, make) for some in _in_rounds(self._wholes, size)]
 
     def _told(self, parts: ShardTable, mesh: Mesh) -> list[_Whole]:
-        """All parameters of the group's ranks, with their owners; the same on every rank."""
+        """All-gather the ranks' boxes, and assign an owner to each parameter; the same on every rank."""
         held = {
             name: _Holding(
                 shape=parts.parameters[name].shape,
@@ -108,13 +108,12 @@ class WholeOptimizer(Optimizer):
             here = {rank: theirs[name] for rank, (_, theirs) in enumerate(told) if name in theirs}
             if here:
                 holders[name] = here
-        loads = [0] * len(told)  # numbers that each rank owns so far
+        loads = [0] * len(told)  # number of elements that each rank owns so far
         wholes = []
         for name, here in sorted(holders.items(), key=lambda item: -next(iter(item[1].values())).shape.numel()):
             first = next(iter(here.values()))
-            # A rank without numbers of it may be without its settings as well.
-            # Largest parameters first, each to the rank with the fewest numbers so far (greedy balancing); all ranks
-            # sort alike.
+            # Greedy balancing, the same on all ranks: the largest parameters first, each to the least loaded rank
+            # among those that hold a part of it, as others may not have its settings.
             owner = min(here, key=lambda rank: (loads[rank], rank))
             loads[owner] += first.shape.numel()
             senders = _senders(here, owner, shards)
@@ -124,13 +123,13 @@ class WholeOptimizer(Optimizer):
         return wholes
 
     def owned(self) -> Iterator[tuple[Optimizer, dict[Tensor, str]]]:
-        """The optimizers of the whole parameters that this rank owns, and the names of these."""
+        """Yield the inner optimizers of the parameters that this rank owns, with the parameters' names."""
         for part in self._rounds:
             if part.inner is not None:
                 yield part.inner, part.names
 
     def stepped_along(self, axis_rank: int, mesh: Mesh) -> list[nn.Parameter]:
-        """The parameters of this rank whose owner stands at a position of the shard axis."""
+        """The parameters of this rank whose owner is at a position of the shard axis."""
         shards: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(shards, mesh.coordinate("shard"), group=self._group)
         return [
@@ -142,20 +141,20 @@ class WholeOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """All rounds, in the same order on every rank of the group."""
+        """Run all rounds, in the same order on every rank of the group."""
         used = self._used_by_any()
         for part in self._rounds:
             part.step(used)
 
     def _used_by_any(self) -> set[str]:
-        """The parameters of which any rank has a gradient; the optimizer passes over the others."""
+        """The parameters of which any rank has a gradient; the optimizer skips the others."""
         mine = {name: each.parameter.grad is not None for name, each in self._mine.items()}
         used = largest([mine.get(whole.name, False) for whole in self._wholes], self._group, self._device.type)
         return {whole.name for whole, by_any in zip(self._wholes, used, strict=True) if by_any}
 
 
 class _Round:
-    """Parameters that travel together."""
+    """Parameters that are gathered, stepped and scattered together."""
 
     def __init__(self, optimizer: WholeOptimizer, wholes: Sequence[_Whole], make: Make) -> None:
         self.wholes = wholes
@@ -166,7 +165,7 @@ class _Round:
         groups: dict[int, list[nn.Parameter]] = {}
         for whole in wholes:
             if whole.owner == optimizer._rank:
-                # Zeros for the time of making; `step` puts the numbers there.
+                # Zeros, while the optimizer is constructed; `step` fills in the values.
                 owned = nn.Parameter(torch.zeros(whole.shape, dtype=whole.dtype, device=memory))
                 self._owned[whole.name] = owned
                 groups.setdefault(optimizer._mine[whole.name].group, []).append(owned)
@@ -194,21 +193,21 @@ class _Round:
         self._forget()
 
     def _forget(self) -> None:
-        """Between two steps owners keep the state, and neither whole parameters nor gradients."""
+        """Free whole parameters and gradients after a step; owners only keep the state."""
         for owned in self._owned.values():
             owned.grad = None
-            # The parameter object stays, as the optimizer's state hangs on it; its memory goes until the next step.
+            # The parameter object is kept, since it is the key of the optimizer's state.
             owned.data = torch.empty(0, dtype=owned.dtype, device=owned.device)
 
     def _gather(self, wholes: Sequence[_Whole], dtype: torch.dtype, used: Collection[str]) -> None:
-        """For each parameter and sender [the gradient's boxes, the parameter's]."""
+        """Send the boxes of gradients and parameters to the owners, in one all-to-all."""
         optimizer = self._of
         given: list[list[Tensor]] = []
         for owner in self._ranks:
             parts: list[Tensor] = []
             for whole in wholes:
                 if whole.owner == owner and optimizer._rank in whole.senders:
-                    # In the order of `wholes`, which receivers read it in.
+                    # In the order of `wholes`, in which owners read them.
                     parts += self._sent(whole, whole.senders[optimizer._rank])
             given.append(parts)
         sizes = [
@@ -227,7 +226,7 @@ class _Round:
                 start = self._put_whole(whole, rank, taken, start, used=whole.name in used)
 
     def _sent(self, whole: _Whole, boxes: Sequence[int]) -> list[Tensor]:
-        """What this rank sends of a parameter, flat: the gradient of each box, then the values of each box."""
+        """Flatten this rank's boxes of a parameter: the gradient of each box, then the values of each box."""
         mine = self._of._mine[whole.name]
         parameter = local(mine.parameter.detach())
         gradient = None if mine.parameter.grad is None else local(mine.parameter.grad)
@@ -239,13 +238,13 @@ class _Round:
         return [each.reshape(-1) for each in (*gradients, *values)]
 
     def _put_whole(self, whole: _Whole, rank: int, taken: Tensor, start: int, *, used: bool) -> int:
-        """Put what a rank sent of a parameter into the whole one; returns where the next one begins."""
+        """Copy a rank's boxes into the whole parameter and gradient; returns the end of them in `taken`."""
         owned = self._owned[whole.name]
         if owned.numel() != whole.shape.numel():
             owned.data = torch.zeros(whole.shape, dtype=whole.dtype, device=owned.device)
         if owned.grad is None and used:
             owned.grad = torch.zeros_like(owned)
-        # Without a gradient on any rank all of them send zeros, and the optimizer passes over the parameter.
+        # If no rank has a gradient, the zeros that they send are ignored, and the optimizer skips the parameter.
         for target in (owned.grad, owned.data):
             for number in whole.senders[rank]:
                 offsets, sizes = whole.holders[rank].boxes[number]
@@ -256,7 +255,7 @@ class _Round:
         return start
 
     def _scatter(self, wholes: Sequence[_Whole], dtype: torch.dtype) -> None:
-        """Owners send each rank the boxes that it holds, and ranks write them into their parts."""
+        """Send each rank its boxes from the owners, in one all-to-all, and write them into the parameters."""
         optimizer = self._of
         given: list[list[Tensor]] = []
         for rank in self._ranks:
@@ -284,7 +283,7 @@ class _Round:
                     start += count
 
     def _exchanged(self, given: Sequence[Sequence[Tensor]], sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """What every rank of the group sends to this one; `given` is what this one sends to each."""
+        """All-to-all flat tensors; `given`: for each rank. Returns those from each rank."""
         device = self._of._device
         message = torch.cat(
             [*(part.to(device) for parts in given for part in parts), torch.empty(0, dtype=dtype, device=device)]
@@ -307,9 +306,9 @@ class _Round:
 
 
 def _senders(holders: Mapping[int, _Holding], owner: int, shards: Sequence[int]) -> dict[int, list[int]]:
-    """Which rank sends which of its boxes: each distinct box once.
+    """Choose the ranks that send boxes, so that each distinct box is sent once.
 
-    Ranks at the owner's place of the shard axis come first, since under ZeRO-1 they alone have the gradient.
+    Ranks at the owner's position of the shard axis come first, since under ZeRO-1 only they have the gradient.
     """
     senders: dict[int, list[int]] = {}
     seen: set[Any] = set()
@@ -322,7 +321,7 @@ def _senders(holders: Mapping[int, _Holding], owner: int, shards: Sequence[int])
 
 
 def _in_rounds(wholes: Sequence[_Whole], ranks: int) -> list[list[_Whole]]:
-    """Parameters in lots of which no rank has too many numbers at a time."""
+    """Split parameters into rounds of limited size."""
     rounds: list[list[_Whole]] = []
     room = 0
     for whole in wholes:
@@ -335,7 +334,7 @@ def _in_rounds(wholes: Sequence[_Whole], ranks: int) -> list[list[_Whole]]:
 
 
 def _numbers(holding: _Holding, boxes: Sequence[int] | None = None) -> int:
-    """How many numbers some boxes, or all of a rank's, have."""
+    """The number of elements of some boxes, or of all."""
     chosen = range(len(holding.boxes)) if boxes is None else boxes
     return sum(torch.Size(holding.boxes[number][1]).numel() for number in chosen)
 
@@ -345,16 +344,16 @@ def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 
 class LocalOptimizer(Optimizer):
-    """Steps the shards that this rank holds as plain tensors, by an optimizer that treats every number by itself.
+    """Steps this rank's shards as plain tensors, with an elementwise optimizer.
 
-    Operators of one's own need not know of PyTorch's sharded tensors.
+    So the optimizer's custom operators need not support DTensor.
     """
 
     def __init__(self, optimizer: Optimizer, make: Make) -> None:
-        """`optimizer`: of sharded parameters; its groups stay those of this one, so that a schedule sets both."""
+        """`optimizer`: of sharded parameters; the groups are shared with it, so that a schedule sets both."""
         super().__init__([{"params": []}], {})
         self.param_groups = optimizer.param_groups
-        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # sharded, and its shard here
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (sharded parameter, local shard)
         groups = []
         for number, group in enumerate(self.param_groups):
             held = []
@@ -369,12 +368,12 @@ class LocalOptimizer(Optimizer):
         self.inner = make([group for _, group in groups]) if groups else None
 
     def stepped(self) -> dict[Tensor, nn.Parameter]:
-        """The sharded parameter of every one that the inner optimizer steps."""
+        """Local shard that the inner optimizer steps -> sharded parameter."""
         return {shard: parameter for parameter, shard in self._pairs}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Step the local shards; their memory is that of the DTensors, so nothing is copied back."""
+        """Step the local shards, which share memory with the DTensors."""
         if self.inner is None:
             return
         follow(self.inner, self.param_groups, self._numbers)

@@ -39,7 +39,7 @@ BUCKET_BYTES = 25 * 2**20  # what DistributedDataParallel sends at once
 
 
 def buckets(parameters: Iterable[nn.Parameter], most: int = BUCKET_BYTES) -> Iterator[list[nn.Parameter]]:
-    """The parameters that are trained, in lots of about as many bytes as make a good message.
+    """Split the trained parameters into buckets of about `most` bytes.
 
     A parameter is never cut: a bucket ends after the one that reaches `most` bytes. Frozen parameters are left out.
     """
@@ -61,13 +61,13 @@ Sums = Mapping[dist.ProcessGroup, Sequence[nn.Parameter]]
 
 
 class Owners:
-    """Which rank of the shard group steps each parameter. Nobody does until the optimizer is there to be asked."""
+    """The rank of the shard group that steps each parameter; empty until `learn` is called."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._device_type = mesh.grid.device_type
         self._ranks: dict[nn.Parameter, int] = {}
-        # What is on its way: the message, the parameters whose gradients it holds, and to whom it goes.
+        # Pending messages: (work, message, parameters, owner).
         self._sent: list[tuple[dist.Work, Tensor, list[nn.Parameter], int | None]] = []
 
     @property
@@ -75,24 +75,24 @@ class Owners:
         return self._mesh.data_place.of
 
     def has(self, parameter: Any) -> bool:
-        """Whether one rank alone keeps this parameter's gradient; without an owner all of them do."""
+        """Whether a parameter has an owner, on which alone its gradient is kept."""
         return parameter in self._ranks
 
     def learn(
         self, parameters: Iterable[nn.Parameter], stepped: Callable[[int], Iterable[nn.Parameter]], sums: Sums
     ) -> None:
-        """Ask the ranks of the group which parameters each of them steps. Every rank asks.
+        """Exchange which parameters each rank of the group steps. Every rank asks.
 
-        `stepped` gives those of a position in the group. A model without values has no other ranks to be asked.
+        `stepped`: returns the parameters of a position in the group. In a rehearsal nothing is exchanged.
 
-        `sums` are the parameters whose gradient backward leaves in parts over further groups. Where ranks of such
-        a group name different owners, as they do after uneven slices, the parameter has none.
+        `sums`: parameters whose gradients backward leaves in parts, by group. If ranks of such a group have different
+        owners for a parameter, as with uneven slices, it gets none.
         """
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if all(map(has_values, trained)):
             rank = self._mesh.coordinate("shard")
             own = set(stepped(rank))
-            # Each rank claims what it steps by its own position and -1 elsewhere: the largest claim is the owner's.
+            # Each rank claims its parameters by its position, with -1 for others: the maximum is the owner.
             claims = self._largest([rank if p in own else -1 for p in trained], self._mesh.grid.get_group("shard"))
         else:
             of_all = {p: rank for rank in range(self._mesh.size("shard")) for p in stepped(rank)}
@@ -101,7 +101,7 @@ class Owners:
         for group, some in sums.items():
             claims = [found[parameter] for parameter in some]
             most = self._largest(claims, group)
-            # The smallest, as the negative of the largest negative: one operation for both.
+            # The minimum, as the negated maximum of the negatives.
             least = self._largest([-claim for claim in claims], group)
             for parameter, high, low in zip(some, most, least, strict=True):
                 if high != -low:
@@ -109,16 +109,16 @@ class Owners:
         self._ranks = {parameter: claim for parameter, claim in found.items() if claim >= 0}
 
     def send(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
-        """Set out to sum gradients on their owners, in a message an owner; `settle` waits for them.
+        """Start to reduce gradients to their owners, in one message for each owner; `settle` waits for them.
 
-        A gradient without an owner is summed over all data ranks.
+        A gradient without an owner is all-reduced over all data ranks.
         """
         data, shard = self._mesh.data_group, self._mesh.grid.get_group("shard")
         together: dict[tuple[int | None, torch.dtype], list[tuple[nn.Parameter, Tensor]]] = {}
         for parameter, gradient in zip(parameters, gradients, strict=True):
             together.setdefault((self._ranks.get(parameter), gradient.dtype), []).append((parameter, gradient))
-        # Every rank has the same buckets and the same owners, so messages go out in the same order everywhere. gloo
-        # and NCCL pair collectives of a group by their order alone.
+        # Every rank has the same buckets and owners, and so the same order of messages, by which gloo and NCCL match
+        # the collectives of a group.
         for (owner, _), some in together.items():
             message = _flat([gradient for _, gradient in some])  # [numbers], a copy of them
             if owner is None:
@@ -129,21 +129,21 @@ class Owners:
             self._sent.append((work, message, [parameter for parameter, _ in some], owner))
 
     def settle(self) -> None:
-        """Wait for what was sent, and leave the sum on the owner's gradient and zeros on the other ranks'."""
+        """Wait for pending messages; the owner's gradient becomes the sum, that of other ranks zero."""
         for work, message, parameters, owner in self._sent:
             work.wait()
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             if owner in (None, self._mesh.coordinate("shard")):
                 _put_back(message, gradients)
             else:
-                # Zeros and not None: the parameter was used, and its owner's gradient counts in the norm. `copies`
-                # knows this.
+                # Zero and not None, since the parameter was used; only the owner's gradient counts in the norm
+                # (`ShardTable.copies`).
                 torch._foreach_zero_(gradients)
         self._sent = []
 
     def sum_replicas(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum what this rank owns with the replicas of its group, where there are any. After `settle`."""
-        others = ("replicate", "expert")  # those who own the same
+        """Sum the gradients that this rank owns over the owners in other replicas; call it after `settle`."""
+        others = ("replicate", "expert")  # axes along which ranks own the same parameters
         if all(self._mesh.size(axis) == 1 for axis in others):
             return
         mine = self._mesh.coordinate("shard")
@@ -156,7 +156,7 @@ class Owners:
                 _put_back(message, some)
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average gradients on their owners, after backward is done; a parameter that no rank used keeps none."""
+        """Average gradients on their owners, after backward; parameters that no rank used keep `grad=None`."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         used = self._largest([parameter.grad is not None for parameter in trained], self._mesh.data_group)
         for bucket in buckets(p for p, any_used in zip(trained, used, strict=True) if any_used):
@@ -172,25 +172,26 @@ class Owners:
 
 
 def to_owners(owners: Owners, bucket: dist.GradBucket) -> Future[Tensor]:
-    """A communication hook of DistributedDataParallel: averages a bucket's gradients on the ranks that own them.
+    """Communication hook of DistributedDataParallel that averages a bucket's gradients on their owners.
 
-    It hands the bucket back at once, with the sums to come: what a future calls would run in a back end's thread.
+    It returns the bucket at once and `settle` waits for the sums, since a future's callback would run in a back end's
+    thread.
     """
     # In place, since gradients are views of this buffer (`gradient_as_bucket_view`).
     buffer = bucket.buffer().div_(owners.data_ranks)
     parameters: list[Any] = bucket.parameters()  # PyTorch's hint says tensors
     owners.send(parameters, _gradients(bucket, parameters))
-    # DDP copies nothing where the future holds the bucket itself. The sums come later, in `settle`.
+    # DDP copies nothing if the future holds the bucket itself.
     done: Future[Tensor] = Future()
     done.set_result(buffer)
     return done
 
 
 def _gradients(bucket: dist.GradBucket, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor]:
-    """The bucket's part of each parameter's gradient."""
+    """Each parameter's gradient in a bucket."""
     if not parameters[0].is_complex():  # a bucket is of one dtype
         return bucket.gradients()
-    # The buffer holds pairs of real numbers, of which `bucket.gradients()` gives the first half.
+    # The buffer holds pairs of real numbers, of which `bucket.gradients()` returns the first half.
     flat = torch.view_as_complex(bucket.buffer().view(-1, 2))
     return flat.split([parameter.numel() for parameter in parameters])
 
@@ -208,9 +209,10 @@ def _put_back(message: Tensor, tensors: Sequence[Tensor]) -> None:
 def shard_optimizer(
     optimizer: Optimizer, group: ProcessGroup, kind: Callable[..., Optimizer], late: LateParameters | None
 ) -> Optimizer:
-    """An optimizer that does what the given one would, each rank of `group` for its part of the parameters.
+    """Convert an optimizer to a ZeroRedundancyOptimizer; each rank of `group` steps a part of the parameters.
 
-    `kind` makes the optimizer of a part. `late`: waits for what a step has changed; None: the step does.
+    `kind`: makes the optimizer of a part. `late`: waits for the broadcasts of updated parameters; None: the step
+    does.
     """
     sharded = rebuild(optimizer, partial(_class(late), optimizer_class=kind, process_group=group))
     # The same groups, so that a schedule of the given optimizer also sets the rates here.
@@ -219,9 +221,9 @@ def shard_optimizer(
 
 
 def shard_joined(optimizer: Optimizer, group: ProcessGroup, make: Make, late: LateParameters | None) -> Optimizer:
-    """The same of an optimizer that `make` makes of groups with their settings."""
+    """As `shard_optimizer`, for an optimizer that `make` makes from groups with their settings."""
     groups = optimizer.param_groups
-    # PyTorch hands on the defaults that it was given, and settings of groups beside them.
+    # The groups are copied with all settings, which PyTorch passes to the optimizer of a part.
     sharded = _class(late)(
         [{**each} for each in groups], optimizer_class=lambda part: make(part), process_group=group
     )
@@ -230,19 +232,18 @@ def shard_joined(optimizer: Optimizer, group: ProcessGroup, make: Make, late: La
 
 
 def _class(late: LateParameters | None) -> Any:
-    """PyTorch's sharded optimizer."""
+    """Make a subclass of PyTorch's ZeroRedundancyOptimizer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, from what it imports along
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
     class Sharded(ZeroRedundancyOptimizer):
-        """Sends what a step has changed in large messages, of parameters of any dtypes.
+        """Broadcasts updated parameters of any dtypes in large messages.
 
-        PyTorch's sends each parameter by itself, or keeps all of them as views of messages, for which it asks for
-        one dtype.
+        PyTorch's class sends each parameter separately, or keeps all of them as views of buckets of a single dtype.
         """
 
-        # The base class raises for parameters of unlike dtypes, which messages by dtype don't mind.
+        # The base class raises for different dtypes, which messages by dtype support.
         def _verify_same_dense_param_type(self) -> None:
             pass
 
@@ -258,10 +259,10 @@ def _class(late: LateParameters | None) -> Any:
 
 
 def hand_round(of_ranks: Sequence[Sequence[nn.Parameter]], group: ProcessGroup) -> None:
-    """Give every rank of a group each parameter as its owner has it; `of_ranks`: what each position owns.
+    """Broadcast all parameters from their owners to the group; `of_ranks`: the parameters of each position.
 
-    In messages of some 25 MiB, one from every owner at a time. Shares may be of very unlike sizes, as one with the
-    embeddings is, so these are broadcasts: an all-gather would fill all up to the largest.
+    In messages of about 25 MiB, one from every owner at a time. The owners' shares may differ a lot in size, such as
+    one with the embeddings, so these are broadcasts: an all-gather would pad all to the largest.
     """
     for round_ in zip_longest(*(_of_one_dtype(owned) for owned in of_ranks), fillvalue=()):
         sent = [Message.send(bucket, position, group) for position, bucket in enumerate(round_) if bucket]
@@ -270,13 +271,12 @@ def hand_round(of_ranks: Sequence[Sequence[nn.Parameter]], group: ProcessGroup) 
 
 
 def send_round(of_ranks: Sequence[Sequence[nn.Parameter]], group: ProcessGroup, late: LateParameters) -> None:
-    """The same, all at once, lot by lot, and without waiting: `late` has what is on its way.
+    """Start to broadcast all parameters, without waiting: `late` keeps the pending messages.
 
-    Lots go out in the order in which the next forward waits for them, and within a lot all owners' messages of a
-    round one after the other, so that every rank calls the same broadcasts in the same order, whichever of them it
-    owns.
+    Lots are sent in the order in which the next forward waits for them, and within a lot the owners take turns, so
+    that every rank calls the same broadcasts in the same order.
     """
-    # [ranks] of lot -> parameters. Every rank knows every rank's partition, so no rank has to be asked.
+    # [ranks] of lot -> parameters. Every rank knows all ranks' partitions.
     by_lot = [late.lots(owned) for owned in of_ranks]
     for lot in sorted({lot for lots in by_lot for lot in lots}):
         of_lot = [_of_one_dtype(lots.get(lot, ())) for lots in by_lot]
@@ -287,6 +287,6 @@ def send_round(of_ranks: Sequence[Sequence[nn.Parameter]], group: ProcessGroup, 
 
 
 def _of_one_dtype(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters in buckets of one dtype each, as a message has one."""
+    """Yield buckets of parameters of one dtype each."""
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         yield from buckets(parameter for parameter in parameters if parameter.dtype == dtype)
