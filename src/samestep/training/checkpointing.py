@@ -1,6 +1,6 @@
-"""A training's checkpoints: from which it goes on, and after which steps it saves one.
+"""A training's checkpoints: which one it resumes from, and after which steps it saves one.
 
-Copies in memory that outlives the ranks: the last complete one, and the one being made.
+Copies in memory outlive the ranks: the last complete one is kept while the next is made.
 """
 
 import time
@@ -33,12 +33,12 @@ from samestep.training.state import base_of, load_state, save_state
 
 
 class MemoryCopies:
-    """In a folder of each host's memory; where there are several hosts, each keeps another's part as well."""
+    """Checkpoints in a folder in each host's memory; of several hosts, each also keeps a copy of another's part."""
 
     def __init__(self, session: Session, place: Path, every: int) -> None:
-        """`every`: steps between two copies."""
+        """`place`: folder in the host's memory; `every`: steps between two copies."""
         self._session = session
-        self._every: int | None = every  # None: there is no room for them
+        self._every: int | None = every  # None: copies have ended, as memory is full
         self._place = place
         group = new_group(range(session.world.world_size), backend="gloo")
         ranks = environment.ranks()
@@ -57,7 +57,7 @@ class MemoryCopies:
         return self._every is not None and done % self._every == 0
 
     def save(self, save_into: Callable[[Saver], None]) -> None:
-        """Make a copy. Without room for it the training goes on without copies, and says so."""
+        """Make a copy; if memory is full, warn and make no more copies."""
         self._unless_full(lambda: save_into(self._saver))
 
     def prepare(self) -> None:
@@ -68,7 +68,7 @@ class MemoryCopies:
         self._unless_full(self._saver.wait)
 
     def _unless_full(self, act: Callable[[], None]) -> None:
-        """Do it, or end the copies with a warning where memory is full: a training needs none."""
+        """Call `act`; on CheckpointError (memory is full), warn and make no more copies."""
         try:
             act()
         except CheckpointError as error:  # the same on all ranks
@@ -80,7 +80,7 @@ class MemoryCopies:
         return self._saver.waited_seconds
 
     def newer(self, on_disk: Loader | None, group: ProcessGroup) -> Loader | None:
-        """The copy in memory where it is whole and the disk has no newer state; what the disk has otherwise."""
+        """The copy in memory if it is complete and newer than the checkpoint on disk; else the one on disk."""
         try:
             if not self._neighbours.gather(self._place, partial(self._saver.together, where=self._place)):
                 return on_disk
@@ -94,18 +94,18 @@ class MemoryCopies:
 
 
 class Checkpoints:
-    """Saves and resumes one training, as the job's `run.checkpoint` says; does nothing where that is missing."""
+    """Saves and resumes one training according to the job's `run.checkpoint`; does nothing without it."""
 
     def __init__(self, job: Job, session: Session, folder: Path, memory: Path | None = None) -> None:
-        """`folder` is the run's; `memory` a folder in the host's memory, for copies from which restarts go on."""
+        """`folder` is the run's; `memory` a folder in the host's memory, for copies that restarts resume from."""
         self._recipe: dict[str, Any] = plain(job.recipe, written=True)
         if not isinstance(job.recipe.task, str):
-            self._recipe["task"] = type(job.recipe.task).__name__  # an object's text holds its address
+            self._recipe["task"] = type(job.recipe.task).__name__  # an object's repr contains its address
         self._session = session
         self._settings = job.run.checkpoint
-        self._last: int | None = None  # the step of the last one
-        self._base: Base | None = None  # what is not saved
-        self.early_stop = EarlyStopper(job.recipe.early_stop)  # whose count is saved along
+        self._last: int | None = None  # step of the last checkpoint
+        self._base: Base | None = None  # frozen parameters that are not saved
+        self.early_stop = EarlyStopper(job.recipe.early_stop)  # its state is saved as well
         self._best: float | None = None  # the best value of the job's metric
         if self._settings is None:
             return
@@ -129,17 +129,17 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for what is being written, unless this rank failed."""
-        # Other ranks may be gone where this one failed; a checkpoint that isn't complete stays none.
+        """Wait for checkpoints that are being written, unless this rank failed."""
+        # After a failure other ranks may be gone; an incomplete checkpoint is never loaded.
         if self._settings is not None and error is None:
             self._saver.wait()
             if self._memory is not None:
                 self._memory.wait()
 
     def resume(self, steps_per_epoch: int) -> int:
-        """Become the checkpoint that the job names, and return how many steps it had taken; 0 for a new training.
+        """Load the checkpoint that the job names, and return its step; 0 for a new training.
 
-        Raises CheckpointError where there is none to be had, or it is another training's.
+        Raises CheckpointError where there is none, or it is of another training.
         """
         self._steps_per_epoch = steps_per_epoch
         if self._settings is None:
@@ -156,9 +156,9 @@ class Checkpoints:
         return step
 
     def _resumed(self, resume: str) -> int:
-        """The step to go on after, with the state loaded; 0 to begin.
+        """Load the newest checkpoint on disk or in memory, and return its step; 0 if there is none.
 
-        The newest of disk and memory. Raises CheckpointError where `run.checkpoint.resume` names a place without one.
+        Raises CheckpointError where `run.checkpoint.resume` names a folder without one.
         """
         if resume == "never":
             return 0
@@ -179,11 +179,11 @@ class Checkpoints:
         return loader.info.step
 
     def due(self, done: int) -> bool:
-        """Whether a checkpoint is due after `done` steps; every rank asks after every step, and hears the same."""
+        """Whether a checkpoint is due after `done` steps. Every rank must call it after every step; all agree."""
         return self._settings is not None and self._every.due(done)
 
     def is_best(self, metrics: Mapping[str, Any] | None) -> bool:
-        """Whether these values of an evaluation are the best so far, by the metric that the job names."""
+        """Whether an evaluation is the best so far by the job's metric; raises CheckpointError if it is missing."""
         if self._settings is None or self._best_metric is None or metrics is None:
             return False
         if self._best_metric not in scalars(metrics):
@@ -199,7 +199,7 @@ class Checkpoints:
         return True
 
     def save(self, done: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Save what the training is after `done` steps, with the values of the evaluation that was just made."""
+        """Save the state after `done` steps, with the metrics of the evaluation just made."""
         if self._settings is None or self._last == done:
             return
         self._last = done
@@ -207,7 +207,7 @@ class Checkpoints:
         self._every.saved(done)
 
     def _save_into(self, saver: Saver, done: int, metrics: Mapping[str, float]) -> None:
-        """Save to disk, or to a copy in memory; every rank calls."""
+        """Save to disk or to memory with `saver`; every rank must call it."""
         save_state(
             self._trainer,
             saver,
@@ -227,19 +227,19 @@ class Checkpoints:
         return self._settings is not None and self._memory is not None and self._memory.due(done)
 
     def copy(self, done: int) -> None:
-        """Copy what the training is after `done` steps into the host's memory."""
+        """Copy the state after `done` steps into the host's memory."""
         if self._settings is not None and self._memory is not None:
             self._memory.save(lambda saver: self._save_into(saver, done, {}))
 
     @property
     def waited_seconds(self) -> float:
-        """How long the training stood still to be saved."""
+        """Seconds for which checkpoints blocked the training."""
         if self._settings is None:
             return 0.0
         return self._saver.waited_seconds + (self._memory.waited_seconds if self._memory is not None else 0.0)
 
     def _keep_some(self, path: Path, info: Info) -> None:
-        """Remove old checkpoints but the newest `keep` and the best, once a new one is complete."""
+        """Once a checkpoint is complete, remove all but the newest `keep` and the best."""
         settings = self._settings
         assert settings is not None
         best = None
@@ -249,17 +249,17 @@ class Checkpoints:
 
 
 def _best_of(settings: Checkpointing, early_stop: EarlyStop | None) -> tuple[str | None, bool]:
-    """The metric whose best checkpoint stays, and whether its lowest value is the best."""
+    """The metric whose best checkpoint is kept, and whether its lowest value is the best."""
     if settings.best is None and early_stop is not None:
         return early_stop.metric, early_stop.mode == "lowest"
     return settings.best, settings.best_is == "lowest"
 
 
 class _Every:
-    """After how many steps a checkpoint is due.
+    """Decides after which steps a checkpoint is due.
 
-    Where the job says a time, the ranks agree on a number of steps that takes as long, by rank 0's clock: first after
-    a few steps, and again with every checkpoint.
+    Where the interval is a time, rank 0 converts it to a number of steps by its clock and broadcasts that: first
+    after `_FIRST_LOOK` steps, and again after every checkpoint.
     """
 
     _FIRST_LOOK = 8  # steps
@@ -269,12 +269,12 @@ class _Every:
         self._seconds: float | None = None
         if isinstance(settings.every, str):
             self._seconds = seconds_of(settings.every)
-        self._began: tuple[int, float] | None = None  # a step, and when it was done
+        self._began: tuple[int, float] | None = None  # a step, and the time at its end
         self._next: int | None = None
         self._look: int | None = None
 
     def due(self, done: int) -> bool:
-        """Whether to save after `done` steps; the same answer on every rank, also where it is by seconds."""
+        """Whether to save after `done` steps; the same on every rank, even where the interval is a time."""
         if self._seconds is None:
             return self._steps is not None and done % self._steps == 0
         if self._began is None:
@@ -285,15 +285,15 @@ class _Every:
         return done == self._next
 
     def saved(self, done: int) -> None:
-        """A checkpoint was saved: seconds count from here."""
+        """Start the next interval, after a checkpoint was saved."""
         if self._seconds is not None and self._began is not None:
             self._agree(done)
             self._began = done, time.monotonic()
 
     def _agree(self, done: int) -> None:
-        """Choose the next step to save after: rank 0's, from how long a step has taken (seconds a step) so far.
+        """Broadcast from rank 0 the next step to save after, from the mean seconds per step in this interval.
 
-        Clocks of ranks differ, and a rank that saved a step earlier than the others would wait for them for ever.
+        The ranks' clocks differ, and a rank that saved a step earlier than the others would wait for them forever.
         """
         assert self._began is not None
         assert self._seconds is not None
@@ -306,7 +306,7 @@ class _Every:
 
 
 def check_place(settings: Checkpointing | None, folder: Path | None) -> None:
-    """Raise CheckpointError, before any process starts, where checkpoints would be mixed up or can't be found."""
+    """Raise CheckpointError, before any process starts, if a folder is missing, a file, or another training's."""
     if settings is None:
         return
     if settings.resume not in ("never", "auto") and not Path(settings.resume).is_dir():

@@ -1,4 +1,4 @@
-"""Early stop: a training ends once its evaluations have not become better for a while."""
+"""Early stopping: ends a training once its evaluations have not improved for a number of times."""
 
 import math
 from collections.abc import Mapping
@@ -14,25 +14,25 @@ from samestep.training.result import agreed
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """A training that ended before its last step."""
+    """Where and why a training was stopped early."""
 
     step: int  # optimizer steps taken
     reason: str
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # of the evaluation after that step
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # of the evaluation after `step`
 
 
 class EarlyStopper:
-    """Counts the evaluations in a row that were not better than the best one; does nothing without a spec."""
+    """Counts evaluations since the best one; does nothing without a spec."""
 
     def __init__(self, spec: EarlyStop | None) -> None:
         self._spec = spec
         self._best: float | None = None
         self._best_step = 0
         self._worse = 0  # evaluations since the best one
-        self._step = 0  # of the last evaluation
+        self._step = 0  # step of the last evaluation
 
     def check(self, task: Task) -> None:
-        """Raise UserError where the task's evaluations can't tell when to stop."""
+        """Raise UserError if the task has no held-out samples or doesn't have the metric."""
         if self._spec is None:
             return
         samples = task.eval_set()
@@ -44,9 +44,9 @@ class EarlyStopper:
         _check_name(self._spec.metric, task.metrics())
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> Stopped | None:
-        """Take an evaluation after `step` steps into account; what to end with where it was one too many.
+        """Count an evaluation made after `step` steps; return the early stop once patience is exhausted.
 
-        Rank 0 decides for all; every rank must ask. Raises UserError where the metric is not one number.
+        Every rank must call it; rank 0's value decides. Raises UserError where the metric is not one number.
         """
         spec = self._spec
         if spec is None:
@@ -68,7 +68,7 @@ class EarlyStopper:
         return self._best is None or sign * (value - self._best) > spec.min_delta
 
     def stopped(self, metrics: Mapping[str, Any] | None = None) -> Stopped | None:
-        """What to end with after the last evaluation that was looked at, perhaps by the run that was saved."""
+        """The early stop after the last evaluation, perhaps one of the run whose checkpoint was loaded; else None."""
         spec = self._spec
         if spec is None or self._worse < spec.patience:
             return None
@@ -83,20 +83,20 @@ class EarlyStopper:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """The state for a checkpoint."""
         if self._spec is None:
             return {}
         return {"best": self._best, "best_step": self._best_step, "worse": self._worse, "step": self._step}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on counting; nothing where the training that was saved did not count this metric."""
+        """Restore the counts from a checkpoint; does nothing if it has none."""
         if self._spec is not None and state:
             self._best, self._best_step = state["best"], int(state["best_step"])
             self._worse, self._step = int(state["worse"]), int(state["step"])
 
 
 def check_number(spec: EarlyStop, metrics: Mapping[str, Any]) -> None:
-    """Raise UserError where an evaluation gives no such metric, or more than one number for it."""
+    """Raise UserError where the metric is missing from an evaluation, or is not one number."""
     numbers = scalars(metrics)
     if spec.metric in metrics and spec.metric not in numbers:
         use = ", ".join(numbers) or "one that is a number"
@@ -105,7 +105,7 @@ def check_number(spec: EarlyStop, metrics: Mapping[str, Any]) -> None:
 
 
 def _check_name(metric: str, known: Mapping[str, Any]) -> None:
-    """Raise UserError for a metric that the evaluation doesn't give."""
+    """Raise UserError for a metric that is not in the evaluation."""
     if metric not in known:
         names = ", ".join(known) or "a task with metrics()"
         raise UserError(f"recipe.early_stop.metric is {metric}, which the evaluation does not give; use {names}")

@@ -1,11 +1,11 @@
-"""The loop over a training's steps: take, log, evaluate, save, and stop where a signal asks for it.
+"""The training loop: take steps, log, evaluate, save checkpoints, and stop on a signal.
 
-A step's values are read from the device while the next step is computed (`Readout`, `StepLog`). A training goes back
-to its last checkpoint when a loss is not finite, and leaves that batch out.
+A step's values are read from the device while the next step is computed (`Readout`, `StepLog`). What happens at a
+loss that is not finite is decided in `fault_tolerance.nonfinite`.
 
-Order within a turn of the loop, the same on every rank: take step k, queue the copy of its values, log step k - 1,
-evaluate and save where that is due, see whether a signal has come. Evaluations, checkpoints and stops come after the
-same step on all ranks: a rank that left the loop alone would leave the others in the next step's collectives.
+Order within an iteration, the same on every rank: take step k, queue the copy of its values, log step k - 1, evaluate
+and save if due, check for a signal. All ranks evaluate, save and stop after the same step: a rank that left the loop
+alone would leave the others waiting in the next step's collectives.
 """
 
 import time
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Readout:
-    """A step's loss, gradient norm and terms, on their way from the device to the host.
+    """An asynchronous copy of a step's loss, gradient norm and loss terms from the device to the host.
 
-    To read a tensor, the host waits until the device has finished all work that was queued before. A report is read
-    one step late, when the next step is queued already. So the copy to pinned memory is queued before that step, with
-    an event behind it, and reading waits for this event alone.
+    `tensor.item()` waits until the device has finished all work queued before it. A report is read one step late,
+    when the next step is already queued. So the copy to pinned memory is queued before that step, followed by an
+    event, and reading waits for this event only.
     """
 
     def __init__(self, report: StepReport) -> None:
@@ -53,7 +53,7 @@ class Readout:
         self._done.record()
 
     def values(self) -> tuple[float, float, Mapping[str, float]]:
-        """Loss, norm of the gradient, and the loss's terms by name; waits until they are there."""
+        """Wait for the copy, and return the loss, the gradient norm, and the loss's terms by name."""
         if self._done is not None:
             self._done.synchronize()
         loss, grad_norm, *terms = (value.item() for value in self._values)
@@ -61,7 +61,7 @@ class Readout:
 
 
 class StepLog:
-    """Takes a step's values once they are known: into the records, the bar, and the sums of the final report."""
+    """Logs each step's values to the records and the progress bar, and sums them for the final report."""
 
     def __init__(
         self, records: Records, bar: Bar, tally: Tally, guard: NonFinite, losses: Sequence[float] = ()
@@ -69,28 +69,28 @@ class StepLog:
         self._guard = guard
         self.records = records
         self.tally = tally
-        self.losses = list(losses)  # of all steps, also those before a checkpoint that the records tell of
-        self.terms: dict[str, float] = {}  # of which a loss is put together, as the last step with each had them
+        self.losses = list(losses)  # of all steps, with those before a checkpoint if the records have them
+        self.terms: dict[str, float] = {}  # the latest value of each term of the loss
         self.samples = 0
         self.seconds = 0.0
-        self.sent: int | None = None  # bytes that this rank sent in all steps, where they are counted
+        self.sent: int | None = None  # bytes that this rank sent in all steps, if counted
         self.bar = bar
         self._kept: tuple[StepBatch, Readout, float] | None = None
 
     def keep(self, batch: StepBatch, report: Readout, seconds: float) -> None:
-        """Log a step later, by `flush`: an accelerator may compute its values while the next one is taken."""
+        """Keep a step for `flush` to log, so that an accelerator may compute it while the next one is queued."""
         self._kept = batch, report, seconds
 
     def flush(self) -> None:
-        """Log the step that was kept, if there is one. Raises NonFiniteError as `add` does."""
+        """Log the kept step, if there is one. Raises NonFiniteError as `add` does."""
         kept, self._kept = self._kept, None
         if kept is not None:
             self.add(*kept)
 
     def add(self, batch: StepBatch, report: Readout, seconds: float) -> None:
-        """Read a step's values, which waits until an accelerator has computed them.
+        """Wait for a step's values and log them.
 
-        Raises NonFiniteError where the training must not go on with them.
+        Raises NonFiniteError for a loss or a gradient norm that is not finite, unless such steps are skipped.
         """
         loss, grad_norm, terms = report.values()
         self.losses.append(loss)
@@ -119,27 +119,27 @@ class StepLog:
 
     @property
     def left_out(self) -> Collection[int]:
-        """Steps that are not taken."""
+        """Steps that are not taken, as a rollback left them out."""
         return self._guard.left_out
 
 
 def take_all_steps(
     training: "Training", log: StepLog, checkpoints: Checkpoints, supervision: RankSupervision
 ) -> Stopped | None:
-    """Take every step, each logged while the next one is computed; evaluate and save in between where asked.
+    """Take every step, log it while the next one is computed, and evaluate and save where due.
 
-    Returns what an early stop ends with; None after the last step. Raises InterruptedJobError after the step at which
-    a signal stops all ranks, which is saved then.
+    Returns the early stop, or None after the last step. When a signal stops all ranks, saves a checkpoint and raises
+    InterruptedJobError.
     """
     every = training.recipe.evaluation.every
     stopped = checkpoints.early_stop.stopped()
-    if stopped is not None:  # by the run that was saved
+    if stopped is not None:  # by the run whose checkpoint was loaded
         return stopped
     began = time.perf_counter()
     steps = training.steps(measured=training.measured_step, supervision=supervision, left_out=log.left_out)
     for batch, report in steps:
-        # Log the step before, while the device computes this one.
-        # Before `flush`: the copy is then in the device's queue right behind the step, and not behind the next one.
+        # Log the previous step while the device computes this one. The copy is queued before `flush`, so that it
+        # stands right behind this step in the device's queue.
         reading = Readout(report)
         log.flush()
         now = time.perf_counter()
@@ -148,7 +148,7 @@ def take_all_steps(
         done = batch.step + 1
         if done == training.total_steps:
             break
-        # Evaluate and save, where it is time for it.
+        # Evaluate and save, if due.
         looks, saves = every is not None and done % every == 0, checkpoints.due(done)
         if looks or saves:
             log.flush()
@@ -163,9 +163,9 @@ def take_all_steps(
                 return stopped
             began = time.perf_counter()
         if checkpoints.copy_due(done):
-            log.flush()  # a step that is not finite raises, and is not copied
+            log.flush()  # raises for a step that is not finite, before it is copied
             checkpoints.copy(done)
-        # Stop, where a signal has come to any rank.
+        # Stop, if any rank has received a signal.
         if supervision.stop_signal is not None:
             log.flush()
             with supervision.phase("checkpoint"):

@@ -1,6 +1,6 @@
-"""What a training shows and leaves on disk while it runs: progress bar, metrics.jsonl and TensorBoard's events.
+"""Progress bar, metrics.jsonl and TensorBoard events of a training while it runs.
 
-Rank 0 writes; each rank's count of samples is a line of its own, whose sum is visibly the data set.
+Rank 0 writes; each rank's count of samples is a line of its own, and their sum is the data set.
 """
 
 import io
@@ -31,7 +31,7 @@ from samestep.training.evaluation import scalars
 
 
 class _Shared(io.TextIOBase):
-    """A file that the process which started this rank shows on its terminal, and begun anew before it gets large."""
+    """A file that the launcher shows on its terminal; truncated before it gets large."""
 
     _MOST = 1 << 16  # bytes
 
@@ -39,7 +39,7 @@ class _Shared(io.TextIOBase):
         self._file = path.open("w", encoding="utf-8")
 
     def write(self, text: str) -> int:
-        """Begin the file anew where it has grown large: only its last state is looked at."""
+        """Write, after truncating a file that has grown large: the launcher reads only its last state."""
         if self._file.tell() > self._MOST:
             self._file.seek(0)
             self._file.truncate()
@@ -55,7 +55,7 @@ class _Shared(io.TextIOBase):
 
 
 def _terminal() -> Console | None:
-    """Where bars are drawn; None where no terminal shows them."""
+    """The console to draw progress bars on; None without a terminal."""
     told = environment.bar_file()
     if told is None:
         return Console(stderr=True) if sys.stderr.isatty() else None
@@ -65,9 +65,9 @@ def _terminal() -> Console | None:
 
 
 class Bar:
-    """A bar over `total` things, `first` of them done. Quiet unless `shown` and standard error is a terminal.
+    """A progress bar over `total` items, `first` of them done; silent unless `shown` and stderr is a terminal.
 
-    With `lines` each `say` is a line where standard error is not a terminal, such as a file or a job's log.
+    With `lines`, each `say` prints a line where stderr is not a terminal, such as a file or a job's log.
     """
 
     def __init__(self, title: str, total: int, *, first: int = 0, shown: bool = True, lines: bool = False) -> None:
@@ -104,7 +104,7 @@ class Bar:
         self._progress.update(self._task, advance=1, note=note)
 
     def say(self, note: str) -> None:
-        """Say what is under way."""
+        """Show a note on what is running."""
         self._progress.update(self._task, note=note)
         if self._lines:
             task = self._progress.tasks[0]
@@ -114,7 +114,7 @@ class Bar:
 
     @contextmanager
     def part(self, title: str, total: int) -> Iterator[Callable[[], None]]:
-        """A second bar below the first, for a work within the work; gives what advances it."""
+        """Show a second bar, for a subtask, below the first; yields the function that advances it."""
         task = self._progress.add_task(title, total=total, note="")
         try:
             yield lambda: self._progress.advance(task)
@@ -122,7 +122,7 @@ class Bar:
             self._progress.remove_task(task)
 
     def step(self, *, loss: float, lr: float, samples: int, terms: Mapping[str, float] | None = None) -> None:
-        """Advance by a training step of so many samples. `terms`: of which its loss is put together."""
+        """Advance by one training step of `samples` samples. `terms`: the terms of its loss by name."""
         if self._progress.disable and not self._lines:
             return
         self._samples += samples
@@ -132,19 +132,19 @@ class Bar:
 
 
 class Tally:
-    """Counts a rank's samples of the first epoch."""
+    """Counts this rank's samples in the first epoch."""
 
     def __init__(self, data_set: int) -> None:
         self._data_set = data_set
         self._samples: list[int] = []
 
     def add(self, batch: StepBatch) -> None:
-        """Count a step's samples of this rank, in the first epoch."""
+        """Count this rank's samples of a step, if it is in the first epoch."""
         if batch.epoch == 0:
             self._samples.append(batch.local_samples)
 
     def gather(self, group: dist.ProcessGroup) -> list[str]:
-        """A line for each rank of a group that shares the samples out, and one for all of them."""
+        """Gather the counts of a data group's ranks: a line for each rank, and one with the sum."""
         ranks = dist.get_process_group_ranks(group)
         counts: list[Any] = [None] * len(ranks)
         dist.all_gather_object(counts, self._samples, group=group)
@@ -158,7 +158,7 @@ class Tally:
 
 
 def _product(samples: Sequence[int], ranks: int) -> str:
-    """Where every rank takes the same number of samples in every step."""
+    """The line of a rank if every rank takes the same number of samples in every step."""
     together = "1 rank" if ranks == 1 else f"{ranks} ranks"
     return f"{len(samples)} steps x {samples[0]} samples x {together} = {len(samples) * samples[0] * ranks:,}"
 
@@ -170,11 +170,11 @@ def _sum(samples: Sequence[int]) -> str:
 
 
 class Records:
-    """Writes one line a step to metrics.jsonl, one line an evaluation to evaluations.jsonl, both to TensorBoard."""
+    """Writes a line per step to metrics.jsonl and one per evaluation to evaluations.jsonl, and to TensorBoard."""
 
     def __init__(self, folder: Path | None, *, first_step: int = 0, tensorboard: bool) -> None:
         self._steps = self._evaluations = self._board = None
-        self.losses: list[float] = []  # of the steps before the first one, where the folder tells of all of them
+        self.losses: list[float] = []  # of steps before `first_step`, if the file has all of them
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -200,27 +200,27 @@ class Records:
                 file.close()
 
     def step(self, values: Mapping[str, Any]) -> None:
-        """One line of metrics.jsonl and TensorBoard's points; on rank 0."""
+        """Write a step's line to metrics.jsonl and its values to TensorBoard."""
         if self._steps is not None:
             self._steps.write(json.dumps(without_nonfinite(dict(values))) + "\n")
         terms = {f"train/losses/{name}": value for name, value in values.get("losses", {}).items()}
         self._draw(values["step"], {f"train/{name}": values[name] for name in ("loss", "grad_norm", "lr")} | terms)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One line of evaluations, with the numbers among the metrics."""
+        """Write an evaluation's scalar metrics to evaluations.jsonl and TensorBoard."""
         numbers = scalars(metrics)
         if self._evaluations is not None:
             self._evaluations.write(json.dumps(without_nonfinite({"step": step, **numbers})) + "\n")
         self._draw(step, {f"evaluation/{name}": value for name, value in numbers.items()})
 
     def _draw(self, step: int, values: Mapping[str, float]) -> None:
-        """TensorBoard's points, of finite values alone."""
+        """Add the finite values to TensorBoard's curves."""
         if self._board is not None:
             self._board.draw(step, {name: value for name, value in values.items() if math.isfinite(value)})
 
 
 def _lines_before(file: Path, step: int) -> list[tuple[str, dict[str, Any]]]:
-    """A file's lines on the steps before this one, and what they say; a run that was killed left half a line."""
+    """The lines of steps before `step`, raw and parsed; skips the partial line of a run that was killed."""
     if not step or not file.is_file():
         return []
     kept: list[tuple[str, dict[str, Any]]] = []
@@ -235,9 +235,9 @@ def _lines_before(file: Path, step: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _rewritten(file: Path, lines: Sequence[str]) -> TextIO:
-    """A file with these lines alone, open for more; written line by line, so that others can follow it.
+    """Replace a file by one with these lines, and open it for appending, line-buffered.
 
-    It takes the old one's place when it is whole: a process that is killed here leaves one or the other.
+    The replacement is atomic: a process that is killed here leaves the old file or the new one.
     """
     new = file.with_name(f"{file.name}.new")
     new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -1,12 +1,13 @@
-"""How far two trainings' numbers are apart, and how far rounding alone may take them.
+"""Differences between the tensors of two trainings, and bounds on what rounding alone explains.
 
-In float64, parameters are held to a fixed tolerance, after taking off what the rounding of gradients may have moved
-(`Rounding`): AdamW moves a number whose gradient is nearly zero by a whole step, whichever way rounding turns it.
+In float64, parameters are compared with a fixed tolerance, after subtracting what the rounding of gradients may have
+changed (`Rounding`): AdamW moves an element whose gradient is nearly zero by a full step in the sign that rounding
+gives it.
 
 In float32 and bfloat16 there is no fixed tolerance, so rounding is measured. One process takes the same steps several
-times, with its batch in other orders and in micro-batches. The distance of these runs from float64 is what rounding
-does to this job; a layout in the same precision may be a few times as far. How far AdamW may move each number is
-computed from the gradients' measured rounding (`GradientNoise`) and taken off first, on both sides.
+times, with the batch in other orders and in micro-batches. The distance of these runs from float64 is this job's
+rounding error; a layout in the same precision may be a few times as far. How far AdamW may move each element is
+computed from the gradients' measured rounding (`GradientNoise`) and subtracted first, on both sides.
 """
 
 import math
@@ -24,7 +25,7 @@ from samestep.parallel.complex_parameters import as_real
 
 
 def relative_tensors(mine: Tensor, theirs: Tensor, floor: float, rounding: Tensor | None = None) -> float:
-    """max|mine - theirs| / max(max|theirs|, floor), after taking off what rounding may have made of each number."""
+    """max|mine - theirs| / max(max|theirs|, floor), after subtracting `rounding`, the allowance of each element."""
     if mine.shape != theirs.shape:
         return math.inf
     if mine.numel() == 0:
@@ -57,7 +58,7 @@ def difference(mine: Any, theirs: Any) -> float:
 
 
 def pairs(mine: Sequence[float], theirs: Sequence[float]) -> Iterator[tuple[float, float]]:
-    """The values of two sequences side by side; a pair of NaN first where their lengths differ."""
+    """Zip two sequences; yield a pair of NaN first where their lengths differ."""
     if len(mine) != len(theirs):
         yield math.nan, math.nan
     yield from zip(mine, theirs, strict=False)
@@ -70,34 +71,35 @@ def relative(mine: float, theirs: float) -> float:
 
 
 def _or_infinity(value: float) -> float:
-    """A difference that is NaN counts as infinite, so that no comparison with a tolerance passes it."""
+    """Replace NaN by infinity, so that no comparison with a tolerance passes it."""
     return math.inf if math.isnan(value) else value
 
 
 def largest(values: Iterator[float] | Any) -> float:
-    """The largest of some differences; 0 of none."""
+    """The largest difference; 0 if there are none."""
     return max(values, default=0.0)
 
 
-# A gradient's rounding beside the whole gradient's norm, in float64: four gaps between 1 and the next number. In
-# models with batch norm, samples in another order moved the biases before it by a thirtieth of what this allows.
+# Assumed rounding error of a gradient element relative to the global gradient norm: 4 eps of float64. In models with
+# batch norm, another order of the samples changed the biases before it by a thirtieth of what this allows.
 _ROUNDING = 4 * 2.0**-52
 
 
 class Rounding:
-    """Adds up, step by step, by how much a gradient's rounding may move each number of each parameter."""
+    """Accumulates, over steps, how far the rounding of gradients may move each element of each parameter."""
 
     def __init__(self) -> None:
         self._steps = 0
-        self._largest: dict[str, Tensor] = {}  # gradient of each number so far
+        self._largest: dict[str, Tensor] = {}  # largest |gradient| of each element so far
         self.moves: dict[str, Tensor] = {}
 
     def add(
         self, gradients: Iterable[tuple[str, Tensor]], norm: float, settings: Mapping[str, tuple[float, float]]
     ) -> None:
-        """Add a step: its gradients and their norm, both as the optimizer saw them.
+        """Add a step's gradients and their norm, both as the optimizer saw them.
 
-        `settings`: learning rate and eps by parameter; parameters without an entry are stepped without a division.
+        `settings`: learning rate and eps by parameter; parameters without an entry have an optimizer that does not
+        divide by the gradient's size.
 
         AdamW divides by the root of a mean of squares, to which each of n steps contributes about its square / n.
         """
@@ -113,38 +115,38 @@ class Rounding:
             self.moves[name] = self.moves.get(name, torch.zeros_like(move)) + move
 
 
-# How many times the measured rounding passes. Of right layouts of the tests none had more than a fifth of that.
+# Tolerance, in multiples of the measured rounding. No correct layout of the tests used more than a fifth of it.
 _TIMES = 20.0
-_HALF_STEP = 2.0**-24  # by which float32 rounds a number, beside the number
-_TIMES_MOVED = 4.0  # the measured rounding of a gradient that moves a number
+_HALF_STEP = 2.0**-24  # unit roundoff of float32
+_TIMES_MOVED = 4.0  # the same for a gradient's measured rounding, from which moves are computed
 
 Settings = Mapping[str, tuple[float, float]]  # learning rate and eps by parameter
 
 
 def state_name(parameter: str, key: str) -> str:
-    """The name of a parameter's optimizer state among the tensors that are compared."""
+    """The name under which a tensor of a parameter's optimizer state is compared."""
     return f"{parameter} ({key})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundingFound:
-    """How far a layout's numbers in float32 are from float64, as a share of what measured rounding allows."""
+    """Distance of a layout's tensors from those in float64, as a share of what the measured rounding allows."""
 
-    parameters: float  # 1 is what is allowed; the largest of all parameters
+    parameters: float  # the largest share over all parameters; 1 is the limit
     worst_parameter: str
     optimizer_state: float | None  # None: the engine's state can't be read
     worst_state: str
-    update: float | None = None  # beside the optimizer's rule; None: no rule, or no state to read
+    update: float | None = None  # see `update_rule`; None: no rule, or the state can't be read
     worst_update: str = ""
 
     @property
     def same(self) -> bool:
-        """Whether nothing that could be compared is beyond what rounding allows."""
+        """Whether all that was compared is within what rounding allows."""
         judged = (self.parameters, self.optimizer_state, self.update)
         return all(each < 1 for each in judged if each is not None)
 
     def words(self) -> str:
-        """How much of the allowed rounding each quantity has used, as a share: 1 is all of it."""
+        """Describe, in one line, the share of the allowed rounding that each quantity uses."""
         state = (
             "the optimizer's state can't be read of this engine"
             if self.optimizer_state is None
@@ -165,7 +167,7 @@ class RoundingFound:
 
 
 def worst_of(found: Sequence[RoundingFound]) -> RoundingFound | None:
-    """The worst of several ranks' parameters, and of their state."""
+    """The worst parameters, optimizer state and update over several ranks; None for an empty sequence."""
     if not found:
         return None
     parameters = max(found, key=lambda each: each.parameters)
@@ -182,29 +184,29 @@ def worst_of(found: Sequence[RoundingFound]) -> RoundingFound | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """What rounding may make of each tensor, as the one process that measured it found."""
+    """The rounding allowed for each tensor, as measured in one process."""
 
-    typical: Mapping[str, float]  # by tensor: the root mean square of a number's rounding
-    moves: Path  # safetensors: what is taken off each number's difference first, by parameter
-    steps: float = 0.0  # by how much the losses and gradient norms of single steps differed, relative; the largest
+    typical: Mapping[str, float]  # by tensor: root mean square rounding error of an element
+    moves: Path  # safetensors, by parameter: what is subtracted from each element's difference
+    steps: float = 0.0  # largest relative difference of a step's loss or gradient norm
 
 
 @dataclass(kw_only=True)
 class GradientFiles:
-    """The gradients of the steps in float64, as the optimizer saw them, a file a step."""
+    """Files with the float64 gradients as the optimizer saw them, one file per step."""
 
     folder: Path
     steps: int = 0
     settings: list[Settings] = field(default_factory=list)
 
     def add(self, gradients: Iterable[tuple[str, Tensor]], settings: Settings) -> None:
-        """Write the gradients of the next step, and keep the settings that it was taken with."""
+        """Write the gradients of the next step, and keep its learning rates and eps."""
         save_file({name: as_real(each).cpu().contiguous() for name, each in gradients}, self._file(self.steps))
         self.settings.append(settings)
         self.steps += 1
 
     def of(self, step: int) -> dict[str, Tensor]:
-        """The gradients of a step by parameter, complex ones as pairs of real numbers."""
+        """Read a step's gradients by parameter; complex ones are pairs of real numbers."""
         return load_file(self._file(step))
 
     def _file(self, step: int) -> Path:
@@ -212,14 +214,14 @@ class GradientFiles:
 
 
 class GradientNoise:
-    """The largest difference between a step's gradients in float32 and in float64, over the runs in float32."""
+    """Elementwise largest difference between float32 and float64 gradients of each step, over the float32 runs."""
 
     def __init__(self, files: GradientFiles) -> None:
         self._files = files
         self._largest: list[dict[str, Tensor]] = [{} for _ in range(files.steps)]  # by step and parameter
 
     def add(self, step: int, gradients: Iterable[tuple[str, Tensor]]) -> None:
-        """Compare a step's gradients in float32 with those in float64; each number's largest difference is kept."""
+        """Compare a step's float32 gradients with the float64 ones; keep the largest difference of each element."""
         known = self._files.of(step)
         for name, gradient in gradients:
             mine = as_real(gradient).cpu().double()
@@ -228,10 +230,10 @@ class GradientNoise:
             self._largest[step][name] = apart if before is None else torch.maximum(before, apart)
 
     def moves(self) -> dict[str, Tensor]:
-        """By how much the rounding of gradients may move each number that an optimizer divides by its size.
+        """Bound how far the rounding of gradients may move each element under an optimizer such as AdamW.
 
-        A number whose gradient is zero in every run is not rounded, and does not move. AdamW divides by the root of a
-        mean of squares, to which each of the n steps so far contributes about its square / n.
+        An element whose gradient is zero in every run has no rounding, and does not move. AdamW divides by the root
+        of a mean of squares, to which each of the n steps so far contributes about its square / n.
         """
         found: dict[str, Tensor] = {}
         largest: dict[str, Tensor] = {}
@@ -256,10 +258,11 @@ def measure(
     runs: Sequence[Mapping[str, Tensor]],
     moves: Mapping[str, Tensor],
 ) -> dict[str, float]:
-    """By tensor the root mean square of what rounding makes of one of its numbers, the largest of the runs.
+    """The root mean square rounding error of an element, by tensor: the largest over the runs.
 
-    In a tensor of few numbers rounding may happen to be small. So each is allowed at least what the median tensor has
-    in proportion to its update, and half a step of float32. `before`: the parameters before the first step.
+    In a tensor of few elements the measured error may be small by chance. So each tensor is allowed at least the
+    median tensor's error relative to its update, and the unit roundoff of float32. `before`: the parameters before
+    the first step.
     """
     found: dict[str, float] = {}
     updates: dict[str, float] = {}
@@ -277,7 +280,7 @@ def measure(
 
 
 def beside_rounding(mine: Tensor, theirs: Tensor, move: Tensor | None, typical: float) -> float:
-    """How far float32's numbers are from float64's, as a share of what is allowed: below 1 it is rounding."""
+    """Distance of a tensor from its float64 reference as a share of the allowed rounding: below 1 is accepted."""
     if mine.shape != theirs.shape:
         return math.inf
     apart = _root_mean_square(_beyond(mine.double() - theirs, move))
@@ -287,15 +290,15 @@ def beside_rounding(mine: Tensor, theirs: Tensor, move: Tensor | None, typical: 
 
 
 def largest_named(found: Iterator[tuple[str, float]]) -> tuple[str, float]:
-    """The name and the value of the largest difference; 0 of none."""
+    """The name and the value of the largest difference; ("", 0) if there are none."""
     return max(found, key=lambda each: each[1], default=("", 0.0))
 
 
 def _beyond(difference: Tensor, move: Tensor | None) -> Tensor:
-    """What is left of each number's difference after taking off the move that rounding explains."""
+    """Subtract from each element's difference the move that rounding explains."""
     return difference if move is None else (difference.abs() - move.to(difference)).clamp(min=0)
 
 
 def _root_mean_square(values: Tensor) -> float:
-    """The root mean square of a tensor's numbers, in float64; 0 of an empty tensor."""
+    """The root mean square of a tensor's elements, in float64; 0 for an empty tensor."""
     return values.double().square().mean().sqrt().item() if values.numel() else 0.0

@@ -1,10 +1,10 @@
-"""The update by its rule: what AdamW or SGD must make of the parameters and the state that a step left.
+"""Checks an optimizer's update against its rule: AdamW or SGD recomputed in float64 from the state after a step.
 
-Beside a reference in float64 a step in bfloat16 shows little: rounding moves gradients by a hundredth. What the
-optimizer made of its gradient does not depend on that rounding. The gradient is read off the state (of Adam's
-first average m it is (m' - b1 m) / (1 - b1)), and the recipe's rule, computed here in float64, says what the second
-average and the parameter must be then. An optimizer keeps these in float32, so a wrong decay, eps, beta or rate
-is seen in bfloat16 as it is in float32.
+A comparison of a bfloat16 step with float64 is not sensitive: rounding changes gradients by about one per cent. How
+the optimizer applies its gradient does not depend on that rounding. So the gradient is recovered from the state (from
+Adam's first moment m as (m' - b1 m) / (1 - b1)), and the recipe's rule, computed here in float64, gives the second
+moment and the parameter. An optimizer keeps these in float32, so a wrong decay, eps, beta or learning rate shows in
+bfloat16 as it does in float32.
 
 Rules: AdamW, Loshchilov & Hutter 2019, algorithm 2; SGD with momentum as torch.optim.SGD has it.
 """
@@ -20,16 +20,16 @@ from samestep.engines.base import Trainer
 from samestep.recipe import SGD, AdamW, Recipe
 from samestep.training.optimizer import rate
 
-_TIMES = 8.0  # the rounding of single operations passes
+_TIMES = 8.0  # tolerance, in multiples of the rounding of single operations
 _FEWEST_TO_DECAY = 2  # dimensions; biases and norms have one
-_TINY = 1e-30  # float32 has no smaller squares, but for those without all digits
+_TINY = 1e-30  # squares below this are subnormal, or nearly so, in float32
 
 State = Mapping[str, Tensor]  # by the optimizer's key
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateFound:
-    """How far an update is from the rule, by what rounding may make of it: 1 is what is allowed."""
+    """Largest deviation of an update from the rule, as a multiple of what rounding allows: above 1 is a fault."""
 
     worst: float
     parameter: str
@@ -37,20 +37,20 @@ class UpdateFound:
 
 @dataclass(frozen=True, kw_only=True)
 class Before:
-    """A parameter before a step, and the state of it."""
+    """A parameter and its optimizer state before a step."""
 
     value: Tensor
     state: State
-    steps: int  # that it has taken
+    steps: int  # taken so far
 
 
 class UpdateRule:
-    """Holds each step of a trainer against the recipe's rule."""
+    """Compares each step of a trainer with the recipe's rule."""
 
     keys = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
     def __init__(self, recipe: Recipe, total_steps: int, trainer: Trainer) -> None:
-        """Before the first step. Every rank makes one."""
+        """Copy the parameters before the first step; every rank must construct one."""
         self._recipe = recipe
         self._total_steps = total_steps
         self._trainer = trainer
@@ -62,11 +62,11 @@ class UpdateRule:
 
     @property
     def found(self) -> UpdateFound | None:
-        """None where no state could be read, or no rule is known."""
+        """The worst deviation so far; None where the state can't be read, or the rule is not implemented here."""
         return self._worst
 
     def after_step(self) -> None:
-        """Look at the step that was just taken. Every rank asks."""
+        """Check the step that was just taken; every rank must call it."""
         lr = self._recipe.optimizer.lr
         judge = _judge_of(self._recipe)
         states: dict[str, dict[str, Tensor]] = {}
@@ -94,7 +94,7 @@ Judge = Callable[[Before, Tensor, State, float], float]
 
 
 def _judge_of(recipe: Recipe) -> Judge | None:
-    """What judges an update by its rule; None for a recipe whose rule isn't written here."""
+    """The function that checks an update against its rule; None for a recipe whose rule is not implemented here."""
     optimizer = recipe.optimizer
     if recipe.groups:
         return None
@@ -106,7 +106,7 @@ def _judge_of(recipe: Recipe) -> Judge | None:
 
 
 def adamw_apart(rule: AdamW, before: Before, now: Tensor, state: State, lr: float) -> float:
-    """How far one step of AdamW is from its rule."""
+    """Deviation of one AdamW step from its rule, as a multiple of the allowed rounding."""
     if not state.keys() >= {"exp_avg", "exp_avg_sq"}:
         return math.inf
     beta1, beta2 = rule.betas
@@ -126,7 +126,7 @@ def adamw_apart(rule: AdamW, before: Before, now: Tensor, state: State, lr: floa
 
 
 def sgd_apart(rule: SGD, before: Before, now: Tensor, state: State, lr: float) -> float:
-    """How far one step of SGD with momentum is from its rule; decay is in the gradient, which is not known here."""
+    """Deviation of one SGD step with momentum from its rule; the momentum buffer, taken as given, holds the decay."""
     if "momentum_buffer" not in state:
         return math.inf
     buffer = state["momentum_buffer"].double()
@@ -139,7 +139,7 @@ def sgd_apart(rule: SGD, before: Before, now: Tensor, state: State, lr: float) -
 
 
 def _parameter(before: Tensor, now: Tensor, decay: float, update: Tensor) -> float:
-    """A parameter beside what it must be: (1 - decay) before - update."""
+    """Deviation of a parameter from (1 - decay) * before - update, as a multiple of the allowed rounding."""
     start, end = before.double(), now.double()
     unit = _half_step(now)
     allowed = unit * (start.abs() + end.abs()) + 4 * _half_step(torch.empty(0)) * update.abs() + _TINY
@@ -147,7 +147,7 @@ def _parameter(before: Tensor, now: Tensor, decay: float, update: Tensor) -> flo
 
 
 def _times(apart: Tensor, allowed: Tensor) -> float:
-    """The largest difference as a multiple of what is allowed; infinite for NaN."""
+    """The largest ratio of a difference to the allowed one; infinite for NaN."""
     if not apart.numel():
         return 0.0
     worst = (apart.abs() / (_TIMES * allowed)).max().item()
@@ -155,5 +155,5 @@ def _times(apart: Tensor, allowed: Tensor) -> float:
 
 
 def _half_step(value: Tensor) -> float:
-    """By how much the value's type rounds a number, relative to it."""
+    """The unit roundoff of a tensor's dtype: half of eps."""
     return torch.finfo(value.dtype).eps / 2

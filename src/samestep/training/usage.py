@@ -27,29 +27,29 @@ _GATHERING = frozenset({"fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy
 
 
 class Allocations(Observer):
-    """Follows every storage that operators make, until it is freed or an optimizer steps.
+    """Record the size of every storage that operators allocate, until it is freed or an optimizer steps.
 
     Operators pass PyTorch's dispatcher, where this mode sees their results; a storage that none of their arguments
-    had is new. It counts until its last tensor is gone. It sees no memory that an operator takes and gives back
-    within itself, and none of the allocator's own (rounding, fragments, caches).
+    had is new. It counts until its finalizer runs. Workspace that an operator allocates and frees internally is not
+    seen, nor is the allocator's own overhead (rounding, fragments, caches).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._events: list[tuple[int, int]] = []  # (storage's number, bytes more or fewer), as time goes by
+        self._events: list[tuple[int, int]] = []  # (number of the storage, change in bytes), in order of time
         self._numbers: Any = WeakIdKeyDictionary()  # storage -> its number
-        self._bytes: list[int] = []  # of each storage, at this moment
-        self._ends: list[weakref.ref[torch.UntypedStorage]] = []  # alive, so that they call back
+        self._bytes: list[int] = []  # current size, by number of the storage
+        self._ends: list[weakref.ref[torch.UntypedStorage]] = []  # kept so that their callbacks run
         self._gathered: set[int] = set()
         self._over = False
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """See every storage that is made, resized or freed inside, until an optimizer steps."""
+        """Record every storage that is allocated, resized or freed inside, until an optimizer steps."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            """A storage that grows or shrinks in place, as FSDP2's gathered parameters do."""
+            """Resize a storage in place, as FSDP2 does with gathered parameters, and record the change."""
             before = storage.nbytes()
             resize(storage, size)
             self._resized(storage, before)
@@ -67,23 +67,26 @@ class Allocations(Observer):
             self._stop()
 
     def peak(self, *, without: Iterable[Tensor]) -> int:
-        """Most bytes at one moment, of all but gathered parameters and what these tensors stand in."""
+        """Peak bytes of all storages but those of gathered parameters and of the tensors in `without`."""
         left_out = {self._numbers.get(tensor.untyped_storage()) for tensor in without}
         return self._peak(set(range(len(self._bytes))) - left_out - self._gathered)
 
     def peak_gathered(self) -> int:
-        """Most bytes at one moment of parameters gathered from shards, and of the messages that gather them."""
+        """Peak bytes of parameters gathered from shards and of the all-gather buffers."""
         return self._peak(self._gathered)
 
     def peak_gathered_with(self, gradients: Iterable[Tensor]) -> int:
-        """Most bytes at one moment of what is gathered and of gradients; those of the step before may be gone."""
+        """Peak bytes of gathered parameters and `gradients` together.
+
+        Gradients allocated before `follow` count in full over the whole step.
+        """
         storages = {id(storage): storage for storage in (each.untyped_storage() for each in gradients)}
         made = {self._numbers[storage] for storage in storages.values() if storage in self._numbers}
         there_before = sum(storage.nbytes() for storage in storages.values() if storage not in self._numbers)
         return there_before + self._peak(self._gathered | made)
 
     def _peak(self, chosen: Collection[int]) -> int:
-        """The most bytes at a time of some tensors, by playing the events in their order."""
+        """Peak bytes of the storages with the numbers in `chosen`, from the events in order."""
         now = most = 0
         for number, change in self._events:
             if number in chosen:
@@ -106,7 +109,7 @@ class Allocations(Observer):
         return self._numbers[storage] if storage in self._numbers else self._begin(storage)
 
     def _begin(self, storage: torch.UntypedStorage, *, first: bool = False) -> int:
-        """Give a storage its number; `first`: it was there before anything was seen."""
+        """Number a storage and record its allocation; with `first`, before all other events."""
         number = len(self._bytes)
         self._numbers[storage] = number
         self._bytes.append(storage.nbytes())
@@ -115,7 +118,7 @@ class Allocations(Observer):
         return number
 
     def _resized(self, storage: torch.UntypedStorage, before: int) -> None:
-        """Note the new size of a storage, which may have been made before."""
+        """Record the new size of a storage, which may have been allocated before `follow`."""
         if self._over:
             return
         if storage not in self._numbers:
@@ -129,12 +132,12 @@ class Allocations(Observer):
         self._bytes[number] = storage.nbytes()
 
     def _end(self, number: int, _: Any) -> None:
-        """A storage is freed: its finalizer calls."""
+        """Record that a storage was freed; called by its finalizer."""
         self._change(number, -self._bytes[number])
         self._bytes[number] = 0
 
     def _change(self, number: int, change: int) -> None:
-        """Note that a storage has grown or shrunk by so many bytes."""
+        """Record a change of a storage's size in bytes."""
         if not self._over:
             self._events.append((number, change))
 
@@ -147,26 +150,28 @@ def _storages(nest: Any) -> list[torch.UntypedStorage]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of this rank's that counts."""
+    """Whether a tensor is strided and not on the meta device, so that its memory counts."""
     if tensor.layout is not torch.strided:
         return False
     if isinstance(tensor, FakeTensor):
-        # Those with values are DTensor's own, which looks at whole shapes where a step has some that it has not seen.
-        # `device` would be asked for by an operator, past every mode.
+        # Fake tensors with values are DTensor's own, for propagating shapes that it has not seen before.
+        # `tensor.device` would call an operator without any mode.
         return not has_values(tensor) and tensor.fake_device.type != "meta"
     return tensor.device.type != "meta"
 
 
 _TYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SECONDS = 0.3  # of matrix products
-_AT_ONCE = 10  # products before an accelerator is waited for; a CPU is done with each as it comes back
+_AT_ONCE = 10  # products between two synchronizations of an accelerator; on a CPU, products are synchronous
 
 
 def speeds(samples_per_second: float, work: Work, precision: str, device: torch.device) -> dict[str, float]:
-    """What is known of a training's speed, over all ranks; the same on every rank, and every rank must ask.
+    """Throughput of a training over all ranks: tokens and FLOPs per second, model FLOPs utilisation.
 
-    `model_flops_utilisation` (Chowdhery et al. 2022, appendix B) is held against the peak that a matrix product
-    in the recipe's precision reaches here, on all ranks at once, rather than against a data sheet's.
+    A collective: every rank must call it, and gets the same values.
+
+    `model_flops_utilisation` (Chowdhery et al. 2022, appendix B) is relative to the peak measured here with matrix
+    products in the recipe's precision on all ranks at once, not to a data sheet's.
     """
     found: dict[str, float] = {}
     if work.tokens is not None:
@@ -180,10 +185,10 @@ def speeds(samples_per_second: float, work: Work, precision: str, device: torch.
 
 
 def _peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of all ranks' matrix products, run at the same time."""
+    """Measure FLOPs per second of matrix products, run on all ranks at the same time and summed over them."""
     size, at_once = (1024, 1) if device.type == "cpu" else (4096, _AT_ONCE)
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    result = one @ other  # the first product prepares the library
+    result = one @ other  # the first product initializes the library
     dist.barrier()
     began, products = time.perf_counter(), 0
     while time.perf_counter() - began < _SECONDS:
@@ -203,23 +208,22 @@ Report = TypeVar("Report")
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Bytes of one rank. The first three are counted from the tensors that it holds when the step is over.
+    """Bytes of one rank. The first three are of the tensors that it holds after the step.
 
-    Where a layout moves something to the host's memory or to disk, it counts there and nowhere else, also on a
-    CPU, whose own memory is the host's.
+    What a layout offloads counts under `host` or `disk` alone, even on a CPU, whose own memory is the host's.
     """
 
-    parameters: int  # of a sharded parameter the rank's shard
+    parameters: int  # of a sharded parameter, this rank's shard
     gradients: int
     optimizer_state: int  # Adam's two averages, SGD's momentum, and each parameter's count of steps
-    # Most bytes at one moment from the step's begin to its update, of everything that it made besides gradients and
-    # gathered parameters: activations kept for backward, what operators work on, gradients on their way.
+    # Peak between the start of the step and its update, of all that was allocated except gradients and gathered
+    # parameters: activations saved for backward, temporaries, communication buffers.
     activations: int
-    gathered: int  # the same of parameters gathered from shards, with the messages that gather them
-    # Of both at one moment: gradients come while gathered parameters go.
+    gathered: int  # peak of parameters gathered from shards, with the all-gather buffers
+    # Peak of the sum of both: gradients are allocated while gathered parameters are freed.
     gathered_and_gradients: int
-    host: int  # moved to the host's memory
-    disk: int  # moved to files
+    host: int  # offloaded to the host's memory
+    disk: int  # offloaded to files
     sent: Mapping[str, int]  # in one step, by kind of collective; see samestep.comm.traffic.Traffic
 
     @property
@@ -231,7 +235,7 @@ class Usage:
 
 
 class Holder(Protocol):
-    """Who keeps a model and its optimizer: a trainer."""
+    """Protocol of a trainer that holds a model and its optimizer."""
 
     def holdings(self) -> Holdings: ...
 
@@ -239,7 +243,7 @@ class Holder(Protocol):
 
 
 def measured(trainer: Holder, step: Callable[[], Report], traffic: Traffic | None = None) -> tuple[Report, Usage]:
-    """Take a step, slower than others, and say what this rank held and sent in it. `traffic` counts the latter."""
+    """Take one step and measure what this rank held and sent, which slows the step. `traffic` counts messages."""
     traffic, allocations = Traffic() if traffic is None else traffic, Allocations()
     with allocations.follow(), traffic:
         report = step()
@@ -260,7 +264,7 @@ def measured(trainer: Holder, step: Callable[[], Report], traffic: Traffic | Non
 
 
 def gather(usage: Usage | None) -> Sequence[Usage]:
-    """Every rank's usage, in the order of the ranks; every rank must ask. Nothing where no step was measured."""
+    """All-gather the usage of every rank, in rank order; empty where no step was measured."""
     if usage is None:
         return ()
     ranks: list[Any] = [None] * dist.get_world_size()
