@@ -1,4 +1,4 @@
-"""A recipe's adapter put into a task's model, and what a model's adapters are in the words of PEFT's files."""
+"""Puts a recipe's LoRA adapters into a task's model, and describes a model's adapters in PEFT's format."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,21 +22,21 @@ class AdapterFacts:
     """The adapters of a model as PEFT's `adapter_config.json` describes them."""
 
     config: Mapping[str, Any]
-    name: str = ""  # under which PEFT keeps them in its modules; empty for those of a recipe
+    name: str = ""  # PEFT's name of the adapter in its modules; empty for a recipe's
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """What of a model gets an adapter, and what is trained beside them."""
+    """The layers that get an adapter, and the modules that are trained whole."""
 
     layers: Mapping[str, nn.Module] = field(default_factory=dict)
     whole: Mapping[str, nn.Module] = field(default_factory=dict)
 
 
 def put_adapters(model: nn.Module, spec: LoRA) -> None:
-    """Freeze a model and put adapters beside its linear layers, in place; they draw from torch's generator.
+    """Freeze a model and add adapters to its linear layers, in place, initialized from torch's generator.
 
-    Raises UserError where a pattern fits nothing, or the model has adapters already.
+    Raises UserError where a pattern matches nothing, or the model already has adapters.
     """
     choice = _chosen(model, spec)
     model.requires_grad_(False)
@@ -48,7 +48,7 @@ def put_adapters(model: nn.Module, spec: LoRA) -> None:
 
 
 def facts_of(model: nn.Module, recipe: Recipe | None = None) -> AdapterFacts | None:
-    """What the adapters of a model are, before it is spread; None where it has none.
+    """Describe the adapters of a model that is not spread yet; None if it has none.
 
     `recipe` is that of a model that `put_adapters` changed.
     """
@@ -80,7 +80,7 @@ def facts_of(model: nn.Module, recipe: Recipe | None = None) -> AdapterFacts | N
 
 
 def _chosen(model: nn.Module, spec: LoRA) -> _Choice:
-    """Which layers get an adapter, and which modules are trained whole.
+    """Choose the layers that get an adapter and the modules that are trained whole.
 
     Raises UserError for patterns without a match.
     """
@@ -108,7 +108,7 @@ def _chosen(model: nn.Module, spec: LoRA) -> _Choice:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The linear layers that can have an adapter: those that are called, not read by the module around them."""
+    """The linear layers that can have an adapter: not those of nn.MultiheadAttention, which reads their weights."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
         around = modules[name.rpartition(".")[0]] if name else None
@@ -117,7 +117,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _usual(model: nn.Module, able: Mapping[str, nn.Module]) -> Mapping[str, nn.Module]:
-    """All linear layers in the repeated layers, or in a model without such all but the last."""
+    """The default layers: all linear ones in the repeated blocks, or without such blocks all but the last."""
     inside = {id(module) for block in repeated_layers(model) for module in block.modules()}
     found = {name: module for name, module in able.items() if id(module) in inside}
     found = found or dict(list(able.items())[:-1])
@@ -127,7 +127,7 @@ def _usual(model: nn.Module, able: Mapping[str, nn.Module]) -> Mapping[str, nn.M
 
 
 def _fitting(model: nn.Module, patterns: Sequence[str], able: Mapping[str, nn.Module]) -> Mapping[str, nn.Module]:
-    """The layers that patterns name; each must name at least one."""
+    """The layers that match `patterns`. Raises UserError for a pattern without a match."""
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
         fitting = {name: module for name, module in able.items() if _fits(name, pattern)}
@@ -138,7 +138,7 @@ def _fitting(model: nn.Module, patterns: Sequence[str], able: Mapping[str, nn.Mo
 
 
 def _why_none(model: nn.Module, pattern: str, able: Mapping[str, nn.Module]) -> str:
-    """Why no layer is meant by a pattern."""
+    """The reason why a pattern matches no layer, for a message."""
     if not able:
         return _NO_LAYER
     other = next(iter(_matching(model, (pattern,))), None)
@@ -152,7 +152,7 @@ def _why_none(model: nn.Module, pattern: str, able: Mapping[str, nn.Module]) -> 
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that patterns name, the model itself left out."""
+    """The modules whose names match `patterns`, without the model itself."""
     for name, module in model.named_modules():
         if name and any(_fits(name, pattern) for pattern in patterns):
             yield name, module
@@ -163,13 +163,13 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _some(names: Mapping[str, Any] | Sequence[str]) -> str:
-    """The last parts of names, each once."""
+    """The last components of some names, without duplicates, for a message."""
     short = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     return ", ".join([*short[:8], *(["..."] if len(short) > 8 else [])])
 
 
 def _json(value: Any) -> Any:
-    """A value as JSON holds it."""
+    """Convert a value to types that JSON has."""
     if isinstance(value, Mapping):
         return {str(key): _json(inner) for key, inner in value.items()}
     if isinstance(value, (set, frozenset)):

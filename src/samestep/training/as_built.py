@@ -1,8 +1,8 @@
 """The model as its task built it: forward and backward of the first batch, by PyTorch alone.
 
-A proof holds layouts against one process, and both run samestep's engine. A fault that both share, such as a part of
+A proof compares layouts with one process, and both run samestep's engine. A fault that both share, such as a part of
 a parameter that is lost when the model is moved, would show on neither side. So the first step of the one process is
-held against this one, which shares nothing with the engine: no move, no mode, no other dtype, nothing spread.
+compared with this one, which shares nothing with the engine: no other dtype, nothing spread.
 """
 
 import math
@@ -29,45 +29,45 @@ from samestep.tasks.turns import turns_of
 from samestep.training.adapters import put_adapters
 from samestep.training.evaluation import switch_off
 
-# Of float32 beside float64. Of 37 types of transformers models, tiny and new, none differed by more than 2e-6.
+# Relative difference of float32 from float64. Of tiny new models of 37 types of transformers, none exceeded 2e-6.
 TOLERANCE = 1e-4
 
-# A model may make more of rounding than that. How much shows when its parameters are moved by as much as float32
-# rounds them; those 37 differed from float64 by a third to three times what this gave.
+# A model may amplify rounding more than that. Perturbing its parameters by their rounding measures how much; those 37
+# differed from float64 by a third to three times the effect of such a perturbation.
 _TIMES_NUDGED = 100
 
-# A tolerance that lets a tenth of a gradient pass would find nothing, and is not a comparison.
+# A tolerance of a tenth of the gradient or more would find no fault, so nothing is compared then.
 _BLUNT = 0.1
 
-# A gradient this much smaller than the largest one may be rounding alone, as that of attention's key biases is.
+# A gradient below this share of the largest one may be rounding alone, such as that of attention's key biases.
 _SMALL = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstStep:
-    """What the first batch gives, before clipping."""
+    """Loss, gradient norm and gradients of the first batch, before clipping."""
 
     loss: float
     grad_norm: float
-    gradients: Mapping[str, Tensor]  # by the parameter's name; of those that got one
+    gradients: Mapping[str, Tensor]  # by name, of parameters that have one
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsBuilt:
-    """How far the first step of one process, in float64, is from that of the model as it was built."""
+    """Difference between the first step of one process, in float64, and that of the model as built."""
 
-    max_relative_difference: Mapping[str, float]  # of loss, grad_norm and gradients; empty where nothing was compared
+    max_relative_difference: Mapping[str, float]  # of loss, grad_norm and gradients; empty if not compared
     tolerance: float = TOLERANCE
     worst_parameter: str | None = None
-    not_compared: str | None = None  # why
+    not_compared: str | None = None  # the reason
 
     @property
     def same(self) -> bool:
-        """Whether nothing speaks against it."""
+        """Whether all differences are below the tolerance; True if nothing was compared."""
         return all(value < self.tolerance for value in self.max_relative_difference.values())
 
     def words(self) -> str:
-        """What was found, in a line."""
+        """Describe the result in one line."""
         if self.not_compared is not None:
             return f"not compared with the model as it was built: {self.not_compared}"
         largest = max(self.max_relative_difference.values())
@@ -84,7 +84,7 @@ class AsBuilt:
 def hold_as_built(
     recipe: Recipe, task: Task, samples: Samples, device: torch.device, reference: FirstStep
 ) -> AsBuilt:
-    """Hold the first step of the reference against that of the task's model by plain PyTorch, of the same samples."""
+    """Compare the reference's first step with one of the task's model by plain PyTorch on the same samples."""
     if turns_of(task):
         return _not_compared("its steps are taken in turns")
     if recipe.dropout:
@@ -93,7 +93,7 @@ def hold_as_built(
         return _not_compared("the loss or the gradient's norm is not finite")
     devices = [] if device.type == "cpu" else [device]
     watch = _LowPrecision()
-    # The code is the user's: what it warns of was said when the reference ran.
+    # Warnings of the user's code were shown when the reference ran.
     with torch.random.fork_rng(devices=devices, device_type=device.type), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -106,10 +106,10 @@ def hold_as_built(
                 built = _first_step(model, task, batch)
             if _generators(device) != before:
                 return _not_compared("its forward draws random numbers")
-            # A forward may move buffers, such as the vectors of spectral norm, which would be no rounding.
+            # A forward may update buffers, such as the vectors of spectral norm; the second step needs the old ones.
             _restore(model, buffers)
             nudged = _first_step(_nudged(model), task, batch)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # such as a kernel that wants other sizes
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # such as an unsupported size
             reason = str(error).strip().partition("\n")[0]
             return _not_compared(f"plain PyTorch fails with {type(error).__name__}: {reason}")
     if not math.isfinite(built.loss) or not math.isfinite(built.grad_norm):
@@ -135,7 +135,7 @@ def _not_compared(reason: str) -> AsBuilt:
 
 
 def _built(recipe: Recipe, task: Task, samples: Samples, device: torch.device) -> tuple[nn.Module, Batch]:
-    """The model under the recipe's seed, without dropout, and the first global batch, both as the task gives them."""
+    """Build the task's model under the recipe's seed, without dropout, and collate the first global batch."""
     torch.manual_seed(recipe.seed)
     model = task.model()
     if recipe.adapter is not None:
@@ -149,14 +149,14 @@ def _built(recipe: Recipe, task: Task, samples: Samples, device: torch.device) -
 
 
 def _on(nest: Any, device: torch.device) -> Any:
-    """A nest of inputs on a device."""
-    # Tokenizers give mappings of their own, which are not nests to PyTorch.
+    """Move the tensors of a nest to a device."""
+    # Tokenizers return their own mapping types, which are leaves for PyTorch's pytree.
     nest = dict(nest) if isinstance(nest, Mapping) else nest
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), nest)
 
 
 def _first_step(model: nn.Module, task: Task, batch: Batch) -> FirstStep:
-    """Loss, gradients and their norm of one batch, by PyTorch alone: nothing of samestep touches the model."""
+    """Compute loss, gradients and gradient norm of one batch by PyTorch alone."""
     model.zero_grad()
     loss = of_whole_batch(task.loss)
     if task.loss_weights:
@@ -172,12 +172,12 @@ def _first_step(model: nn.Module, task: Task, batch: Batch) -> FirstStep:
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """A copy of a gradient, with all of its numbers where only some rows are kept."""
+    """A dense copy of a gradient."""
     return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach().clone()
 
 
 def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Give a model's buffers the values that they had, but for those that are of another shape since."""
+    """Restore a model's buffers in place, except those whose shape has changed."""
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name in buffers and buffers[name].shape == buffer.shape:
@@ -185,10 +185,10 @@ def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 
 def _nudged(model: nn.Module) -> nn.Module:
-    """The same model with its parameters moved by up to half the distance to the next number of their dtype.
+    """Perturb the model's parameters in place by a random relative error of up to eps of their dtype.
 
-    Whole numbers are moved away from zero: code that truncates them finds the same, such as the signs on the diagonal
-    of an orthogonal parametrization.
+    Integral values are moved away from zero, so that truncating them gives the same, such as the signs on the
+    diagonal of an orthogonal parametrization.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -201,12 +201,12 @@ def _nudged(model: nn.Module) -> nn.Module:
 
 
 def _is_whole(tensor: Tensor) -> Tensor:
-    """Which real numbers have no fraction; none of complex ones."""
+    """Elementwise, whether a real tensor's values are integral; all False for complex tensors."""
     return torch.zeros_like(tensor, dtype=torch.bool) if tensor.is_complex() else tensor == tensor.trunc()
 
 
 def _differences(mine: FirstStep, built: FirstStep) -> tuple[dict[str, float], str | None]:
-    """The largest relative differences, and the parameter whose gradient differs most."""
+    """Relative differences of loss, gradient norm and gradients, and the parameter whose gradient differs most."""
     largest = max((as_real(gradient).abs().max().item() for gradient in built.gradients.values()), default=0.0)
     worst, where = 0.0, None
     for name in {**built.gradients, **mine.gradients}:
@@ -222,7 +222,7 @@ def _differences(mine: FirstStep, built: FirstStep) -> tuple[dict[str, float], s
 
 
 def _apart(mine: Tensor | None, built: Tensor | None, floor: float) -> float:
-    """max|a - b| / max(max|b|, floor); a parameter without a gradient has one of zeros."""
+    """max|mine - built| / max(max|built|, floor); a missing gradient counts as zeros."""
     if mine is None or built is None:
         some = built if mine is None else mine
         return 0.0 if some is None or not some.any() else math.inf
@@ -240,7 +240,7 @@ def _relative(mine: float, built: float) -> float:
 
 
 def _generators(device: torch.device) -> Sequence[Any]:
-    """The states of all generators that a forward may draw from."""
+    """The states of all random number generators that a forward may draw from."""
     kind, keys, *rest = np.random.get_state()
     states: list[Any] = [torch.get_rng_state().tolist(), random.getstate(), kind, np.asarray(keys).tolist(), rest]
     if device.type != "cpu":
@@ -249,7 +249,7 @@ def _generators(device: torch.device) -> Sequence[Any]:
 
 
 class _LowPrecision(TorchDispatchMode):
-    """Notes where a forward or a backward computes with fewer digits than float32."""
+    """Records the 16-bit dtypes in which a forward or backward computes results."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -65,9 +65,9 @@ class Training:
         held_out: int | None = None,
         shuffled_within: int | None = None,
     ) -> None:
-        """`held_out` is how many held-out samples are evaluated, None: all.
+        """`held_out`: number of held-out samples to evaluate, None for all.
 
-        `shuffled_within`: a seed with which samples are put into another order within each global batch.
+        `shuffled_within`: a seed that shuffles the samples within each global batch.
         """
         recipe = job.recipe
         self.recipe = recipe
@@ -97,13 +97,13 @@ class Training:
         self.turns = turns_of(task)
         self.samples = task.train_set()
         self._lengths = task.sample_lengths() if job.run.group_by_length else None
-        if shuffled_within is not None:  # by lengths of no meaning
+        if shuffled_within is not None:  # random lengths, by which batches are ordered
             generator = torch.Generator().manual_seed(shuffled_within)
             self._lengths = torch.randperm(len(self.samples), generator=generator).tolist()
         self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
         self.total_steps = recipe.total_steps(self.steps_per_epoch)
-        self.first_step = 0  # above 0 where it goes on from a checkpoint
-        # First, since a task may find out about its model here, which has no values while it is recorded.
+        self.first_step = 0  # above 0 after resuming from a checkpoint
+        # First, since a task may inspect its model here, which has no values while it is recorded.
         example = example_of(task, self.samples, self.turns)
         built = self._build(recorded=self.session.engine.can_fill(layout))
         check_same_task(self.samples, built.model)
@@ -149,13 +149,13 @@ class Training:
         )
 
     def _optimizer_of(self, model: nn.Module) -> OptimizerOf:
-        """What makes the optimizer, once the model is spread and its parameters are this rank's."""
+        """The function that makes the optimizer from this rank's parameters once the model is spread."""
         if not self.turns:
             return OptimizerPlan(self.recipe, model, fused=self._fused)
         return partial(optimizer_of_turns, self.recipe, model, self.turns)
 
     def late_step(self) -> int:
-        """The last step of a whole batch, where there is one: what a step looks like when all is warm."""
+        """The last step with a full batch, if there is one: a step after warm-up."""
         last = self.total_steps - 1
         short = (last + 1) % self.steps_per_epoch == 0 and len(self.samples) % self.recipe.batch > 0
         return last - 1 if short and last else last
@@ -168,9 +168,9 @@ class Training:
         supervision: RankSupervision | None = None,
         left_out: Collection[int] = (),
     ) -> Iterator[tuple[StepBatch, StepReport]]:
-        """Take steps up to `stop` or the end, one for each that is asked for; `usage` is of step `measured`.
+        """Take a step at each iteration, up to `stop` or the end; step `measured` sets `usage`.
 
-        Of the steps `left_out` only the schedule takes notice.
+        Steps in `left_out` only advance the schedule.
         """
         batches = self.session.batches(
             self.samples,
@@ -194,7 +194,7 @@ class Training:
         self.session.trainer.settle()
 
     def _take(self, batch: StepBatch, supervision: RankSupervision | None) -> Callable[[], StepReport]:
-        """What takes a step."""
+        """The function that takes the step of a batch."""
 
         def watched(loss: Loss) -> Loss:
             return loss if supervision is None else supervision.loss(batch.step, loss)
@@ -207,24 +207,24 @@ class Training:
         return partial(trainer.step_in_turns, batch, StepTurns(turns))
 
     def _passed_over(self) -> StepReport:
-        """The report of a step that was left out: no loss, no norm, and the rate that it would have had."""
+        """Advance the schedule past a skipped step; its report has NaN for loss and gradient norm."""
         trainer = self.session.trainer
         assert isinstance(trainer, Skipping)  # by the engine's abilities, which were checked
         nothing = torch.tensor(float("nan"), dtype=torch.float64)
         return StepReport(loss=nothing, grad_norm=nothing, lr=trainer.pass_over())
 
     def samples_of(self, step: int) -> Sequence[int]:
-        """The samples of a step's global batch, by their numbers in the data set."""
+        """The indices in the data set of the samples of a step's global batch."""
         order = SampleOrder(size=len(self.samples), batch=self.recipe.batch, seed=self.recipe.seed)
         return order.global_batch(step).tolist()
 
     @property
     def measured_step(self) -> int:
-        """The step whose memory, messages and work are measured."""
+        """The step whose memory and communication are measured."""
         return measured_step(self.total_steps, self.first_step)
 
     def evaluate(self, bar: Bar | None = None) -> dict[str, Any]:
-        """The task's metrics over its held-out samples; nothing where it has none."""
+        """Evaluate the task's metrics on its held-out samples; empty if it has none."""
         samples = self.task.eval_set()
         if samples is None or len(samples) == 0:
             return {}
@@ -245,11 +245,11 @@ class Training:
 
 
 def build_model(task: Task, recipe: Recipe, *, recorded: bool = False) -> InitialModel:
-    """The task's model, with the recipe's adapter, with the initial weights of the recipe's seed.
+    """Build the task's model, with the recipe's adapter, under the recipe's seed.
 
-    It is the same in every process and for every layout.
+    The initial weights are the same in every process and for every layout.
 
-    `recorded`: its parameters are still to be filled with them, where its construction lets them be.
+    With `recorded`, parameters are filled with them later, where the model's construction allows it.
     """
 
     def make() -> torch.nn.Module:
@@ -279,7 +279,7 @@ def example_of(task: Task, samples: Samples, turns: Sequence[Turn]) -> Any:
 def fit(
     job: Job, task: Task, world: World, layout: Layout, supervision: RankSupervision, *, from_start: bool = True
 ) -> TrainResult:
-    """Train to the end on this rank; every rank returns the same result. `from_start`: the run was not begun before.
+    """Train to the end on this rank; every rank returns the same result. `from_start`: the run is not a restart.
 
     Raises, on every rank, InterruptedJobError after the step at which a signal stops the training, and
     NonFiniteError for a loss or a gradient norm that isn't finite, where the job doesn't skip the step.
@@ -337,7 +337,7 @@ def fit(
 
 
 def _profiler(training: Training, job: Job) -> StepProfiler | None:
-    """What profiles the training's steps, where the job asks for it."""
+    """Create the profiler of the training's steps if the job asks for one."""
     if job.run.profile is None:
         return None
     training.profiler = StepProfiler(
@@ -351,7 +351,7 @@ def _profiler(training: Training, job: Job) -> StepProfiler | None:
 
 
 def _profile(training: Training, job: Job, folder: Path) -> Profile | None:
-    """What the profiler found on all ranks; every rank must ask."""
+    """Gather the profile of all ranks; every rank must call it."""
     if training.profiler is None or job.run.profile is None:
         return None
     place = job.run.profile.folder or folder / PROFILE_FOLDER
@@ -359,7 +359,7 @@ def _profile(training: Training, job: Job, folder: Path) -> Profile | None:
 
 
 def _prepare(training: Training, job: Job, supervision: RankSupervision) -> None:
-    """Settings of the trainer, and the first report to the watchdog."""
+    """Set up the trainer, and send the first report to the watchdog."""
     trainer = training.session.trainer
     if isinstance(trainer, Skipping):
         trainer.skips_nonfinite = job.run.on_nonfinite == "skip"
@@ -379,7 +379,7 @@ def _finish(
     supervision: RankSupervision,
     stopped: Stopped | None,
 ) -> TrainResult:
-    """Gather what the ranks know, and write what a run leaves."""
+    """Gather the ranks' results, and write the run's files on rank 0."""
     session, task = training.session, training.task
     timeline = session.trainer.timeline
     if job.run.rank_lines:
@@ -408,7 +408,7 @@ def _finish(
     )
     with session.trainer.averaged():
         state = session.trainer.state_to_write(kept=session.is_main)
-        if training.recipe.average is not None:  # it may be the model's own memory
+        if training.recipe.average is not None:  # it may share the model's memory
             state = {name: value.clone() for name, value in state.items()}
     schedule = timeline.gathered() if timeline is not None else None
     if session.is_main:
@@ -417,12 +417,12 @@ def _finish(
 
 
 def measured_step(total_steps: int, first_step: int = 0) -> int:
-    """The third step where there is one: state and buffers are made in the first two."""
+    """The third step, or the last of fewer: optimizer state and buffers are allocated in the first two."""
     return min(first_step + 2, total_steps - 1)
 
 
 def try_out(job: Job, task: Task, world: World, layout: Layout) -> Sequence[Usage]:
-    """Take the few steps up to the one that is measured, write nothing, and say what every rank held and sent."""
+    """Take the steps up to the measured one, write nothing, and return every rank's usage."""
     training = Training(job, task, world, layout)
     last = training.measured_step
     for _ in training.steps(stop=last + 1, measured=last):
@@ -430,15 +430,15 @@ def try_out(job: Job, task: Task, world: World, layout: Layout) -> Sequence[Usag
     return usages.gather(training.usage)
 
 
-_MOST = 5  # a training that must leave out more batches than these has another fault
+_MOST = 5  # rollbacks; a training that needs more of them has another fault
 
 
 def fit_with_rollbacks(
     job: Job, task: Task, world: World, layout: Layout, supervision: RankSupervision
 ) -> TrainResult:
-    """`fit`, again from the last checkpoint (from the start where there is none) as often as the job asks for it.
+    """Call `fit`, and with `on_nonfinite: rollback` again from the last checkpoint after NonFiniteError.
 
-    Raises NonFiniteError, on every rank, where it doesn't, or there is no end to it.
+    Raises NonFiniteError, on every rank, for other settings and after `_MOST` rollbacks.
     """
     from_start = not supervision.goes_on(job)
     for _ in range(_MOST):

@@ -1,4 +1,4 @@
-"""Where the steps of a proof first meet a value that is not a number, or is infinite, and on which side."""
+"""Finds the first NaN or infinite value in the steps of a proof, and on which side it occurs."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,16 +15,16 @@ BOTH = "both"
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteValue:
-    """The first value of a side that is not finite."""
+    """The first value that is not finite on one side of a comparison, or on both."""
 
     side: str  # "one process", the layout, or "both"
     kind: str  # "NaN" or "infinite"
     what: str  # "loss", "gradient norm", "parameter" or "metric"
     step: int  # counted from 0; a parameter's and a metric's values are those after it
-    name: str | None = None  # of the metric, or the parameter: itself, or the first whose gradient is not finite
+    name: str | None = None  # of the metric, of the parameter, or of the first parameter whose gradient is not finite
 
     def words(self) -> str:
-        """Such as "NaN: the gradient norm of step 0 (the gradient of 2.weight), in one process alone"."""
+        """A line such as "NaN: the gradient norm of step 0 (the gradient of 2.weight), in one process alone"."""
         of = {
             "loss": f"the loss of step {self.step}",
             "gradient norm": f"the gradient norm of step {self.step}",
@@ -49,7 +49,7 @@ def first_of_steps(
 
 
 def first_parameter(side: str, step: int, parameters: Mapping[str, Tensor]) -> NonFiniteValue | None:
-    """The first parameter that holds what is not finite after a step."""
+    """The first parameter with a value that is not finite after a step."""
     for name, value in parameters.items():
         if not torch.isfinite(value).all():
             kind = "NaN" if value.isnan().any() else "infinite"
@@ -60,7 +60,7 @@ def first_parameter(side: str, step: int, parameters: Mapping[str, Tensor]) -> N
 def first_metric(layout: str, step: int, mine: Any, theirs: Any, path: str = "") -> NonFiniteValue | None:
     """The first metric that is finite on one side and not on the other.
 
-    One that is finite on neither is undefined for these samples, such as the recall of a class without any.
+    A metric that is finite on neither side is undefined for these samples, such as the recall of a class without any.
     """
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
         pairs = [(f"{path}.{key}" if path else str(key), mine[key], theirs[key]) for key in mine if key in theirs]
@@ -78,7 +78,7 @@ def first_metric(layout: str, step: int, mine: Any, theirs: Any, path: str = "")
 
 
 def of_sides(theirs: NonFiniteValue | None, mine: NonFiniteValue | None) -> tuple[NonFiniteValue, ...]:
-    """What one process met and what a layout met: one finding where they are equal."""
+    """The findings of one process (`theirs`) and of a layout (`mine`), merged if they are of the same value."""
     if theirs is not None and mine is not None and (theirs.what, theirs.step) == (mine.what, mine.step):
         return (replace(theirs, side=BOTH),)
     return tuple(each for each in (theirs, mine) if each is not None)
@@ -86,14 +86,15 @@ def of_sides(theirs: NonFiniteValue | None, mine: NonFiniteValue | None) -> tupl
 
 @contextmanager
 def watched(model: nn.Module | None) -> Iterator[list[str]]:
-    """The parameters of which backward computes a gradient that is not finite, in the order of backward.
+    """Watch for gradients that are not finite; yields a list that gets the name of the first such parameter.
 
-    The first is the nearest to the loss. Sharded parameters are not watched: there is no hook on their gradients.
+    Backward order makes it the one nearest to the loss. Sharded parameters have no hook on their gradients, and are
+    not watched.
     """
     found: list[str] = []
 
     def watch(name: str) -> Any:
-        """A hook that notes the first parameter whose gradient has a value that isn't finite."""
+        """Make a hook that records parameter `name` if its gradient is the first that isn't finite."""
 
         def note(parameter: Tensor) -> None:
             gradient = parameter.grad

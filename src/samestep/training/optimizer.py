@@ -1,10 +1,8 @@
 """Optimizers and learning-rate schedules from a recipe: which optimizer steps which parameters with which settings.
 
-Planned once of the whole model, by names, so that ranks which hold other parts of it come to the same groups.
-
-Names are those of the whole model, and patterns are matched against them before it is spread (`_planned`), so that a
-rank with a stage, an expert or a shard puts its parameters into the very groups of one process. A parameter belongs
-to the first group that matches it.
+Groups are planned from the whole model: patterns are matched against its parameter names before it is spread
+(`_planned`), so that a rank with a stage, an expert or a shard has the groups of one process. A parameter belongs to
+the first group that matches it.
 """
 
 import math
@@ -35,7 +33,7 @@ from samestep.training.named_optimizer import maker_of, takes, try_out
 
 
 def make_optimizer(spec: AdamW | SGD, groups: Sequence[dict[str, Any]], *, fused: bool = True) -> Optimizer:
-    """AdamW or SGD over groups of parameters, fused where PyTorch has a fused one for them, and it may be."""
+    """Make AdamW or SGD over parameter groups, with PyTorch's fused kernel if `fused` and where it has one."""
     make = _MAKERS[type(spec)](spec)
     given = [parameter for group in groups for parameter in group["params"]]
     sharded = any(isinstance(parameter, DTensor) for parameter in given)
@@ -52,12 +50,12 @@ def make_optimizer(spec: AdamW | SGD, groups: Sequence[dict[str, Any]], *, fused
 
 
 def _plain(spec: "Spec") -> TypeGuard[AdamW | SGD]:
-    """Whether it is an optimizer of PyTorch's as it comes, which steps any part of a parameter by itself."""
+    """Whether it is PyTorch's own elementwise optimizer, which can step any part of a parameter alone."""
     return not isinstance(spec, NamedOptimizer) and not (isinstance(spec, AdamW) and spec.state != "full")
 
 
 def _adamw(spec: AdamW) -> Callable[..., Optimizer]:
-    """What makes AdamW, with its averages in full, in bf16 or in 8 bits."""
+    """The factory of AdamW with moments in full precision, in bf16 or in 8 bits."""
     adamw = partial(torch.optim.AdamW, lr=spec.lr, betas=spec.betas, eps=spec.eps)
     return adamw if spec.state == "full" else partial(RoundedState, kind=adamw, state=spec.state, lr=spec.lr)
 
@@ -68,22 +66,22 @@ def _sgd(spec: SGD) -> Callable[..., Optimizer]:
 
 _MAKERS: dict[type, Callable[[Any], Callable[..., Optimizer]]] = {AdamW: _adamw, SGD: _sgd}
 
-# Of the others PyTorch's fused kernel does not know shards of parameters, which shows only when it is called.
+# The fused kernels of the others fail on DTensor shards, and only when they are called.
 _FUSED_ON_SHARDS = {AdamW}
 
 
 def of_one_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Shards apart from what a sharded model keeps whole: PyTorch's fused kernels don't take both at once."""
+    """Split a group into DTensor and plain parameters: PyTorch's fused kernels don't take both at once."""
     shards = [p for p in group["params"] if isinstance(p, DTensor)]
     whole = [p for p in group["params"] if not isinstance(p, DTensor)]
     return [{**group, "params": shards}, {**group, "params": whole}]
 
 
-SCHEDULE = "schedule"  # of a group of parameters that has its own
+SCHEDULE = "schedule"  # key of a parameter group's own schedule
 
 
 def make_schedule(spec: Schedule, total_steps: int, optimizer: Optimizer) -> LambdaLR:
-    """The learning rate of each step: step `s` of warm-up W has (s + 1) / W of it, so that no step is lost."""
+    """Make the learning-rate schedule. Step s of a warm-up of W has the factor (s + 1) / W, so no step has zero."""
     return LambdaLR(
         optimizer, [partial(rate, group.get(SCHEDULE) or spec, total_steps) for group in optimizer.param_groups]
     )
@@ -111,12 +109,12 @@ _FEWEST_TO_DECAY = 2  # dimensions
 
 @dataclass(frozen=True, kw_only=True)
 class _Section:
-    """The recipe's optimizer, or one of its groups."""
+    """The parameters of the recipe's optimizer, or of one of its groups, and their settings."""
 
-    where: str  # its key, for messages
-    names: Sequence[str]  # parameters of the whole model that it trains
+    where: str  # its key in the recipe, for messages
+    names: Sequence[str]  # of parameters, in the whole model
     settings: Mapping[str, Any] = field(default_factory=dict)
-    weight_decay: float | None = None  # of all its parameters; None: the optimizer's, of matrices
+    weight_decay: float | None = None  # for all its parameters; None: the optimizer's, for matrices only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +199,7 @@ class OptimizerPlan:
                     ) from error
 
     def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        """An optimizer of parameters, or of what a rank holds of them, by their names in the whole model."""
+        """Make the optimizer of this rank's parameters, given by their names in the whole model."""
         held = by_name(parameters)
         (first, *others) = self._parts
         if not others and _plain(first.spec):
@@ -209,11 +207,11 @@ class OptimizerPlan:
         return Joined(self.members(held), lr=self.rate)
 
     def members(self, held: Mapping[str, list[nn.Parameter]]) -> list[Member]:
-        """The optimizers of which it consists, by the names of the parameters that this rank holds."""
+        """The single optimizers over this rank's parameters, which `held` has by name."""
         return [self._member(part, held) for part in self._parts]
 
     def _member(self, part: _Part, held: Mapping[str, list[nn.Parameter]]) -> Member:
-        """One optimizer of several; without parameters on this rank it has no optimizer, but its shapes."""
+        """One of several optimizers; without parameters on this rank, it has only the shapes of the whole model's."""
         make: Make
         if isinstance(part.spec, NamedOptimizer):
             make = maker_of(part.spec, part.where)
@@ -234,7 +232,7 @@ class OptimizerPlan:
 
     @property
     def rate(self) -> float:
-        """The learning rate that a step reports: that of the recipe's optimizer."""
+        """The learning rate that a step reports: the recipe's optimizer's."""
         if self._lr is not None:
             return self._lr
         (part, *_) = self._parts
@@ -243,7 +241,7 @@ class OptimizerPlan:
         return float(made.param_groups[0]["lr"])
 
     def _groups(self, part: _Part, held: Mapping[str, list[nn.Parameter]]) -> list[dict[str, Any]]:
-        """The groups of this rank's parameters, split by kind (dtype, device), empty ones left out."""
+        """This rank's parameter groups, split into DTensor and plain parameters, without empty ones."""
         groups = [
             {"params": [p for name in group["names"] for p in held.get(name, ())], **group["settings"]}
             for group in self._split(part)
@@ -251,10 +249,10 @@ class OptimizerPlan:
         return [each for group in groups for each in of_one_kind(group) if each["params"]]
 
     def _split(self, part: _Part) -> list[dict[str, Any]]:
-        """Of each section two groups: matrices and tables, which decay, and vectors (biases, norms), which don't.
+        """Split each section into matrices and tables, with weight decay, and vectors (biases, norms), without.
 
-        Decay pulls a weight towards zero to keep a product small; a norm's scale and a bias are not products. A
-        section's own decay is of all its parameters.
+        Decay keeps the outputs of matrix products small; a bias and a norm's scale are no factors of one. A section's
+        own decay applies to all its parameters.
         """
         spec, found = part.spec, []
         decays = not isinstance(spec, NamedOptimizer) or takes(spec, "weight_decay", part.where)
@@ -273,18 +271,18 @@ class OptimizerPlan:
 
 
 def plans_of(recipe: Recipe, model: nn.Module, turns: Sequence[Turn]) -> list[OptimizerPlan]:
-    """The plan of each turn; one of all parameters where the steps are not taken in turns."""
+    """The plan of each turn; without turns, one plan of all parameters."""
     return [OptimizerPlan(recipe, model, turn) for turn in turns] or [OptimizerPlan(recipe, model)]
 
 
 def optimizer_of_turns(
     recipe: Recipe, model: nn.Module, turns: Sequence[Turn], parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> Optimizer:
-    """One optimizer for a step in turns, over what a rank holds of the whole `model`: groups with their turn's rates.
+    """Make one optimizer for steps in turns, over this rank's parameters, with each turn's settings in its groups.
 
-    AdamW and SGD pass over parameters without a gradient, and in a turn only its own have one. So where all turns
-    have the same one of these, an optimizer of all parameters steps those of each turn as one of its own would.
-    Others are joined, and those of the running turn step.
+    AdamW and SGD skip parameters without a gradient, and in a turn only its own have one. So where all turns have the
+    same one of these, one optimizer over all parameters steps each turn's as a separate one would. Other optimizers
+    are joined, and only those of the running turn step.
     """
     held = by_name(parameters)
     plans = plans_of(recipe, model, turns)
@@ -304,12 +302,12 @@ def optimizer_of_turns(
 
 
 def where_of(turn: Turn | None) -> str:
-    """What says which optimizer it is, for messages."""
+    """The key of a turn's optimizer, for messages."""
     return "recipe.optimizer" if turn is None or turn.optimizer is None else f"turns(): turn {turn.name}: optimizer"
 
 
 def by_name(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, list[nn.Parameter]]:
-    """Trained parameters by their names in the whole model, of which servers have several pieces."""
+    """Group trainable parameters by their name in the whole model; servers hold several pieces under one name."""
     held: dict[str, list[nn.Parameter]] = {}
     for name, parameter in parameters:
         if parameter.requires_grad:

@@ -1,14 +1,12 @@
-"""Rehearsal: one rank's steps of a job of any size, without other ranks, memory or values.
+"""Rehearsal: steps of single ranks of a job of any size, without other ranks, device memory or tensor values.
 
-The rank's own model is built, spread and stepped by the code that trains, on tensors that have shapes alone and in a
-process group that sends nothing. So what it holds and sends is counted as in a training, and what would fail there
-for its shapes, its layout or its model fails here with the same message. What is decided by values, such as whether a
-sliced layer still gives the same numbers, is taken to be well.
+A rank's model is built, spread and stepped by the code that trains, on tensors without values (`parallel.valueless`)
+and in a fake process group that sends nothing. What a step allocates, sends and computes is counted as in a training,
+and what would fail there because of shapes, the layout or the model fails here with the same message. Checks that
+depend on values, such as whether a sliced layer gives the same output, are assumed to pass.
 
-Each rank of the layout is rehearsed in turn in this process, with a process group that sends nothing and tensors
-without values (`parallel.valueless`). What a step allocates, sends and computes is counted as it is taken. Ranks that
-differ only along data axes hold the same shapes but for their samples, so the one with the largest micro-batches
-stands for all.
+The ranks are rehearsed one after the other in this process. Ranks that differ only along data axes hold the same
+shapes but for their samples, so the one with the largest micro-batches stands for all.
 """
 
 import gc
@@ -43,17 +41,17 @@ from samestep.training.own_loop import check_lengths
 from samestep.training.step_work import CountedWork, StepWork
 from samestep.training.usage import Usage
 
-_MOST_SLICES = 512  # of a global batch that are looked at
-_MOST_STAGES = 3  # stages between the first and the last hold less than the first
+_MOST_SLICES = 512  # of a global batch whose sizes are compared
+_MOST_STAGES = 3  # pipeline ranks that are rehearsed; stages between the first and the last hold less than the first
 _ASKS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """Messages of one kind along one axis of the mesh in a step."""
+    """The collectives of one kind along one mesh axis in a step of one rank."""
 
     kind: str
-    axis: str  # such as "tensor", or "replicate+shard" of a group over both
+    axis: str  # such as "tensor", or "replicate+shard" for a group over both
     ranks: int  # in the group
     count: int
     sent: float  # bytes that this rank sends, by the formulas of `samestep.comm.traffic`
@@ -61,16 +59,16 @@ class Collectives:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """What a rank would hold and send in a step."""
+    """What a rank would hold, send and compute in a step."""
 
     rank: int
-    stage: int  # its place in the pipeline
+    stage: int  # pipeline rank
     usage: Usage
     collectives: Sequence[Collectives]
     work: StepWork
 
     def to_json(self) -> dict[str, Any]:
-        """Bytes of each kind, messages by axis, and the work of the step's operators."""
+        """A dict of bytes held by kind, collectives by axis, and FLOPs and bytes of operators."""
         return {
             "rank": self.rank,
             "pipeline_rank": self.stage,
@@ -81,7 +79,7 @@ class Rehearsal:
 
 
 def check_rehearsed(job: Job, layout: Layout) -> None:
-    """Raise UserError for what can't be rehearsed."""
+    """Raise UserError for a job or layout that can't be rehearsed."""
     run, disk = job.run, next((name for name in layout.offload.split("+") if name.endswith("-disk")), None)
     refused = {
         f'run.engine is "{run.engine}"; use engine native': run.engine != "native",
@@ -98,11 +96,11 @@ def check_rehearsed(job: Job, layout: Layout) -> None:
 
 
 def rehearse(job: Job, task: Task, layout: Layout, ranks: Sequence[int] | None = None) -> list[Rehearsal]:
-    """Take a step of some ranks of a layout, one after the other.
+    """Rehearse a step of `ranks` of a layout, one after the other.
 
-    Where none is named: ranks of the pipeline stages (`ranks_of_stages`) with the largest micro-batches in that step.
+    Without `ranks`, rehearses those of `ranks_of_stages` in the data slice with the largest micro-batches.
 
-    Raises UserError where the ranks would, and for a model whose forward asks for values of what it has computed.
+    Raises UserError where the ranks would, and for a model whose forward reads values of tensors.
     """
     check_rehearsed(job, layout)
     job = replace(job, run=replace(job.run, sparse_rows="off"))
@@ -124,7 +122,7 @@ def rehearse(job: Job, task: Task, layout: Layout, ranks: Sequence[int] | None =
 
 
 class _Ranks:
-    """Ranks of a layout, rehearsed one after the other, each as often as it takes to know what others send it."""
+    """Rehearses ranks of a layout one by one, again where one needs a message that another has not sent yet."""
 
     def __init__(self, job: Job, task: Task, layout: Layout, mail: Mail) -> None:
         self._job = job
@@ -135,7 +133,7 @@ class _Ranks:
         self._found: dict[int, Rehearsal] = {}
 
     def of(self, rank: int) -> Rehearsal:
-        """Raises NotSentYet where messages are guessed, and one has nothing to be guessed by."""
+        """Rehearse a rank. Raises NotSentYet where messages are guessed, and one can't be."""
         while rank not in self._found:
             try:
                 self._rehearse(rank)
@@ -146,7 +144,7 @@ class _Ranks:
         return self._found[rank]
 
     def _hear(self, missing: NotSentYet) -> None:
-        """Rehearse a rank until it has sent a message, which it may do before it has all that it waits for itself."""
+        """Rehearse the sender of a missing message until it has sent it, perhaps before it has all its own inputs."""
         while not self.mail.knows(missing.label):
             if missing.source in self._found:
                 raise UserError(
@@ -166,9 +164,9 @@ class _Ranks:
 
 
 def ranks_of_stages(layout: Layout, data_index: int = 0) -> list[int]:
-    """Ranks of one pipeline: all of a short one, else the first, the last and some between, evenly spaced.
+    """Ranks of one pipeline: at most `_MOST_STAGES`, evenly spaced, with the first and the last.
 
-    Of the pipelines, the first one that takes slice `data_index` of a global batch.
+    The pipeline is the first one of those that train on slice `data_index` of a global batch.
     """
     line = rank_grid(layout).reshape(layout.pipeline, layout.data_ranks, -1)[:, data_index, 0].tolist()
     number = min(len(line), _MOST_STAGES)
@@ -176,10 +174,10 @@ def ranks_of_stages(layout: Layout, data_index: int = 0) -> list[int]:
 
 
 def _largest_share(job: Job, task: Task, layout: Layout) -> int:
-    """Which slice of the measured step's batch takes most memory: samples may differ in length, and slices in number.
+    """The data rank whose slice of the measured step's batch needs most memory, as samples may differ in length.
 
     Under 1F1B a stage holds the activations of at most `layout.pipeline` micro-batches in a row (Narayanan et al.
-    2021, section 2.2), so the largest so many in a row are compared, by their elements.
+    2021, section 2.2), so slices are compared by the most elements in that many consecutive micro-batches.
     """
     if layout.data_ranks == 1:
         return 0
@@ -193,7 +191,7 @@ def _largest_share(job: Job, task: Task, layout: Layout) -> int:
         virtual_ranks=recipe.virtual_ranks if run.reduction == "ordered" else None,
     )
     step = measured_step(recipe.total_steps(order.steps_per_epoch))
-    elements: dict[int, int] = {}  # by slice; of many thousands some, evenly spaced
+    elements: dict[int, int] = {}  # by slice; at most `_MOST_SLICES`, evenly spaced
     for index in range(0, layout.data_ranks, -(-layout.data_ranks // _MOST_SLICES)):
         (taken,) = Loader(
             samples,
@@ -213,7 +211,7 @@ def _largest_share(job: Job, task: Task, layout: Layout) -> int:
 
 
 class _RehearsedTraining(Training):
-    """A training whose model has no values, and no memory."""
+    """A training whose tensors have no values and no memory."""
 
     def __init__(
         self, job: Job, task: Task, world: World, layout: Layout, mode: Valueless, findings: Findings
@@ -223,11 +221,11 @@ class _RehearsedTraining(Training):
         super().__init__(job, task, world, layout)
 
     def _build(self, *, recorded: bool) -> InitialModel:
-        """The model, built without values where that goes, and else whole, its values forgotten."""
+        """Build the model without values; if that fails, build it with values and drop them."""
         try:
             with self._mode:
                 built = super()._build(recorded=False)
-        except Exception:  # such as weights that are read from a file; what is the model's mistake shows again
+        except Exception:  # such as weights read from a file; an error of the model is raised again below
             built = super()._build(recorded=False)
         with self._mode:
             recipe = self.recipe
@@ -235,12 +233,12 @@ class _RehearsedTraining(Training):
         return built
 
     def _prepare(self, built: InitialModel, details: Details) -> None:
-        """Spread without values; what one rank has found out about the model the next ones are told."""
+        """Spread the model without values, with the findings about it shared between the rehearsed ranks."""
         with self._mode:
             super()._prepare(built, replace(details, findings=self._findings))
 
     def rehearse(self) -> tuple[Usage, Sequence[Collectives], StepWork]:
-        """Take the first step, which makes the optimizer's state, and the one that a training measures."""
+        """Take the first step, which creates the optimizer's state, and measure the step that a training measures."""
         session, last = self.session, self.measured_step
         batches = session.batches(
             self.samples, batch=self.recipe.batch, collate=self.task.collate, steps=last + 1, lengths=self._lengths
@@ -260,18 +258,18 @@ class _RehearsedTraining(Training):
                     gc.collect()
                     stack.enter_context(new_objects_alone())
                     _, usage = usages.measured(session.trainer, take, counted)
-        assert usage is not None  # a job has at least a sample, and steps go over its samples again and again
+        assert usage is not None  # a job has at least one sample, and epochs repeat
         return usage, counted.found(), work.found()
 
 
 def _few_of(batch: StepBatch, layout: Layout) -> StepBatch:
-    """As few micro-batches as the schedule is made for: enough for what a first step makes."""
+    """The batch with the fewest micro-batches that the schedule allows: enough to create the optimizer's state."""
     few = 2 if layout.schedule in ("1f1b", "gpipe") else max(layout.pipeline, 2)
     return replace(batch, micro_batches=batch.micro_batches[:few])
 
 
 def _rehearse_rank(job: Job, task: Task, layout: Layout, rank: int, mode: Valueless, findings: Findings) -> Rehearsal:
-    """One rank's step, as that rank of a world that isn't there."""
+    """Rehearse one rank, in a world of `layout.size` ranks of which no other exists."""
     world = World(rank=rank, world_size=layout.size, device=torch.device("cpu"), threads=torch.get_num_threads())
     training = _RehearsedTraining(job, task, world, layout, mode, findings)
     usage, collectives, work = training.rehearse()
@@ -280,7 +278,7 @@ def _rehearse_rank(job: Job, task: Task, layout: Layout, rank: int, mode: Valuel
 
 
 class _ByAxis(Traffic):
-    """Counts messages by kind and by the axes of the mesh along which their groups lie."""
+    """Counts collectives by kind and by the mesh axes that their group spans."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
@@ -292,7 +290,7 @@ class _ByAxis(Traffic):
         self._counts: dict[tuple[str, str, int], tuple[int, float]] = {}
 
     def _count(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Find the mesh axes of the message's group, then count it."""
+        """Find the mesh axes of the collective's group, then count it."""
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         given |= kwargs
         if "process_group" in given or "group_name" in given:
@@ -310,7 +308,7 @@ class _ByAxis(Traffic):
             self._counts[kind, axis, ranks] = count + 1, sent + bytes_sent
 
     def _axis(self, ranks: Sequence[int]) -> tuple[str, int]:
-        """The axes along which some ranks differ, joined by "+", and how many ranks they are."""
+        """The mesh axes along which `ranks` differ, joined by "+", and the number of ranks."""
         first, *others = (self._coordinates[rank] for rank in ranks)
         differing = [
             name
@@ -320,7 +318,7 @@ class _ByAxis(Traffic):
         return "+".join(differing), len(ranks)
 
     def found(self) -> list[Collectives]:
-        """What one step sends, by kind, axis and size of the group; bytes of this rank."""
+        """The counted collectives by kind, axis and group size, with the bytes that this rank sends."""
         return [
             Collectives(kind=kind, axis=axis, ranks=ranks, count=count, sent=sent)
             for (kind, axis, ranks), (count, sent) in sorted(self._counts.items())
@@ -334,7 +332,7 @@ def _places(grid: torch.Tensor) -> tuple[list[int], torch.Tensor]:
 
 @contextmanager
 def _asking_told() -> Iterator[None]:
-    """Raise UserError where a forward, a loss or an optimizer asked for a value, or failed by its own code."""
+    """Turn an error of the user's forward, loss or optimizer, such as a read of a value, into UserError."""
     try:
         yield
     except Exception as error:
@@ -351,7 +349,7 @@ def _asking_told() -> Iterator[None]:
         ) from error
 
 
-# What to use where a job fails on shapes alone: by its own mistake, or since it asks for values.
+# Advice where a job fails without values: for other errors (False), and for reads of values (True).
 _INSTEAD = {
     False: "run it in one process first, to see whether it fails there too: --layout single",
     True: "use torch.where in place of a branch and PyTorch's operators in place of NumPy's, or have the ranks run: "
@@ -360,7 +358,7 @@ _INSTEAD = {
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that led to it, the first one last."""
+    """An exception and its causes, from the last raised to the first."""
     found: BaseException | None = error
     while found is not None:
         yield found
@@ -368,13 +366,13 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _asks_for_values(error: BaseException) -> bool:
-    # The latter is what PyTorch says of a tensor without values that is to become NumPy's.
+    # The message is PyTorch's for `.numpy()` of a tensor without values.
     return isinstance(error, _ASKS) or ".numpy() is not supported" in str(error)
 
 
 @contextmanager
 def _pretended_group(rank: int, size: int) -> Iterator[None]:
-    """A process group of so many ranks, of which this process is one and the others are not there."""
+    """A fake process group of `size` ranks, of which only this process, `rank`, exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -391,7 +389,7 @@ def _pretended_group(rank: int, size: int) -> Iterator[None]:
 
 @contextmanager
 def _own_groups_alone(rank: int) -> Iterator[None]:
-    """Make no groups that the rank is not in: of thousands of ranks there are tens of thousands."""
+    """Skip `new_group` for groups without `rank`: thousands of ranks have tens of thousands of groups."""
     make = dist.new_group
 
     def new_group(ranks: Sequence[int] | None = None, *given: Any, **named: Any) -> Any:
@@ -410,7 +408,7 @@ def _own_groups_alone(rank: int) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """Clear what DTensor remembers of a mesh, since another rank's is equal for it and has groups of its own."""
+    """Clear DTensor's caches by mesh: another rank's mesh compares equal and has other groups."""
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

@@ -1,4 +1,4 @@
-"""What a training ends in: the result in Python, and the files that it leaves in the run's folder."""
+"""The result of a training: `TrainResult`, and the files in the run's folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,24 +22,24 @@ from samestep.training.usage import Usage
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """A finished training. `metrics` are those of the held-out samples after the last step."""
+    """The result of a finished training. `metrics` are of the held-out samples after the last step."""
 
     metrics: Mapping[str, Any]
-    losses: tuple[float, ...]  # one a step; of one that went on elsewhere, from its first step
-    final_terms: Mapping[str, float] = field(default_factory=dict)  # of the last loss, where it has several by name
-    first_step: int = 0  # above 0 where it went on from a checkpoint
+    losses: tuple[float, ...]  # one per step; if the records of earlier steps are missing, from `first_step` on
+    final_terms: Mapping[str, float] = field(default_factory=dict)  # the last loss's terms by name, if it has several
+    first_step: int = 0  # above 0 if it was resumed from a checkpoint
     steps: int
-    stopped_early: str | None = None  # why it ended before its last step, where recipe.early_stop ended it
-    seconds: float  # of the steps; without start-up, evaluation and saving
+    stopped_early: str | None = None  # the reason, if recipe.early_stop ended it
+    seconds: float  # of all steps, without start-up, evaluation and checkpoints
     evaluation_seconds: float = 0.0  # of all evaluations
-    checkpoint_seconds: float = 0.0  # that the training stood still to be saved
+    checkpoint_seconds: float = 0.0  # for which checkpoints blocked the training
     samples_per_second: float
-    speeds: Mapping[str, float]  # more of them, where the task says what a sample costs
+    speeds: Mapping[str, float]  # tokens and FLOPs per second, if the task gives the work of a sample
     folder: Path
     usage: Sequence[Usage] = ()  # of each rank, in one step
-    sent_bytes: int | None = None  # of one rank in all steps since `first_step`, where recipe.communication is given
-    own_step_seconds: Sequence[float] = ()  # of each rank, median, without waiting for others
-    profile: Profile | None = None  # where the time of some steps went, where run.profile asks for it
+    sent_bytes: int | None = None  # by one rank in all steps since `first_step`, with recipe.communication
+    own_step_seconds: Sequence[float] = ()  # median per rank, without waiting for other ranks
+    profile: Profile | None = None  # with run.profile
 
     @property
     def model_file(self) -> Path:
@@ -68,21 +68,21 @@ def folder_of(job: Job) -> Path:
 
 
 def agreed(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+    """Broadcast rank 0's value."""
     chosen = [value]
     dist.broadcast_object_list(chosen)
     return chosen[0]
 
 
 def gather_own_step_seconds(seconds: float) -> list[float]:
-    """What a step takes each rank by itself, in the order of the ranks; every rank must ask."""
+    """All-gather each rank's seconds per step without waiting for others, in rank order."""
     ranks: list[Any] = [0.0] * dist.get_world_size()
     dist.all_gather_object(ranks, seconds)
     return ranks
 
 
 def gather_peak_memory(session: Session) -> list[int]:
-    """Peak bytes of every rank, in the order of the ranks."""
+    """All-gather the peak memory of every rank in bytes, in rank order."""
     peaks: list[Any] = [None] * session.world.world_size
     dist.all_gather_object(peaks, peak_memory(session.world.device))
     return peaks
@@ -151,7 +151,7 @@ def write_report(
 
 
 def is_curve(value: Any) -> bool:
-    """Whether a metric is a curve, with a point for each distinct score: too long for a report."""
+    """Whether a metric is a curve, with a point per distinct score: too long for a report."""
     return isinstance(value, Mapping) and "thresholds" in value
 
 
@@ -172,7 +172,7 @@ def write_weights(file: Path, state: Mapping[str, Tensor]) -> None:
     """Write a whole model's parameters and buffers as safetensors."""
     from safetensors.torch import save_file
 
-    # safetensors writes a file for this user alone and renames it; this one gets what any new file has.
+    # safetensors replaces the file by one with mode 0600; restore the mode of any new file.
     file.touch()
     mode = file.stat().st_mode
     save_file(_apart(state), file)
@@ -180,7 +180,7 @@ def write_weights(file: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, with a copy of each but the first that lie in one memory.
+    """The tensors, with copies in place of all but the first of those that share memory.
 
     safetensors refuses two names for one tensor; tied weights are written under each of theirs.
     """

@@ -1,7 +1,7 @@
-"""Session: one rank's part in a training, for `samestep.train` and for loops of one's own.
+"""Session: one rank's part in a training, for `samestep.train` and for custom training loops.
 
-A session is made on every rank. What a user's own loop calls (`prepare`, `batches`, `step`, `save`, ...) are
-collectives of all ranks: each rank calls them in the same order.
+Every rank makes a session. The methods that a custom loop calls (`prepare`, `batches`, `step`, `save`, ...) are
+collectives: all ranks must call them in the same order.
 """
 
 import sys
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """Where a loop of one's own goes on."""
+    """The step at which a custom loop resumes."""
 
     step: int  # the number of the next step, counted from 0
     extra: Mapping[str, Any]  # what was given to `save`
@@ -123,7 +123,7 @@ class Session:
         self.engine = engine
         self.mesh = build_mesh(layout, world.device.type)
         self._precision = precision
-        self._dtype = parameter_dtype(precision)  # of batches
+        self._dtype = parameter_dtype(precision)  # of floating-point tensors in batches
         self._master_weights = master_weights
         self._clip = clip
         self._seed = seed
@@ -320,7 +320,7 @@ class Session:
         return Resumed(step=loader.info.step, extra=loader.info.extra)
 
     def warn(self, text: str) -> None:
-        """Tell the user something, once for all ranks."""
+        """Print a message for the user on the main rank."""
         if self.is_main:
             print(f"samestep: {text}", file=sys.stderr, flush=True)
 
@@ -330,18 +330,18 @@ class Session:
             saver.wait()
 
     def _checkpointed(self, what: str) -> Checkpointed:
-        """The trainer, where its engine saves checkpoints; else raises UserError for `session.<what>`."""
+        """The trainer. Raises UserError for `session.<what>` if its engine saves no checkpoints."""
         if not isinstance(self.trainer, Checkpointed):
             raise UserError(f'session.{what}: engine "{self.engine.name}" saves no checkpoints; use native')
         return self.trainer
 
     def _find_base(self, trainer: Checkpointed) -> None:
-        """What a model with adapters does not save. It is looked at before anything is being written."""
+        """Find, before anything is written, the frozen parameters that checkpoints of an adapter leave out."""
         if self._base is None and self.adapter is not None:
             self._base = base_of(trainer, self.adapter, self._checkpoint_group())
 
     def _checkpoint_group(self) -> ProcessGroup:
-        """All ranks, on the CPU, for checkpoints alone: their messages must not mix with the training's."""
+        """A Gloo group of all ranks, apart from the training's groups, so that checkpoints' messages don't mix in."""
         if self._group is None:
             self._group = new_group(range(self.world.world_size), backend="gloo")
         return self._group

@@ -1,4 +1,4 @@
-"""A session's state to disk and back: model, optimizer, random numbers, and where the training stood."""
+"""Saves and loads a session's state: model, optimizer, random number generators, and the training's step."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -37,9 +37,9 @@ def save_state(
     extra: Mapping[str, Any] | None = None,
     base: Base | None = None,
 ) -> None:
-    """Save what a trainer is after `step` steps, without the parameters of `base`.
+    """Save a trainer's state after `step` steps, without the parameters of `base`.
 
-    Raises CheckpointError where it can't be written, or a parameter of the base is another one by now.
+    Raises CheckpointError where it can't be written, or a parameter of `base` has changed.
     """
     pieces = {**trainer.pieces(), **_random_pieces(world)}
     if base is not None:
@@ -68,7 +68,7 @@ def save_state(
 
 
 def base_of(trainer: Checkpointed, adapter: AdapterFacts | None, group: dist.ProcessGroup) -> Base:
-    """The frozen parameters that a trainer's checkpoints need not hold; every rank must ask."""
+    """The frozen parameters that a trainer's checkpoints leave out, with their fingerprint; every rank must call."""
     names = trainer.frozen()
     return Base(
         left_out=tuple(sorted(names)),
@@ -79,9 +79,9 @@ def base_of(trainer: Checkpointed, adapter: AdapterFacts | None, group: dist.Pro
 
 
 def load_state(trainer: Checkpointed, loader: Loader, world: World, layout: Layout) -> None:
-    """Become what was saved, under this layout. Raises CheckpointError where the checkpoint is another model's.
+    """Load a checkpoint into a trainer of any layout. Raises CheckpointError where it is of another model.
 
-    What the checkpoint leaves out stays as it is.
+    Parameters that the checkpoint leaves out are not changed.
     """
     base, entries = loader.info.base, trainer.entries()
     left_out: set[str] = set()
@@ -93,12 +93,12 @@ def load_state(trainer: Checkpointed, loader: Loader, world: World, layout: Layo
     loader.check({name: entry for name, entry in entries.items() if name not in left_out}, trainer.tied())
     generators: dict[str, Piece] = {}
     states = _random_states(world)
-    # Ranks of another layout hold other samples, so there is no state of theirs; they draw new random numbers.
+    # Under another layout ranks have other samples, so saved generator states don't apply; the ranks are reseeded.
     if loader.info.layout == str(layout) and loader.info.processes == world.world_size:
         generators = {name: whole_piece(state) for name, (state, _) in states.items() if name in loader.entries}
 
     def read(pieces: Mapping[str, Piece]) -> None:
-        """Reads model and optimizer, and the generators of this rank along with them."""
+        """Read the model, the optimizer, and this rank's generators."""
         held = {name: piece for name, piece in pieces.items() if name not in left_out}
         loader.read({**held, **generators})
 
@@ -115,9 +115,9 @@ def _random_pieces(world: World) -> dict[str, Piece]:
 
 
 def _random_states(world: World) -> dict[str, tuple[Tensor, Callable[[Tensor], Any]]]:
-    """The state of each of this rank's random number generators, and what sets it.
+    """The state of each of this rank's random number generators, by name, and the function that sets it.
 
-    A state's shape is that of every other state of its generator: a checkpoint's is read into its memory.
+    A generator's states all have one shape, since a checkpoint's state is read into this tensor.
     """
     states: dict[str, tuple[Tensor, Callable[[Tensor], Any]]] = {
         f"random.{world.rank}": (torch.get_rng_state(), torch.set_rng_state),
@@ -131,23 +131,23 @@ def _random_states(world: World) -> dict[str, tuple[Tensor, Callable[[Tensor], A
     return states
 
 
-_TWISTER = "MT19937"  # the generator of NumPy's functions, unless somebody has given them another one
+_TWISTER = "MT19937"  # NumPy's default global generator
 
 
 def _python_state() -> Tensor:
-    """Python's generator [628]: version, the Mersenne Twister's 624 words and position, and a kept normal number."""
+    """Python's generator state [628]: version, Mersenne Twister's 624 words and position, and the cached normal."""
     version, words, kept = random.getstate()
     return torch.tensor([version, *words, kept is not None, _bits(kept or 0.0)])
 
 
 def _set_python_state(state: Tensor) -> None:
-    """Python's generator: version, 625 words, and a normal number that may be kept for the next call."""
+    """Set Python's generator from a state of `_python_state`."""
     version, *words, has_kept, kept = state.tolist()
     random.setstate((version, tuple(words), _number(kept) if has_kept else None))
 
 
 def _numpy_state() -> Tensor | None:
-    """NumPy's generator [627]: the Mersenne Twister's 624 words and position, and a kept normal number."""
+    """NumPy's global generator state [627]: Mersenne Twister's 624 words and position, and the cached normal."""
     kind, words, position, has_kept, kept = np.random.get_state()
     if kind != _TWISTER:
         return None
@@ -155,13 +155,13 @@ def _numpy_state() -> Tensor | None:
 
 
 def _set_numpy_state(state: Tensor) -> None:
-    """NumPy's global generator (MT19937): 624 words, a position, and a kept normal number."""
+    """Set NumPy's global generator (MT19937) from a state of `_numpy_state`."""
     *words, position, has_kept, kept = state.tolist()
     np.random.set_state((_TWISTER, np.asarray(words, dtype=np.uint32), position, has_kept, _number(kept)))
 
 
 def _bits(number: float) -> int:
-    """The 64 bits of a number, to stand among integers."""
+    """The bits of a float64 as an integer."""
     return int(np.float64(number).view(np.int64))
 
 

@@ -1,8 +1,8 @@
-"""Step work: what the operators of one rank's step compute and move, counted while the step is taken.
+"""Step work: FLOPs and memory traffic of the operators in one rank's step, counted while the step is taken.
 
-Every operator passes PyTorch's dispatcher, where a mode sees its shapes: matrix products by their sides, attention
-and convolutions by their FLOPs (PyTorch's own formulas), all others by the bytes that they read and write. Views cost
-next to nothing, and don't count. Tensors need no values.
+Every operator passes PyTorch's dispatcher, where a mode sees its shapes. Matrix products are counted by their sizes,
+attention and convolutions by FLOPs (convolutions by PyTorch's formulas), all others by the bytes that they read and
+write. Views are not counted. Tensors need no values.
 """
 
 from collections import Counter
@@ -17,31 +17,31 @@ from torch.utils.flop_counter import flop_registry
 from samestep.comm.observer import Observer, operands
 
 _COUNTED = frozenset({"aten", "prims", "fsdp"})
-# FSDP2's copies into a gathered buffer, out of it, and of gradients into what is scattered: one a message of a unit.
-# Which argument is the list of the unit's tensors. What is copied in is a part of the buffer that is given.
+# FSDP2's copy into the all-gather buffer; its copies out of it, and of gradients into the reduce-scatter buffer, one
+# per message of a unit, each with the argument that lists the unit's tensors.
 _COPY_IN = "all_gather_copy_in"
 _SHARD_COPIES: Mapping[str, str] = {"split_with_sizes_copy": "out", "chunk_cat": "tensors"}
-# First and second factor among the arguments.
+# Positions of the two factors among the arguments.
 _PRODUCTS: Mapping[str, tuple[int, int]] = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 
-Sides = tuple[int, int, int, int]  # rows, columns, inner side, and how many such products at once
+Sides = tuple[int, int, int, int]  # rows, columns, inner size, batch size
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What a rank's operators did in one step."""
+    """The work of a rank's operators in one step."""
 
-    products: Mapping[Sides, int]  # matrix products, and how often each
+    products: Mapping[Sides, int]  # number of matrix products by their sizes
     attention_flops: float  # of attention kernels
     other_flops: float  # of convolutions
-    bytes: float  # read and written by what is not a product
+    bytes: float  # read and written by other operators
     operators: int
-    shard_messages: int = 0  # gathered and scattered by FSDP2's hooks, which are Python
+    shard_messages: int = 0  # all-gathers and reduce-scatters of FSDP2's hooks, which run in Python
     shard_tensors: int = 0  # parameters and gradients in these messages
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions."""
+        """Multiplications and additions of all operators counted by FLOPs."""
         return self.product_flops + self.attention_flops + self.other_flops
 
     @property
@@ -50,7 +50,7 @@ class StepWork:
 
     @property
     def product_elements(self) -> float:
-        """Numbers in the factors and results of products."""
+        """Elements of the factors and results of matrix products."""
         return sum(float(m * k + k * n + m * n) * count * times for (m, n, k, count), times in self.products.items())
 
     def to_json(self) -> dict[str, Any]:
@@ -69,14 +69,14 @@ class _Sums:
 
 
 class CountedWork(Observer):
-    """Counts the operators that run inside."""
+    """Counts the work of the operators that run in its context."""
 
     def __init__(self) -> None:
         super().__init__()
         self._sums = _Sums()
 
     def found(self) -> StepWork:
-        """What was counted: FLOPs, bytes and numbers of operators of one step of one rank."""
+        """The work counted so far."""
         sums = self._sums
         return StepWork(
             products=dict(sums.products),
@@ -93,9 +93,9 @@ class CountedWork(Observer):
             self._count(func, args, kwargs, result)
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Count one operator: a product by (rows, columns, inner, batch), others by FLOPs or bytes.
+        """Count one operator: a matrix product by (rows, columns, inner, batch), others by FLOPs or bytes.
 
-        FSDP2's copies around its messages are counted apart: their number is that of its messages.
+        FSDP2's copies around its collectives also give the number of its messages.
         """
         sums = self._sums
         sums.operators += 1
@@ -118,13 +118,13 @@ class CountedWork(Observer):
 
 
 def _argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """An operator's argument by its name."""
+    """An operator's argument by name; empty if it has none of that name."""
     given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}
     return (given | dict(kwargs)).get(name) or ()
 
 
 def _attention_flops(name: str, args: Sequence[Any]) -> float:
-    """Two products in the forward, five in the backward (arXiv 2205.14135)."""
+    """FLOPs of an attention kernel: two products in the forward, five in the backward (arXiv 2205.14135)."""
     tensors = [each for each in args if isinstance(each, Tensor) and each.dim() == 4]
     backward = "backward" in name
     query, key = tensors[1:3] if backward else tensors[:2]
