@@ -1,7 +1,7 @@
-"""Every layout that a job could have on a cluster, the ones that fit, and how fast each is.
+"""Searches the layouts of a job on a cluster for those that fit in memory, and ranks them by step time.
 
-Candidates are pruned in three passes: sizes that divide nothing are never made, memory is counted before time, and a
-pipeline is estimated from its slowest rank before the best ones are played event by event.
+Candidates are pruned in three passes: sizes that don't divide are never generated, memory is computed before time,
+and a pipeline's time is estimated from its slowest rank before the best ones are simulated event by event.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,22 +19,22 @@ from samestep.planning.software import Software
 from samestep.planning.stage_time import Job
 from samestep.planning.step_time import StepTime, offloads_of, step_time
 
-_PLAYED = 24  # of the best by estimate, how many are played event by event
+_PLAYED = 24  # number of the best candidates by estimate that are simulated event by event
 _MOST_STAGES = 64
-_MOST_CHUNKS = 8  # stages a rank
-# Schedules without bubbles are PyTorch's, whose import takes seconds: they are played where the estimate, times the
-# best one, is below this.
+_MOST_CHUNKS = 8  # stages per rank
+# Zero-bubble schedules are PyTorch's, whose import takes seconds: they are simulated only if their estimate is below
+# this factor times the best one.
 _NEAR = 1.05
-_MOST_ZERO_BUBBLE = 16  # pipeline ranks for which schedules without bubbles are tried
+_MOST_ZERO_BUBBLE = 16  # pipeline ranks up to which zero-bubble schedules are tried
 _LONG = 16384  # tokens of a sample from which context parallel is tried
 _RECOMPUTES: Sequence[Recompute] = ("none", "selective", "full")
 _TOKENS_A_STEP = 4 * 2**20
-_LARGE = 100e9  # parameters from which steps have 16 Mi tokens (Llama 3: arXiv 2407.21783, section 3.4.1)
+_LARGE = 100e9  # parameters above which steps have 16 Mi tokens (Llama 3: arXiv 2407.21783, section 3.4.1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout in micro-batches of a size, its memory and its time."""
+    """A layout with a micro-batch size, its memory by pipeline rank and its step time."""
 
     layout: Layout
     micro_batch: int
@@ -46,7 +46,7 @@ class Candidate:
         return max(rank.total for rank in self.memory)
 
     def to_json(self, job: Job, cluster: Cluster) -> dict[str, Any]:
-        """Seconds, bytes and tokens a second; utilisation as a share of the device's promised rate."""
+        """A dict in seconds, bytes and tokens per second; utilisation is relative to the device's peak FLOPs."""
         return {
             "layout": str(self.layout),
             "micro_batch": self.micro_batch,
@@ -63,13 +63,13 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What was found for a job on a cluster, fastest first."""
+    """The candidates found for a job on a cluster, fastest first."""
 
     job: Job
     cluster: Cluster
     candidates: Sequence[Candidate]
     tried: int
-    too_large: int  # of those tried, how many don't fit
+    too_large: int  # number of tried ones that don't fit in memory
 
     @property
     def best(self) -> Candidate:
@@ -77,9 +77,10 @@ class Plan:
 
 
 def usual_batch(model: Transformer, devices: int) -> int:
-    """Samples of a step as published trainings have them: 4 Mi tokens, 16 Mi from 100 billion parameters.
+    """The default global batch in samples: 4 Mi tokens, 16 Mi from 100 billion parameters, as in published trainings.
 
-    Rounded up to as many for each device, so that 7 or 12 devices can be data ranks too.
+    Rounded up to a multiple of `devices`, so that 7 or 12 devices can be data ranks too; not for a large model whose
+    batch has fewer samples than that.
     """
     tokens = _TOKENS_A_STEP * (4 if model.parameters >= _LARGE else 1)
     samples = max(1, tokens // model.seq)
@@ -89,9 +90,9 @@ def usual_batch(model: Transformer, devices: int) -> int:
 
 
 def plan(job: Job, cluster: Cluster, *, most: int = 10) -> Plan:
-    """The fastest layouts of a job on a cluster.
+    """Find the `most` fastest layouts of a job on a cluster.
 
-    Raises UserError where nothing fits, and says what would.
+    Raises UserError if no layout fits in memory.
     """
     fitting: list[tuple[float, Layout, int, list[RankMemory]]] = []
     tried = 0
@@ -107,7 +108,7 @@ def plan(job: Job, cluster: Cluster, *, most: int = 10) -> Plan:
                 seconds = step_time(job, layout, micro_batch, cluster, played=False).seconds
                 fitting.append((seconds, layout, micro_batch, memory))
         if fitting:
-            break  # offload costs time that was held against no measured step: where nothing else fits
+            break  # offload is tried only if nothing else fits: its time was never compared with a measured step
     if not fitting:
         raise UserError(_nothing_fits(job, cluster, smallest))
     fitting.sort(key=lambda found: found[0])
@@ -122,7 +123,7 @@ def plan(job: Job, cluster: Cluster, *, most: int = 10) -> Plan:
 
 
 def _nothing_fits(job: Job, cluster: Cluster, smallest: tuple[float, Layout] | None) -> str:
-    """What to tell where no layout fits: the smallest one and what it lacks."""
+    """The message if no layout fits, with the smallest one and the memory that it needs."""
     where = f"{cluster.devices} x {cluster.device.name}"
     if smallest is None:
         return (
@@ -137,7 +138,7 @@ def _nothing_fits(job: Job, cluster: Cluster, smallest: tuple[float, Layout] | N
 
 
 def candidates(job: Job, cluster: Cluster, *, offloaded: bool = False) -> Iterator[tuple[Layout, int]]:
-    """Every layout and size of micro-batch worth a look: sizes divide what they split; or all with offload."""
+    """Generate layouts and micro-batch sizes whose sizes divide what they split; `offloaded`: only with offload."""
     if offloaded:
         for layout, micro_batch in candidates(job, cluster):
             yield from ((each, micro_batch) for each in offloads_of(layout))
@@ -159,20 +160,20 @@ def candidates(job: Job, cluster: Cluster, *, offloaded: bool = False) -> Iterat
 
 
 def _sequence(base: Layout, software: Software) -> Layout:
-    """The layout with its tokens split between slices, where its program can."""
+    """The layout with sequence parallel, where it has tensor parallel and the program can combine its axes."""
     twice = base.pipeline > 1 and base.context > 1
     return base if base.tensor == 1 or (twice and not software.splits_twice) else replace(base, sequence="split")
 
 
 def _contexts(model: Transformer, left: int) -> list[int]:
-    """Sizes of the context axis worth trying: for long samples, at least 2,048 tokens a rank."""
+    """Sizes of the context axis to try: for long samples, those with at least 2,048 tokens per rank; else 1."""
     if model.seq < _LONG:
         return [1]
     return [size for size in _divisors(left) if model.seq % size == 0 and model.seq // size >= 2048]
 
 
 def _all_shardings(job: Job, base: Layout, data: int, cluster: Cluster) -> Iterator[Layout]:
-    """The shardings that a program has, with experts on every data rank, and shared out over some of them."""
+    """The shardings that a program supports, with each possible size of the expert axis."""
     for expert in _divisors(min(job.model.experts, data)):
         if job.model.experts % expert or data % expert:
             continue
@@ -182,7 +183,7 @@ def _all_shardings(job: Job, base: Layout, data: int, cluster: Cluster) -> Itera
 
 
 def _shardings(base: Layout, data: int, cluster: Cluster) -> Iterator[Layout]:
-    """How the data ranks share parameters, gradients and optimizer state."""
+    """The ways to replicate or shard parameters, gradients and optimizer state over `data` ranks."""
     if data == 1:
         yield base
         return
@@ -192,13 +193,13 @@ def _shardings(base: Layout, data: int, cluster: Cluster) -> Iterator[Layout]:
         yield replace(base, shard=data, zero=2)
         yield replace(base, shard=data, zero=3)
         inside = cluster.node_size // base.tensor
-        for part in (inside, 8 * inside):  # a hybrid: shards inside a part of the cluster, replicas across
+        for part in (inside, 8 * inside):  # hybrid sharding: shards within a part of the cluster, replicas across
             if 1 < part < data and data % part == 0:
                 yield replace(base, replicate=data // part, shard=part, zero=3)
 
 
 def _details(job: Job, layout: Layout, samples: int) -> Iterator[tuple[Layout, int]]:
-    """Schedules, recomputation and micro-batches of a mesh."""
+    """The schedules, recomputation and micro-batch sizes to try for a mesh; `samples` is per data rank."""
     for micro_batch in (1, 2, 4, 8, 16, 32, 64):
         if samples % micro_batch:
             break
@@ -214,9 +215,9 @@ def _details(job: Job, layout: Layout, samples: int) -> Iterator[tuple[Layout, i
 
 
 def _zero_bubbles(layout: Layout, layers: int, micro_batches: int) -> Iterator[Layout]:
-    """Schedules that compute gradients of weights where a rank would wait (Qi et al., arXiv 2401.10241).
+    """The layout with zero-bubble schedules, which fill bubbles with weight gradients (Qi et al., arXiv 2401.10241).
 
-    They go with neither recomputation nor shards of parameters.
+    They support neither recomputation nor sharded parameters.
     """
     wanted = 1 < layout.pipeline <= _MOST_ZERO_BUBBLE and layout.zero <= 1
     if not wanted or micro_batches % layout.pipeline:
@@ -228,14 +229,14 @@ def _zero_bubbles(layout: Layout, layers: int, micro_batches: int) -> Iterator[L
 
 
 def _schedules(layout: Layout, layers: int, micro_batches: int) -> Iterator[Layout]:
-    """A layout, and with interleaved stages where micro-batches and layers divide."""
+    """The layout, and if micro-batches and layers divide, the layout with interleaved 1F1B."""
     yield layout
     if layout.pipeline == 1 or micro_batches % layout.pipeline:
         return
     schedule: Schedule = "interleaved-1f1b"
     for chunks in range(2, _MOST_CHUNKS + 1):
         stages = layout.pipeline * chunks
-        # Even stages, or such that embedding and head stand in for a layer each, as in Llama 3 of 405 billion.
+        # Even stages, or even with the embedding and the head counted as a layer each, as in Llama 3 405B.
         if stages <= layers and (layers % stages == 0 or (layers + 2) % stages == 0):
             yield replace(layout, schedule=schedule, stages=chunks)
 
@@ -245,7 +246,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def why_slower(candidate: Candidate, best: Candidate) -> str:
-    """The cause that takes most more time than in the best layout."""
+    """The part of the step whose time exceeds the best layout's most, with the seconds; empty if none does."""
     more = {
         name: candidate.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0)
         for name in {*candidate.time.parts, *best.time.parts}
@@ -258,13 +259,13 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Lever:
-    """What a way to save memory buys: the fewest devices on which the model then fits."""
+    """A way to save memory, with the fewest devices on which the model then fits."""
 
     name: str
-    devices: int | None  # None: on none that were tried
+    devices: int | None  # None: it fits on no number that was tried
     layout: Layout | None = None
     peak_bytes: float = 0.0
-    host_bytes: float = 0.0  # that are kept in a node's memory instead
+    host_bytes: float = 0.0  # offloaded to a node's memory
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "layout": str(self.layout) if self.layout else None}
@@ -286,7 +287,7 @@ _LEVERS: Mapping[str, Mapping[str, Any]] = {
 
 
 def minimum(job: Job, cluster: Cluster, *, most_devices: int = 65536) -> list[Lever]:
-    """For each lever the fewest devices (powers of two) on which one sample a data rank fits."""
+    """For each lever, find the fewest devices (a power of two) on which one sample per data rank fits."""
     found = []
     for name, lever in _LEVERS.items():
         told = name.replace("tp,", "tp, cp,") if job.model.seq >= _LONG else name

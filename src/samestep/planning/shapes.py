@@ -1,4 +1,4 @@
-"""The sizes of a transformer, from which its work and its memory are counted; the ones of known models."""
+"""Transformer sizes, from which FLOPs and memory are computed, and a table of known models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,14 +25,14 @@ class Transformer:
     vocab: int
     seq: int  # tokens of a sample
     gated: bool = False
-    tied: bool = True  # the head has the embedding's weights
-    positions: int = 0  # rows of a table of learned positions; 0: rotary, or none
+    tied: bool = True  # the output layer shares the embedding's weights
+    positions: int = 0  # learned position embeddings; 0: rotary, or none
     causal: bool = True
     dropout: bool = False
     head_size: int | None = None  # None: hidden / heads
-    experts: int = 1  # feed-forward parts beside each other, of which a token goes through some
+    experts: int = 1  # per layer, of which each token uses `active_experts`; 1: a dense model
     active_experts: int = 1
-    adapter: int = 0  # rank of the adapters beside every product, which alone are trained; 0: everything is
+    adapter: int = 0  # rank of the LoRA adapters, which alone are trained; 0: all weights are trained
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -51,32 +51,32 @@ class Transformer:
 
     @property
     def attention_width(self) -> int:
-        """Columns of the queries, and of what attention makes of them."""
+        """Columns of the queries and of attention's output."""
         return self.heads * self.head_dim
 
     @property
     def qkv_width(self) -> int:
-        """Columns of the product that makes queries, keys and values."""
+        """Columns of the fused projection to queries, keys and values."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def ffn_in_width(self) -> int:
-        """Columns of the first product of the feed-forward part: with its gate, where there is one."""
+        """Columns of the feed-forward part's first projection, including a gate."""
         return self.ffn * (2 if self.gated else 1)
 
     @property
     def layer_matrix_parameters(self) -> int:
-        """Weights in the matrix products of a layer, of all its experts."""
+        """Weights in a layer's matrix products, including all experts."""
         return self.shared_matrix_parameters + self.experts * self.expert_parameters
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of one feed-forward part."""
+        """Weights of one expert, or of a dense layer's feed-forward part."""
         return self.hidden * (self.ffn_in_width + self.ffn)
 
     @property
     def shared_matrix_parameters(self) -> int:
-        """Weights of a layer's attention, and of what chooses experts."""
+        """Weights of a layer's attention and of its router."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return self.hidden * self.qkv_width + self.attention_width * self.hidden + router
 
@@ -91,19 +91,19 @@ class Transformer:
 
     @property
     def head_parameters(self) -> int:
-        """Weights that the head has for itself."""
+        """Weights of the output layer; 0 if it shares the embedding's."""
         return 0 if self.tied else self.hidden * self.vocab
 
     @property
     def adapter_parameters(self) -> int:
-        """Weights of low-rank adapters beside the products of a layer (Hu et al., arXiv 2106.09685)."""
+        """Weights of the LoRA adapters of all layers' projections (Hu et al., arXiv 2106.09685)."""
         attention = 3 * self.hidden + self.qkv_width + self.attention_width + self.hidden
         wide = (2 if self.gated else 1) * self.hidden + self.ffn_in_width + self.ffn + self.hidden
         return self.layers * self.adapter * (attention + self.experts * wide)
 
     @property
     def trained(self) -> float:
-        """The part of the weights that has gradients and optimizer state."""
+        """The fraction of the weights that are trained, and so have gradients and optimizer state."""
         return self.adapter_parameters / self.parameters if self.adapter else 1.0
 
     @property
@@ -111,12 +111,12 @@ class Transformer:
         return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters + self.hidden
 
     def model_flops(self, tokens: float, *, whole_attention: bool = False) -> float:
-        """Forward and backward work of so many tokens, as a model's utilisation counts it.
+        """FLOPs of forward and backward for `tokens` tokens, as model FLOPs utilisation counts them.
 
-        6 a token and weight in a matrix product that it goes through, 12 · layers · hidden · seq a token in attention
-        (PaLM, arXiv 2204.02311, appendix B), half of it where a token sees those before it alone. Recomputation is
-        not counted. Weights that are frozen have no gradient, whose work they don't do: 4 a token and weight.
-        `whole_attention` counts a causal model's attention in full, as many published figures do.
+        Each token counts 6 FLOPs per weight of the matrix products that it uses, and 12 · layers · hidden · seq in
+        attention (PaLM, arXiv 2204.02311, appendix B), half of that if it is causal. Recomputation is not counted.
+        Frozen weights have no gradient, so a model with adapters counts 4 FLOPs per weight. `whole_attention` counts
+        a causal model's attention in full, as many published figures do.
         """
         layer = self.shared_matrix_parameters + self.active_experts * self.expert_parameters
         weights = self.layers * layer + self.hidden * self.vocab
@@ -127,7 +127,7 @@ class Transformer:
 
 
 def _llama(name: str, layers: int, hidden: int, heads: int, ffn: int, source: str, kv_heads: int = 8) -> Transformer:
-    """A model of Llama 3's family: grouped queries, gated feed-forward, rotary positions, untied output layer."""
+    """A model of Llama 3's family: grouped-query attention, gated feed-forward, rotary positions, untied output."""
     return Transformer(
         name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=128256, seq=8192,
         gated=True, tied=False, source=source,
@@ -143,7 +143,7 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, source: str, vocab: in
 
 
 def _mpt(name: str, layers: int, hidden: int, heads: int) -> Transformer:
-    """A model of MPT's family, as GPT's without dropout."""
+    """A model of MPT's family: a GPT without dropout."""
     source = "mosaicml/llm-foundry scripts/train/yamls/pretrain"
     return replace(_gpt(name, layers, hidden, heads, source, vocab=50368), dropout=False)
 
@@ -211,9 +211,9 @@ KNOWN: Mapping[str, Transformer] = {
 
 
 def known_model(name: str, *, seq: int | None = None, adapter: int = 0) -> Transformer:
-    """A known model by its name, at another length of samples where one is given, with adapters of a rank.
+    """Look up a known model, with samples of `seq` tokens if given, and LoRA adapters of rank `adapter` if not 0.
 
-    Raises UserError for an unknown name, and says which there are.
+    Raises UserError for an unknown name or a negative rank.
     """
     model = KNOWN.get(name.lower())
     if model is None:
@@ -227,10 +227,10 @@ def known_model(name: str, *, seq: int | None = None, adapter: int = 0) -> Trans
 
 
 def with_parameters(model: Transformer, parameters: float) -> Transformer:
-    """The model, gated and tied or not as its published count of parameters says.
+    """Set `gated` and `tied` of a model so that it fits a published count of parameters.
 
-    Tables give a count of parameters and not these two; of their four forms the nearest one is taken. Where none is
-    within 3 %, the model stays as it is.
+    Published tables give the count but not these two. Chooses the nearest of the four combinations, and leaves the
+    model unchanged if none is within 3 %.
     """
     forms = [replace(model, gated=gated, tied=tied) for gated, tied in product((False, True), repeat=2)]
     nearest = min(forms, key=lambda form: abs(form.parameters - parameters))

@@ -1,4 +1,4 @@
-"""The time of one micro-batch in each stage of a pipeline: its layers' work, and traffic that nothing hides."""
+"""The time of one micro-batch in each pipeline stage: its layers' compute, and exposed communication."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,19 +14,20 @@ from samestep.planning.pipeline_events import StageTimes
 from samestep.planning.shapes import Transformer
 from samestep.planning.software import Software
 
-# Kernels of a collective take some of the processors that products could use (arXiv 2305.06942, section 3: NCCL runs
-# in 2 to 24 blocks of 108): of the time in which both run, so much is lost to products.
+# Slowdown of compute while a collective overlaps it, as a fraction of the overlap: its kernels occupy some of the
+# processors (arXiv 2305.06942, section 3: NCCL runs in 2 to 24 blocks of 108).
 CONTENTION = 0.1
 
-_LAUNCHES_OF_SLICES = 6  # operators issued for tensor parallel's collectives, a layer and direction
+_LAUNCHES_OF_SLICES = 6  # operators launched for tensor parallel's collectives, per layer and direction
 
-# The part of a backward that computes gradients of weights: of each product's two, one.
+# The fraction of a backward that computes weight gradients (one of each product's two), without and with
+# recomputation.
 _WEIGHTS, _WEIGHTS_RECOMPUTED = 0.45, 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained in one step, and by which program."""
+    """The model, batch and precision of a step, and the program that runs it."""
 
     model: Transformer
     global_batch: int  # samples
@@ -40,12 +41,12 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:
-    """One layer's micro-batch on one device: compute, and what tensor and context parallel leave exposed."""
+    """The time of one layer for one micro-batch on one device: compute and exposed communication."""
 
     forward: Work
     recomputation: Work
     backward: Work
-    forward_exposed: float  # seconds of traffic that nothing hides
+    forward_exposed: float  # seconds of communication that does not overlap compute
     backward_exposed: float
 
     def direction(self, *, backward: bool) -> tuple[Work, float]:
@@ -53,7 +54,7 @@ class LayerTime:
 
 
 def groups(layout: Layout) -> Mapping[str, Group]:
-    """The ranks that each mesh axis joins, by the order in which the layout places axes (innermost: stride 1)."""
+    """The group of each mesh axis: its size, and the stride of its ranks in the layout's placement order."""
     found: dict[str, Group] = {}
     stride = 1
     for name in reversed(layout.placement):
@@ -64,7 +65,7 @@ def groups(layout: Layout) -> Mapping[str, Group]:
 
 
 def data_group(layout: Layout, names: Sequence[str]) -> Group:
-    """The ranks that reduce the same gradients: several axes as one group, with the stride of the innermost."""
+    """Several mesh axes as one group, such as the ranks that reduce a gradient; its stride is the innermost's."""
     all_groups = groups(layout)
     size, stride = 1, None
     for name in reversed(layout.placement):
@@ -76,15 +77,15 @@ def data_group(layout: Layout, names: Sequence[str]) -> Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """The times of a pipeline's stages, or of the whole model as one."""
+    """The times of a pipeline's stages; without a pipeline, the whole model is one stage."""
 
     layer: LayerTime
     times: Sequence[StageTimes]
-    gathering: float  # seconds a micro-batch that gathering parameters adds to them
+    gathering: float  # seconds per micro-batch that all-gathers of parameters add, summed over stages
 
 
 def stages_of(job: Job, layout: Layout, micro_batch: int, cluster: Cluster) -> Stages:
-    """The time of each stage's micro-batch: its layers, the embedding in the first one, the head in the last one."""
+    """Compute the time of each stage: its layers, with the embedding in the first and the head in the last."""
     count = layout.pipeline * layout.stages_a_rank if layout.pipeline > 1 else 1
     piece = _piece(job, layout, micro_batch)
     layer = _layer_time(job, layout, micro_batch, cluster)
@@ -110,7 +111,7 @@ def stages_of(job: Job, layout: Layout, micro_batch: int, cluster: Cluster) -> S
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
-    """How many layers each stage has: as even as can be, fewer beside the embedding and the head."""
+    """The number of layers of each stage: as even as possible; inner stages get the extra layers first."""
     each, more = divmod(layers, stages)
     counts = [each] * stages
     middle = [*range(1, stages - 1), 0, stages - 1] if stages > 2 else list(range(stages))
@@ -131,7 +132,7 @@ def _stage(
     last: bool,
     backward: bool,
 ) -> tuple[float, float]:
-    """Seconds of one direction of a stage, and how many of them gathering parameters adds."""
+    """Seconds of one direction of a stage, and those of them that all-gathers of parameters add."""
     context = (job.model, piece, job.software, cluster.device, job.precision)
     work, exposed = layer.direction(backward=backward)
     work, traffic = Work().combined(work, layers), layers * exposed
@@ -155,7 +156,7 @@ def _stage(
 
 
 def layer_parameters(model: Transformer, layout: Layout) -> tuple[float, float]:
-    """Parameters of one layer on one rank before shards: what all data ranks share, and the rank's experts."""
+    """Parameters of one layer on one rank before sharding: those outside experts, and those of the rank's experts."""
     if model.experts == 1:
         return model.layer_parameters / layout.tensor, 0.0
     experts = model.experts * model.expert_parameters
@@ -165,10 +166,10 @@ def layer_parameters(model: Transformer, layout: Layout) -> tuple[float, float]:
 def _shard_traffic(
     job: Job, layout: Layout, cluster: Cluster, layers: int, *, ends: bool, backward: bool
 ) -> tuple[float, float]:
-    """Seconds of gathering parameters and scattering gradients of a stage, and the part before it computes.
+    """Seconds of a stage's all-gathers and reduce-scatters, and of the first or last one, which nothing overlaps.
 
-    ZeRO-3 and FSDP gather each layer before its forward and its backward, and scatter its gradients after it; ZeRO-2
-    does the latter alone.
+    ZeRO-3 and FSDP all-gather each layer before its forward and its backward, and reduce-scatter its gradients;
+    ZeRO-2 only reduce-scatters.
     """
     if layout.zero < 2 or layout.shard == 1 or (layout.zero == 2 and not backward):
         return 0.0, 0.0
@@ -184,7 +185,7 @@ def _shard_traffic(
 
 
 def _layer_time(job: Job, layout: Layout, micro_batch: int, cluster: Cluster) -> LayerTime:
-    """Forward, recomputation and backward of a layer for one micro-batch, with the messages that nothing hides."""
+    """The time of a layer for one micro-batch: forward, recomputation, backward, and exposed communication."""
     piece = _piece(job, layout, micro_batch)
     forward, recomputation, backward = _layer_work(
         job.model, piece, job.software, cluster.device, job.precision, layout.recompute
@@ -202,25 +203,25 @@ def _layer_time(job: Job, layout: Layout, micro_batch: int, cluster: Cluster) ->
 def _exposed(
     job: Job, layout: Layout, micro_batch: int, cluster: Cluster, forward: Work, backward: Work
 ) -> tuple[float, float]:
-    """Seconds of traffic in a layer's forward and backward, of tensors, context and experts, that nothing hides."""
+    """Exposed seconds of tensor, context and expert parallel communication in a layer's forward and backward."""
     joined = groups(layout)
     tokens = ceil(job.model.seq / layout.context)
     once = around = 0.0
     if layout.expert > 1:
-        # Tokens go to the ranks of their experts and come back, in each direction.
+        # An all-to-all to the experts' ranks and one back, in forward and in backward.
         size = 2.0 * micro_batch * tokens * job.model.hidden * job.model.active_experts / layout.tensor
         once += 2 * collectives.all_to_all(size, joined["expert"], cluster)
     if layout.tensor > 1:
         size, group = 2.0 * micro_batch * tokens * job.model.hidden, joined["tensor"]
-        # Two all-reduces a direction; with split sequences each is an all-gather and a reduce-scatter, and the
-        # backward's further all-gather runs behind the gradients of weights (arXiv 2205.05198, section 4.2.2).
+        # Two all-reduces per direction; with sequence parallel each is an all-gather and a reduce-scatter, and the
+        # backward's extra all-gather overlaps the weight gradients (arXiv 2205.05198, section 4.2.2).
         if layout.sequence == "split":
             slices = collectives.all_gather(size, group, cluster) + collectives.reduce_scatter(size, group, cluster)
         else:
             slices = collectives.all_reduce(size, group, cluster)
         once += 2 * (1 - job.software.tensor_overlap) * slices
     if layout.context > 1:
-        # Keys and values go around the ring while attention computes with those that are there.
+        # Keys and values circulate in the ring while attention computes on those already received.
         size = 2 * 2.0 * micro_batch * tokens * job.model.kv_heads * job.model.head_dim / layout.tensor
         around = (layout.context - 1) * collectives.send(size, joined["context"], cluster)
     return (
@@ -233,7 +234,7 @@ def _exposed(
 def _layer_work(
     model: Transformer, piece: Piece, software: Software, device: Device, precision: str, recompute: str
 ) -> tuple[Work, Work, Work]:
-    """Work of a layer's kernels: forward, what is computed again, backward."""
+    """Work of a layer's forward, recomputation and backward."""
     return (
         operators.work_of(operators.layer_forward(model, piece, software), device, software, precision),
         operators.work_of(
@@ -258,7 +259,7 @@ def _embedding(model: Transformer, piece: Piece, software: Software, device: Dev
 
 
 def _piece(job: Job, layout: Layout, micro_batch: int) -> Piece:
-    """What one rank computes of a layer: its samples, its tokens, its slice."""
+    """One rank's part of a layer: its samples, tokens, and tensor and expert slices."""
     return Piece(
         micro_batch=micro_batch,
         tokens=ceil(job.model.seq / layout.context),

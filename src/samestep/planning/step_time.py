@@ -1,7 +1,7 @@
-"""The time of one optimizer step of a layout: its stages played, gradients reduced, parameters updated.
+"""The time of one optimizer step of a layout: pipeline simulation, gradient reduction and optimizer update.
 
     step = slowest device's factor * (micro-batches of the busiest rank + pipeline bubble)
-           + gradients that nothing hides + optimizer + offload
+           + exposed gradient reduction + optimizer + offload
 
 Parts are the busiest rank's seconds by cause, scaled so that they add up to the step.
 """
@@ -19,51 +19,51 @@ from samestep.planning.pipeline_events import SPLIT_BACKWARD, StageTimes
 from samestep.planning.shapes import Transformer
 from samestep.planning.stage_time import CONTENTION, Job, Stages, data_group, groups, layer_parameters, stages_of
 
-# Standard deviation of the time that equal devices take for the same work (Sinha et al., arXiv 2208.11035: GPUs of
-# one kind in one cluster differ by several per cent).
+# Relative standard deviation of the time that devices of one kind take for the same work (Sinha et al., arXiv
+# 2208.11035: GPUs of one kind in one cluster differ by several per cent).
 _SPREAD = 0.015
 
-_STEPPED_BYTES = 32.0  # a parameter that Adam reads and writes: three numbers of 4 bytes each way, gradient, result
+_STEPPED_BYTES = 32.0  # memory traffic of Adam per parameter: three numbers of 4 bytes each way, gradient, result
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The seconds of one step, and where they go (on the rank that takes longest)."""
+    """The seconds of one step, and their parts by cause on the busiest rank."""
 
     seconds: float
-    parts: Mapping[str, float]  # seconds by what is waited for; their sum is `seconds`
+    parts: Mapping[str, float]  # seconds by cause; their sum is `seconds`
     stages: Sequence[StageTimes]
     micro_batches: int
-    flops: float  # model FLOPs a device
-    bound: str  # the largest part
-    links: Mapping[str, str] = field(default_factory=dict)  # the link behind each part that waits for one
+    flops: float  # model FLOPs per device
+    bound: str  # name of the largest part
+    links: Mapping[str, str] = field(default_factory=dict)  # the link that limits each part with communication
 
     def utilisation(self, device: Device, precision: str) -> float:
         return self.flops / self.seconds / device.flops[precision]
 
 
 def step_time(job: Job, layout: Layout, micro_batch: int, cluster: Cluster, *, played: bool = True) -> StepTime:
-    """The time of a step of `job` under `layout` in micro-batches of `micro_batch` samples.
+    """Compute the time of a step of `job` under `layout` with micro-batches of `micro_batch` samples.
 
-    A pipeline is played event by event, or estimated from its slowest rank where not `played`.
+    A pipeline is simulated event by event if `played`, and else estimated from its slowest rank.
     """
     micro_batches = max(1, ceil(job.global_batch / (layout.data_ranks * micro_batch)))
     made = stages_of(job, layout, micro_batch, cluster)
     stages = made.times
     busy = _busiest(layout, stages)
     if layout.pipeline == 1:
-        # No pipeline: one micro-batch after the other.
+        # Without a pipeline, the micro-batches run one after the other.
         run = micro_batches * busy
     elif played:
         run = pipeline_events.elapsed(layout, stages, micro_batches)
     else:
         run = estimated(layout, stages, micro_batches)
-    # Exposed alone: what runs behind the last backward is in `run` already.
+    # Only the exposed part: what overlaps the last backward is part of `run`.
     reduce, link = _gradient_reduction(job, layout, cluster, stages)
     update = 0.0 if _steps_on_host(layout) else _update(job, layout, cluster)
     host = offload_seconds(job, layout, micro_batch, micro_batches, cluster)
     parts = _parts(job, layout, made, micro_batches)
-    # What the schedule adds to the busiest rank's own work.
+    # The schedule's idle time of the busiest rank.
     parts["pipeline bubble"] = max(run - micro_batches * busy, 0.0)
     parts["gradients"] = reduce
     parts["optimizer"] = update
@@ -90,7 +90,7 @@ def _steps_on_host(layout: Layout) -> bool:
 
 
 def _links(layout: Layout, cluster: Cluster, gradients: str) -> Mapping[str, str]:
-    """The link that bounds each kind of traffic."""
+    """The link that limits each kind of communication."""
     found = {"gradients": gradients, "gathering parameters": gradients}
     if layout.tensor * layout.context > 1:
         group = data_group(layout, ("context", "tensor"))
@@ -99,15 +99,15 @@ def _links(layout: Layout, cluster: Cluster, gradients: str) -> Mapping[str, str
 
 
 def slowest_of(devices: int) -> float:
-    """How much longer the slowest of so many devices takes than the mean one: every step waits for it.
+    """Expected time of the slowest of `devices` devices relative to the mean one; every step waits for it.
 
-    The expected largest of n normal numbers is about sqrt(2 ln n) standard deviations above their mean.
+    The expected maximum of n normal variables is about sqrt(2 ln n) standard deviations above their mean.
     """
     return 1 + _SPREAD * sqrt(2 * log(devices)) if devices > 1 else 1.0
 
 
 def estimated(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) -> float:
-    """A pipeline's time from its slowest rank: its own work, and the bubble (arXiv 2104.04473, section 2.2)."""
+    """Estimate a pipeline's time from its busiest rank's work and the bubble (arXiv 2104.04473, section 2.2)."""
     busy = _busiest(layout, stages)
     sends = 2 * max(stage.send for stage in stages)
     each = busy / layout.stages_a_rank
@@ -119,12 +119,12 @@ def estimated(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) 
 
 
 def _busiest(layout: Layout, stages: Sequence[StageTimes]) -> float:
-    """Seconds of a micro-batch on the rank that has most to do."""
+    """Seconds of forward and backward of one micro-batch on the busiest pipeline rank."""
     return max(_by_rank(layout, [stage.forward + stage.backward for stage in stages]))
 
 
 def _by_rank(layout: Layout, seconds: Sequence[float]) -> list[float]:
-    """The seconds of stages, summed on the pipeline ranks that hold them."""
+    """Sum the seconds of stages by the pipeline rank that holds them."""
     if layout.pipeline == 1:
         return [sum(seconds)]
     sums = [0.0] * layout.pipeline
@@ -138,7 +138,7 @@ def _by_rank(layout: Layout, seconds: Sequence[float]) -> list[float]:
 def _gradient_reduction(
     job: Job, layout: Layout, cluster: Cluster, stages: Sequence[StageTimes]
 ) -> tuple[float, str]:
-    """Exposed seconds of reducing a step's gradients (and gathering ZeRO's parameters), and the link."""
+    """Exposed seconds of a step's gradient reduction and ZeRO's all-gather of parameters, and the limiting link."""
     group = data_group(layout, ("replicate", "shard", "expert", "context"))
     if group.size == 1:
         return 0.0, ""
@@ -149,18 +149,18 @@ def _gradient_reduction(
         if layout.replicate == 1:
             return 0.0, link
         group = groups(layout)["replicate"]
-        # FSDP2 has reduce-scattered within the shard axis during backward; replicas of a shard are left.
+        # FSDP2 has reduce-scattered along the shard axis during backward; the all-reduce over replicas remains.
         seconds = collectives.all_reduce(size / layout.shard, group, cluster)
     elif layout.zero == 2 and layout.shard > 1:
         seconds = collectives.all_gather(2 * held, group, cluster)
     elif layout.zero and layout.shard > 1:
-        # To the owners, and the updated parameters (16 bits, hence 2 bytes each) back to all.
+        # A reduce-scatter to the owners, and an all-gather of the updated parameters (2 bytes each).
         seconds = collectives.reduce_scatter(size, group, cluster) + collectives.all_gather(2 * held, group, cluster)
     else:
         seconds = collectives.all_reduce(size, group, cluster)
     if not job.software.overlaps_gradients:
         return seconds, link
-    # It runs behind the last micro-batch's backward (and the next step's first forward), but for the last bucket.
+    # All but the last bucket overlaps the last micro-batch's backward, and with ZeRO the next step's first forward.
     behind = max(_by_rank(layout, [stage.backward + (layout.zero > 0) * stage.forward for stage in stages]))
     hidden = min(seconds, behind)
     last = seconds / max(job.model.layers / layout.pipeline, 1)
@@ -169,7 +169,7 @@ def _gradient_reduction(
 
 
 def _update(job: Job, layout: Layout, cluster: Cluster) -> float:
-    """Seconds of the optimizer: what it reads and writes of the parameters whose state this rank has."""
+    """Seconds of the optimizer's memory traffic for the parameters whose state a rank holds."""
     device = cluster.device
     held = _held_parameters(job.model, layout) * job.model.trained
     if layout.zero and layout.shard > 1:
@@ -178,7 +178,7 @@ def _update(job: Job, layout: Layout, cluster: Cluster) -> float:
 
 
 def _held_parameters(model: Transformer, layout: Layout) -> float:
-    """Parameters of the rank with most of them, before data ranks share them out."""
+    """Parameters of the rank with most of them, before sharding over data ranks."""
     ends = model.embedding_parameters
     if layout.pipeline == 1:
         ends += model.head_parameters
@@ -187,7 +187,7 @@ def _held_parameters(model: Transformer, layout: Layout) -> float:
 
 
 def _parts(job: Job, layout: Layout, made: Stages, micro_batches: int) -> dict[str, float]:
-    """Seconds of a step on the busiest rank, by what bounds them; scaled to the step's time by the caller."""
+    """Seconds of a step's layers by cause, which the caller scales to the step's time."""
     layer, layers = made.layer, ceil(job.model.layers / layout.pipeline)
     work = Work().combined(layer.backward, layers).combined(layer.forward, layers)
     traffic = layers * (layer.backward_exposed + layer.forward_exposed)
@@ -206,14 +206,14 @@ def _parts(job: Job, layout: Layout, made: Stages, micro_batches: int) -> dict[s
 
 
 def with_micro_batches(job: Job, layout: Layout) -> list[int]:
-    """Micro-batch sizes that divide a data rank's samples, and leave one for each pipeline rank: powers of two."""
+    """Powers of two that divide a data rank's samples and give at least one micro-batch per pipeline rank."""
     samples = max(1, job.global_batch // layout.data_ranks)
     sizes = {2**power for power in range(7) if samples % 2**power == 0}
     return sorted(size for size in sizes if samples // size >= layout.pipeline) or [1]
 
 
 def offloads_of(layout: Layout) -> Iterator[Layout]:
-    """The layout with what it can move to the host: activations, or with recomputed ones the optimizer as well."""
+    """The layout with each offload to try: activations, and with full recomputation the optimizer or parameters."""
     if layout.schedule in SPLIT_BACKWARD:
         return
     if layout.recompute == "none":
@@ -226,10 +226,10 @@ def offloads_of(layout: Layout) -> Iterator[Layout]:
 
 
 def offload_seconds(job: Job, layout: Layout, micro_batch: int, micro_batches: int, cluster: Cluster) -> float:
-    """Seconds of a step that a rank spends on what is kept in its host's memory: copies, and steps of the optimizer.
+    """Seconds that offload adds to a rank's step: copies, and the optimizer's step on the host.
 
-    Copies of activations go in the order of the device's work, so nothing hides them; a step's gradients go down when
-    they are whole, the host steps, and the parameters come back (Ren et al., arXiv 2101.06840, section 4, not
+    Activations are copied in order with the device's work, so the copies are exposed. Complete gradients are copied
+    to the host, which steps, and the parameters are copied back (Ren et al., arXiv 2101.06840, section 4, not
     delayed).
     """
     if layout.offload == "none":
@@ -248,6 +248,6 @@ def offload_seconds(job: Job, layout: Layout, micro_batch: int, micro_batches: i
         trained = owned * job.model.trained
         seconds += trained * (job.software.kept_gradient_bytes + 2.0) / link
         seconds += trained * _STEPPED_BYTES / (HOST_EFFICIENCY * host.bandwidth)
-        if layout.offloads_parameters:  # shards come up for each forward and each backward
+        if layout.offloads_parameters:  # shards are copied to the device for each forward and backward
             seconds += micro_batches * 2 * 2.0 * owned / link
     return seconds
