@@ -48,16 +48,16 @@ _OTHER_ATTENTION = (0.35, 0.28)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """One kernel, or a group of equal ones: what it computes, reads and writes on one device."""
+    """One kernel, or a group of equal ones: its FLOPs and memory traffic on one device."""
 
     name: str
-    matmul: tuple[int, int, int, int] | None = None  # rows, columns, inner dimension, and how many such products
+    matmul: tuple[int, int, int, int] | None = None  # rows, columns, inner dimension, batch size
     attention_flops: float = 0.0
-    backward: bool = False  # which of an attention kernel's two rates counts
-    traffic: float = 0.0  # bytes read and written, beside a product's own
-    low_precision: bool = False  # computed in fp8 or fp4 where the job is
-    launches: float = 1.0  # operators that the host issues for it
-    of_weight: bool = False  # the gradient of a weight
+    backward: bool = False  # for attention: whether its backward rate applies
+    traffic: float = 0.0  # bytes read and written, besides those of a matrix product
+    low_precision: bool = False  # computed in fp8 or fp4 if that is the job's precision
+    launches: float = 1.0  # operators that the host launches for it
+    of_weight: bool = False  # it computes a weight gradient
 
     @property
     def flops(self) -> float:
@@ -70,23 +70,23 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one device computes of a micro-batch: `tokens` of samples of `seq` tokens, split over `tensor` slices."""
+    """One device's part of a micro-batch: `tokens` of each sample's tokens, and 1 / `tensor` of the weights."""
 
     micro_batch: int
-    tokens: int  # of one sample on this device, after context parallel
+    tokens: int  # per sample on this device, after context parallel
     tensor: int = 1
-    split: bool = False  # the slices divide the tokens between their products, too
-    expert: int = 1  # ranks that share out the experts of a mixture
+    split: bool = False  # sequence parallel: tokens are split over the tensor axis between products
+    expert: int = 1  # size of the expert axis
 
 
 def layer_forward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
-    """Operators of one layer's forward on one device. Activations have 2 bytes an element."""
+    """Operators of one layer's forward on one device. Activations have 2 bytes per element."""
     rows, hidden, tensor = _rows(piece), model.hidden, piece.tensor
     whole = 2.0 * rows * hidden / (tensor if piece.split else 1)  # bytes of the hidden state
     qkv, heads = _slice(model.qkv_width, tensor), _slice(model.attention_width, tensor)
     wide = 2.0 * rows * model.active_experts * _slice(model.ffn, tensor)
     routed, here = _routed(model, piece)
-    add = (3.5 if model.dropout else 3) * whole  # residual, branch, sum, and a byte's mask of dropout
+    add = (3.5 if model.dropout else 3) * whole  # residual, branch, sum, and dropout's mask of one byte
     return [
         Operator(name="norm", traffic=2 * whole),
         _product("qkv", rows, qkv, hidden),
@@ -104,11 +104,11 @@ def layer_forward(model: Transformer, piece: Piece, software: Software) -> list[
 
 
 def layer_recomputation(model: Transformer, piece: Piece, software: Software, how: str) -> list[Operator]:
-    """What recomputation runs again before a layer's backward.
+    """Operators that are recomputed before a layer's backward.
 
-    PyTorch's checkpoint stops once every saved tensor is there again (`set_checkpoint_early_stop`), before the last
-    product, whose result is not saved. Selective recomputation computes unfused attention again (arXiv 2205.05198,
-    section 5); where attention is one kernel, all that is neither product nor attention.
+    PyTorch's checkpoint stops once every saved tensor is recomputed (`set_checkpoint_early_stop`), before the last
+    product, whose result is not saved. Selective recomputation repeats unfused attention (arXiv 2205.05198, section
+    5); where attention is one kernel, it repeats all that is neither a matrix product nor attention.
     """
     forward = layer_forward(model, piece, software)
     if how == "full":
@@ -122,9 +122,9 @@ def layer_recomputation(model: Transformer, piece: Piece, software: Software, ho
 
 
 def layer_backward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
-    """Operators of one layer's backward on one device, weight gradients added to those of earlier micro-batches.
+    """Operators of one layer's backward on one device; weight gradients accumulate over micro-batches.
 
-    Frozen weights have none; adapters are far smaller than what they stand beside, and are left out.
+    Frozen weights have no gradient. Adapters are far smaller than the frozen weights, and are not counted.
     """
     return [each for each in _layer_backward(model, piece, software) if not (model.adapter and each.of_weight)]
 

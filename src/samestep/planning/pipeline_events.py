@@ -1,10 +1,9 @@
-"""A pipeline's step played event by event: each rank runs its actions in order, and waits for what they need.
+"""Event simulation of a pipeline's step: each rank runs its actions in order, and each waits for its inputs.
 
-A forward needs the stage before it to have computed the same micro-batch, a backward the stage after it and its own
-forward. What is sent takes time on the link; the sender goes on meanwhile.
+A forward depends on the previous stage's forward of the same micro-batch, a backward on the next stage's backward and
+on its own forward. Sends take time on the link, and the sender continues meanwhile.
 
-Times are seconds of one rank's clock from the step's beginning; the step ends when the last rank has done its last
-action.
+Times are in seconds from the start of the step, which ends with the last action of the last rank.
 """
 
 from collections.abc import Sequence
@@ -15,25 +14,25 @@ from typing import Literal
 from samestep.layout import Layout, Schedule
 
 Kind = Literal["F", "B", "I", "W"]  # forward, backward, and backward's two halves: of inputs, of weights
-_FEW_ROUNDS = 4  # micro-batches a rank that are played; of more, the rounds between repeat
-# Schedules that compute gradients of weights apart.
+_FEW_ROUNDS = 4  # micro-batches per rank that are simulated; further rounds are extrapolated
+# Schedules that compute weight gradients separately.
 SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved-zero-bubble", "zbv-zero-bubble")
-_BACK_AGAIN = ("zbv-zero-bubble",)  # schedules whose second half of stages goes back over the ranks
+_BACK_AGAIN = ("zbv-zero-bubble",)  # schedules whose second half of stages runs over the ranks in reverse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
-    """Seconds of one micro-batch in one stage, and of sending what it makes to the next."""
+    """Seconds of one micro-batch in one stage, and of sending its output to the next."""
 
     forward: float
     backward: float
-    weights: float = 0.0  # the part of the backward that computes gradients of weights
+    weights: float = 0.0  # the part of `backward` that computes weight gradients
     send: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One action as it was played."""
+    """One simulated action; `start` and `end` in seconds."""
 
     rank: int
     stage: int
@@ -54,7 +53,7 @@ def owners(schedule: str, ranks: int, stages_a_rank: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def orders(schedule: str, *, ranks: int, stages_a_rank: int, micro_batches: int) -> tuple[Order, ...]:
-    """The actions of every rank. Schedules that split their backward are PyTorch's, which is loaded for them."""
+    """The actions of every rank. Schedules that split the backward are PyTorch's, which is imported only for them."""
     if schedule == "gpipe":
         return tuple(_gpipe(rank, micro_batches) for rank in range(ranks))
     if schedule == "1f1b" or (schedule == "interleaved-1f1b" and stages_a_rank == 1):
@@ -68,7 +67,7 @@ def orders(schedule: str, *, ranks: int, stages_a_rank: int, micro_batches: int)
 
 
 def play(order: Sequence[Order], stages: Sequence[StageTimes], owner: Sequence[int]) -> list[Event]:
-    """Every action with its start and end, in seconds from the first one."""
+    """Simulate the actions of all ranks, with start and end in seconds."""
     return [
         Event(rank=rank, stage=stage, kind=kind, micro_batch=micro_batch, start=start, end=end)
         for rank, stage, kind, micro_batch, start, end in _played(order, stages, owner)
@@ -78,20 +77,21 @@ def play(order: Sequence[Order], stages: Sequence[StageTimes], owner: Sequence[i
 def _played(
     order: Sequence[Order], stages: Sequence[StageTimes], owner: Sequence[int]
 ) -> list[tuple[int, int, Kind, int, float, float]]:
-    """Rank, stage, kind, micro-batch, start and end of every action.
+    """Simulate all actions: rank, stage, kind, micro-batch, start and end of each.
 
-    Each rank goes on until it waits for a rank that has not come so far. That one wakes it when it has.
+    A rank advances until an action lacks an input, and is queued again when another rank produces one. Raises
+    RuntimeError for a deadlock.
     """
     last = len(stages) - 1
     seconds = {kind: [_seconds(kind, times) for times in stages] for kind in ("F", "B", "I", "W")}
-    # What it takes to hand a micro-batch on to the next stage, and its gradient to the one before.
+    # Seconds to send a micro-batch to the next stage, and its gradient to the previous one.
     onward = [
         0.0 if stage == last or owner[stage] == owner[stage + 1] else stages[stage].send for stage in range(last + 1)
     ]
     back = [
         0.0 if stage == 0 or owner[stage] == owner[stage - 1] else stages[stage].send for stage in range(last + 1)
     ]
-    forwards: list[dict[int, float]] = [{} for _ in stages]  # by stage and micro-batch, when it was done
+    forwards: list[dict[int, float]] = [{} for _ in stages]  # end of each forward, by stage and micro-batch
     backwards: list[dict[int, float]] = [{} for _ in stages]
     free, at = [0.0] * len(order), [0] * len(order)
     found: list[tuple[int, int, Kind, int, float, float]] = []
@@ -135,15 +135,15 @@ def _played(
 
 
 def elapsed(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) -> float:
-    """Seconds until the last rank has done its last action.
+    """Seconds from the start of the step to the end of its last action.
 
-    Of many micro-batches some rounds are played: those in between repeat, each as long as the one before.
+    With many micro-batches, two numbers of rounds are simulated and the rest is extrapolated linearly.
     """
     if layout.pipeline == 1:
         return micro_batches * sum(stage.forward + stage.backward for stage in stages)
     ranks = layout.pipeline
     if micro_batches % ranks and layout.schedule not in ("gpipe", "1f1b"):
-        # Schedules in rounds are made for whole ones: in proportion between the numbers below and above.
+        # Interleaved schedules need a multiple of `ranks`: interpolate between the multiples below and above.
         below = max(micro_batches // ranks * ranks, ranks)
         ends = [elapsed(layout, stages, number) for number in (below, below + ranks)]
         return ends[0] + (ends[1] - ends[0]) * (micro_batches - below) / ranks
@@ -159,7 +159,7 @@ def _end(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) -> fl
 
 
 def timeline(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) -> list[Event]:
-    """Every action of a step under a layout's schedule."""
+    """Simulate a step under a layout's schedule."""
     return play(*_order(layout, micro_batches, stages))
 
 
@@ -177,7 +177,7 @@ def _order(
 
 
 def _seconds(kind: Kind, times: StageTimes) -> float:
-    """How long an action takes: I is what of a backward is not W."""
+    """Seconds of an action; I takes the part of the backward that W does not."""
     if kind == "F":
         return times.forward
     if kind == "B":
@@ -203,15 +203,14 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> Orde
 
 
 def _interleaved(rank: int, ranks: int, stages_a_rank: int, micro_batches: int) -> Order:
-    """Interleaved 1F1B (arXiv 2104.04473, section 2.2.2): a micro-batch a rank through each of its stages in turn."""
+    """Interleaved 1F1B (arXiv 2104.04473, section 2.2.2): `ranks` micro-batches through each stage in turn."""
     total = micro_batches * stages_a_rank
     ahead = min((ranks - rank - 1) * 2 + (stages_a_rank - 1) * ranks, total)
 
     def action(kind: Kind, number: int) -> tuple[int, Kind, int]:
         """The number-th forward or backward of this rank (Narayanan et al. 2021, section 2.2.2).
 
-        In a round each chunk takes as many micro-batches as there are ranks, forwards from the first chunk on,
-        backwards from the last.
+        In a round, each chunk runs `ranks` micro-batches, from the first chunk in forward, from the last in backward.
         """
         in_round = number % (ranks * stages_a_rank)
         chunk = in_round // ranks

@@ -1,4 +1,4 @@
-"""Tensor parallel applied to a model: parameters cut, layers made to compute with the cuts, output compared.
+"""Applies tensor parallel to a model: slices parameters, replaces forwards, compares the output.
 
 How a wrong slice is found. After slicing, every rank runs the example and compares its output, and on the way the
 output of every module, with the whole model's (`compare.Comparison`). All ranks of the context and tensor axes agree
@@ -90,7 +90,7 @@ def slice_tensors(
 
 
 def _tell_split(model: nn.Module, repeated: Sequence[str], lists: Sequence[Sequence[str]], layout: Layout) -> None:
-    """Say where tokens are split, where that is not in all of the repeated layers."""
+    """Report where tokens are split, unless they are in all repeated layers."""
     split = {name for names in lists for name in names}
     all_layers = [model.get_submodule(name) for name in repeated]
     if dist.get_rank() == 0 and any(model.get_submodule(name) not in all_layers for name in split) | (
@@ -116,12 +116,12 @@ class _Slicing:
 
     @cached_property
     def _expected(self) -> Output:
-        """What the model gives for the example before any of it is sliced; computed once for all tries."""
+        """The unsliced model's output for the example; computed once for all tries."""
         with torch.no_grad():
             return output_of(self.model, self.example)
 
     def can_have(self, lists: Sequence[Sequence[str]]) -> bool:
-        """Whether the model can be sliced with the tokens of these lists split; it is left as it was."""
+        """Whether the model can be sliced with the tokens of these lists split; leaves the model unchanged."""
         before, table = Attributes(self.model), dict(self.parts.table)
         try:
             self.apply(lists)
@@ -206,7 +206,7 @@ class _Slicing:
         return None
 
     def _take_back(self, before: Attributes, table: Mapping[str, Part]) -> None:
-        """The model and the table as they were before a try."""
+        """Restore the model and the table to their state before a try."""
         before.restore()
         self.parts.table.clear()
         self.parts.table.update(table)
@@ -231,7 +231,7 @@ def _with_columns_by_head(plan: Plan, names: Collection[str]) -> set[str]:
 
 
 def _said(left_whole: Mapping[str, str]) -> str:
-    """Which modules every rank has whole, those of repeated layers together, and why."""
+    """Describe which modules are whole on every rank and why; those of repeated layers are merged."""
     whys: dict[str, list[str]] = {}
     for name, why in left_whole.items():
         names = whys.setdefault(why, [])
@@ -242,7 +242,7 @@ def _said(left_whole: Mapping[str, str]) -> str:
 
 
 class _Slicer:
-    """Cuts the parameters of a plan and replaces the forwards of its layers."""
+    """Slices the parameters of a plan and replaces the forwards of its layers."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class _Slicer:
         self._now = now
 
     def slice(self, parts: ShardTable) -> None:
-        """Cut all parameters of the plan, then replace forwards, which read the sizes of the cuts."""
+        """Slice all parameters of the plan, then replace forwards, which read the sizes of the slices."""
         for unit in self._plan.units:
             if unit.heads is not None and unit.owner is not None:
                 rank = dist.get_rank(self._group)
@@ -425,7 +425,7 @@ class _Slicer:
         layers.table(embedding, first, lambda x: collectives.reduce(x, self._group))
 
     def _enter(self, name: str, identity: int | None) -> Message:
-        """The message at the input of a sliced layer."""
+        """The collective at the input of a sliced layer."""
         stream = self._stream_of(name)
         if stream is not None and not stream.is_outside(name, identity):
             return stream.gather
@@ -493,5 +493,5 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def _all_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every name of every parameter; tied ones have several."""
+    """All names of each parameter; tied parameters have several."""
     return list(model.named_parameters(remove_duplicate=False))

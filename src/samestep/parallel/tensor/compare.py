@@ -1,4 +1,4 @@
-"""The sliced model held against the whole one: the same output for an example, or which module departs first.
+"""Compares the sliced model's output for an example with the whole model's, and finds the first differing module.
 
 Numbers are compared by `near`, in whatever dtype the model has: a slice that is wrong changes outputs in their first
 digits, one that is right in their last.
@@ -51,7 +51,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Departure:
-    """A sliced model that gives another output than the whole one, or fails."""
+    """A difference of the sliced model's output from the whole model's, or a failure of its forward."""
 
     sentence: str  # for a user whose plan it was
     why: str  # what the module does that is at fault: "gives another output than whole"
@@ -79,7 +79,7 @@ def output_of(model: nn.Module, example: Any, marks: list[Mark] | None = None) -
 
 
 class Comparison:
-    """Holds a sliced model's output against the whole model's."""
+    """Compares a sliced model's output with the whole model's."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Comparison:
         return None
 
     def _rehearse(self, example: Any, marks: list[Mark]) -> Exception | None:
-        """What the forward fails with on this rank, if it does."""
+        """Run the forward without sending messages; return the error that it raises on this rank, if any."""
         try:
             with torch.no_grad(), _Unconnected():
                 output_of(self._model, example, marks)
@@ -244,12 +244,12 @@ class Comparison:
 
 
 def pattern_of(name: str) -> str:
-    """A module's name with a star for the number of the layer that it is in."""
+    """A module's name with a star in place of its layer's number."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _marker(name: str, marks: list[Mark]) -> Any:
-    """A hook that marks what a module gives."""
+    """Make a forward hook that marks a module's output."""
 
     def mark(module: nn.Module, arguments: Any, output: Any) -> None:
         marks.append(Mark(name=name, tensors=[_mark(leaf) for leaf in _tensors(output) if _has_gradient(leaf)]))

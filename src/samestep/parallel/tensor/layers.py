@@ -1,4 +1,4 @@
-"""How a layer computes on its slice. Its forward is replaced, not the module, so that parameters keep their names.
+"""Forwards of sliced layers. A layer's forward is replaced, not the module, so that parameters keep their names.
 
 nn.MultiheadAttention computes on one rank's heads.
 
@@ -37,7 +37,7 @@ Context = Callable[[], AbstractContextManager[None]]
 
 
 class InputMessage:
-    """The message at the input of column layers: one for all that take the same tensor."""
+    """The collective at the input of column layers: one for all that take the same tensor."""
 
     def __init__(self, message: Message, uses: int = 1) -> None:
         self._message = message
@@ -60,7 +60,7 @@ class InputMessage:
 
 
 class Region:
-    """What lies between the columns and the row layer of a unit: there a rank has its own heads or features."""
+    """The part of a unit between its columns and its row layer, where a rank has its own heads or features."""
 
     def __init__(self, leave: Message, now: ForwardContext, part: Portion, *, all_tokens: bool = False) -> None:
         """`all_tokens`: the columns get the tokens of all ranks, of which a rank has some outside."""
@@ -81,7 +81,7 @@ class Region:
         return self._now.holding(Portion() if self._all_tokens else self._outside)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, of which each made a part."""
+        """Sum the ranks' partial results."""
         if self._outside is not None:
             self._now.hold(self._outside)
             self._outside = None
@@ -116,7 +116,7 @@ def shared_column(linear: nn.Module, entry: Message, region: Region, features: T
 
 
 def gathered(module: nn.Module, enter: Message, gather: Message) -> None:
-    """Make a layer compute its slice of the outputs, and hand on those of all ranks."""
+    """Make a layer compute its slice of the outputs and gather those of all ranks."""
     inner: Callable[..., Tensor] = module.forward
 
     def forward(input: Tensor, *arguments: object) -> Tensor:  # the name that PyTorch's layers give it
@@ -284,7 +284,7 @@ class _LocalHeads:
         return heads.transpose(1, 2).flatten(2), weights
 
     def of_all_heads(self, weights: Tensor, average: bool) -> Tensor:
-        """The attention weights as the whole module gives them: averaged over heads, or of each."""
+        """The attention weights as the whole module returns them: averaged over all heads, or per head."""
         if average:
             # [batch, queries, keys]: the average over all ranks' heads.
             return collectives.reduce(weights.sum(1), self._group) / self._attention.num_heads
@@ -292,7 +292,7 @@ class _LocalHeads:
         return collectives.gather(weights, self._group, [self._count] * self._ranks, 1)
 
     def _split(self, x: Tensor) -> Tensor:
-        """One dimension of heads and features as two."""
+        """Split the last dimension into heads and features."""
         # [batch, tokens, local heads * head_dim] -> [batch, local heads, tokens, head_dim]
         return x.reshape(*x.shape[:-1], self._count, self._attention.head_dim).transpose(1, 2)
 

@@ -35,7 +35,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """A table whose rows can be on different ranks, each with its own gradient."""
+    """An embedding whose rows, and their gradients, can be on different ranks."""
     return (
         isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward
@@ -129,7 +129,7 @@ def out_features(linear: nn.Module) -> int:
 
 
 def in_dim(linear: nn.Module) -> int:
-    """The dimension of the weight along which inputs stand."""
+    """The dimension of the weight that is its input features."""
     return 0 if is_conv1d(base_of(linear)) else 1
 
 
@@ -157,7 +157,7 @@ _WIDTHS = ("all_head_size", "inner_dim", "split_size")
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """How many heads an attention has, and how many of keys and values (Ainslie et al. 2023)."""
+    """The number of an attention's query heads and of its key-value heads (Ainslie et al. 2023)."""
 
     queries: int
     keys: int
@@ -239,7 +239,7 @@ def divide(module: nn.Module, heads: Heads, width: int, rank: int, parts: int) -
 
 
 def _first(holder: Any, names: Sequence[str]) -> int | None:
-    """The first of some attributes that is a whole number."""
+    """The first of some attributes that is an integer."""
     values = (getattr(holder, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
 
@@ -297,7 +297,7 @@ def of_transformers(model: nn.Module, vocabulary: int | None) -> dict[str, Role]
 
 
 def can_be(module: nn.Module) -> tuple[Role, ...]:
-    """The roles that a module can have; none for what has no weight to slice."""
+    """The roles that a module can have; empty if it has no weight to slice."""
     if adapted(module) is not None:
         return ("column", "row", "whole")
     if is_linear(module):
@@ -314,6 +314,6 @@ def _is_role(value: str) -> TypeGuard[Role]:
 
 
 def _some_names(model: nn.Module) -> list[str]:
-    """A few names of what can be sliced, for a message."""
+    """A few names of modules that can be sliced, for a message."""
     names = [name for name, module in model.named_modules() if can_be(module)]
     return [*names[:5], *(["..."] if len(names) > 5 else [])]

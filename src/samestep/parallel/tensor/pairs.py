@@ -30,7 +30,7 @@ _NOT_ELEMENTWISE = ("Softmax", "LogSoftmax", "Softmin", "Softmax2d", "GLU")
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Linears whose slices belong together: what the columns make on a rank, its part of the row layer takes."""
+    """Linear layers that are sliced together: columns, and the row layer that takes their output."""
 
     columns: tuple[str, ...]
     row: str
@@ -260,7 +260,7 @@ class UnitFinder:
                 yield call.name
 
     def _is_harmless(self, name: str) -> bool:
-        """Whether a module computes each feature by itself, or only calls others."""
+        """Whether a module is elementwise over features, or only calls other modules."""
         module = self._modules[name]
         if has_own_parameters(module):
             return False
@@ -269,6 +269,6 @@ class UnitFinder:
         return elementwise or isinstance(module, nn.Identity) or any(True for _ in module.children())
 
     def _input(self, name: str) -> int | None:
-        """Which tensor a linear was given."""
+        """The identity of a linear layer's input tensor in the trace."""
         seen = self._first[name].inputs()
         return seen[0].identity if seen else None
