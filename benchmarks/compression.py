@@ -30,6 +30,7 @@ DILOCO: Mapping[str, Any] = {"kind": "diloco", "every": 15, "bits": 4, "outer_lr
 METHODS: Mapping[str, Callable[[int], Mapping[str, Any] | None]] = {
     "none": lambda steps: None,
     "bf16": lambda steps: {"kind": "bf16"},
+    "fp16": lambda steps: {"kind": "fp16"},
     "powersgd": lambda steps: {"kind": "powersgd", "rank": 2, "start": max(1, steps // 20)},
     "one-bit-adam": lambda steps: {"kind": "one-bit-adam", "warmup": max(1, steps // 6)},
     "zero-one-adam": lambda steps: {

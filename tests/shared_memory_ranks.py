@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,17 @@ def group_of(
     return backend.new_group(options, environ, host)
 
 
+def sum_over_a_full_host(hosts: str, most: int) -> float:
+    """A sum over ranks of several hosts, one of which has more than the `most` ranks that may share memory."""
+    with join(device="cpu", threads=1) as world, mock.patch.object(backend, "MOST_RANKS", most):
+        store = dist.PrefixStore("full", dist.distributed_c10d._get_default_store())
+        group = group_of(store, world.rank, world.world_size, os.environ, host=hosts[world.rank])
+        assert not isinstance(group, KernelGroup)
+        total = torch.tensor([1.0 + world.rank])
+        group.allreduce([total]).wait()
+        return total.item()
+
+
 def numbers(rank: int, length: int, dtype: torch.dtype) -> Tensor:
     made = torch.randn(length, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 10
     return made.abs().clamp(max=30).to(dtype) if dtype is torch.uint8 else made.to(dtype)
@@ -70,14 +82,16 @@ def joined(parts: list[Tensor], operation: Any) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def told_by_groups(how: str) -> list[tuple[str, bool, float]]:
+def told_by_groups(how: str, cache: Path | None = None) -> list[tuple[str, bool, float]]:
     """Of each rank what it prints while it makes two groups, whether both share memory, and a sum over the second.
 
-    `how`: "compiler", which fails, or "memory", of which a process may have 64 KiB.
+    `how`: "compiler", which fails, "memory", of which a process may have 64 KiB, or "cache", which is at `cache`.
     """
     with join(device="cpu", threads=1) as world:
         store = dist.distributed_c10d._get_default_store()
         environ = {**os.environ, **({"CXX": "false"} if how == "compiler" else {})}
+        if cache is not None:
+            environ["XDG_CACHE_HOME"] = str(cache)
         told = io.StringIO()
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if how == "memory":

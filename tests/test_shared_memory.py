@@ -21,6 +21,7 @@ from shared_memory_ranks import (
     ends,
     runs_on,
     sent_by,
+    sum_over_a_full_host,
     told_by_a_backward,
     told_by_groups,
     wrong_collectives,
@@ -174,10 +175,21 @@ def test_memory_that_is_too_small_is_told_once_with_what_is_needed_and_gloo_is_u
 def test_a_compiler_that_fails_is_told_once_and_another_kernel_is_used() -> None:
     (told, *first), second = local.start(told_by_groups, ("compiler",), 2)
     assert told.startswith("samestep: shared memory without its compiled kernel, which is faster: ")
-    assert told.endswith("false fails: exit code 1\n")
+    assert told.endswith("false fails: exit code 1; CXX names another compiler\n")
     assert told.count("\n") == 1
     assert first == [True, 3.0]
     assert second == ("", True, 3.0)
+
+
+def test_a_damaged_kernel_in_the_cache_is_compiled_again(tmp_path: Path) -> None:
+    built = build.library({**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
+    built.write_bytes(b"no library")
+    assert local.start(told_by_groups, ("cache", tmp_path), 2) == [("", True, 3.0), ("", True, 3.0)]
+    assert built.stat().st_size > len(b"no library")
+
+
+def test_where_one_host_has_too_many_ranks_all_hosts_use_gloo() -> None:
+    assert local.start(sum_over_a_full_host, ("aab", 1), 3) == 6.0
 
 
 def test_ranks_of_other_hosts_share_none() -> None:

@@ -15,7 +15,7 @@ import samestep
 from samestep import jobfile
 from samestep.cli.main import main
 from samestep.job import Job, Run
-from samestep.tuning.results import Row, Tuned
+from samestep.tuning.results import Row, Tuned, print_tuned
 from samestep.tuning.settings import SETTINGS, Candidate, Setting
 from samestep.tuning.tune import TrialError, greedy, tune_job
 
@@ -69,7 +69,7 @@ def test_the_best_of_each_setting_is_kept_before_the_next_is_tried() -> None:
     assert json.loads(json.dumps(found.to_json()))["run"] == found.run
 
 
-def test_a_gain_below_the_noise_is_not_kept() -> None:
+def test_a_gain_below_the_noise_is_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
     def noisy() -> Callable[[Job, Mapping[str, str]], float]:
         taken: dict[int | None, int] = {}
 
@@ -83,6 +83,8 @@ def test_a_gain_below_the_noise_is_not_kept() -> None:
     assert {row.status for row in found.rows} == {"not better"}
     assert found.run == {"layout": "dp2"}
     assert found.rows[0].noise == pytest.approx(0.3)
+    print_tuned(found)
+    assert "no value is faster; a step takes 1000.0 ms\n" in capsys.readouterr().out
 
 
 def test_the_repeats_are_taken_in_turns() -> None:

@@ -129,8 +129,8 @@ class Layout:
         if unsized is not None:
             if processes is None:
                 raise LayoutError(
-                    f'layout "{text}": {_named(unsized)} has no size and the number of processes is not known; '
-                    f"write a size, such as {_SHORT[unsized]}2, or give the number of processes"
+                    f'layout "{text}": {axis_in_words(unsized)} has no size and the number of processes is not '
+                    f"known; write a size, such as {_SHORT[unsized]}2, or give the number of processes"
                 )
             values[unsized] = _left_over(text, values, processes)
         layout = cls(**values)  # type: ignore[arg-type]
@@ -271,7 +271,8 @@ def _either(choices: Sequence[str]) -> str:
     return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
 
 
-def _named(dimension: str) -> str:
+def axis_in_words(dimension: str) -> str:
+    """A mesh axis by its letters in a layout and its name: fsdp (shard)."""
     return f"{_SHORT[dimension]} ({dimension})"
 
 
@@ -290,14 +291,14 @@ def _read(text: str) -> tuple[dict[str, int | str], str | None]:
             continue
         if dimension in values or dimension == without_size:
             also = " (zero and fsdp are two ways to write it)" if dimension == "shard" else ""
-            raise LayoutError(f'layout "{text}": {_named(dimension)} is given twice; give it once{also}')
+            raise LayoutError(f'layout "{text}": {axis_in_words(dimension)} is given twice; give it once{also}')
         if size is not None:
             values[dimension] = size
         elif without_size is None:
             without_size = dimension
         else:
             raise LayoutError(
-                f'layout "{text}": {_named(without_size)} and {_named(dimension)} both have no size; '
+                f'layout "{text}": {axis_in_words(without_size)} and {axis_in_words(dimension)} both have no size; '
                 f"give one of them a size, such as {_SHORT[dimension]}2"
             )
     return values, without_size

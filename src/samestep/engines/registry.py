@@ -11,7 +11,7 @@ from samestep.engines import ENGINES
 from samestep.engines.base import Engine
 from samestep.errors import LayoutError, UserError, closest
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Layout, axis_in_words
 from samestep.parallel.pipeline import schedule
 from samestep.recipe import Average, NamedOptimizer
 from samestep.tasks.base import Task
@@ -46,7 +46,7 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
         if name not in able.dimensions:
             raise LayoutError(
                 f'layout "{layout}": engine "{engine.name}" does not split {name} yet; '
-                f"it splits {', '.join(sorted(able.dimensions)) or 'nothing'}"
+                f"it splits {', '.join(map(axis_in_words, sorted(able.dimensions))) or 'nothing'}"
             )
     for option in ("recompute", "offload", "attention"):
         for value in getattr(layout, option).split("+"):

@@ -116,9 +116,11 @@ def print_tuned(found: Tuned, console: Console | None = None) -> None:
         if row.reason is not None:
             console.print(f"{row.status}: {row.setting} {row.value}: {row.reason}", soft_wrap=True)
     first, last = found.at_first.seconds, found.at_last.seconds
-    console.print(
-        f"a step took {first * 1e3:.1f} ms, and takes {last * 1e3:.1f} ms: {first / last:.2f} times as fast"
-    )
+    if any(row.status == "kept" for row in found.rows):
+        gain = f"a step took {first * 1e3:.1f} ms, and takes {last * 1e3:.1f} ms: {first / last:.2f} times as fast"
+        console.print(gain)
+    else:  # both times are of the same settings
+        console.print(f"no value is faster; a step takes {first * 1e3:.1f} ms")
     console.print(section(found), end="")
     if found.environment:
         variables = " ".join(f"{name}={value}" for name, value in found.environment.items())

@@ -52,7 +52,7 @@ def new_group(options: Any, environ: Mapping[str, str], host: str | None = None)
         return gloo_group(gloo)
     hosts = Hosts(of_rank=host_of_each(store, rank, ranks, host_identity() if host is None else host))
     own = hosts.ranks_on(hosts.of_rank[rank])
-    if hosts.count == ranks or len(own) > MOST_RANKS:
+    if hosts.count == ranks or hosts.most > MOST_RANKS:
         return gloo_group(gloo)
     place = Place(
         rank=own.index(rank),
@@ -65,7 +65,7 @@ def new_group(options: Any, environ: Mapping[str, str], host: str | None = None)
     kernel, problem = None, ""
     if len(own) > 1:
         try:
-            kernel = _kernel(on_host, place, environ, tells=rank == 0 and options.group_id == _DEFAULT_GROUP)
+            kernel = _kernel(on_host, place, environ, tells=place.rank == 0 and options.group_id == _DEFAULT_GROUP)
         except NoRegionError as error:
             problem = str(error)
     if found := _first_problem(store, rank, ranks, problem):
@@ -100,18 +100,34 @@ def _kernel(store: Store, place: Place, environ: Mapping[str, str], *, tells: bo
     functions: Any = None
     own: Choice = "interpreted" if interpreted.is_sound() else "none"
     try:
-        functions = compiled.load(build.library(environ))
+        functions = _compiled_functions(environ)
         own, why = "compiled", ""
     except (NoKernelError, OSError) as error:
         why = str(error)
     store.set(f"kernel/{place.rank}", own)
     choices = {store.get(f"kernel/{rank}").decode() for rank in range(place.ranks)}
     if "none" in choices:
-        raise NoRegionError(why or "another rank has no C++ compiler")
+        raise NoRegionError(why or _OTHER_RANK)
     if choices == {"compiled"}:
         size = compiled.region_bytes(functions, place.ranks)
         return CompiledKernel(functions, region.share(store, place.rank, place.ranks, size), place)
     if tells:
-        print(f"samestep: shared memory without its compiled kernel, which is faster: {why}", file=sys.stderr)
+        print(
+            f"samestep: shared memory without its compiled kernel, which is faster: {why or _OTHER_RANK}",
+            file=sys.stderr,
+        )
     size = interpreted.region_bytes(place.ranks)
     return InterpretedKernel(region.share(store, place.rank, place.ranks, size), place)
+
+
+_OTHER_RANK = "another rank of this host can't compile it"
+
+
+def _compiled_functions(environ: Mapping[str, str]) -> Any:
+    """Load the compiled kernel. A damaged file in the cache is compiled again. Raises NoKernelError, OSError."""
+    library = build.library(environ)
+    try:
+        return compiled.load(library)
+    except OSError:
+        library.unlink(missing_ok=True)
+        return compiled.load(build.library(environ))

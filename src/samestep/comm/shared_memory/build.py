@@ -1,7 +1,6 @@
 """Build: compiles kernel.cpp on first use, and keeps the library for later processes."""
 
 import hashlib
-import os
 import platform
 import shlex
 import shutil
@@ -27,7 +26,7 @@ def library(environ: Mapping[str, str]) -> Path:
 
     `$CXX` names the compiler, with arguments if it has some (`ccache g++`). Files are kept in
     `$XDG_CACHE_HOME/samestep`, or `~/.cache/samestep`, one for each source, compiler and processor. Several processes
-    may build at once: each writes a file of its own and renames it.
+    may build at once: each compiles into a folder of its own and renames the file.
     """
     compiler = _compiler(environ)
     folder = cache_folder(environ)
@@ -38,19 +37,19 @@ def library(environ: Mapping[str, str]) -> Path:
         return built
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, suffix=".so")
+        own = tempfile.TemporaryDirectory(dir=folder, prefix="kernel-")
     except OSError as error:
-        raise NoKernelError(f"{folder} can't be written: {error.strerror}") from error
-    os.close(handle)
-    try:
+        raise NoKernelError(
+            f"{folder} can't be written: {error.strerror}; XDG_CACHE_HOME names another folder"
+        ) from error
+    with own as place:  # the compiler makes the file, with the permissions that the user's files have
+        name = str(Path(place) / "kernel.so")
         # Not every compiler knows this machine's processor.
         if (said := _compile((*compiler, *_FLAGS, "-march=native"), name)) is not None:
             said = _compile((*compiler, *_FLAGS), name)
         if said is not None:
-            raise NoKernelError(f"{shlex.join(compiler)} fails: {said}")
+            raise NoKernelError(f"{shlex.join(compiler)} fails: {said}; CXX names another compiler")
         Path(name).replace(built)
-    finally:
-        Path(name).unlink(missing_ok=True)
     return built
 
 
@@ -61,7 +60,7 @@ def _compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
     for program, *arguments in commands:
         if (path := shutil.which(program)) is not None:
             return (path, *arguments)
-    raise NoKernelError(f"there is no C++ compiler ({named or ', '.join(_COMPILERS)})")
+    raise NoKernelError(f"there is no C++ compiler ({named or ', '.join(_COMPILERS)}); CXX names one")
 
 
 def _compile(command: Sequence[str], target: str) -> str | None:

@@ -95,6 +95,17 @@ def bounds_of(spans: Sequence[Span], servers: int) -> list[int]:
 
     Each range has total / servers elements, to one element; a cut inside an embedding table moves to the nearest row.
     """
+    cuts = _cuts(spans, servers)
+    if not _all_have_some(cuts):
+        most = next((fewer for fewer in range(servers - 1, 1, -1) if _all_have_some(_cuts(spans, fewer))), 1)
+        raise UserError(
+            f"servers is {servers}, and the model's {len(spans)} trained parameters ({cuts[-1]:,} elements) leave "
+            f"one of them without any; use servers: {most}"
+        )
+    return cuts
+
+
+def _cuts(spans: Sequence[Span], servers: int) -> list[int]:
     total = spans[-1].stop if spans else 0
     cuts = [0]
     for server in range(1, servers):
@@ -103,13 +114,11 @@ def bounds_of(spans: Sequence[Span], servers: int) -> list[int]:
             if span.table and span.start < cut < span.stop:
                 cut = span.start + round((cut - span.start) / span.row) * span.row
         cuts.append(cut)
-    cuts.append(total)
-    if any(after <= before for before, after in pairwise(cuts)):
-        raise UserError(
-            f"servers is {servers}, and the model's {len(spans)} trained parameters ({total:,} elements) leave one "
-            "of them without any; use fewer servers"
-        )
-    return cuts
+    return [*cuts, total]
+
+
+def _all_have_some(cuts: Sequence[int]) -> bool:
+    return all(after > before for before, after in pairwise(cuts))
 
 
 def chunks_of(spans: Sequence[Span], start: int, stop: int) -> list[Chunk]:
