@@ -27,7 +27,7 @@ began = time.monotonic()
 try:
     call = socket.create_connection((sys.argv[1], 9000), timeout=float(sys.argv[2]))
     print("connected", flush=True)
-    call.settimeout(float(sys.argv[2]))
+    call.settimeout(float(sys.argv[-1]))
     print("ended" if call.recv(1) == b"" else "heard", flush=True)
 except OSError as error:
     print(type(error).__name__, flush=True)
@@ -144,7 +144,7 @@ def test_a_cable_is_pulled_and_put_back(bed: Testbed) -> None:
     host_b.unplug()
     assert host_a.run([*PYTHON, CALL, "host-b", "0.5"]).stdout.split()[0] in ("TimeoutError", "OSError")
     host_b.plug()
-    assert host_a.run([*PYTHON, CALL, "host-b", "20"]).stdout.split()[0] == "connected"
+    assert host_a.run([*PYTHON, CALL, "host-b", "20", "0.5"]).stdout.split()[0] == "connected"
     server.stop()
 
 
@@ -190,7 +190,7 @@ def test_two_testbeds_do_not_see_each_other(bed: Testbed) -> None:
         bed["host-b"].wait_for(9000)
         answer = other["host-a"].run([*PYTHON, CALL, "host-b", "0.5"]).stdout.split()
         assert answer[0] == "ConnectionRefusedError"  # by its own host-b
-        assert bed["host-a"].run([*PYTHON, CALL, "host-b", "20"]).stdout.split()[0] == "connected"
+        assert bed["host-a"].run([*PYTHON, CALL, "host-b", "20", "0.5"]).stdout.split()[0] == "connected"
 
 
 MADE = """
