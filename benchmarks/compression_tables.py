@@ -86,10 +86,13 @@ class Links:
         return (each for (job, method, _), each in self._found.items() if job == first.job and method in rows)
 
     def of(self, rows: Rows) -> list[str]:
-        """The links that every method of a table was measured over."""
+        """The links that methods of a table were measured over."""
+        return list(dict.fromkeys(each.link for each in self.measured(rows)))
+
+    def over(self, rows: Rows, link: str) -> Rows:
+        """The methods of a table that were measured over a link."""
         ((first, *_), *_) = rows.values()
-        links = {link: None for job, _, link in self._kinds if job == first.job}
-        return [link for link in links if all((first.job, method, link) in self._kinds for method in rows)]
+        return {method: trained for method, trained in rows.items() if (first.job, method, link) in self._kinds}
 
     def seconds(self, trained: Trained, link: str) -> list[float]:
         """Of all steps up to each evaluation."""
@@ -174,8 +177,13 @@ def cells(rows: Rows, links: Links, method: str, words: Mapping[str, str]) -> li
     digits = 3 if mine[0].value == "accuracy" else 1
     spread = f"{min(last):.{digits}f}-{max(last):.{digits}f}" if len(last) > 1 else words["seed"]
     shown = f"{statistics.mean(last):.{digits}f} ({spread})"
-    times = [statistics.mean(links.seconds(each, link)[-1] for each in mine) for link in links.of(rows)]
-    return [f"{sent / 1e6:.1f}", fewer, shown, within, *(f"{seconds:.0f}" for seconds in times)]
+    times = [
+        f"{statistics.mean(links.seconds(each, link)[-1] for each in mine):.0f}"
+        if method in links.over(rows, link)
+        else ""
+        for link in links.of(rows)
+    ]
+    return [f"{sent / 1e6:.1f}", fewer, shown, within, *times]
 
 
 def _less(value: float, limit: float) -> bool:
@@ -260,7 +268,8 @@ def picture(rows: Rows, links: Links) -> str:
     ]
     for link in links.of(rows):
         name = f"{title} over seconds of steps, {in_words(link, WORDS['en'])}"
-        panels.append(_panel(name, rows, Scale(base=None), lambda each, link=link: links.seconds(each, link)))
+        over = links.over(rows, link)
+        panels.append(_panel(name, over, Scale(base=None), lambda each, link=link: links.seconds(each, link)))
     return svg(title, panels)
 
 

@@ -78,9 +78,14 @@ def test_a_kind_that_was_not_measured_is_plain_data_parallelism_s(modules: Any) 
     assert links.seconds(rows["one-bit-adam"][0], "100mbit+20ms") == [4 * 2.0 + 6 * 0.25, 4 * 2.0 + 16 * 0.25]
 
 
-def test_a_link_over_which_a_method_was_not_measured_has_no_column(modules: Any) -> None:
-    rows = rows_of(modules)
-    assert links_of(modules, none={"1000": [1.5, 2.5]}).of(rows) == []
+def test_a_method_that_was_not_measured_over_a_link_has_no_time_and_no_curve_there(modules: Any) -> None:
+    rows, words = rows_of(modules), modules.WORDS["en"]
+    links = links_of(modules, none={"1000": [1.5, 2.5]})
+    assert links.of(rows) == ["100mbit+20ms"]
+    assert modules.cells(rows, links, "none", words)[-1] == "40"
+    assert modules.cells(rows, links, "one-bit-adam", words)[-1] == ""
+    assert modules.picture(rows, links).count("<polyline") == 3
+    assert links_of(modules).of(rows) == []
 
 
 def test_a_row_has_bytes_values_and_whether_the_mean_is_within_the_spread(modules: Any) -> None:
