@@ -328,7 +328,10 @@ def test_what_a_method_can_not_have_is_refused_before_any_process_starts(
         ({"kind": "diloco", "every": 3, "fragments": 5}, "fragments is 5 and every is 3"),
         ({"kind": "diloco", "every": 3, "overlap": 3}, "overlap is 3 and every is 3"),
         ({"kind": "diloco", "bits": 2}, "recipe.communication.bits is 2; it should be 32, 16, 8 or 4"),
-        ("bf16", "recipe.communication is 'bf16'; it should be a section of keys and values"),
+        (
+            "bf16",
+            "recipe.communication is 'bf16'; it should be a section of keys and values, such as {kind: bf16}",
+        ),
     ],
 )
 def test_wrong_options_are_told_in_one_sentence(communication: Any, message: str) -> None:

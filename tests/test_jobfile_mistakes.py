@@ -109,7 +109,10 @@ BOTH_LENGTHS = (
         ("  clip: none", "job.yaml:3: recipe.clip is 'none'; it should be a number"),
         ("  dropout: maybe", "job.yaml:3: recipe.dropout is 'maybe'; it should be true or false"),
         ("  data: [1]", "job.yaml:3: recipe.data is [1]; it should be a section of keys and values"),
-        ("  optimizer: adamw", "job.yaml:3: recipe.optimizer is 'adamw'; it should be a section of keys and values"),
+        (
+            "  optimizer: sgd",
+            "job.yaml:3: recipe.optimizer is 'sgd'; it should be a section of keys and values, such as {name: sgd}",
+        ),
         ("  optimizer:", "job.yaml:3: recipe.optimizer is empty; it should be a section of keys and values"),
         ("run:", "job.yaml:3: run is empty; it should be a section of keys and values"),
         ("run:\n  layout: 3", "job.yaml:4: run.layout is 3; it should be text"),

@@ -60,6 +60,8 @@ def explain(
     for detail in error.errors(include_url=False):
         path = _path_in(given, detail)
         sentence = _sentence(detail, prefix + path, _keys_at(schema, path[:-1], given))
+        if _WANTED.get(detail["type"]) == _WANTED["dict_type"] and isinstance(detail["input"], str):
+            sentence += _example(detail["input"], _schemas_at(schema, path, given))
         said, _, what = f"{place(prefix + path)}{sentence}".partition(_SHOULD)
         wanted.setdefault(said, []).append(what)
     return "\n".join(said + _SHOULD * any(what) + ", or ".join(dict.fromkeys(what)) for said, what in wanted.items())
@@ -169,8 +171,22 @@ def _path_in(given: Any, detail: Any) -> Path:
     return tuple(path)
 
 
+def _example(word: str, schemas: Sequence[Any]) -> str:
+    """An example of a section, for a word in place of one whose `name` or `kind` says which it is."""
+    tags = [f for each in schemas if is_dataclass(each) for f in fields(each) if f.name in _TAGS]
+    tags = [tag for tag in tags if isinstance(tag.default, str)]
+    tag = next((tag for tag in tags if tag.default == word), tags[0] if tags else None)
+    return "" if tag is None else f", such as {{{tag.name}: {tag.default}}}"
+
+
 def _keys_at(schema: Any, path: Path, given: Any) -> list[str]:
     """The keys that may stand at `path` below a dataclass."""
+    here = _schemas_at(schema, path, given)
+    return [field.name for field in fields(here[0])] if here and is_dataclass(here[0]) else []
+
+
+def _schemas_at(schema: Any, path: Path, given: Any) -> list[Any]:
+    """The dataclasses that may stand at `path` below a dataclass."""
     here, value, item = _dataclasses(schema, given), given, None
     for part in path:
         if not here:
@@ -184,7 +200,7 @@ def _keys_at(schema: Any, path: Path, given: Any) -> list[str]:
         here = _dataclasses(hint, value)
         if get_origin(hint) is tuple:
             item, here = get_args(hint)[0], here or [hint]
-    return [field.name for field in fields(here[0])] if here and is_dataclass(here[0]) else []
+    return here
 
 
 def _dataclasses(hint: Any, value: Any) -> list[Any]:
