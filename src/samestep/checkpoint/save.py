@@ -113,10 +113,6 @@ class Saver:
         if writing is not None:
             writing.result()
 
-    @property
-    def is_writing(self) -> bool:
-        return self._writing is not None and not self._writing.done()
-
     def _copied(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
         """Copy the pieces into host memory, which is kept for the next save: allocating costs as much as the copy."""
         waits: set[torch.device] = set()
