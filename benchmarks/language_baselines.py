@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from samestep import jobfile
 from samestep.data.tokenizer import IGNORED
-from samestep.tasks.base import Samples
+from samestep.data.types import Samples
 from samestep.tasks.registry import resolve
 
 STRENGTHS = (3, 10, 30, 100, 300, 1000)

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from samestep import environment, jobfile
 from samestep.api import train_job
+from samestep.data.types import Batch
 from samestep.job import Job
-from samestep.tasks.base import Batch
 from samestep.tasks.image_classification import ImageClassification, ImageData, ImageModel
 
 DIGITS = Path(__file__).resolve().parent.parent / "examples" / "digits.yaml"

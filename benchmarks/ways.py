@@ -17,13 +17,14 @@ import torch
 
 from benchmarks.overhead import handwritten, samestep
 from benchmarks.peers.job import PeerJob
+from samestep.data.types import Batch
 from samestep.engines.deepspeed.initialize import deepspeed as import_deepspeed
 from samestep.engines.deepspeed.initialize import quietly
 from samestep.handwritten.loop import Loop
 from samestep.job import Job, Run
 from samestep.launch.world import World
 from samestep.layout import Layout
-from samestep.tasks.base import Batch, Task, call
+from samestep.tasks.base import Task, call
 from samestep.training.fit import Training
 
 

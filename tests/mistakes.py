@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from samestep.data.loader import StepBatch
+from samestep.data.types import Batch
 from samestep.engines.base import Loss, Preparation, StepReport
 from samestep.engines.native.engine import Native
 from samestep.engines.native.trainer import NativeTrainer
-from samestep.tasks.base import Batch
 
 
 class SummedTrainer(NativeTrainer):

@@ -12,12 +12,13 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import samestep
+from samestep.data.types import Batch
 from samestep.errors import UserError
 from samestep.jobfile import load
 from samestep.layout import ModelShape
 from samestep.parallel.exact.float64 import in_float64
 from samestep.recipe import Recipe
-from samestep.tasks.base import Batch, call
+from samestep.tasks.base import call
 from samestep.tasks.causal_lm import CausalLM
 from samestep.tasks.registry import resolve
 

@@ -16,10 +16,11 @@ from torch import nn
 
 import samestep
 import samestep.data.images
+from samestep.data.types import Batch
 from samestep.errors import UserError
 from samestep.jobfile import load
 from samestep.recipe import Recipe
-from samestep.tasks.base import Batch, call
+from samestep.tasks.base import call
 from samestep.tasks.image_classification import ImageClassification
 from samestep.tasks.registry import resolve
 

@@ -18,8 +18,9 @@ from transformers import BatchEncoding
 
 from samestep.data.loader import Chunks, Loader, StepBatch, to_device
 from samestep.data.order import Place, SampleOrder, Share
+from samestep.data.types import Batch
 from samestep.errors import UserError
-from samestep.tasks.base import Batch, Task
+from samestep.tasks.base import Task
 
 pytestmark = pytest.mark.quick
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from samestep.data.types import Batch
 from samestep.errors import UserError
 from samestep.jobfile import load
 from samestep.layout import ModelShape
 from samestep.recipe import Recipe
-from samestep.tasks.base import Batch, call
+from samestep.tasks.base import call
 from samestep.tasks.registry import resolve
 from samestep.tasks.text_classification import TextClassification
 

@@ -16,8 +16,9 @@ from lightning.fabric.strategies import DDPStrategy  # pyright: ignore[reportMis
 
 from benchmarks.peers.job import PeerJob, arguments
 from samestep import environment
+from samestep.data.types import Batch
 from samestep.jobfile import load
-from samestep.tasks.base import Batch, call
+from samestep.tasks.base import call
 
 
 def launched(job: PeerJob, devices: int, nodes: int) -> Any:

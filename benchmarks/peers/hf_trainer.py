@@ -17,8 +17,9 @@ from transformers import Trainer, TrainingArguments
 
 from benchmarks.peers.job import PeerJob, arguments
 from samestep import environment
+from samestep.data.types import Batch
 from samestep.jobfile import load
-from samestep.tasks.base import Batch, call
+from samestep.tasks.base import call
 
 
 class JobTrainer(Trainer):

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from samestep.data.order import Place, SampleOrder, bounds
+from samestep.data.types import Batch
 from samestep.launch.device import peak_memory
 from samestep.recipe import Recipe
 from samestep.run_folder import versions
-from samestep.tasks.base import Batch, Task, call
+from samestep.tasks.base import Task, call
 from samestep.tasks.registry import resolve
 from samestep.training.evaluation import apart, named_parts, plain, switch_off
 from samestep.training.fit import build_model

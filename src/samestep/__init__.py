@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from samestep.api import dry_run, train, verify
     from samestep.comparison.compare import compare
     from samestep.comparison.results import Comparison
+    from samestep.data.types import Batch, Samples
     from samestep.errors import (
         CheckpointError,
         InterruptedJobError,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
         Recipe,
         Schedule,
     )
-    from samestep.tasks.base import Batch, Samples, Task, Work
+    from samestep.tasks.base import Task, Work
     from samestep.tasks.losses import Gather, alone
     from samestep.tasks.turns import InTurns, Turn
     from samestep.training.result import TrainResult
@@ -73,8 +74,8 @@ _HOME = {
     "Run": "samestep.job",
     "Layout": "samestep.layout",
     "Task": "samestep.tasks.base",
-    "Batch": "samestep.tasks.base",
-    "Samples": "samestep.tasks.base",
+    "Batch": "samestep.data.types",
+    "Samples": "samestep.data.types",
     "Work": "samestep.tasks.base",
     "InTurns": "samestep.tasks.turns",
     "Turn": "samestep.tasks.turns",

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from samestep.contract.errors import ContractError, line_of, said
-from samestep.tasks.base import Batch, Task, as_batch, check_samples
+from samestep.data.types import Batch, as_batch
+from samestep.tasks.base import Task, check_samples
 
 DATA, COLLATE = "data", "collate"
 MOST = 12  # number of samples checked

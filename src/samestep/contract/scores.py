@@ -7,9 +7,10 @@ from typing import Any
 from samestep.contract.errors import ContractError, at, line_of, said
 from samestep.contract.samples import MOST
 from samestep.contract.trial import Trial, Writes
+from samestep.data.types import as_batch
 from samestep.layout import Layout
 from samestep.recipe import EarlyStop
-from samestep.tasks.base import Task, as_batch
+from samestep.tasks.base import Task
 from samestep.training.early_stop import check_number
 from samestep.training.evaluation import check_metrics, named_parts, on_cpu, plain
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from samestep.contract.errors import Budget, ContractError, at, line_of, said
 from samestep.contract.samples import Sampled, equal, take_others
 from samestep.data.loader import Moment, to_device
+from samestep.data.types import Batch
 from samestep.engines.precision import Precision
 from samestep.job import Job
 from samestep.parallel.coupled_loss import Coupling, Rows
@@ -30,7 +31,7 @@ from samestep.parallel.exact.dropout import Dropout, same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.exact.generators import is_foreign
 from samestep.parallel.nests import map_tensors
-from samestep.tasks.base import Batch, InTurn, Task, call, sum_and_count
+from samestep.tasks.base import InTurn, Task, call, sum_and_count
 from samestep.tasks.losses import takes_gather, with_weights
 from samestep.tasks.turns import Turn
 from samestep.training.evaluation import switch_off

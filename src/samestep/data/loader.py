@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from samestep.data.order import Indices, Place, SampleOrder, Share
+from samestep.data.types import Batch, Samples, as_batch, missing_sample
 from samestep.errors import UserError
-from samestep.tasks.base import Batch, Samples, as_batch, missing_sample
 
 # Loader workers are forked, PyTorch's default on Linux. The default of a rank that was itself forked from a fork
 # server would be that server, which doesn't have a task imported from a job file and can't pass on more than some 100

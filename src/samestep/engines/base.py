@@ -20,6 +20,7 @@ from samestep.comm.mesh import Mesh
 from samestep.communication import Communication
 from samestep.data.loader import StepBatch
 from samestep.data.order import Place
+from samestep.data.types import Batch
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.holdings import Holdings
@@ -29,7 +30,7 @@ from samestep.parallel.sharding import Entry
 from samestep.parallel.state_shards import Piece
 from samestep.profiling.clock import StepClock
 from samestep.recipe import Average
-from samestep.tasks.base import Batch, Task
+from samestep.tasks.base import Task
 from samestep.tasks.turns import StepTurns
 
 # Returns the sum of the loss over a batch's terms, and the number of terms.

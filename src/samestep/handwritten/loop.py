@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from samestep.data.loader import to_device
 from samestep.data.order import Place, SampleOrder, bounds
+from samestep.data.types import Batch, as_batch
 from samestep.engines.precision import parameter_dtype
 from samestep.errors import UserError
 from samestep.handwritten import PRECISIONS
@@ -26,7 +27,7 @@ from samestep.parallel.deferred_init import move
 from samestep.parallel.exact.float64 import in_float64
 from samestep.parallel.holdings import Holdings, holdings
 from samestep.recipe import Recipe
-from samestep.tasks.base import Batch, Task, as_batch, call, sum_and_count
+from samestep.tasks.base import Task, call, sum_and_count
 from samestep.tasks.losses import takes_gather
 from samestep.tasks.turns import turns_of
 from samestep.training.evaluation import apart, named_parts, plain, switch_off

@@ -3,9 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from samestep.errors import UserError, described, one_line
+from samestep.data.types import Batch, Samples, missing_sample
+from samestep.errors import UserError, one_line
 from samestep.layout import ModelShape
 from samestep.tasks.prediction import Model, Prediction, ToPredict, from_scores, predict_each
 
@@ -16,48 +17,12 @@ if TYPE_CHECKING:
     from samestep.tasks.transformers_model import Pretrained
 
 
-class Batch(NamedTuple):
-    """A batch of collated samples.
-
-    `inputs` is what the model is called with: a mapping becomes keywords, a tuple positions, anything else the one
-    argument. `targets` is for the loss and the metrics; the model doesn't see it.
-    """
-
-    inputs: Any
-    targets: Any
-
-
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """Cost of a sample, for the reported speeds; None if unknown."""
 
     tokens: int | None = None
     flops: float | None = None  # floating-point operations of forward and backward, without any recomputation
-
-
-@runtime_checkable
-class Samples(Protocol):
-    """A data set with a length; a sample is found by its index."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-class First(Sequence[Any]):
-    """The first samples of a data set."""
-
-    def __init__(self, samples: Samples, most: int) -> None:
-        self._samples = samples
-        self._length = min(most, len(samples))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: Any, /) -> Any:
-        if not -self._length <= index < self._length:
-            raise IndexError(index)
-        return self._samples[index % self._length]
 
 
 class Task(ABC):
@@ -202,26 +167,6 @@ def call(model: Any, inputs: Any) -> Any:
     return model(inputs, **keywords)
 
 
-def as_batch(collated: Any) -> Batch:
-    """Convert a collate's result to a Batch. Raises UserError unless it is a pair of inputs and targets."""
-    if isinstance(collated, Batch):
-        return collated
-    if isinstance(collated, (tuple, list)) and len(collated) == 2:
-        return Batch(*collated)
-    what = f"a {type(collated).__name__}"
-    if isinstance(collated, Mapping):
-        keys = ", ".join(str(key) for key in list(collated)[:6])
-        what += f" with the keys {keys}" if keys else " without keys"
-        fix = "use samestep.Batch(inputs, targets), whose inputs may be such a mapping"
-    elif isinstance(collated, (tuple, list)):
-        what += f" of {len(collated)}"
-        fix = "use samestep.Batch(inputs, targets), whose inputs may be a tuple of several"
-    else:
-        what = "None" if collated is None else what
-        fix = "use samestep.Batch(inputs, targets)"
-    raise UserError(f"collate gave {what}; it must give a pair of inputs and targets: {fix}")
-
-
 def check_data(task: Task) -> None:
     """Raise UserError for data sets from which samples can't be drawn by index."""
     check_samples(task.train_set(), "train_set()")
@@ -243,14 +188,6 @@ def check_samples(samples: Any, what: str) -> None:
             raise UserError(f"{what}: {_no_index(samples)}") from None
         except (IndexError, KeyError) as error:
             raise UserError(f"{what}: {missing_sample(samples, index, error)}") from error
-
-
-def missing_sample(samples: Any, index: int, error: Exception) -> str:
-    """Describe that a data set has no sample at an index within its length."""
-    return (
-        f"a {type(samples).__name__} of length {len(samples)} gives no sample {index} ({described(error)}); use a "
-        "__len__ that counts the samples that __getitem__ gives for 0, 1, 2, ..."
-    )
 
 
 def _length(samples: Any, what: str) -> int:

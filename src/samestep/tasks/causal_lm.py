@@ -21,11 +21,12 @@ from samestep.data.cache import DataCache
 from samestep.data.corpus import RunningText
 from samestep.data.package_files import locate
 from samestep.data.tokenizer import IGNORED, StreamTokenizer, TokenBlocks
+from samestep.data.types import Batch
 from samestep.errors import UserError
 from samestep.layout import ModelShape
 from samestep.recipe import STRICT, Positive, Real, Whole
 from samestep.tasks import transformers_model
-from samestep.tasks.base import Batch, Task, Work
+from samestep.tasks.base import Task, Work
 from samestep.tasks.metrics import Metric, Ratio
 from samestep.tasks.prediction import Model, Prediction, ToPredict, lines_of, predict_each
 from samestep.tasks.registry import check_heads, refuse_together

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 
+from samestep.data.types import Batch, Samples
 from samestep.errors import UserError, described
-from samestep.tasks.base import Batch, Samples, Task, check_samples
+from samestep.tasks.base import Task, check_samples
 from samestep.tasks.losses import Gather, alone
 from samestep.tasks.model_facts import ModelFacts, model_facts, same_tensors
 from samestep.tasks.model_loss import computed_in, copied, loss_of

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from samestep.data import images
 from samestep.data.images import ImageSource, LabelledImages, coloured, decoded, resized
 from samestep.data.split import check_split, limited, split
+from samestep.data.types import Batch
 from samestep.errors import UserError
 from samestep.recipe import STRICT, Positive, Real, Whole
-from samestep.tasks.base import Batch, Task
+from samestep.tasks.base import Task
 from samestep.tasks.prediction import Model, Prediction, ToPredict, of_classes, predict_each
 from samestep.tasks.registry import refuse_together
 

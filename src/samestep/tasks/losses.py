@@ -25,8 +25,9 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from samestep.data.types import Batch
 from samestep.errors import UserError
-from samestep.tasks.base import Batch, sum_and_count
+from samestep.tasks.base import sum_and_count
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,8 @@ from samestep.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from samestep.tasks.base import Batch, Samples, Task
+    from samestep.data.types import Batch, Samples
+    from samestep.tasks.base import Task
 
 # Calls the model in evaluation mode: a batch's inputs -> its output, both as in training.
 Model = Callable[[Any], Any]
@@ -28,7 +29,7 @@ class ToPredict:
 
 def predict_each(task: "Task", model: Model, samples: "Samples", batch: int) -> Iterator[Prediction]:
     """The predictions for samples, in their order."""
-    from samestep.tasks.base import as_batch
+    from samestep.data.types import as_batch
 
     for start in range(0, len(samples), batch):
         some = [samples[index] for index in range(start, min(start + batch, len(samples)))]

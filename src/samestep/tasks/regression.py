@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
+from samestep.data.types import Batch, Samples
 from samestep.recipe import Positive
-from samestep.tasks.base import Batch, Samples, Task
+from samestep.tasks.base import Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -21,11 +21,12 @@ from samestep.data.package_files import locate
 from samestep.data.split import check_split, limited, split
 from samestep.data.text import Classes, LabelledTexts, find_classes, read_source
 from samestep.data.tokenizer import TEXT_PADDING, TextTokenizer, TokenisedTexts
+from samestep.data.types import Batch
 from samestep.errors import UserError
 from samestep.layout import ModelShape
 from samestep.recipe import STRICT, Positive
 from samestep.tasks import transformers_model
-from samestep.tasks.base import Batch, Task
+from samestep.tasks.base import Task
 from samestep.tasks.prediction import Model, Prediction, ToPredict, lines_of, of_classes, predict_each
 from samestep.tasks.registry import check_heads, refuse_together
 from samestep.tasks.transformers_model import Pretrained

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from samestep.data.types import Batch
 from samestep.errors import UserError
-from samestep.tasks.base import Batch, Task
+from samestep.tasks.base import Task
 from samestep.tasks.losses import with_weights
 
 if TYPE_CHECKING:

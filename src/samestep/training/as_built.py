@@ -20,10 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.data.order import SampleOrder
+from samestep.data.types import Batch, Samples
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.deferred_init import tied_stay_tied
 from samestep.recipe import Recipe
-from samestep.tasks.base import Batch, Samples, Task, call, sum_and_count
+from samestep.tasks.base import Task, call, sum_and_count
 from samestep.tasks.losses import SeveralLosses, of_whole_batch
 from samestep.tasks.turns import turns_of
 from samestep.training.adapters import put_adapters

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.data.loader import Chunk
+from samestep.data.types import Batch
 from samestep.engines.base import Trainer
 from samestep.errors import UserError, index_errors_explained
-from samestep.tasks.base import Batch
 
 if TYPE_CHECKING:
     from samestep.tasks.metrics import Metric

@@ -19,6 +19,7 @@ from torch import nn
 
 from samestep.data.loader import StepBatch
 from samestep.data.order import SampleOrder
+from samestep.data.types import First, Samples, as_batch
 from samestep.engines.base import Loss, OptimizerOf, Skipping, StepReport, TurnTaking
 from samestep.engines.registry import resolve as resolve_engine
 from samestep.errors import InterruptedJobError, NonFiniteError
@@ -34,7 +35,7 @@ from samestep.profiling.breakdown import Profile
 from samestep.profiling.profiler import FOLDER as PROFILE_FOLDER
 from samestep.profiling.profiler import StepProfiler
 from samestep.recipe import Recipe
-from samestep.tasks.base import First, InTurn, Samples, Task, as_batch
+from samestep.tasks.base import InTurn, Task
 from samestep.tasks.losses import with_weights
 from samestep.tasks.turns import StepTurns, Turn, check_parameters, turns_of
 from samestep.training import result as results

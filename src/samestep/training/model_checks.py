@@ -15,9 +15,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from samestep.data.loader import to_device
+from samestep.data.types import Samples
 from samestep.errors import UserError, described
 from samestep.parallel.valueless import has_values
-from samestep.tasks.base import Samples, call
+from samestep.tasks.base import call
 
 _SPARSE = (nn.Embedding, nn.EmbeddingBag)
 _WRAPPERS = (DataParallel, DistributedDataParallel)

@@ -24,6 +24,7 @@ from samestep.comm.mesh import build_mesh, new_group
 from samestep.communication import Communication
 from samestep.data.loader import Chunks, Collate, Loader, StepBatch, to_device
 from samestep.data.order import SampleOrder
+from samestep.data.types import Samples
 from samestep.engines.base import (
     Checkpointed,
     Engine,
@@ -54,7 +55,7 @@ from samestep.parallel.parallel_model import Details
 from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.parallel.sparse_rows import Choice as SparseRows
 from samestep.recipe import Average, Precision, Recipe
-from samestep.tasks.base import Samples, default_scores
+from samestep.tasks.base import default_scores
 from samestep.training import evaluation
 from samestep.training.adapters import AdapterFacts, facts_of
 from samestep.training.evaluation import Scores

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch, Moment, StepBatch
+from samestep.data.types import as_batch
 from samestep.engines.base import Loss, StepReport
 from samestep.engines.deepspeed import trainer
 from samestep.engines.deepspeed.initialize import quietly, without_deprecations
 from samestep.engines.deepspeed.trainer import DeepSpeedTrainer
 from samestep.errors import UserError, index_errors_explained
 from samestep.layout import Layout
-from samestep.tasks.base import Task, as_batch
+from samestep.tasks.base import Task
 
 Layers = Sequence[tuple[str, nn.Module]]  # each with its name in the model
 

@@ -23,13 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from samestep.comm.messages import largest
+from samestep.data.types import Batch
 from samestep.parallel import collectives
 from samestep.parallel.attributes import replace_forward
 from samestep.parallel.chunked_logits import ChunkedLogits
 from samestep.parallel.sharding import whole
 from samestep.parallel.tensor.layers import product_of, with_bias
 from samestep.parallel.valueless import has_values
-from samestep.tasks.base import Batch, sum_and_count
+from samestep.tasks.base import sum_and_count
 
 Loss = Callable[[Any, Batch], tuple[Tensor, Tensor | int]]
 Backward = Callable[[Tensor], None]

@@ -1,0 +1,70 @@
+"""Types of data: data sets of samples, and batches of collated samples."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from samestep.errors import UserError, described
+
+
+class Batch(NamedTuple):
+    """A batch of collated samples.
+
+    `inputs` is what the model is called with: a mapping becomes keywords, a tuple positions, anything else the one
+    argument. `targets` is for the loss and the metrics; the model doesn't see it.
+    """
+
+    inputs: Any
+    targets: Any
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """A data set with a length; a sample is found by its index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class First(Sequence[Any]):
+    """The first samples of a data set."""
+
+    def __init__(self, samples: Samples, most: int) -> None:
+        self._samples = samples
+        self._length = min(most, len(samples))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any, /) -> Any:
+        if not -self._length <= index < self._length:
+            raise IndexError(index)
+        return self._samples[index % self._length]
+
+
+def as_batch(collated: Any) -> Batch:
+    """Convert a collate's result to a Batch. Raises UserError unless it is a pair of inputs and targets."""
+    if isinstance(collated, Batch):
+        return collated
+    if isinstance(collated, (tuple, list)) and len(collated) == 2:
+        return Batch(*collated)
+    what = f"a {type(collated).__name__}"
+    if isinstance(collated, Mapping):
+        keys = ", ".join(str(key) for key in list(collated)[:6])
+        what += f" with the keys {keys}" if keys else " without keys"
+        fix = "use samestep.Batch(inputs, targets), whose inputs may be such a mapping"
+    elif isinstance(collated, (tuple, list)):
+        what += f" of {len(collated)}"
+        fix = "use samestep.Batch(inputs, targets), whose inputs may be a tuple of several"
+    else:
+        what = "None" if collated is None else what
+        fix = "use samestep.Batch(inputs, targets)"
+    raise UserError(f"collate gave {what}; it must give a pair of inputs and targets: {fix}")
+
+
+def missing_sample(samples: Any, index: int, error: Exception) -> str:
+    """Describe that a data set has no sample at an index within its length."""
+    return (
+        f"a {type(samples).__name__} of length {len(samples)} gives no sample {index} ({described(error)}); use a "
+        "__len__ that counts the samples that __getitem__ gives for 0, 1, 2, ..."
+    )
