@@ -220,7 +220,7 @@ def test_the_curves_end_at_the_bytes_values_and_seconds_of_their_table(modules: 
             cells = {line[0]: line[1:] for line in lines}
             for panel, column in enumerate([0, *range(4, len(lines[0]) - 1)]):
                 ends = list(ends_of_curves(page.parent / picture, panel))
-                assert [name for name, _, _ in ends] == list(cells)
+                assert [name for name, _, _ in ends] == [name for name, row in cells.items() if row[column]]
                 for name, (across, up), (off_across, off_up) in ends:
                     shown, value = cells[name][column], cells[name][2].partition(" ")[0]
                     assert abs(across - float(shown)) <= off_across + 0.5 * 10 ** -len(shown.partition(".")[2])
