@@ -5,6 +5,7 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,8 @@ def ends_of_curves(picture: Path, panel: int) -> Iterator[tuple[str, tuple[float
     texts = list(ElementTree.parse(picture).iter(f"{SHAPES}text"))
     lines = list(ElementTree.parse(picture).iter(f"{SHAPES}polyline"))
     titles = [number for number, text in enumerate(texts) if " over " in (text.text or "")]
-    own = texts[titles[panel] : [*titles, len(texts)][panel + 1]]
+    panels = [texts[first:last] for first, last in pairwise([*titles, len(texts)])]
+    own = panels[panel]
 
     def marks(anchor: str, axis: str) -> list[tuple[float, float]]:
         return [
@@ -201,8 +203,9 @@ def ends_of_curves(picture: Path, panel: int) -> Iterator[tuple[str, tuple[float
             return value, value * ((high / low) ** abs(0.1 / (last - first)) - 1)
         return low + (high - low) * share, abs((high - low) * 0.1 / (last - first))
 
-    names = [text.text or "" for text in own if text.attrib["text-anchor"] == "start"][1:]
-    for name, line in zip(names, lines[panel * len(names) :], strict=False):
+    named = [[text.text or "" for text in each if text.attrib["text-anchor"] == "start"][1:] for each in panels]
+    before = sum(len(names) for names in named[:panel])
+    for name, line in zip(named[panel], lines[before:], strict=False):
         x, y = map(float, line.attrib["points"].split()[-1].split(","))
         across = along(marks("middle", "x"), x, powers=panel == 0)
         up = along(marks("end", "y"), y + 4, powers=False)
