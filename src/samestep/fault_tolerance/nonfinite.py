@@ -18,7 +18,7 @@ def file_of(folder: Path, step: int) -> Path:
 
 
 class NonFinite:
-    """Checks every step's loss and gradient norm; all ranks see the same values, and so decide alike."""
+    """Checks every step's loss and gradient norm; all ranks see the same values and make the same decision."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class _Shared:
 
     @classmethod
     def of(cls, layer: nn.Module, group: dist.ProcessGroup) -> "_Shared":
-        """Distribute a layer's rows over a group; made anew for each forward, as it is a part of the graph."""
+        """Distribute a layer's rows over a group, once for each forward, since it is part of the graph."""
 
         def summed(parameter: Tensor | None) -> Any:
             return (

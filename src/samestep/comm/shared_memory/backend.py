@@ -25,6 +25,7 @@ from samestep.comm.shared_memory.region import NoRegionError, host_identity, hos
 NAME = "samestep"
 
 _DEFAULT_GROUP = "0"  # PyTorch's name of the group of all ranks
+_OTHER_RANK = "another rank of this host can't compile it"
 
 Choice = Literal["compiled", "interpreted", "none"]
 
@@ -118,9 +119,6 @@ def _kernel(store: Store, place: Place, environ: Mapping[str, str], *, tells: bo
         )
     size = interpreted.region_bytes(place.ranks)
     return InterpretedKernel(region.share(store, place.rank, place.ranks, size), place)
-
-
-_OTHER_RANK = "another rank of this host can't compile it"
 
 
 def _compiled_functions(environ: Mapping[str, str]) -> Any:
