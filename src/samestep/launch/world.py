@@ -196,8 +196,8 @@ def leave_process_group() -> None:
 
     A thread of gloo lets go of a finished message with the group's lock held, and where the message's tensors came
     from Python, it needs the GIL for it. The group's destructor takes the GIL first and then the group's lock, so the
-    two may deadlock. (Seen in PyTorch 2.13, once in some thirty ends of a busy machine.) Whoever holds the last
-    reference destroys the group: often this function, but a DistributedDataParallel that lives on does so later.
+    two may deadlock (seen in PyTorch 2.13 on a busy machine, in about one of thirty process exits). The holder of the
+    last reference destroys the group: often this function, or later a DistributedDataParallel that is still in use.
 
     So every group sends one more message, which holds references to those before it. A rank among others holds a
     reference to that message to the end of its process, and with it to the group's connections: so no thread of gloo
