@@ -1,21 +1,29 @@
-"""What samestep's step costs beside a hand-written PyTorch loop: the same job, side by side, step by step in turns.
+"""What samestep's step costs beside a hand-written PyTorch loop: the same job, side by side, in turns.
 
-    python benchmarks/overhead.py [--pairs 5] [--steps 60] [--json FILE]
+    python benchmarks/overhead.py [--pairs 5] [--steps 60] [--dropout 0 0.1] [--json FILE]
 
-A pair is one start of one process (or two), in which the hand-written loop and samestep train a model each and take
-their steps in turns: whatever slows the machine for a second slows both. Of each pair the median step of either is
-taken, after the first five, and their ratio; of all pairs the median ratio. Both wait for data, log every step, and
-compute the same batches.
+A pair is one start of one process (or two), in which the hand-written loop and samestep train a model each and
+take blocks of steps in turns: whatever slows the machine for a second slows both. Of each pair the median step of
+either is taken, without the first ones of all and the first of each block, and their ratio; of all pairs the median
+ratio. Both wait for data, log every step, and compute the same batches.
+
+samestep's blocks are supervised as `samestep train` supervises its ranks: each rank publishes its status in every
+step and its heartbeat from a thread, and a watchdog in another process reads them. During the hand-written loop's
+blocks the threads have ended and the watchdog is stopped, so that what they cost is counted on samestep's side only.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,12 +35,14 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 SETTLE = 5  # steps until memory is allocated and caches are warm
+BLOCK = 15  # steps of one loop before the other's turn: about two heartbeats of the reviews' job
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", type=Path, default=HERE.parent / "examples" / "reviews.yaml")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1], help="of the job's model")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", type=Path)
@@ -43,27 +53,30 @@ def main() -> None:
         return
 
     rows = []
+    settings = [(processes, dropout) for dropout in options.dropout for processes in options.processes]
     with TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as progress:
-        shorten(options.job, options.steps, Path(folder))
-        bar = progress.add_task("pairs", total=len(options.processes) * options.pairs)
-        for processes in options.processes:
+        bar = progress.add_task("pairs", total=len(settings) * options.pairs)
+        for processes, dropout in settings:
+            shorten(options.job, options.steps, Path(folder), dropout)
             pairs = []
             for _ in range(options.pairs):
                 pairs.append(pair(processes, options.steps, Path(folder)))
                 progress.advance(bar)
-            rows.append(summary(processes, pairs))
+            rows.append({"dropout": dropout} | summary(processes, pairs))
     print_table(rows, options)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
-def shorten(job: Path, steps: int, folder: Path) -> None:
+def shorten(job: Path, steps: int, folder: Path, dropout: float | None = None) -> None:
     """Write the job with so many steps, and few held-out samples: evaluation is not what is timed."""
     values = yaml.safe_load(job.read_text(encoding="utf-8"))
     recipe = values["recipe"]
     recipe.pop("epochs", None)
     recipe["steps"] = steps
     recipe.setdefault("data", {})["held_out"] = 0.005
+    if dropout is not None and "dropout" in recipe.get("model", {}):
+        recipe["model"]["dropout"] = dropout
     (folder / "job.yaml").write_text(yaml.safe_dump({"recipe": recipe}), encoding="utf-8")
 
 
@@ -73,15 +86,50 @@ def pair(processes: int, steps: int, folder: Path) -> tuple[float, float]:
     if processes > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [*start, str(HERE / "overhead.py"), "--rank-of", str(folder), "--steps", str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    with watchdog(folder, processes):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
     seconds = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
-    return statistics.median(seconds["handwritten"][SETTLE:]), statistics.median(seconds["samestep"][SETTLE:])
+    return statistics.median(seconds["handwritten"]), statistics.median(seconds["samestep"])
+
+
+def _watch(folder: Path, processes: int) -> None:
+    from samestep.fault_tolerance.watchdog import Watchdog
+
+    with Watchdog(folder / "round", range(processes), limit=None, goes_on=lambda _: None):
+        threading.Event().wait()
+
+
+@contextmanager
+def watchdog(folder: Path, processes: int) -> Iterator[None]:
+    """A process whose watchdog reads the ranks' status; rank 0 stops and continues it by its id."""
+    (folder / "round").mkdir(exist_ok=True)
+    process = multiprocessing.get_context("spawn").Process(target=_watch, args=(folder, processes), daemon=True)
+    process.start()
+    (folder / "watchdog").write_text(str(process.pid), encoding="ascii")
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+@contextmanager
+def watched(folder: Path, rank: int, supervision: Any) -> Iterator[None]:
+    """Context in which a rank is supervised and the pair's watchdog runs; outside of it its process is stopped."""
+    pid = int((folder / "watchdog").read_text(encoding="ascii")) if rank == 0 else None
+    if pid is not None:
+        os.kill(pid, signal.SIGCONT)
+    with supervision:
+        yield
+    if pid is not None:
+        os.kill(pid, signal.SIGSTOP)
 
 
 def take_turns(folder: Path, steps: int) -> None:
-    """One rank of a pair: both train, and take their steps in turns."""
+    """One rank of a pair: both train, and take blocks of steps in turns."""
+    from samestep.fault_tolerance.rank import RankSupervision, Round
     from samestep.handwritten.loop import Loop
     from samestep.jobfile import load
     from samestep.launch.world import join
@@ -94,17 +142,23 @@ def take_turns(folder: Path, steps: int) -> None:
     with join() as world:
         training = Training(job, task, world, Layout(replicate=world.world_size))
         loop = Loop(job.recipe, task, rank=world.rank, world_size=world.world_size, device=world.device)
+        supervision = RankSupervision(job.run, Round(folder=folder / "round"))
+        records = folder if world.rank == 0 else None
         runners = {
-            "handwritten": handwritten(loop, folder if world.rank == 0 else None),
-            "samestep": samestep(training, folder if world.rank == 0 else None),
+            "handwritten": handwritten(loop, records),
+            "samestep": samestep(training, records, supervision),
         }
         seconds: dict[str, list[float]] = {name: [] for name in runners}
-        for step in range(steps):
+        for number, begin in enumerate(range(0, steps, BLOCK)):
             # Whoever comes second may find warmer caches: they take turns in that too.
-            for name in sorted(runners, reverse=step % 2 == 1):
-                began = time.perf_counter()
-                next(runners[name])
-                seconds[name].append(time.perf_counter() - began)
+            for name in sorted(runners, reverse=number % 2 == 1):
+                with watched(folder, world.rank, supervision) if name == "samestep" else nullcontext():
+                    for step in range(begin, min(begin + BLOCK, steps)):
+                        began = time.perf_counter()
+                        next(runners[name])
+                        # The first step of a block finds the other loop's data in the caches.
+                        if step >= SETTLE and step > begin:
+                            seconds[name].append(time.perf_counter() - began)
         if world.rank == 0:
             (folder / "seconds.json").write_text(json.dumps(seconds), encoding="utf-8")
 
@@ -118,8 +172,8 @@ def handwritten(loop: Any, folder: Path | None) -> Iterator[None]:
             yield
 
 
-def samestep(training: Any, folder: Path | None) -> Iterator[None]:
-    """What `samestep train` does in a step, with its records."""
+def samestep(training: Any, folder: Path | None, supervision: Any = None) -> Iterator[None]:
+    """What `samestep train` does in a step, with its records, and with the rank's supervision if it is given."""
     from samestep.fault_tolerance.nonfinite import NonFinite
     from samestep.training.loop import Readout, StepLog
     from samestep.training.metrics_log import Bar, Records, Tally
@@ -130,7 +184,7 @@ def samestep(training: Any, folder: Path | None) -> Iterator[None]:
         )
         log = StepLog(records, bar, Tally(len(training.samples)), guard)
         before = None
-        for batch, report in training.steps():
+        for batch, report in training.steps(supervision=supervision):
             reading = Readout(report)
             if before is not None:
                 log.add(*before)
@@ -152,11 +206,12 @@ def summary(processes: int, pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 def print_table(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     table = Table(title=f"a step of {options.job.name}, medians of {options.pairs} pairs of {options.steps} steps")
-    for name in ("processes", "handwritten, ms", "samestep, ms", "ratio", "smallest and largest ratio"):
+    for name in ("processes", "dropout", "handwritten, ms", "samestep, ms", "ratio", "smallest and largest ratio"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             str(row["processes"]),
+            f"{row['dropout']:g}",
             f"{row['handwritten_ms']:.1f}",
             f"{row['samestep_ms']:.1f}",
             f"{row['ratio']:.3f}",

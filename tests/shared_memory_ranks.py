@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -24,6 +24,7 @@ from samestep.comm.shared_memory import backend
 from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup
 from samestep.comm.traffic import Traffic
 from samestep.launch.world import join
+from samestep.parallel.ddp import replicate
 
 NO_COMPILER = {"CXX": "no-such-compiler"}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -233,6 +234,33 @@ def wrong_over_hosts(hosts: str) -> list[str]:
             group.barrier().wait()
         group.close()
     return found
+
+
+def gradients_sent(hosts: str, bucket_mb: float | None) -> tuple[int, bool]:
+    """The messages of a backward with 4 MB of gradients, and whether they became the ranks' averages."""
+    with join(device="cpu", threads=1) as world:
+        store = dist.PrefixStore("buckets", dist.distributed_c10d._get_default_store())
+        group = group_of(store, world.rank, world.world_size, os.environ, host=hosts[world.rank])
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
+        replicated = replicate(model, group, world.device, bucket_mb=bucket_mb)
+        sent: list[int] = []
+        group.counters.append(lambda kind, message, ranks: sent.append(message))
+        inputs = torch.stack([numbers(rank, 256, torch.float32) for rank in range(world.world_size)])
+        for _ in range(3):  # the second forward agrees on buckets in the order of the first backward
+            sent.clear()
+            model.zero_grad()
+            replicated(inputs[world.rank]).sum().backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        (model(inputs).sum() / world.world_size).backward()
+        same = all(
+            torch.allclose(grad, parameter.grad, rtol=1e-4, atol=1e-6)
+            for grad, parameter in zip(found, model.parameters(), strict=True)
+            if grad is not None and parameter.grad is not None
+        )
+        group.close()
+        return len(sent), same and sum(sent) == 16 * 256 * 256 * 4
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -19,6 +19,7 @@ from shared_memory_ranks import (
     NO_COMPILER,
     asked_in_another_order,
     ends,
+    gradients_sent,
     runs_on,
     sent_by,
     sum_over_a_full_host,
@@ -69,6 +70,20 @@ def test_collectives_give_what_their_definitions_say(ranks: int) -> None:
 @pytest.mark.parametrize("hosts", ["aab", "aba"])
 def test_collectives_over_hosts_go_through_one_rank_of_each(hosts: str) -> None:
     assert local.start(wrong_over_hosts, (hosts,), len(hosts)) == []
+
+
+def test_gradients_leave_a_host_in_about_eight_buckets_unless_told_otherwise() -> None:
+    # 4 MB of gradients, two layers of 0.25 MB a bucket.
+    assert local.start(gradients_sent, ("aab", None), 3) == (8, True)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "bucket_mb", "messages"),
+    # PyTorch's buckets: one of 1 MB first, and all others in one of 25.
+    [("aa", None, 2), pytest.param("aab", 1.0, 4, marks=pytest.mark.slow)],
+)
+def test_gradients_within_a_host_and_in_given_buckets(hosts: str, bucket_mb: float | None, messages: int) -> None:
+    assert local.start(gradients_sent, (hosts, bucket_mb), len(hosts)) == (messages, True)
 
 
 def test_collectives_may_be_begun_in_any_order_of_their_groups() -> None:
