@@ -16,6 +16,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -104,7 +105,8 @@ def _watch(folder: Path, processes: int) -> None:
 @contextmanager
 def watchdog(folder: Path, processes: int) -> Iterator[None]:
     """A process whose watchdog reads the ranks' status; rank 0 stops and continues it by its id."""
-    (folder / "round").mkdir(exist_ok=True)
+    shutil.rmtree(folder / "round", ignore_errors=True)  # a former pair's ranks have ended, which this one's have not
+    (folder / "round").mkdir()
     process = multiprocessing.get_context("spawn").Process(target=_watch, args=(folder, processes), daemon=True)
     process.start()
     (folder / "watchdog").write_text(str(process.pid), encoding="ascii")

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -86,11 +86,14 @@ class Compiled:
     layers: int = LAYERS
     products: int = PRODUCTS
     micro_batch: int | None = MICRO_BATCH
+    bucket_mb: float | None = None
 
 
 LLAMA = Compiled()
 # Statistics over the ranks are a part of the block; a compiled one is computed again as a whole.
 NORMED = Compiled(model=Normed(), layers=Normed.LAYERS, products=1, micro_batch=None)
+# The compiler breaks no graph at the end of a bucket, and refuses none smaller than PyTorch's first one.
+IN_BUCKETS = replace(NORMED, bucket_mb=0.25)
 # gpt-oss has attention with sinks, which gets all tokens; what differs from call to call is no part of it.
 GATHERED = Compiled(model="gpt-oss", layers=2, products=5)
 
@@ -99,7 +102,7 @@ GATHERED = Compiled(model="gpt-oss", layers=2, products=5)
 @pytest.mark.timeout(170)
 def test_blocks_call_what_was_traced_of_one_of_them() -> None:
     """The compiler's front end alone, whose graphs run as they are: kernels take minutes to be written."""
-    cases = [(LLAMA, "pp2 recompute=full"), (LLAMA, "tp2 sequence=split"), (LLAMA, "cp2"), (NORMED, "dp2")]
+    cases = [(LLAMA, "pp2 recompute=full"), (LLAMA, "tp2 sequence=split"), (LLAMA, "cp2"), (IN_BUCKETS, "dp2")]
     _assert_compiled(cases, steps=1, traced_by=as_it_is)
 
 
@@ -125,7 +128,8 @@ def _assert_compiled(cases: Sequence[tuple[Compiled, str]], *, steps: int, trace
     known: dict[Compiled, Reference] = {}
     with TemporaryDirectory() as folder:
         for model, layout in cases:
-            run = Run(compile=True, threads=1, micro_batch=model.micro_batch, check=False, layout=layout)
+            sizes = {"micro_batch": model.micro_batch, "bucket_mb": model.bucket_mb}
+            run = Run(compile=True, threads=1, check=False, layout=layout, **sizes)  # pyright: ignore[reportArgumentType]
             jobs.append(proof_job(Job(recipe=recipe(model.model), run=run)))
             if model not in known:
                 place = Path(folder) / str(len(known))

@@ -76,6 +76,9 @@ def replicate(
         )
     finally:  # it is looked at only here, and the module may be wrapped again
         del module._ddp_params_and_buffers_to_ignore
+    # Read from now on by the compiler alone, which refuses one below PyTorch's first bucket, and would break the
+    # graphs of compiled blocks where a bucket ends.
+    replicated.bucket_bytes_cap = max(replicated.bucket_bytes_cap, int(_PYTORCHS_DEFAULT * 2**20))
     if owners is not None:
         # A hook takes the place of DDP's own all-reduce for every bucket.
         replicated.register_comm_hook(owners, to_owners)
@@ -85,7 +88,7 @@ def replicate(
 
 
 # Megabytes of a bucket between hosts. Over a link of 1 Gbit/s 0.5 MB takes 4 ms, ten times a message's latency.
-_LEAST_BETWEEN_HOSTS, _MOST_BETWEEN_HOSTS = 0.5, 25.0
+_LEAST_BETWEEN_HOSTS, _PYTORCHS_DEFAULT = 0.5, 25.0
 _BUCKETS_BETWEEN_HOSTS = 8
 
 
@@ -99,7 +102,7 @@ def _bucket_mb(module: nn.Module, apart: Collection[int], group: ProcessGroup) -
     if not isinstance(group, KernelGroup) or isinstance(group, SharedMemoryGroup):
         return None
     size = sum(p.nbytes for p in module.parameters() if p.requires_grad and id(p) not in apart) / 2**20
-    return min(_MOST_BETWEEN_HOSTS, max(_LEAST_BETWEEN_HOSTS, size / _BUCKETS_BETWEEN_HOSTS))
+    return min(_PYTORCHS_DEFAULT, max(_LEAST_BETWEEN_HOSTS, size / _BUCKETS_BETWEEN_HOSTS))
 
 
 def _no_buffer_messages() -> dict[str, Any]:
