@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.engines.shared_replicas import SharedReplicasTrainer
+from samestep.engines.native.shared_replicas import SharedReplicasTrainer
 from samestep.job import Job, Run
 from samestep.launch.world import join
 from samestep.layout import Layout

@@ -26,7 +26,7 @@ from samestep.contract.step import (
     check_repeatable,
 )
 from samestep.contract.trial import FORWARD, LOSS, MODEL, Trial
-from samestep.engines.ordered import check_model as check_ordered
+from samestep.engines.native.ordered import check_model as check_ordered
 from samestep.job import Job
 from samestep.launch.device import DeviceChoice
 from samestep.launch.world import join

@@ -3,9 +3,10 @@
 Read `base` first (what an engine is and declares), then `native` (samestep's own step). `registry` finds an engine
 and checks a job against what it can do, `precision` has dtypes, autocast and loss scaling.
 
-Other steps of the native engine: `ordered` (sums in one order), `shared_replicas`, `less_communication`. `setup` is
-what all native trainers are made of. Engines that take the native step with another package's parts: `data_parallel`,
-`accelerate`, `horovod`, `parameter_server`. With a step of their own: `deepspeed`, `keras`.
+`setup` is what all native trainers are made of. Engines that take the native step with another package's parts:
+`data_parallel`, `accelerate`, `horovod`, `parameter_server`. With a step of their own: `deepspeed`, `keras`.
+
+A module imports only itself and those before it in this order: `base`, `precision`, `setup`, `native`, the others.
 
 The life of a trainer: `Engine.check` (in the starting process, before anything is spent) -> `Engine.prepare` on every
 rank (model and optimizer spread) -> `Trainer.step` for each batch, `Trainer.predict` for evaluations; checkpoints by

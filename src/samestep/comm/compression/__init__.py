@@ -2,7 +2,7 @@
 
 Read `base` first: what a method is given, when it is called, what it leaves in a checkpoint. `wire` holds the
 collectives, which count what they send; `few_bits` and `one_bit` send numbers in fewer bits, and `adam_state` reads
-and writes AdamW's state for methods that take its step. `engines/less_communication.py` calls the methods.
+and writes AdamW's state for methods that take its step. `engines/native/less_communication.py` calls the methods.
 """
 
 METHODS = {

@@ -61,15 +61,15 @@ class Native(Engine):
     def _prepare(self, model: nn.Module, how: Preparation, failures: LayoutFailures) -> NativeTrainer:
         """Make the trainer that the job's options select: one of three special ones, or the native one."""
         if how.communication is not None:
-            from samestep.engines.less_communication import prepare
+            from samestep.engines.native.less_communication import prepare
 
             return prepare(model, how, how.communication, failures)
         if how.details.virtual_ranks is not None:
-            from samestep.engines.ordered import prepare as prepare_ordered
+            from samestep.engines.native.ordered import prepare as prepare_ordered
 
             return prepare_ordered(model, how, failures)
         if how.details.share_replicas and how.layout.size > 1:
-            from samestep.engines.shared_replicas import prepare as prepare_shared
+            from samestep.engines.native.shared_replicas import prepare as prepare_shared
 
             return prepare_shared(model, how, failures)
         in_precision = Precision(how.precision, how.device)
