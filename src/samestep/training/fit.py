@@ -53,6 +53,28 @@ from samestep.training.session import Session
 from samestep.training.usage import Usage, speeds
 
 
+def _details_of(job: Job) -> Details:
+    """How a job's model is spread, as far as the job says it."""
+    recipe, run = job.recipe, job.run
+    return Details(
+        tensor_plan=run.tensor_plan,
+        expert_plan=run.expert_plan,
+        cut_at=run.cut_at or (),
+        compile=run.compile,
+        attention_dropout=recipe.attention_dropout,
+        loss_chunk=run.loss_chunk,
+        bucket_mb=run.bucket_mb,
+        offload_folder=run.offload_folder,
+        engine_config=run.engine_config,
+        sparse_rows=run.sparse_rows,
+        share_replicas=run.share_replicas,
+        virtual_ranks=recipe.virtual_ranks if run.reduction == "ordered" else None,
+        late_parameters=True,
+        batch=recipe.batch,
+        micro_batch=run.micro_batch,
+    )
+
+
 class Training:
     """A recipe's task, model and batches in a session. `verify` takes a few steps of it, `train` all."""
 
@@ -85,15 +107,11 @@ class Training:
             precision=recipe.precision,
             clip=recipe.clip,
             seed=recipe.seed,
-            micro_batch=job.run.micro_batch,
             workers=job.run.workers,
-            engine_config=job.run.engine_config,
             communication=recipe.communication,
             average=recipe.average,
-            bucket_mb=job.run.bucket_mb,
-            sparse_rows=job.run.sparse_rows,
-            virtual_ranks=recipe.virtual_ranks if job.run.reduction == "ordered" else None,
             master_weights=recipe.master_weights,
+            details=_details_of(job),
         )
         self.turns = turns_of(task)
         self.samples = task.train_set()
@@ -114,25 +132,11 @@ class Training:
         self.complex = [name for name, tensor in built.model.state_dict().items() if tensor.is_complex()]
         self._prepare(
             built,
-            Details(
+            replace(
+                self.session.details,
                 example=example,
                 initial=built.values,
-                tensor_plan=job.run.tensor_plan,
-                expert_plan=job.run.expert_plan,
                 batch_buffers=task.batch_buffers(),
-                cut_at=job.run.cut_at or (),
-                compile=job.run.compile,
-                attention_dropout=recipe.attention_dropout,
-                loss_chunk=job.run.loss_chunk,
-                bucket_mb=job.run.bucket_mb,
-                offload_folder=job.run.offload_folder,
-                engine_config=job.run.engine_config,
-                sparse_rows=job.run.sparse_rows,
-                share_replicas=job.run.share_replicas,
-                virtual_ranks=recipe.virtual_ranks if job.run.reduction == "ordered" else None,
-                late_parameters=True,
-                batch=recipe.batch,
-                micro_batch=job.run.micro_batch,
             ),
         )
 

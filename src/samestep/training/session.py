@@ -97,27 +97,19 @@ class Session:
         precision: Precision = "fp32",
         clip: float | None = None,
         seed: int = 0,
-        micro_batch: int | None = None,
         workers: int = 0,
-        tensor_plan: Mapping[str, str] | None = None,
-        expert_plan: Mapping[str, str] | None = None,
-        cut_at: Sequence[str] = (),
-        compile: bool = False,
-        loss_chunk: int | None = None,
-        offload_folder: Path | None = None,
-        engine_config: Path | None = None,
         communication: Communication | None = None,
-        bucket_mb: float | None = None,
-        sparse_rows: SparseRows = "auto",
         average: Average | None = None,
-        virtual_ranks: int | None = None,
         master_weights: bool = False,
+        details: Details | None = None,
     ) -> None:
+        """`details`: how models are spread, beyond the layout."""
+        details = details or Details()
         layout.check_processes(world.world_size)
-        check(engine, layout, precision, engine_config)
+        check(engine, layout, precision, details.engine_config)
         check_communication(communication, engine, layout, precision)
-        check_buckets(bucket_mb, engine, layout, communication)
-        check_sparse_rows(sparse_rows, engine, layout, communication)
+        check_buckets(details.bucket_mb, engine, layout, communication)
+        check_sparse_rows(details.sparse_rows, engine, layout, communication)
         check_average(average, engine)
         self.world = world
         self.layout = layout
@@ -128,20 +120,10 @@ class Session:
         self._master_weights = master_weights
         self._clip = clip
         self._seed = seed
-        self._micro_batch = micro_batch
         self._workers = workers
-        self._tensor_plan = tensor_plan
-        self._expert_plan = expert_plan
-        self._cut_at = cut_at
-        self._compile = compile
-        self._loss_chunk = loss_chunk
-        self._bucket_mb = bucket_mb
-        self._offload_folder = offload_folder
-        self._engine_config = engine_config
         self._communication = communication
-        self._sparse_rows: SparseRows = sparse_rows
         self._average = average
-        self._virtual_ranks = virtual_ranks
+        self.details = details
         self._trainer: Trainer | None = None
         self._savers: dict[Path, Saver] = {}
         self._group: ProcessGroup | None = None
@@ -185,20 +167,7 @@ class Session:
             model,
             optimizer_of=OwnOptimizers(optimizer, model),
             schedule_of=no_schedule,
-            details=Details(
-                example=example,
-                batch_buffers=batch_buffers or {},
-                tensor_plan=self._tensor_plan,
-                expert_plan=self._expert_plan,
-                cut_at=self._cut_at,
-                compile=self._compile,
-                loss_chunk=self._loss_chunk,
-                bucket_mb=self._bucket_mb,
-                offload_folder=self._offload_folder,
-                engine_config=self._engine_config,
-                sparse_rows=self._sparse_rows,
-                micro_batch=self._micro_batch,
-            ),
+            details=replace(self.details, example=example, batch_buffers=batch_buffers or {}),
         )
         return model, optimizer
 
@@ -259,26 +228,28 @@ class Session:
         `lengths`: of each sample; a rank's micro-batches are then of samples of like length, with less padding.
         """
         check_dealt(samples, collate, "session.batches", batch=batch, steps=steps, epochs=epochs)
-        self.layout.check_batch(batch, self._micro_batch)
+        self.layout.check_batch(batch, self.details.micro_batch)
         order = SampleOrder(
             size=len(samples),
             batch=batch,
             seed=self._seed,
             shuffle=shuffle,
             lengths=None if lengths is None else check_lengths(lengths, samples, "session.batches"),
-            virtual_ranks=self._virtual_ranks,
+            virtual_ranks=self.details.virtual_ranks,
         )
         return Loader(
             samples,
             collate,
             order,
-            place=self.engine.training_place(self.mesh.data_place, self.layout, self.world.rank, self._engine_config),
+            place=self.engine.training_place(
+                self.mesh.data_place, self.layout, self.world.rank, self.details.engine_config
+            ),
             device=self.world.device,
             dtype=self._dtype,
             start=start,
             stop=steps if steps is not None else epochs * order.steps_per_epoch,
-            micro_batch=self._micro_batch,
-            micro_batches=micro_batches(self.layout, batch, self._micro_batch),
+            micro_batch=self.details.micro_batch,
+            micro_batches=micro_batches(self.layout, batch, self.details.micro_batch),
             workers=self._workers,
         )
 
@@ -438,18 +409,20 @@ def session(
             precision=precision,
             clip=clip,
             seed=seed,
-            micro_batch=micro_batch,
             workers=workers,
-            tensor_plan=tensor_plan,
-            expert_plan=expert_plan,
-            cut_at=cut_at,
-            compile=compile,
-            loss_chunk=loss_chunk,
-            offload_folder=offload_folder,
-            engine_config=engine_config,
-            bucket_mb=bucket_mb,
-            sparse_rows=sparse_rows,
             average=average,
+            details=Details(
+                tensor_plan=tensor_plan,
+                expert_plan=expert_plan,
+                cut_at=cut_at,
+                compile=compile,
+                loss_chunk=loss_chunk,
+                bucket_mb=bucket_mb,
+                offload_folder=offload_folder,
+                engine_config=engine_config,
+                sparse_rows=sparse_rows,
+                micro_batch=micro_batch,
+            ),
         )
         yield training
         training.close()  # not after an error, when other ranks may be gone
