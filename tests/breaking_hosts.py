@@ -8,22 +8,22 @@ from on_hosts import VARIABLES, python
 from small_jobs import steps_in, wait_until
 from testbed import Running, Testbed
 
-from samestep.launch.node_spec import Limits
+from samestep.launch.options import Limits
 
 _LIMITS = Limits()
-_GATHER = f"hosts gather for {_LIMITS.last_call:g} s"
+_GATHER = f"hosts gather for {_LIMITS.later_join_timeout:g} s"
 
 # What governs how soon a job goes on after a host has crashed, and after one has fallen silent.
-WHEN_CLOSED = f"3 heartbeats missing, {_LIMITS.keep_alive} s apart; {_GATHER}"
-WHEN_SILENT = f"--heartbeat-timeout {_LIMITS.silence:g} s; {_GATHER}"
+WHEN_CLOSED = f"3 heartbeats missing, {_LIMITS.rendezvous_interval} s apart; {_GATHER}"
+WHEN_SILENT = f"--heartbeat-timeout {_LIMITS.heartbeat_timeout:g} s; {_GATHER}"
 # And how long it takes nobody for lost, and how soon it ends where the store is silent.
-SILENCE = f"--heartbeat-timeout {_LIMITS.silence:g} s"
-WITHOUT_STORE = f"--heartbeat-timeout {_LIMITS.silence:g} s; --rejoin-timeout {_LIMITS.come_back:g} s"
+SILENCE = f"--heartbeat-timeout {_LIMITS.heartbeat_timeout:g} s"
+WITHOUT_STORE = f"--heartbeat-timeout {_LIMITS.heartbeat_timeout:g} s; --rejoin-timeout {_LIMITS.rejoin_timeout:g} s"
 
 # Seconds to the next step after a rank or a host was killed, and after a host has fallen silent.
 PROMISED_WHEN_KILLED = 10.0
 PROMISED = 20.0
-ENOUGH = 2 * _LIMITS.silence  # seconds in which a host would have been taken for lost
+ENOUGH = 2 * _LIMITS.heartbeat_timeout  # seconds in which a host would have been taken for lost
 
 
 def controller(

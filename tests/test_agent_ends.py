@@ -16,6 +16,7 @@ from samestep.launch import agent
 from samestep.launch.failure import Failure
 from samestep.launch.handshake import Handshake
 from samestep.launch.node_spec import NodeSpec
+from samestep.launch.options import RankOptions
 
 
 def forked_ranks(agent: Agent) -> list[psutil.Process]:
@@ -68,7 +69,7 @@ def test_a_host_takes_its_own_failure_for_no_end_elsewhere(monkeypatch: pytest.M
     killed: list[Any] = []
     monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
     monkeypatch.setattr(agent, "_LOOK", 0.01)
-    part = NodeSpec(job="one", host="host-a", num_procs=1, command=("x",), logs="logs")
+    part = NodeSpec(job="one", host="host-a", num_procs=1, command=("x",), ranks=RankOptions(logs="logs"))
     ranks = agent._Ranks(part, ["x"], agent._Signals(), cast(Handshake, ToldByItself()))
     failure = Failure(host="host-a", rank=0, exit_code=1, reason="ValueError: planted", log="rank-0.err", at=0.0)
     with ranks._watch():

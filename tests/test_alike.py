@@ -14,6 +14,7 @@ from samestep.launch import clock_skew, consistency
 from samestep.launch.handshake import Handshake
 from samestep.launch.network import store_at
 from samestep.launch.node_spec import NodeSpec
+from samestep.launch.options import RankOptions
 
 pytestmark = pytest.mark.quick
 
@@ -21,7 +22,7 @@ SOURCES = consistency._SOURCES
 
 
 def part(host: str, *command: str, **values: object) -> NodeSpec:
-    known = {"job": "one", "most": 2, "num_procs": 1, "logs": "logs", "command": command or ("x",)}
+    known = {"job": "one", "most": 2, "num_procs": 1, "command": command or ("x",)}
     return NodeSpec(**{"host": host, **known, **values})  # pyright: ignore
 
 
@@ -171,7 +172,7 @@ def test_what_brings_the_hosts_up_gives_them_one_command_which_need_not_be_told(
 
 
 def test_engines_that_differ() -> None:
-    said = message(part("host-a"), part("host-b", engine="keras"))
+    said = message(part("host-a"), part("host-b", ranks=RankOptions(engine="keras")))
     assert said == (
         'the hosts of this job differ in their engine: host-a has "torch", host-b has "keras"; give both the same'
     )

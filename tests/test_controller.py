@@ -11,7 +11,9 @@ import pytest
 from samestep.launch import controller
 from samestep.launch.controller import AgentEnded, AgentMessage, Controller, Event
 from samestep.launch.failure import Failure, Outcome
-from samestep.launch.node_spec import AgentCommand, NodeSpec
+from samestep.launch.node_spec import NodeSpec
+from samestep.launch.options import RankOptions
+from samestep.launch.starter import AgentCommand
 
 TRIES = 5
 GONE = "gone"  # the host is never reached
@@ -96,7 +98,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
         monkeypatch.setattr(Reached, "says", says, raising=False)
         monkeypatch.setattr(Reached, "tries", {}, raising=False)
         monkeypatch.setattr(Reached, "working", [], raising=False)
-        parts = [NodeSpec(job="one", host=host, num_procs=1, command=("x",), logs="logs") for host in says]
+        parts = [
+            NodeSpec(job="one", host=host, num_procs=1, command=("x",), ranks=RankOptions(logs="logs"))
+            for host in says
+        ]
         groups = [tuple(parts)] if together else [(part,) for part in parts]
         job = Controller(
             [AgentCommand(command=("ssh",), parts=group) for group in groups], ".", {}, grace_period=0.1, elastic=True

@@ -19,6 +19,7 @@ from samestep.handwritten import training as handwritten
 from samestep.job import Job, Run
 from samestep.launch import agent, device
 from samestep.launch.node_spec import NodeSpec
+from samestep.launch.options import RankOptions
 from samestep.ranks import Ranks
 from samestep.recipe import Recipe
 
@@ -88,7 +89,9 @@ def test_slots_beyond_a_hosts_accelerators_are_refused(visible: pytest.MonkeyPat
 
 def test_an_agent_refuses_such_slots_before_a_rank_starts(visible: pytest.MonkeyPatch) -> None:
     visible.setenv("CUDA_VISIBLE_DEVICES", "6,7")
-    asked = NodeSpec(job="one", host="worker-2", num_procs=1, chosen=(2,), command=(__file__,), logs="logs")
+    asked = NodeSpec(
+        job="one", host="worker-2", num_procs=1, chosen=(2,), command=(__file__,), ranks=RankOptions(logs="logs")
+    )
     outcome = agent.run(asked)
     assert outcome.exit_code == 2
     assert "worker-2: slot 2, counted from 0, is asked for" in (outcome.message or "")

@@ -7,7 +7,8 @@ import pytest
 from samestep import environment
 from samestep.errors import UserError
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, Slots
-from samestep.launch.filters import Filters, apply
+from samestep.launch.filters import apply
+from samestep.launch.options import HostOptions
 
 pytestmark = pytest.mark.quick
 
@@ -18,7 +19,7 @@ def found(*slots: int, this: int | None = None, slots_from: Slots = "listed") ->
     return FoundCluster(cluster=Cluster(place="hostfile", hosts=hosts, this=this), slots_from=slots_from)
 
 
-def left(of: FoundCluster, filters: Filters, environ: dict[str, str] | None = None) -> dict[str, list[int]]:
+def left(of: FoundCluster, filters: HostOptions, environ: dict[str, str] | None = None) -> dict[str, list[int]]:
     """The slots of each host that is left."""
     hosts = apply(of, filters, environ or {}).cluster.hosts
     for host in hosts:
@@ -30,45 +31,45 @@ def left(of: FoundCluster, filters: Filters, environ: dict[str, str] | None = No
 @pytest.mark.parametrize(
     ("filters", "expected"),
     [
-        (Filters(), {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1, 2, 3], "worker-3": [0, 1]}),
-        (Filters(include="worker-1@worker-2:0,2"), {"worker-1": [0, 1, 2, 3], "worker-2": [0, 2]}),
-        (Filters(include="worker-2:0,1"), {"worker-2": [0, 1]}),
-        (Filters(include="worker-2:1,0,1"), {"worker-2": [0, 1]}),
-        (Filters(include="worker-3@worker-1:3"), {"worker-1": [3], "worker-3": [0, 1]}),
-        (Filters(include="worker-2:0@worker-2:3"), {"worker-2": [0, 3]}),
-        (Filters(include="worker-2:0@worker-2"), {"worker-2": [0, 1, 2, 3]}),
-        (Filters(exclude="worker-2:0@worker-3:0,1"), {"worker-1": [0, 1, 2, 3], "worker-2": [1, 2, 3]}),
-        (Filters(exclude="worker-1"), {"worker-2": [0, 1, 2, 3], "worker-3": [0, 1]}),
-        (Filters(exclude="worker-1@worker-1:0"), {"worker-2": [0, 1, 2, 3], "worker-3": [0, 1]}),
-        (Filters(num_nodes=2), {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1, 2, 3]}),
-        (Filters(num_procs=2), {"worker-1": [0, 1], "worker-2": [0, 1], "worker-3": [0, 1]}),
-        (Filters(num_nodes=1, num_procs=3), {"worker-1": [0, 1, 2]}),
-        (Filters(include="worker-2:1,3@worker-3", num_procs=1), {"worker-2": [1], "worker-3": [0]}),
-        (Filters(exclude="worker-1:0", num_nodes=1), {"worker-1": [1, 2, 3]}),
+        (HostOptions(), {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1, 2, 3], "worker-3": [0, 1]}),
+        (HostOptions(include="worker-1@worker-2:0,2"), {"worker-1": [0, 1, 2, 3], "worker-2": [0, 2]}),
+        (HostOptions(include="worker-2:0,1"), {"worker-2": [0, 1]}),
+        (HostOptions(include="worker-2:1,0,1"), {"worker-2": [0, 1]}),
+        (HostOptions(include="worker-3@worker-1:3"), {"worker-1": [3], "worker-3": [0, 1]}),
+        (HostOptions(include="worker-2:0@worker-2:3"), {"worker-2": [0, 3]}),
+        (HostOptions(include="worker-2:0@worker-2"), {"worker-2": [0, 1, 2, 3]}),
+        (HostOptions(exclude="worker-2:0@worker-3:0,1"), {"worker-1": [0, 1, 2, 3], "worker-2": [1, 2, 3]}),
+        (HostOptions(exclude="worker-1"), {"worker-2": [0, 1, 2, 3], "worker-3": [0, 1]}),
+        (HostOptions(exclude="worker-1@worker-1:0"), {"worker-2": [0, 1, 2, 3], "worker-3": [0, 1]}),
+        (HostOptions(num_nodes=2), {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1, 2, 3]}),
+        (HostOptions(num_procs=2), {"worker-1": [0, 1], "worker-2": [0, 1], "worker-3": [0, 1]}),
+        (HostOptions(num_nodes=1, num_procs=3), {"worker-1": [0, 1, 2]}),
+        (HostOptions(include="worker-2:1,3@worker-3", num_procs=1), {"worker-2": [1], "worker-3": [0]}),
+        (HostOptions(exclude="worker-1:0", num_nodes=1), {"worker-1": [1, 2, 3]}),
     ],
 )
-def test_what_is_left(filters: Filters, expected: dict[str, list[int]]) -> None:
+def test_what_is_left(filters: HostOptions, expected: dict[str, list[int]]) -> None:
     assert left(found(4, 4, 2), filters) == expected
 
 
 def test_localhost_is_this_machine_whatever_it_is_called() -> None:
-    assert left(found(4, 4, this=1), Filters(include="localhost:0,1")) == {"worker-2": [0, 1]}
+    assert left(found(4, 4, this=1), HostOptions(include="localhost:0,1")) == {"worker-2": [0, 1]}
 
 
 def test_an_address_with_colons_stands_in_brackets() -> None:
     hosts = (Host(name="fd00::7", slots=4), Host(name="10.0.0.8", slots=2))
     of = FoundCluster(cluster=Cluster(place="hostfile", hosts=hosts))
-    assert left(of, Filters(include="[fd00::7]:1,2@10.0.0.8:1")) == {"fd00::7": [1, 2], "10.0.0.8": [1]}
-    assert left(of, Filters(exclude="fd00::7")) == {"10.0.0.8": [0, 1]}
+    assert left(of, HostOptions(include="[fd00::7]:1,2@10.0.0.8:1")) == {"fd00::7": [1, 2], "10.0.0.8": [1]}
+    assert left(of, HostOptions(exclude="fd00::7")) == {"10.0.0.8": [0, 1]}
 
 
 @pytest.mark.parametrize(("include", "this"), [("worker-2", 0), ("worker-1@worker-3", None)])
 def test_this_machine_is_still_known(include: str, this: int | None) -> None:
-    assert apply(found(1, 1, 1, this=1), Filters(include=include), {}).cluster.this == this
+    assert apply(found(1, 1, 1, this=1), HostOptions(include=include), {}).cluster.this == this
 
 
 def test_more_ranks_than_cores_share_them() -> None:
-    assert left(found(2, this=0, slots_from="cores"), Filters(num_procs=4)) == {"worker-1": [0, 1, 2, 3]}
+    assert left(found(2, this=0, slots_from="cores"), HostOptions(num_procs=4)) == {"worker-1": [0, 1, 2, 3]}
 
 
 @pytest.mark.parametrize(
@@ -83,39 +84,39 @@ def test_visible_devices_are_read(variable: str, value: str, devices: tuple[str,
 
 def test_only_visible_devices_of_this_machine_are_slots() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "2,3"}
-    assert left(found(4, 4, this=1), Filters(), environ) == {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1]}
-    assert left(found(4, 4), Filters(), environ) == {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1, 2, 3]}
+    assert left(found(4, 4, this=1), HostOptions(), environ) == {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1]}
+    assert left(found(4, 4), HostOptions(), environ) == {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1, 2, 3]}
     # On the CPU the variable says nothing about cores, and an empty one asks for the CPU.
-    assert left(found(4, this=0, slots_from="cores"), Filters(), environ) == {"worker-1": [0, 1, 2, 3]}
-    assert left(found(4, this=0), Filters(), {"CUDA_VISIBLE_DEVICES": ""}) == {"worker-1": [0, 1, 2, 3]}
+    assert left(found(4, this=0, slots_from="cores"), HostOptions(), environ) == {"worker-1": [0, 1, 2, 3]}
+    assert left(found(4, this=0), HostOptions(), {"CUDA_VISIBLE_DEVICES": ""}) == {"worker-1": [0, 1, 2, 3]}
     with pytest.raises(UserError, match="slots 0 to 1, and no slot 2"):
-        left(found(4, this=0), Filters(include="localhost:2"), environ)
+        left(found(4, this=0), HostOptions(include="localhost:2"), environ)
 
 
 @pytest.mark.parametrize(
     ("filters", "message"),
     [
-        (Filters(include="worker-1", exclude="worker-2"), "--include and --exclude are both given"),
-        (Filters(include="worker-9"), 'there is no host "worker-9"; did you mean'),
-        (Filters(exclude="worker-9:0"), 'there is no host "worker-9"'),
-        (Filters(include="localhost:0"), 'there is no host "localhost"; known: worker-1, worker-2, worker-3'),
-        (Filters(include="worker-3:1,2"), "worker-3 has slots 0 to 1, and no slot 2"),
-        (Filters(exclude="worker-1:4"), "worker-1 has slots 0 to 3, and no slot 4"),
-        (Filters(include="worker-1:a"), "names no slots of a host; write HOST"),
-        (Filters(include="worker-1:"), "names no slots of a host"),
-        (Filters(include="worker-1:0,,1"), "names no slots of a host"),
-        (Filters(include="worker-1:-1"), "names no slots of a host"),
-        (Filters(include=""), "names no slots of a host"),
-        (Filters(include="worker-1@"), "names no slots of a host"),
-        (Filters(exclude="worker-1@worker-2@worker-3:0,1"), "leaves no slot of worker-1, worker-2, worker-3"),
-        (Filters(num_nodes=0), "--num-nodes is 0, and there are 3: worker-1, worker-2, worker-3"),
-        (Filters(num_nodes=4), "a number from 1 to 3"),
-        (Filters(num_procs=0), "--num-procs is 0; it should be 1 or more"),
-        (Filters(num_procs=3), "worker-3 has 2 slots; use 2 or fewer, or --exclude worker-3"),
-        (Filters(include="worker-3:1", num_procs=2), "worker-3 has 1 slot; use 1"),
+        (HostOptions(include="worker-1", exclude="worker-2"), "--include and --exclude are both given"),
+        (HostOptions(include="worker-9"), 'there is no host "worker-9"; did you mean'),
+        (HostOptions(exclude="worker-9:0"), 'there is no host "worker-9"'),
+        (HostOptions(include="localhost:0"), 'there is no host "localhost"; known: worker-1, worker-2, worker-3'),
+        (HostOptions(include="worker-3:1,2"), "worker-3 has slots 0 to 1, and no slot 2"),
+        (HostOptions(exclude="worker-1:4"), "worker-1 has slots 0 to 3, and no slot 4"),
+        (HostOptions(include="worker-1:a"), "names no slots of a host; write HOST"),
+        (HostOptions(include="worker-1:"), "names no slots of a host"),
+        (HostOptions(include="worker-1:0,,1"), "names no slots of a host"),
+        (HostOptions(include="worker-1:-1"), "names no slots of a host"),
+        (HostOptions(include=""), "names no slots of a host"),
+        (HostOptions(include="worker-1@"), "names no slots of a host"),
+        (HostOptions(exclude="worker-1@worker-2@worker-3:0,1"), "leaves no slot of worker-1, worker-2, worker-3"),
+        (HostOptions(num_nodes=0), "--num-nodes is 0, and there are 3: worker-1, worker-2, worker-3"),
+        (HostOptions(num_nodes=4), "a number from 1 to 3"),
+        (HostOptions(num_procs=0), "--num-procs is 0; it should be 1 or more"),
+        (HostOptions(num_procs=3), "worker-3 has 2 slots; use 2 or fewer, or --exclude worker-3"),
+        (HostOptions(include="worker-3:1", num_procs=2), "worker-3 has 1 slot; use 1"),
     ],
 )
-def test_what_is_asked_for_and_not_there(filters: Filters, message: str) -> None:
+def test_what_is_asked_for_and_not_there(filters: HostOptions, message: str) -> None:
     with pytest.raises(UserError) as error:
         apply(found(4, 4, 2), filters, {})
     assert message in str(error.value)
@@ -123,7 +124,7 @@ def test_what_is_asked_for_and_not_there(filters: Filters, message: str) -> None
 
 def test_chosen_cores_are_not_shared() -> None:
     with pytest.raises(UserError, match="worker-1 has 1 slot"):
-        apply(found(2, this=0, slots_from="cores"), Filters(include="localhost:1", num_procs=2), {})
+        apply(found(2, this=0, slots_from="cores"), HostOptions(include="localhost:1", num_procs=2), {})
 
 
 @pytest.mark.parametrize("text", ["worker-1 slots=4\n# a comment\n\nworker-2 slots=4  # another\n"])
@@ -133,4 +134,4 @@ def test_a_hostfile_and_filters_together(tmp_path: Path, text: str) -> None:
     (tmp_path / "hosts").write_text(text, encoding="utf-8")
     hosts, _ = read_hostfile(tmp_path / "hosts")
     of = FoundCluster(cluster=Cluster(place="hostfile", hosts=hosts))
-    assert left(of, Filters(include="worker-2:0,1")) == {"worker-2": [0, 1]}
+    assert left(of, HostOptions(include="worker-2:0,1")) == {"worker-2": [0, 1]}

@@ -69,6 +69,22 @@ HOUSE = (
 )
 RANK = {name: rank for rank, row in enumerate(HOUSE) for name in row}
 
+# What stands first inside a package, in order: each imports of its package only itself and those before it.
+FOUNDATIONS = {
+    "launch": (
+        "affinity",
+        "device",
+        "network",
+        "fork_server",
+        "options",
+        "node_spec",
+        "starter",
+        "environments",
+        "script_env",
+    ),
+    "engines": ("base", "precision", "setup", "native"),
+}
+
 # They gather the others' public names and start the command line.
 EXEMPT = {"__init__.py", "__main__.py"}
 
@@ -102,8 +118,8 @@ def nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 @cache
-def imported(module: str, text: str) -> tuple[tuple[int, str], ...]:
-    """The line and the package of samestep of each import in a module, also of those inside functions."""
+def imported_names(module: str, text: str) -> tuple[tuple[int, str], ...]:
+    """The line and the whole name of each import from samestep in a module, also of those inside functions."""
     found: list[tuple[int, str]] = []
     inside = ["samestep", *module.split("/")[:-1]]
     for node in nodes(ast.parse(text)):
@@ -118,9 +134,16 @@ def imported(module: str, text: str) -> tuple[tuple[int, str], ...]:
         for name in names:
             root, _, rest = name.partition(".")
             if root == "samestep" and rest != "__version__":
-                public = samestep._HOME.get(rest, name)  # samestep.train is samestep.api
-                found.append((node.lineno, public.split(".")[1] if "." in public else "the whole of samestep"))
+                found.append((node.lineno, samestep._HOME.get(rest, name)))  # samestep.train is samestep.api
     return tuple(found)
+
+
+def imported(module: str, text: str) -> list[tuple[int, str]]:
+    """The line and the package of samestep of each import in a module."""
+    return [
+        (line, name.split(".")[1] if "." in name else "the whole of samestep")
+        for line, name in imported_names(module, text)
+    ]
 
 
 def wrong_imports(module: str, text: str, rank: Mapping[str, int] = RANK) -> list[str]:
@@ -136,6 +159,44 @@ def wrong_imports(module: str, text: str, rank: Mapping[str, int] = RANK) -> lis
 def test_a_module_has_its_place_and_imports_only_from_below(module: str) -> None:
     assert package_of(module) in RANK, f"{module} has no place in HOUSE"
     assert wrong_imports(module, (SOURCE / module).read_text(encoding="utf-8")) == []
+
+
+def wrong_imports_inside(module: str, text: str, order: tuple[str, ...]) -> list[str]:
+    """What a module of a package's foundations imports of its package that doesn't stand before it."""
+    package, own = (part.removesuffix(".py") for part in module.split("/")[:2])
+    allowed = order[: order.index(own) + 1]
+    found: list[str] = []
+    for line, name in imported_names(module, text):
+        words = [*name.split("."), "the whole package"]
+        if words[1] == package and words[2] not in allowed:
+            found.append(f"{module}:{line} imports {words[2]}")
+    return found
+
+
+@pytest.mark.parametrize("package", FOUNDATIONS)
+def test_inside_a_package_its_foundations_import_nothing_of_what_stands_on_them(package: str) -> None:
+    order = FOUNDATIONS[package]
+    there = [module for module in MODULES if module.startswith(f"{package}/")]
+    of_these = [module for module in there if module.split("/")[1].removesuffix(".py") in order]
+    assert {module.split("/")[1].removesuffix(".py") for module in of_these} == set(order)
+    found = [wrong_imports_inside(each, (SOURCE / each).read_text(encoding="utf-8"), order) for each in of_these]
+    assert [line for lines in found for line in lines] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("from samestep.engines.native.trainer import NativeTrainer", 0),
+        ("from samestep.engines import base", 0),
+        ("from samestep.engines.horovod import Horovod", 1),
+        ("from samestep.engines import horovod", 1),
+        ("import samestep.engines", 1),
+        ("def f():\n    from samestep.engines.registry import engine", 1),
+        ("from samestep.parallel.apply import spread", 0),
+    ],
+)
+def test_an_import_inside_a_package_is_found(text: str, wrong: int) -> None:
+    assert len(wrong_imports_inside("engines/native/engine.py", text, FOUNDATIONS["engines"])) == wrong
 
 
 @pytest.mark.parametrize("page", ["ARCHITECTURE.md", "ARCHITECTURE.zh-CN.md"])

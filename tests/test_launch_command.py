@@ -14,7 +14,7 @@ from small_jobs import faults_in, losses_in
 from samestep.cli import launch_options
 from samestep.cli.main import main
 from samestep.launch.device import accelerators
-from samestep.launch.launcher import LaunchRequest
+from samestep.launch.options import LaunchRequest
 
 # PyTorch's elastic agent leaves the files of ranks that have ended to the garbage collector.
 pytestmark = [
@@ -137,7 +137,7 @@ def test_the_restarts_that_a_job_says_hold_for_its_launch(
     Path("job.yaml").write_text(JOB.replace("FOLDER", "run"), encoding="utf-8")
     Path("hosts").write_text("a slots=1\nb slots=1\n", encoding="utf-8")
     assert main(["train", "job.yaml", "--hostfile", "hosts", "--nodes", "1:2", *words]) == 0
-    assert [each.max_restarts for each in asked] == [restarts]
+    assert [each.ranks.restarts(elastic=True) for each in asked] == [restarts]
 
 
 def test_a_training_says_which_hosts_of_its_allocation_it_leaves_idle(

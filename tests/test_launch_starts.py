@@ -13,8 +13,9 @@ from samestep.cli.main import main
 from samestep.errors import UserError
 from samestep.launch.environments.base import FoundCluster, PlaceInputs
 from samestep.launch.environments.registry import find
-from samestep.launch.filters import Filters, apply
-from samestep.launch.launcher import LaunchRequest, check_one_a_host, first_hosts, part_here
+from samestep.launch.filters import apply
+from samestep.launch.launcher import check_one_a_host, first_hosts, part_here
+from samestep.launch.options import HostOptions, LaunchRequest
 
 pytestmark = pytest.mark.quick
 
@@ -40,12 +41,12 @@ def test_a_host_that_is_left_out_does_not_do_the_job_too(words: list[str], capfd
 
 
 def wanted(**more: Any) -> LaunchRequest:
-    return LaunchRequest(command=("train.py",), remote_python=("python",), folder=".", **more)
+    return LaunchRequest(command=("train.py",), **more)
 
 
 @pytest.mark.usefixtures("container")
 def test_the_host_that_is_left_does_the_job() -> None:
-    found = apply(find(PlaceInputs(environ=os.environ)), Filters(include="algo-2"), {})
+    found = apply(find(PlaceInputs(environ=os.environ)), HostOptions(include="algo-2"), {})
     part = part_here(found, wanted())
     assert part is not None
     assert (part.host, part.node_rank, part.most, part.address) == ("algo-2", 0, 1, None)
@@ -108,11 +109,11 @@ def test_agents_of_open_mpi_5_meet_where_the_user_says() -> None:
     found = find(PlaceInputs(environ=environ))
     with pytest.raises(UserError, match=r"Open MPI names no address .* --master-addr ADDRESS"):
         part_here(found, wanted())
-    part = part_here(found, wanted(address="10.0.0.5"))
+    part = part_here(found, wanted(master_addr="10.0.0.5"))
     assert part is not None
     assert (part.job, part.address, part.node_rank) == ("prterun-head-1-1", "10.0.0.5", 1)
     with pytest.raises(UserError, match='--job-id is "a@1"; use letters, digits'):
-        part_here(found, wanted(address="10.0.0.5", job="a@1"))
+        part_here(found, wanted(master_addr="10.0.0.5", job_id="a@1"))
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_a_machine_beyond_the_first_hosts_has_no_ranks(tmp_path: Path) -> None:
     ("asked", "says"),
     [
         ({"nodes": (1, 3)}, "--nodes 1:3, and there are 2 hosts; use 2 or fewer"),
-        ({"num_nodes": 3}, "--num-nodes is 3, and there are 2 hosts; use 2 or fewer"),
+        ({"hosts": HostOptions(num_nodes=3)}, "--num-nodes is 3, and there are 2 hosts; use 2 or fewer"),
         ({"node_rank": 7}, "--node-rank is 7, and 2 hosts have the ranks 0 to 1; use one of them"),
     ],
 )
@@ -170,5 +171,6 @@ def test_more_hosts_than_there_are(hosts: FoundCluster, asked: dict[str, Any], s
 def test_a_job_that_may_lose_hosts_has_restarts(words: list[str], of_job: dict[str, Any], restarts: int) -> None:
     parser = argparse.ArgumentParser()
     launch_options.add_arguments(parser)
-    asked = launch_options.wanted_from(parser.parse_args(words), ("train.py",), **of_job)
-    assert asked.max_restarts == restarts
+    asked = launch_options.request_from(parser.parse_args(words), ("train.py",), **of_job)
+    fewest, most = asked.nodes or (2, 2)
+    assert asked.ranks.restarts(elastic=fewest != most) == restarts

@@ -6,8 +6,9 @@ import time
 from queue import SimpleQueue
 
 from samestep.launch.controller import AgentConnection, AgentEnded, AgentMessage, Event, Line
-from samestep.launch.node_spec import AgentCommand, NodeSpec
+from samestep.launch.node_spec import NodeSpec
 from samestep.launch.remote_agent import MARK
+from samestep.launch.starter import AgentCommand
 
 FAR = """
 import sys

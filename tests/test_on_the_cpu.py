@@ -16,9 +16,10 @@ from samestep.launch.affinity import cores
 from samestep.launch.environments.base import OwnHost, PlaceInputs
 from samestep.launch.environments.registry import find
 from samestep.launch.failure import Outcome
-from samestep.launch.filters import Filters, apply
-from samestep.launch.launcher import LaunchRequest
+from samestep.launch.filters import apply
 from samestep.launch.node_spec import NodeSpec
+from samestep.launch.options import HostOptions, LaunchRequest, RankOptions
+from samestep.ranks import DeviceChoice
 
 # PyTorch's elastic agent leaves the files of ranks that have ended to the garbage collector.
 pytestmark = [
@@ -53,7 +54,9 @@ def test_ranks_of_a_launch_on_the_cpu_see_no_accelerator(
 
 @pytest.mark.usefixtures("one_accelerator")
 def test_more_slots_than_accelerators_are_refused_unless_the_job_is_on_the_cpu() -> None:
-    part = NodeSpec(job="one", host="worker-2", num_procs=2, command=(str(SCRIPTS / "told.py"),), logs="logs")
+    part = NodeSpec(
+        job="one", host="worker-2", num_procs=2, command=(str(SCRIPTS / "told.py"),), ranks=RankOptions(logs="logs")
+    )
     outcome = agent.run(part)
     assert outcome.exit_code == 2
     assert outcome.message == (
@@ -109,7 +112,7 @@ STEP = {
 def test_slots_of_a_job_on_the_cpu_are_cores(environ: dict[str, str], slots: dict[Any, list[int]]) -> None:
     for device, expected in slots.items():
         found = find(PlaceInputs(environ=environ, host=WithAccelerators(), device=device))
-        taken = apply(found, Filters(device=device), environ)
+        taken = apply(found, HostOptions(), environ, device)
         assert [host.slots for host in taken.cluster.hosts] == expected
         assert taken.slots_from == ("cores" if device == "cpu" else "accelerators")
 
@@ -118,7 +121,7 @@ def test_what_is_visible_does_not_count_for_listed_slots_on_the_cpu() -> None:
     Path("hosts").write_text("localhost slots=4\n", encoding="utf-8")
     environ = {"CUDA_VISIBLE_DEVICES": "2,3"}
     found = find(PlaceInputs(environ=environ, hostfile=Path("hosts")))
-    assert [apply(found, Filters(device=device), environ).cluster.world_size for device in ("auto", "cpu")] == [2, 4]
+    assert [apply(found, HostOptions(), environ, device).cluster.world_size for device in ("auto", "cpu")] == [2, 4]
 
 
 JOB: dict[str, Any] = {"recipe": {"task": "regression", "batch": 16, "steps": 1}, "run": {"layout": "dp2"}}
@@ -141,15 +144,17 @@ def test_a_job_of_samesteps_says_its_device_to_the_launch(
 
     monkeypatch.setattr(samestep.launch.launcher, "launch", start)
     assert main(["train", "job.yaml", "--num-procs", "2", *words]) == 0
-    assert [wanted.device for wanted in asked] == [device]
+    assert [wanted.ranks.device for wanted in asked] == [device]
     assert asked[0].command[-len(words) :] == tuple(words) if words else asked[0].command[-1] == "job.yaml"
 
 
 def test_hosts_that_differ_in_it_do_not_begin() -> None:
     told = []
-    for host, device in (("host-a", "auto"), ("host-b", "cpu")):
-        known: dict[str, Any] = {"num_procs": 1, "logs": "logs", "device": device}
-        told.append({"host": host, **consistency.told(NodeSpec(job="one", host=host, command=("x",), **known))})
+    devices: dict[str, DeviceChoice] = {"host-a": "auto", "host-b": "cpu"}
+    for host, device in devices.items():
+        ranks = RankOptions(logs="logs", device=device)
+        spec = NodeSpec(job="one", host=host, num_procs=1, command=("x",), ranks=ranks)
+        told.append({"host": host, **consistency.told(spec)})
     found = consistency.difference(told[0], told[1])
     assert found is not None
     assert 'differ in their device: host-a has "auto", host-b has "cpu"; give both the same' in found[1]

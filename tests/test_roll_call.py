@@ -14,6 +14,7 @@ from samestep.errors import StartError
 from samestep.launch.handshake import Handshake
 from samestep.launch.network import store_at
 from samestep.launch.node_spec import NodeSpec
+from samestep.launch.options import Limits
 
 pytestmark = pytest.mark.quick
 
@@ -89,11 +90,9 @@ def part(node_rank: int, port: int) -> NodeSpec:
         fewest=2,
         num_procs=1,
         command=("x",),
-        logs="logs",
         address="127.0.0.1",
         port=port,
-        start_timeout=20.0,
-        rejoin_timeout=2.0,
+        limits=Limits(start_timeout=20.0, rejoin_timeout=2.0),
     )
 
 

@@ -15,8 +15,10 @@ from samestep.launch.controller import AgentConnection, AgentEnded, Event, Line
 from samestep.launch.environments import slurm
 from samestep.launch.environments.base import FoundCluster, PlaceInputs
 from samestep.launch.environments.registry import find
-from samestep.launch.filters import Filters, apply
-from samestep.launch.node_spec import AgentCommand, LaunchOptions, NodeSpec
+from samestep.launch.filters import apply
+from samestep.launch.node_spec import NodeSpec
+from samestep.launch.options import HostOptions, LaunchOptions
+from samestep.launch.starter import AgentCommand
 
 # sbatch -N2 -n3 --gpus-per-task=2, as its script finds it on the first node.
 BATCH = {
@@ -57,7 +59,7 @@ AGENT = {
 
 
 def at(environ: Mapping[str, str]) -> FoundCluster:
-    return apply(find(PlaceInputs(environ=environ)), Filters(), environ)
+    return apply(find(PlaceInputs(environ=environ)), HostOptions(), environ)
 
 
 def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:

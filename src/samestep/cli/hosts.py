@@ -3,6 +3,7 @@
 import argparse
 
 from samestep.cli import job_options, launch_options, output_files
+from samestep.launch.options import RankOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -11,13 +12,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout", metavar="LAYOUT", help='show who is near to whom under a layout, such as "pp2 dp2 tp2"'
     )
     launch_options.add_device(parser)
-    parser.add_argument("--bind", default="auto", help="show cores as samestep launch --bind would give them")
+    parser.add_argument(
+        "--bind", default=RankOptions.bind, help="show cores as samestep launch --bind would give them"
+    )
     output_files.add_arguments(parser, json="write everything that is shown to a file")
 
 
 def run(options: argparse.Namespace) -> int:
     output_files.check(options, "json")
-    found = launch_options.cluster_from(options, options.device)
+    found = launch_options.cluster_from(launch_options.hosts_from(options), options.device)
 
     from samestep.display.hosts import hosts_shown, print_hosts
     from samestep.launch.affinity import bindings, check_choice, in_words, this_machine

@@ -40,8 +40,8 @@ def _launch(options: argparse.Namespace) -> int:
         return _manifest(options, command)
     if options.image is not None:
         raise UserError("--image goes with --k8s")
-    wanted = launch_options.wanted_from(options, command)
-    return launch_options.launch(options, launch_options.found_from(options, options.device), wanted)
+    wanted = launch_options.request_from(options, command)
+    return launch_options.launch(options, launch_options.found_from(wanted), wanted)
 
 
 def _manifest(options: argparse.Namespace, command: tuple[str, ...]) -> int:
@@ -55,17 +55,17 @@ def _manifest(options: argparse.Namespace, command: tuple[str, ...]) -> int:
         raise UserError(f"--k8s names no hosts, which Kubernetes chooses; leave {' and '.join(named)} out")
     if options.num_procs is not None and options.num_procs < 1:
         raise UserError(f"--num-procs is {options.num_procs}; it should be 1 or more")
-    wanted = launch_options.wanted_from(options, command)
+    wanted = launch_options.request_from(options, command)
     launch_options.check(wanted)
     check_size(wanted)
-    fewest, most = wanted.nodes or (wanted.num_nodes or 1,) * 2
+    fewest, most = wanted.nodes or (wanted.hosts.num_nodes or 1,) * 2
     wish = Wish(
-        name=options.job_id or "samestep",
+        name=wanted.job_id or "samestep",
         image=options.image,
         fewest=fewest,
         most=most,
-        num_procs=options.num_procs,
-        device=options.device,
+        num_procs=wanted.hosts.num_procs,
+        device=wanted.ranks.device,
         command=("samestep", "launch", *launch_options.words_in_a_pod(options), "--", *command),
     )
     sys.stdout.write(manifest(wish))

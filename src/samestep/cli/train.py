@@ -133,7 +133,7 @@ def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
     job = loaded.job
     if environment.ranks() is not None:
         raise UserError("this process is a rank already, which a launcher started: it starts no other hosts")
-    wanted = launch_options.wanted_from(
+    wanted = launch_options.request_from(
         options,
         ("-m", "samestep", *launch_options.words_of_others(options.command_line)),
         device=job.run.device,
@@ -143,7 +143,7 @@ def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
         grace_period=job.run.grace_period,
         run=None if options.dry_run else RunPlace.of(job),
     )
-    found = launch_options.found_from(options, job.run.device)
+    found = launch_options.found_from(wanted)
 
     with environment.quiet_import():
         from samestep.api import check_job

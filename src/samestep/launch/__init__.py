@@ -2,10 +2,11 @@
 
 In the order of reading:
 
+- `options`: what the user may say, each option declared once.
 - `environments`: places that offer hosts. `filters`: the hosts and slots that a job takes of them.
 - `device`: which device a rank computes on, and the back end of its messages. `world`: the ranks' process group.
-- `node_spec`: what one host does in a job. `launcher`, `ssh`, `controller`: bring a `remote_agent` up on every host,
-  and end them all.
+- `node_spec`: what one host does in a job. `launcher`, `starter`, `ssh`, `controller`: bring a `remote_agent` up on
+  every host, and end them all.
 - `elastic_agent`: PyTorch's elastic agent, which starts one host's ranks and looks after them. Two ways lead to it:
   `agent` for a command on one host or many, `local` for a function on this host.
 - `worker`, `rank_entry`: what a rank is. `fork_server` (`fork_server_main`): has it started in tenths of a second.
@@ -28,4 +29,7 @@ A job from its start to its end:
     7. end of the job    outcomes go to the controller, which picks the first failure and tells it
 
 With one host 1, 2, 3 and the heartbeats fall away; `elastic_agent` is the same.
+
+`environments` and `script_env` import only the modules below them: `affinity`, `device`, `network`, `fork_server`,
+`options`, `node_spec`, `starter` (`FOUNDATIONS` in `tests/test_house.py`).
 """

@@ -118,9 +118,13 @@ def _over_all_hosts(outcome: Outcome, handshake: Handshake) -> Outcome:
 def _program(part: NodeSpec) -> list[str]:
     """Return the command line of a rank, after checking that it can run and that the host has the slots."""
     check_command(part.command, part.host)
-    check_slots(part.host, part.num_procs, part.chosen, part.device)
+    check_slots(part.host, part.num_procs, part.chosen, part.ranks.device)
     return rank_command(
-        part.command, engine=part.engine, bind=part.bind, threads=part.threads, local_ranks=part.num_procs
+        part.command,
+        engine=part.ranks.engine,
+        bind=part.ranks.bind,
+        threads=part.ranks.threads,
+        local_ranks=part.num_procs,
     )
 
 
@@ -141,7 +145,7 @@ class _Ranks:
         """Run the ranks of this host until the job ends, and return the outcome."""
         part = self._part
         with ExitStack() as stack:
-            follower = stack.enter_context(Follower()) if part.output == "terminal" else None
+            follower = stack.enter_context(Follower()) if part.ranks.output == "terminal" else None
             files = RankFiles(Path(part.logs) if part.logs is not None else None, part.host, follower)
             stack.enter_context(environment.agent_settings())
             stack.enter_context(environment.given(self._variables()))
@@ -177,7 +181,7 @@ class _Ranks:
                 files=files,
                 explain=explain,
                 max_restarts=part.max_restarts,
-                grace_period=part.grace_period,
+                grace_period=part.ranks.grace_period,
                 run=part.run,
             )
         )
@@ -203,7 +207,7 @@ class _Ranks:
     def _variables(self) -> dict[str, str]:
         """Return the variables that select the ranks' accelerators."""
         chosen = self._part.chosen
-        if self._part.device == "cpu":
+        if self._part.ranks.device == "cpu":
             return environment.no_devices()
         # Without accelerators the chosen slots are interchangeable.
         return environment.devices(chosen) if chosen is not None and accelerators() else {}

@@ -2,6 +2,10 @@
 
 A host asks for the time, and another answers with its clock. The answer was given after the question and before it
 was received, which bounds the skew however slow hosts and store are.
+
+What needs it: PyTorch's rendezvous compares the hosts' clocks, so clocks 2 s apart make hosts lose each other, which
+looks like a broken network; and the rank that failed first is found by them. The warning is documented under "Clocks"
+in docs/elastic.md. docs/tested.md has no row for it: hosts that are made on one machine share its clock.
 """
 
 import json

@@ -1,6 +1,10 @@
 """Facts that must agree on all hosts of a job, and the message if two hosts differ.
 
 Hosts exchange them through a store that others may read, so secrets in a command are masked.
+
+The command is compared where the user starts it on every host: one with another learning rate would train wrong
+without any error. The message names the words that differ (documented under "Who must agree" in
+docs/launch.md).
 """
 
 import hashlib
@@ -55,14 +59,14 @@ def told(part: NodeSpec) -> dict[str, Any]:
         "samestep sources": digest_of(_SOURCES),
     }
     if not part.controlled:  # else the controller gives all hosts the same
-        found["engine"] = part.engine
-        found["device"] = part.device
+        found["engine"] = part.ranks.engine
+        found["device"] = part.ranks.device
         found["command"] = _told_words(part.command)
     if (number := _file(part.command)) is not None:
         kind, path = "job file" if is_ours(part.command) else "script", Path(part.command[number])
         with suppress(OSError):  # a rank will report why it can't be read
             found[kind] = f"{path.name} of SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
-    if part.alike:
+    if part.must_match:
         found["ranks a host"] = str(part.num_procs)
     return found
 

@@ -21,8 +21,8 @@ from typing import IO, Any
 from samestep import environment
 from samestep.launch.failure import Outcome, of_failures
 from samestep.launch.logs import write_lines
-from samestep.launch.node_spec import AgentCommand
 from samestep.launch.remote_agent import MARK, request
+from samestep.launch.starter import AgentCommand
 
 _NO_COMMAND = (126, 127)  # exit codes of a shell that can't run or find a command
 _NO_PYTHON = ("No module named 'samestep'", "execve()")  # messages of Python and of srun

@@ -31,6 +31,7 @@ from samestep.fault_tolerance.watchdog import Handle, Hang
 from samestep.launch import fork_server
 from samestep.launch.logs import RankFiles
 from samestep.launch.node_heartbeat import Lost
+from samestep.launch.options import RankOptions
 from samestep.launch.rendezvous import BROKEN, NodeRendezvous
 from samestep.launch.rounds import NodeRounds, RanksEnded, say
 from samestep.launch.worker import Entry
@@ -74,7 +75,7 @@ class AgentSpec:
     files: RankFiles
     explain: Explain
     max_restarts: int = 0
-    grace_period: float = 30.0  # seconds for the ranks to end after SIGTERM
+    grace_period: float = RankOptions.grace_period  # seconds for the ranks to end after SIGTERM
     signals: str = ""  # names of signals that PyTorch's agent handles
     run: RunPlace | None = None  # of a samestep job, whose folder then holds the ranks' logs
     supervision: Supervision = field(default_factory=Supervision)

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from samestep import environment
 from samestep.errors import UserError, closest
 from samestep.launch.environments.base import Cluster, FoundCluster, Host
+from samestep.launch.options import HostOptions
 from samestep.ranks import DeviceChoice
 
 _SLOTS = re.compile(r"\d{1,6}(?:,\d{1,6})*", re.ASCII)
@@ -14,35 +15,26 @@ _FORM = 'write HOST, or HOST:SLOT,SLOT, with @ between hosts, such as "worker-2:
 _HERE = ("localhost", "127.0.0.1")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Filters:
-    """The user's filters; None: not given."""
-
-    include: str | None = None  # such as worker-2:0,1@worker-3
-    exclude: str | None = None
-    num_nodes: int | None = None  # keep the first N of the remaining hosts
-    num_procs: int | None = None  # ranks on each host, on its first remaining slots
-    device: DeviceChoice = "auto"  # cpu: slots are no accelerators, so visibility doesn't limit them
-
-
-def apply(found: FoundCluster, filters: Filters, environ: Mapping[str, str]) -> FoundCluster:
+def apply(
+    found: FoundCluster, asked: HostOptions, environ: Mapping[str, str], device: DeviceChoice = "auto"
+) -> FoundCluster:
     """Return the hosts and slots that a job uses, in their order.
 
     Include and exclude have the syntax of DeepSpeed's launcher. Raises UserError for a host or slot that isn't there,
     for more than there is, and if nothing is left.
     """
-    if filters.include is not None and filters.exclude is not None:
+    if asked.include is not None and asked.exclude is not None:
         raise UserError("--include and --exclude are both given; one of them says all")
-    on_cores = found.slots_from == "cores" or filters.device == "cpu"
+    on_cores = found.slots_from == "cores" or device == "cpu"
     cluster = found.cluster if on_cores else _visible(found.cluster, environ)
-    if filters.include is not None:
-        cluster = _included(cluster, filters.include)
-    if filters.exclude is not None:
-        cluster = _excluded(cluster, filters.exclude)
-    if filters.num_nodes is not None:
-        cluster = _first_hosts(cluster, filters.num_nodes)
-    if filters.num_procs is not None:
-        cluster = _so_many_ranks(cluster, filters.num_procs, shared=found.slots_from == "cores")
+    if asked.include is not None:
+        cluster = _included(cluster, asked.include)
+    if asked.exclude is not None:
+        cluster = _excluded(cluster, asked.exclude)
+    if asked.num_nodes is not None:
+        cluster = _first_hosts(cluster, asked.num_nodes)
+    if asked.num_procs is not None:
+        cluster = _so_many_ranks(cluster, asked.num_procs, shared=found.slots_from == "cores")
     return replace(found, cluster=cluster)
 
 

@@ -52,7 +52,7 @@ class Handshake:
         """
         assert part.address is not None
         self._part = part
-        self._deadline = time.monotonic() + part.start_timeout
+        self._deadline = time.monotonic() + part.limits.start_timeout
         self._where = f"{part.address}:{part.port}"
         found = store_address.resolved(part, self._deadline)
         # The address that this host uses: the serving host may resolve the name differently.
@@ -95,7 +95,7 @@ class Handshake:
                 reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
             if time.monotonic() > self._deadline:
                 raise StartError(
-                    f"{self._part.host} waited {self._part.start_timeout:.0f} s for the job's store "
+                    f"{self._part.host} waited {self._part.limits.start_timeout:.0f} s for the job's store "
                     f"at {self._where}: {reason}; {self._hint()}"
                 )
             time.sleep(_APART)
@@ -119,13 +119,13 @@ class Handshake:
                 self._await_others()
                 break
             except RuntimeError as error:  # raised by PyTorch's stores
-                self._come_back(error)
+                self._reconnect(error)
         if (apart := self._clocks.difference) is not None and apart.too_large:
             say(apart.told(self._part.host))
 
-    def _come_back(self, error: Exception) -> None:
+    def _reconnect(self, error: Exception) -> None:
         """Reconnect to the store, until its host refuses connections. Raises StartError."""
-        until = min(self._deadline, time.monotonic() + self._part.rejoin_timeout)
+        until = min(self._deadline, time.monotonic() + self._part.limits.rejoin_timeout)
         while time.monotonic() < until:
             time.sleep(_APART)
             found = reach(self.address, self._part.port, within=1.0)
@@ -192,7 +192,7 @@ class Handshake:
             if time.monotonic() > self._deadline:
                 missing = [part.name_of(number) for number in range(part.most) if number not in came]
                 raise StartError(
-                    f"only {len(came)} of {part.size} hosts came within {part.start_timeout:.0f} s: "
+                    f"only {len(came)} of {part.size} hosts came within {part.limits.start_timeout:.0f} s: "
                     f"{', '.join(map(part.name_of, came))}; not {', '.join(missing)}"
                 )
             time.sleep(_LOOK)

@@ -5,22 +5,20 @@ import socket
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, chdir, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, chdir
+from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 from samestep import environment
 from samestep.errors import UserError
 from samestep.launch import ssh
-from samestep.launch.affinity import BindChoice
 from samestep.launch.environments import ray, slurm
 from samestep.launch.environments.base import Cluster, FoundCluster, Host
 from samestep.launch.failure import Outcome
 from samestep.launch.forwarded_env import Variables
-from samestep.launch.node_spec import LaunchOptions, Limits, NodeSpec, Output, Starter
-from samestep.ranks import DeviceChoice
-from samestep.run_folder import RunPlace
+from samestep.launch.node_spec import NodeSpec
+from samestep.launch.options import LaunchRequest
+from samestep.launch.starter import Starter
 
 STARTERS: Mapping[str, Starter] = {
     "slurm": slurm.STARTER,
@@ -80,37 +78,6 @@ _ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _NOT_OF_AN_ID = re.compile(r"[^\w.-]", re.ASCII)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchRequest:
-    """The user's options for a launch, except those that name the hosts."""
-
-    command: tuple[str, ...]
-    device: DeviceChoice = "auto"
-    engine: str = "torch"
-    bind: BindChoice = "auto"
-    threads: int | None = None
-    nodes: tuple[int, int] | None = None  # fewest and most hosts of an elastic job
-    no_ssh: bool = False  # the user starts this command on every host
-    num_nodes: int | None = None
-    node_rank: int | None = None
-    address: str | None = None  # of the job's store
-    port: int | None = None
-    job: str | None = None
-    logs: Path | None = None
-    run: RunPlace | None = None  # of a samestep job: where its run's folder is
-    output: Output = "terminal"
-    max_restarts: int = 0
-    start_timeout: float = 300.0
-    grace_period: float = 30.0
-    heartbeat_timeout: float = Limits.silence
-    rejoin_timeout: float = Limits.come_back
-    join_timeout: float = Limits.first_call
-    ssh: tuple[str, ...] = ("ssh",)
-    remote_python: tuple[str, ...]
-    ray: str | None = None  # the address of a Ray cluster
-    folder: str  # working directory of the ranks on every host
-
-
 def launch(found: FoundCluster, wanted: LaunchRequest, variables: Variables) -> Outcome:
     """Run a job to its end. `variables` go to every host. Raises UserError before anything is started."""
     check_one_a_host()
@@ -123,9 +90,9 @@ def launch(found: FoundCluster, wanted: LaunchRequest, variables: Variables) -> 
     with ExitStack() as stack:
         stack.enter_context(environment.given(variables.values))
         try:
-            stack.enter_context(chdir(wanted.folder))
+            stack.enter_context(chdir(wanted.chdir))
         except OSError as error:
-            raise UserError(f"the folder {wanted.folder}: {error.strerror}; --chdir FOLDER says another") from None
+            raise UserError(f"the folder {wanted.chdir}: {error.strerror}; --chdir FOLDER says another") from None
         return agent.run(part)
 
 
@@ -172,15 +139,15 @@ def _one_of_many(found: FoundCluster, wanted: LaunchRequest) -> NodeSpec:
     cluster, named = found.cluster, found.on_every_host or len(found.cluster.hosts) > 1
     fewest, most = _nodes(wanted, len(cluster.hosts) if named else None)
     node_rank = node_rank_of(found, wanted.node_rank, most, named=named)
-    address = wanted.address or (found.main_address or cluster.hosts[0].name if named else None)
-    if wanted.address is None and found.no_address is not None and most > 1:
+    address = wanted.master_addr or (found.main_address or cluster.hosts[0].name if named else None)
+    if wanted.master_addr is None and found.no_address is not None and most > 1:
         raise UserError(found.no_address)
     if address is None and most > 1:
         raise UserError(
             f"{most} hosts must know where they meet; "
             "use --master-addr and the address of the host with --node-rank 0, the same on all"
         )
-    port = wanted.port or found.main_port or _port_of(found)
+    port = wanted.master_port or found.main_port or _port_of(found)
     host = cluster.hosts[node_rank] if named else replace(cluster.hosts[0], name=socket.gethostname())
     job = _job_of(found, wanted, default=f"{address}-{port}" if most > 1 else None)
     part = _part(wanted, job, replace(cluster, hosts=(host,)), 0)
@@ -192,7 +159,7 @@ def _one_of_many(found: FoundCluster, wanted: LaunchRequest) -> NodeSpec:
         hosts=tuple(each.name for each in cluster.hosts) if named else (),
         fewest=fewest,
         most=most,
-        alike=len({each.slots for each in cluster.hosts}) == 1,
+        must_match=len({each.slots for each in cluster.hosts}) == 1,
         address=address,
         port=port,
         serves=node_rank == 0,
@@ -217,22 +184,17 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: Variables)
     cluster = found.cluster
     fewest, most = _nodes(wanted, len(cluster.hosts))
     job = _job_of(found, wanted)
-    options = LaunchOptions(
-        ssh=wanted.ssh,
-        remote_python=wanted.remote_python,
-        ray=wanted.ray,
-        this=cluster.this,
-        silence=wanted.heartbeat_timeout,
-        kept_back=variables.kept_back,
-    )
+    options = replace(wanted.reach, ray=wanted.hosts.ray, this=cluster.this, kept_back=variables.kept_back)
     starter = starter_of(cluster.place)
     others = [host.name for number, host in enumerate(cluster.hosts) if number != cluster.this]
     try:
-        if wanted.address is not None:
-            address = store_address.to_meet_at(wanted.address, (starter.resolve(host, options) for host in others))
+        if wanted.master_addr is not None:
+            address = store_address.to_meet_at(
+                wanted.master_addr, (starter.resolve(host, options) for host in others)
+            )
         else:
             address = address_towards(starter.resolve(others[0], options))
-        store = store_at(address, wanted.port or 0)
+        store = store_at(address, wanted.master_port or 0)
     except OSError as error:
         raise UserError(_no_store(wanted, others[0], error)) from None
     parts = [
@@ -240,7 +202,7 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: Variables)
             _part(wanted, job, cluster, number),
             fewest=fewest,
             most=most,
-            alike=False,
+            must_match=False,
             address=address,
             port=store.port,
             controlled=True,
@@ -252,7 +214,7 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: Variables)
         print(f"samestep: {starter.kept_back}, since it may be secret: {names}; --pass NAME does", file=sys.stderr)
     brings = starter.bring(parts, options)
     controller = Controller(
-        brings, wanted.folder, variables.values, grace_period=wanted.grace_period, elastic=fewest != most
+        brings, wanted.chdir, variables.values, grace_period=wanted.ranks.grace_period, elastic=fewest != most
     )
     return controller.run()
 
@@ -261,10 +223,13 @@ def _no_store(wanted: LaunchRequest, other: str, error: OSError) -> str:
     """Explain why the job's store can't be served at that address."""
     from samestep.launch.network import why_not
 
-    if wanted.port is not None and (why := why_not(wanted.port, error)) is not None:
-        return f"--master-port {wanted.port} {why}; without it a free one is taken"
-    if wanted.address is not None:
-        return f"--master-addr {wanted.address} is no address of this machine, where the hosts meet: {error.strerror}"
+    if wanted.master_port is not None and (why := why_not(wanted.master_port, error)) is not None:
+        return f"--master-port {wanted.master_port} {why}; without it a free one is taken"
+    if wanted.master_addr is not None:
+        return (
+            f"--master-addr {wanted.master_addr} is no address of this machine, where the hosts meet: "
+            f"{error.strerror}"
+        )
     return (
         f"the address of this machine towards {other} can't be found: {error.strerror}; use "
         "--master-addr and an address of this machine that the hosts reach"
@@ -282,43 +247,26 @@ def _part(wanted: LaunchRequest, job: str, cluster: Cluster, number: int) -> Nod
         num_procs=host.slots,
         chosen=host.chosen,
         command=wanted.command,
-        device=wanted.device,
-        engine=wanted.engine,
-        bind=wanted.bind,
-        threads=wanted.threads,
-        logs=_logs(wanted, job),
         run=wanted.run,
-        output=wanted.output,
-        max_restarts=wanted.max_restarts,
-        start_timeout=wanted.start_timeout,
-        grace_period=wanted.grace_period,
-        heartbeat_timeout=wanted.heartbeat_timeout,
-        rejoin_timeout=wanted.rejoin_timeout,
-        join_timeout=wanted.join_timeout,
+        ranks=wanted.ranks,
+        limits=wanted.limits,
     )
-
-
-def _logs(wanted: LaunchRequest, job: str) -> str | None:
-    """Return the folder of the ranks' logs; None: in the run's folder, which the first host chooses."""
-    if wanted.logs is None and wanted.run is not None:
-        return None
-    return str(wanted.logs or Path("runs") / f"launch-{job}")
 
 
 def check_size(wanted: LaunchRequest) -> None:
     """Raise UserError for an impossible number of hosts."""
-    if wanted.nodes is not None and wanted.num_nodes is not None:
+    if wanted.nodes is not None and wanted.hosts.num_nodes is not None:
         raise UserError("--nodes and --num-nodes are both given; --nodes 1:4 is for a job that may shrink and grow")
-    if wanted.num_nodes is not None and wanted.num_nodes < 1:
-        raise UserError(f"--num-nodes is {wanted.num_nodes}; it should be 1 or more")
+    if wanted.hosts.num_nodes is not None and wanted.hosts.num_nodes < 1:
+        raise UserError(f"--num-nodes is {wanted.hosts.num_nodes}; it should be 1 or more")
 
 
 def _nodes(wanted: LaunchRequest, there: int | None) -> tuple[int, int]:
     """Return the fewest and most hosts; `there`: the number that the environment offers, if known."""
     check_size(wanted)
-    if wanted.nodes is None and wanted.num_nodes is None and there is None:
+    if wanted.nodes is None and wanted.hosts.num_nodes is None and there is None:
         raise UserError("--no-ssh needs to know how many hosts there are; use --num-nodes 2, the same on all")
-    fewest, most = wanted.nodes or ((wanted.num_nodes or there or 1),) * 2
+    fewest, most = wanted.nodes or ((wanted.hosts.num_nodes or there or 1),) * 2
     if there is not None and most > there:
         asked = f"--nodes {fewest}:{most}" if wanted.nodes is not None else f"--num-nodes is {most}"
         raise UserError(
@@ -329,24 +277,14 @@ def _nodes(wanted: LaunchRequest, there: int | None) -> tuple[int, int]:
 
 def _job_of(found: FoundCluster, wanted: LaunchRequest, default: str | None = None) -> str:
     """Return the job's id: the given one, the environment's, or a new one."""
-    if wanted.job:
-        if not _ID.fullmatch(wanted.job):
-            raise UserError(f'--job-id is "{wanted.job}"; use letters, digits, dots, dashes and underscores')
-        return wanted.job
+    if wanted.job_id:
+        if not _ID.fullmatch(wanted.job_id):
+            raise UserError(f'--job-id is "{wanted.job_id}"; use letters, digits, dots, dashes and underscores')
+        return wanted.job_id
     job = found.cluster.job or default
     if job is None:
         job = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
     return _NOT_OF_AN_ID.sub("-", job)[:128]  # Open MPI 5 calls a job prterun-head-17@1
-
-
-def parse_nodes(text: str) -> tuple[int, int]:
-    """Parse the fewest and most hosts of `--nodes 1:4`. Raises UserError."""
-    first, _, last = text.partition(":")
-    with suppress(ValueError):
-        fewest, most = int(first), int(last or first)
-        if 1 <= fewest <= most:
-            return fewest, most
-    raise UserError(f'--nodes "{text}": the fewest and the most hosts are wanted, such as 1:4')
 
 
 def parse_command(words: Sequence[str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from samestep.fault_tolerance.watchdog import Clock
 from samestep.launch.network import reach, store_client
-from samestep.launch.node_spec import Limits
+from samestep.launch.options import Limits
 
 State = Literal["meets", "runs", "failed", "changes", "done"]
 
@@ -69,7 +69,7 @@ class NodeHeartbeat:
         self._said: Mapping[int, Mapping[str, Any]] = {}  # node -> its last heartbeat
         self._answers = 0
         self._refused = False
-        self._store: TCPStore | None = store_client(address, port, answer_within=limits.silence)
+        self._store: TCPStore | None = store_client(address, port, answer_within=limits.heartbeat_timeout)
         self.identity = self._store.compare_set(f"{self._prefix}/identity", "", uuid.uuid4().hex)
         if identity not in (None, self.identity):
             raise RuntimeError("another store stands where this job's was")
@@ -120,7 +120,7 @@ class NodeHeartbeat:
             return Lost(what="store", host=store, seconds=self._mind.store_silent)
         said, peers = self._said, self._peers
         self._mind.look(self._answers, said)
-        if self._mind.store_silent > (_GONE if self._refused else self._limits.silence):
+        if self._mind.store_silent > (_GONE if self._refused else self._limits.heartbeat_timeout):
             return Lost(what="store", host=store, seconds=self._mind.store_silent)
         for peer in peers:
             word = said.get(peer.node)
@@ -131,7 +131,7 @@ class NodeHeartbeat:
             # Its first heartbeat of this round may still be missing.
             if word["round"] > self._round or (word["round"] == self._round and word["state"] != "runs"):
                 return Lost(what="round", host=peer.name, state=word["state"])
-            if (seconds := self._mind.silent(peer.node)) > self._limits.silence:
+            if (seconds := self._mind.silent(peer.node)) > self._limits.heartbeat_timeout:
                 return Lost(what="host", host=peer.name, seconds=seconds)
         return None
 
@@ -148,7 +148,7 @@ class NodeHeartbeat:
         """
         over = False
         while not over:
-            self._wake.wait(self._limits.beat)
+            self._wake.wait(self._limits.heartbeat_interval)
             self._wake.clear()
             over = self._over  # read before the heartbeat, so that the last one has the final state
             try:
@@ -163,7 +163,7 @@ class NodeHeartbeat:
         """Connect to the store if its port answers within a second, and check that it is the same store."""
         if reach(self._address, self._port, within=1.0) != "answers":
             raise RuntimeError("nobody is there")
-        store = store_client(self._address, self._port, answer_within=self._limits.silence)
+        store = store_client(self._address, self._port, answer_within=self._limits.heartbeat_timeout)
         self._refused = False
         # A new store at this address has no data of this job.
         self._replaced = store.compare_set(f"{self._prefix}/identity", "", "another") != self.identity
@@ -197,7 +197,7 @@ class _Mind:
 
     def __init__(self, limits: Limits) -> None:
         self._clock = Clock(_LOOKS)
-        self._beat = limits.beat
+        self._beat = limits.heartbeat_interval
         self._answers = -1
         self._answered_at = self._looked_at = 0.0
         self._last: dict[int, Any] = {}

@@ -21,22 +21,8 @@ from samestep import __version__, environment
 from samestep.launch.failure import Outcome
 from samestep.launch.node_spec import NodeSpec
 
-# Not by -m: child processes would import the module again as theirs, with a warning.
-_MAIN = "import sys; from samestep.launch.remote_agent import main; sys.exit(main())"
 MARK = b"\x1esamestep "
 _LEAVE = 5.0  # seconds beyond the ranks' grace period, for an agent whose controller is gone
-
-# Variables such as PYTHONPATH take effect at start-up, so a first process sets them and execs a second one. It is one
-# line, which a shell takes as one word when quoted.
-_FIRST = (
-    "import json,os,sys; os.environ.update(json.loads(open(0,'rb',0,closefd=False).readline())); "
-    f"os.execv(sys.executable,[sys.executable,'-c','{_MAIN}'])"
-)
-
-
-def agent_command(python: Sequence[str]) -> list[str]:
-    """Return the command that starts a remote agent, the same for every job."""
-    return [*python, "-c", _FIRST]
 
 
 def request(parts: Sequence[NodeSpec], folder: str, variables: Mapping[str, str]) -> bytes:
@@ -69,7 +55,7 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
         )
     try:
         part = NodeSpec.from_json(values)
-    except TypeError:
+    except (KeyError, TypeError):
         return Outcome(
             exit_code=2,
             message=f"the hosts of this job differ in their samestep sources: {host} and the starting machine have "
@@ -80,7 +66,7 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
     except OSError as error:
         message = f"{host}: the folder {asked['folder']}: {error.strerror}; --chdir FOLDER says another"
         return Outcome(exit_code=2, message=message)
-    threading.Thread(target=_obey, args=(orders, part.grace_period), daemon=True).start()
+    threading.Thread(target=_obey, args=(orders, part.ranks.grace_period), daemon=True).start()
 
     with environment.quiet_import():
         from samestep.launch import agent  # this takes seconds, in which an order may come

@@ -30,7 +30,7 @@ from samestep import environment
 from samestep.errors import HostLostError
 from samestep.launch.network import LOOPBACK, address_towards, reach, store_at, store_client
 from samestep.launch.node_heartbeat import Lost, NodeHeartbeat, Peer, State
-from samestep.launch.node_spec import Limits
+from samestep.launch.options import Limits
 
 _APART = 0.5  # seconds between polls; PyTorch's rendezvous polls once a second
 
@@ -211,7 +211,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         Raises HostLostError, and RendezvousClosedError if the job is over.
         """
         self._end_round()
-        until = time.monotonic() + self.limits.meet
+        until = time.monotonic() + self.limits.start_timeout
         while time.monotonic() < until:
             try:
                 return self._meet()
@@ -219,10 +219,10 @@ class MultiNodeRendezvous(RendezvousHandler):
                 break
             except BROKEN:
                 if not self._answers():
-                    self.come_back()
+                    self.reconnect()
         raise HostLostError(
             f"{self.name}: fewer hosts than the {self._parameters.min_nodes} that the job needs have met in "
-            f"{self.limits.meet:.0f} s"
+            f"{self.limits.start_timeout:.0f} s"
         )
 
     def is_closed(self) -> bool:
@@ -259,11 +259,11 @@ class MultiNodeRendezvous(RendezvousHandler):
         """Return why the current round is over for this host; None if it isn't."""
         return self.heartbeat.lost()
 
-    def come_back(self) -> None:
+    def reconnect(self) -> None:
         """Reconnect to the store after it was lost. Raises HostLostError after the timeout."""
         at = self._store_address, self._store_port
         self.heartbeat.close()
-        until = time.monotonic() + self.limits.come_back
+        until = time.monotonic() + self.limits.rejoin_timeout
         while True:
             found = reach(*at, within=min(1.0, max(0.1, until - time.monotonic())))
             if found == "answers":
@@ -307,7 +307,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         at = self._store_address, self._store_port
         job = self._parameters.run_id
         try:
-            store = store_client(*at, answer_within=self.limits.silence)
+            store = store_client(*at, answer_within=self.limits.heartbeat_timeout)
             return store, NodeHeartbeat(*at, job=job, node=self.node, limits=self.limits, identity=identity)
         except RuntimeError as error:
             raise HostLostError(f"{self.name}: no store of the job answers at {at[0]}:{at[1]}") from error
@@ -326,7 +326,7 @@ class MultiNodeRendezvous(RendezvousHandler):
             # PyTorch orders ranks by these names.
             local_addr=f"{self.node:06d} {self.name}",
             timeout=self._timeout,
-            keep_alive_interval=self.limits.keep_alive,
+            keep_alive_interval=self.limits.rendezvous_interval,
             keep_alive_max_attempt=3,
         )
 
@@ -390,10 +390,10 @@ class _Timeout(RendezvousTimeout):
     """Rendezvous timeouts: hosts come one by one at a job's start, and together later."""
 
     def __init__(self, limits: Limits) -> None:
-        super().__init__(join=timedelta(seconds=limits.meet), close=timedelta(seconds=_CLOSE))
+        super().__init__(join=timedelta(seconds=limits.start_timeout), close=timedelta(seconds=_CLOSE))
         self._limits = limits
         self.first = True
 
     @property
     def last_call(self) -> timedelta:
-        return timedelta(seconds=self._limits.first_call if self.first else self._limits.last_call)
+        return timedelta(seconds=self._limits.join_timeout if self.first else self._limits.later_join_timeout)

@@ -6,18 +6,19 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from samestep.launch.node_spec import AgentCommand, LaunchOptions, NodeSpec, Starter
-from samestep.launch.remote_agent import agent_command
+from samestep.launch.node_spec import NodeSpec
+from samestep.launch.options import LaunchOptions
+from samestep.launch.starter import AgentCommand, Starter, agent_command
 
 _ALIVE = 2  # seconds between keep-alive messages
 
 
-def _options(silence: float) -> tuple[str, ...]:
+def _options(heartbeat_timeout: float) -> tuple[str, ...]:
     """Options: no prompts at the terminal, and the same timeout for a silent host as the other hosts use.
 
     OpenSSH takes an option's first value: the user's own, in --ssh, come before these.
     """
-    alive = f"ServerAliveCountMax={math.ceil(silence / _ALIVE)}"
+    alive = f"ServerAliveCountMax={math.ceil(heartbeat_timeout / _ALIVE)}"
     return (
         "-T",
         "-o",
@@ -39,7 +40,7 @@ def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentComma
         AgentCommand(
             command=tuple(agent_command([sys.executable]))
             if part.node_rank == options.this
-            else (*options.ssh, *_options(options.silence), "--", part.host, line),
+            else (*options.ssh, *_options(part.limits.heartbeat_timeout), "--", part.host, line),
             parts=(part,),
         )
         for part in parts

@@ -31,7 +31,7 @@ def resolved(part: NodeSpec, deadline: float) -> str:
         if time.monotonic() > deadline:
             raise UserError(
                 f"{part.host}: the name {part.address} does not resolve ({reason}), nor has it for "
-                f"{part.start_timeout:.0f} s; use a line in /etc/hosts, or an address instead of the name"
+                f"{part.limits.start_timeout:.0f} s; use a line in /etc/hosts, or an address instead of the name"
             )
         if not told:
             told = True

@@ -19,8 +19,9 @@ from typing import Any
 from samestep import environment
 from samestep.errors import UserError
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Read, which
-from samestep.launch.node_spec import AgentCommand, LaunchOptions, NodeSpec, Starter
-from samestep.launch.remote_agent import agent_command
+from samestep.launch.node_spec import NodeSpec
+from samestep.launch.options import LaunchOptions
+from samestep.launch.starter import AgentCommand, Starter, agent_command
 
 _PATIENCE = 5.0  # seconds for a connection
 

@@ -19,8 +19,9 @@ from samestep.launch.environments.base import (
     Variables,
     which,
 )
-from samestep.launch.node_spec import AgentCommand, LaunchOptions, NodeSpec, Starter
-from samestep.launch.remote_agent import agent_command
+from samestep.launch.node_spec import NodeSpec
+from samestep.launch.options import LaunchOptions
+from samestep.launch.starter import AgentCommand, Starter, agent_command
 from samestep.ranks import DeviceChoice, accelerators, counts, in_slurm_step
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
@@ -201,7 +202,7 @@ def _gpus_of_step(parts: Sequence[NodeSpec]) -> list[str]:
     """
     environ = environment.snapshot()
     found = Slurm().find(PlaceInputs(environ=environ))
-    if "SLURM_GPUS_PER_TASK" not in environ or found.slots_from != "accelerators" or parts[0].device == "cpu":
+    if "SLURM_GPUS_PER_TASK" not in environ or found.slots_from != "accelerators" or parts[0].ranks.device == "cpu":
         return []
     there = {host.name: host.slots for host in found.cluster.hosts}
     return [f"--gpus={sum(there[part.host] for part in parts)}"]
