@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -134,7 +135,7 @@ def test_a_check_that_hangs_or_raises_is_named_and_the_others_are_made(monkeypat
 def test_a_problem_is_exit_code_1_and_a_warning_is_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(machine, "meminfo", lambda: {"MemTotal": 8 * GIB, "MemFree": GIB // 2})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=8 * GIB, available=GIB // 2))
     monkeypatch.setattr(examine, "CHECKS", {"memory": machine.memory})
     assert main(["doctor"]) == 0
     assert "warning: 1, problem: 0" in capsys.readouterr().out

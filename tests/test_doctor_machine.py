@@ -3,7 +3,9 @@
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from findings import GIB, only
@@ -64,7 +66,7 @@ def test_little_shared_memory_is_found(monkeypatch: pytest.MonkeyPatch, total: i
 
 
 def test_swapped_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "meminfo", lambda: {"SwapTotal": 4 * GIB, "SwapFree": GIB})
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=3 * GIB))
     found = only(machine.swap(ExaminationRequest()))
     assert found.verdict == "warning"
     assert found.values["used_bytes"] == 3 * GIB

@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from small_tasks import Points
 
 import samestep
 from samestep.cli.main import main
-from samestep.doctor import run
 from samestep.doctor.findings import Finding
 from samestep.doctor.run import CHECKS, read
 
@@ -202,7 +203,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_the_one_thing_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "meminfo", lambda: {"MemTotal": 64 * 2**30})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * 2**30))
     planted, steps = PLANTED[name], steps_of()
     planted.change(steps)
     found = [

@@ -29,6 +29,7 @@ HOUSE = (
     ("job",),
     ("run_folder",),
     ("subprocess_group",),
+    ("processor",),
     ("validation",),
     ("jobfile",),
     ("data",),

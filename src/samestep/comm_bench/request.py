@@ -116,7 +116,7 @@ def check_sizes(asked: CommRequest, processes: int) -> None:
     local = processes if ranks is None else ranks.local_world_size
     largest = asked.sizes[-1]
     needed, there = local * (_COPIES * largest + _OF_A_PROCESS), available_memory()
-    if there is not None and needed > there:
+    if needed > there:
         fitting = max(0, there // local - _OF_A_PROCESS) // _COPIES
         remedy = f"use sizes up to {size_in_words(fitting)}" if fitting >= smallest else "use fewer processes"
         raise UserError(

@@ -5,7 +5,6 @@ A run that ended without a result says why. The machine is told in words, and th
 
 import json
 import math
-import os
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +14,10 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import psutil
 import torch
 
+from samestep import processor
 from samestep.comparison.bilingual import Words
 from samestep.comparison.held import NormsHeld, ParametersHeld
 from samestep.comparison.methods import SINGLE, SINGLE_CORE, Method
@@ -147,22 +148,13 @@ def machine() -> dict[str, Any]:
     name = torch.get_device_module(accelerator).get_device_name(0) if accelerator is not None else None
     return {
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor.name(),
         "cores": cores(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
+        "memory_bytes": psutil.virtual_memory().total,
         "accelerators": f"{there} x {name}" if there else "none",
         "python": platform.python_version(),
         "packages": {package: found for package in _PACKAGES if (found := _version(package))},
     }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

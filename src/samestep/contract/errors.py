@@ -91,9 +91,7 @@ class Budget(TorchDispatchMode):
 
     def __init__(self, most: int | None = None) -> None:
         super().__init__()
-        if most is None and (available := available_memory()) is not None:
-            most = available // _PART
-        self._most = most
+        self._most = available_memory() // _PART if most is None else most
         self._alive = 0
         self._known: set[int] = set()  # addresses of storages that still exist
 

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 from packaging.requirements import Requirement
 
 from samestep import environment
@@ -23,7 +24,7 @@ from samestep.engines import ENGINES
 from samestep.engines.registry import resolve
 from samestep.launch.affinity import cores as usable_cores
 from samestep.launch.device import accelerator_names, build
-from samestep.launch.memory import cgroup_limit, meminfo
+from samestep.launch.memory import cgroup_limit
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -102,11 +103,8 @@ _LITTLE = 2**30
 
 def memory(asked: ExaminationRequest) -> Iterator[Finding]:
     """Check the free memory of the machine, and the limit of this process's cgroup."""
-    sizes = meminfo()
-    if not sizes:
-        yield ok("memory", "not known on this system")
-        return
-    total, free, limit = sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemFree"]), cgroup_limit()
+    there, limit = psutil.virtual_memory(), cgroup_limit()
+    total, free = there.total, there.available
     values: dict[str, Any] = {"total_bytes": total, "available_bytes": free, "limit_bytes": limit}
     text = f"{in_gib(free)} of {in_gib(total)} are free"
     if limit is not None and limit < total:
@@ -119,8 +117,7 @@ def memory(asked: ExaminationRequest) -> Iterator[Finding]:
 
 def swap(asked: ExaminationRequest) -> Iterator[Finding]:
     """Check how much memory is swapped out."""
-    sizes = meminfo()
-    used = sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)
+    used = psutil.swap_memory().used
     if used > _LITTLE // 4:
         yield warning(
             "swap",

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from samestep.doctor.findings import Finding, in_gib, ok, problem, warning
-from samestep.doctor.machine import meminfo
 from samestep.doctor.run_files import FAULTS_FILE, METRICS_FILE, RunFiles, number, read_run
 from samestep.job_plan.beside import PLAN_FILE, STEP, Term, furthest, terms
 from samestep.training.result import REPORT_FILE
@@ -292,8 +293,8 @@ def slow_ranks(run: RunFiles) -> Iterator[Finding]:
 def memory(run: RunFiles) -> Iterator[Finding]:
     """Compare the ranks' peak memory with this machine's, for a run on the CPU."""
     report = run.report or {}
-    peaks, total = report.get("peak_memory_bytes"), meminfo().get("MemTotal")
-    if not isinstance(peaks, list) or not total or report.get("device") != "cpu":
+    peaks, total = report.get("peak_memory_bytes"), psutil.virtual_memory().total
+    if not isinstance(peaks, list) or report.get("device") != "cpu":
         return
     held = sum(value for each in peaks if (value := number(each)) == value)
     text = f"the ranks held {in_gib(held)} at their peaks; this machine has {in_gib(total)}"

@@ -136,7 +136,7 @@ def this_machine(devices: int | None, precision: str, comm: Path | None = None) 
     return Machine(
         name="this machine",
         devices=number if devices is None else devices,
-        memory=float(available_memory() or 0) or float("inf"),
+        memory=float(available_memory()),
         rates=rates,
         cores=number,
     )

@@ -10,6 +10,8 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
 _KEEP = 2**31 - 1  # bytes: the most that mallopt takes
 _MAPPED_FROM = 2**30  # bytes of one allocation that is mapped by itself and given back when it is freed
@@ -18,24 +20,10 @@ _GROW_BY = 64 * 2**20  # bytes more than asked for, where the heap grows
 _USERS_CHOICE = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
-def available_memory() -> int | None:
-    """Return the bytes that a process can still allocate here; None if unknown."""
-    free, limit = meminfo().get("MemAvailable"), cgroup_limit()
-    return min((each for each in (free, limit) if each is not None), default=None)
-
-
-def meminfo(file: Path = Path("/proc/meminfo")) -> dict[str, int]:
-    """Bytes by the names of /proc/meminfo; nothing where the system has no such file."""
-    try:
-        lines = file.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return {}
-    sizes = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        if value.endswith(" kB"):
-            sizes[name] = int(value.split()[0]) * 1024
-    return sizes
+def available_memory() -> int:
+    """Return the bytes that a process can still allocate here."""
+    free, limit = psutil.virtual_memory().available, cgroup_limit()
+    return free if limit is None else min(free, limit)
 
 
 def cgroup_limit(groups: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -1,7 +1,6 @@
 """Build: compiles kernel.cpp on first use, and keeps the library for later processes."""
 
 import hashlib
-import platform
 import shlex
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from samestep import processor
 from samestep.environment import cache_folder
 
 SOURCE = Path(__file__).with_name("kernel.cpp")
@@ -30,7 +30,7 @@ def library(environ: Mapping[str, str]) -> Path:
     """
     compiler = _compiler(environ)
     folder = cache_folder(environ)
-    made_of = SOURCE.read_bytes() + "\n".join((*compiler, *_FLAGS, _processor())).encode()
+    made_of = SOURCE.read_bytes() + "\n".join((*compiler, *_FLAGS, processor.instruction_set())).encode()
     key = hashlib.sha256(made_of).hexdigest()[:16]
     built = folder / f"kernel-{key}.so"
     if built.is_file():
@@ -74,12 +74,3 @@ def _compile(command: Sequence[str], target: str) -> str | None:
     if ended.returncode == 0:
         return None
     return next((line for line in ended.stderr.splitlines() if line.strip()), f"exit code {ended.returncode}")
-
-
-def _processor() -> str:
-    """Identify the processor by its architecture and its instruction set flags."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
