@@ -97,7 +97,7 @@ LAYERS: dict[str, Make] = {
 }
 
 
-class Lent(nn.Linear):
+class WrittenByNumpy(nn.Linear):
     """Its memory is written by NumPy."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Moved(nn.Linear):
 
 REFUSED: dict[str, Make] = {
     "lazy": lambda: nn.LazyLinear(3),
-    "lent": Lent,
+    "written-by-numpy": WrittenByNumpy,
     "swallowed": Swallowed,
     "shared with a tensor": lambda: Shared(parameter=False),
     "shared with a parameter": lambda: Shared(parameter=True),

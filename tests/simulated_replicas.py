@@ -65,7 +65,7 @@ class Simulation:
             sums, counts, losses = [], [], []
             for number, rank in enumerate(self.ranks):
                 (share,) = self.order.shares(self.done, Place(index=number, of=len(self.ranks)), None)
-                loss, count, gradient = self._backward(rank.x, [] if share.lent else share.samples.tolist())
+                loss, count, gradient = self._backward(rank.x, [] if share.zero_weight else share.samples.tolist())
                 sums.append(gradient)
                 counts.append(count)
                 losses.append(loss)

@@ -30,7 +30,7 @@ def config_file(folder: Path, **changes: Any) -> Path:
 
 
 def test_two_ranks_take_the_step_of_one_process(tmp_path: Path) -> None:
-    # 200 samples in batches of 33 leave a last one of 2: a rank with one sample, and micro-batches that are lent.
+    # 200 samples in batches of 33 leave a last one of 2: a rank with one sample, and micro-batches with zero weight.
     plain = recipe(schedule=samestep.Schedule(warmup=3, decay="linear"))
     words = recipe(Words(), optimizer=samestep.SGD(lr=0.1, momentum=0.9), batch=199, clip=None)
     text = recipe(Tiny(name="bert"), batch=13)

@@ -87,7 +87,7 @@ class Local(Native):
 
 @pytest.fixture(scope="module")
 def expected() -> own_loops.Taken:
-    # 28 samples in batches of 13: every third step has 2, for three ranks, one of which is lent a sample.
+    # 28 samples in batches of 13: every third step has 2, for three ranks, one of which has a zero-weight sample.
     return own_loops.plain(WithoutSync(samples=28), batch=BATCH, steps=STEPS)
 
 

@@ -144,9 +144,9 @@ def test_workers_and_parameter_servers_end_with_their_chief() -> None:
 
 @pytest.mark.parametrize(("ends", "code"), [("chief", 0), ("command", 7)])
 def test_a_command_is_ended_with_another_rank_and_else_ends_by_itself(ends: str, code: int, tmp_path: Path) -> None:
-    announced = "from samestep.launch.script_env.sidecar import announce; print(announce('127.0.0.1'), flush=True); "
+    started = "from samestep.launch.script_env.sidecar import start; print(start('127.0.0.1'), flush=True); "
     chief = subprocess.Popen(
-        [sys.executable, "-c", announced + "import time; time.sleep(60)"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", started + "import time; time.sleep(60)"], stdout=subprocess.PIPE, text=True
     )
     assert chief.stdout is not None
     port = int(chief.stdout.readline())

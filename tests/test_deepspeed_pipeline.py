@@ -97,7 +97,7 @@ def test_four_ranks_take_the_step_of_one_process() -> None:
         layout: (words, layout, ENGINE) for layout in ("pp2 zero1x2", "pp2 dp2 order=dp.pp.fsdp.cp.tp")
     }
     cases["pp4"] = (recipe(Four()), "pp4", ENGINE)
-    cases["mostly lent"] = (recipe(Words(), batch=3), "pp2 dp2", ENGINE)
+    cases["mostly zero weight"] = (recipe(Words(), batch=3), "pp2 dp2", ENGINE)
     assert same(prove(cases), list(cases)) == {}
 
 

@@ -31,7 +31,7 @@ def drawn(draw: Callable[[Tensor], Tensor], samples: Tensor, *, step: int = 0, c
     now, model = ForwardContext(), Draws(draw)
     same_dropout(model, now)
     before = torch.get_rng_state()
-    with now.at(Moment(step=step, samples=samples, lent=False)):
+    with now.at(Moment(step=step, samples=samples, zero_weight=False)):
         found = model(torch.zeros(len(samples), columns))
     assert torch.equal(before, torch.get_rng_state())
     return found

@@ -170,7 +170,7 @@ def test_the_proof_has_dropout_where_it_is_asked_for() -> None:
 
 
 def moment(*samples: int, step: int = 0, seed: int = 0) -> Moment:
-    return Moment(step=step, samples=torch.tensor(samples), lent=False, seed=seed)
+    return Moment(step=step, samples=torch.tensor(samples), zero_weight=False, seed=seed)
 
 
 def dropped(

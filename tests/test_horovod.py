@@ -41,7 +41,7 @@ def settings_file(folder: Path, **values: Any) -> Path:
 
 
 def test_two_ranks_take_the_step_of_one_process(tmp_path: Path) -> None:
-    # 200 samples in batches of 33 leave a last one of 2: a rank with one sample, and micro-batches that are lent.
+    # 200 samples in batches of 33 leave a last one of 2: a rank with one sample, and micro-batches with zero weight.
     plain = recipe(schedule=samestep.Schedule(warmup=3, decay="linear"))
     words = recipe(Words(), optimizer=samestep.SGD(lr=0.1, momentum=0.9), batch=199, clip=None)
     half = settings_file(tmp_path, compression="fp16", fusion_threshold_mb=0.001, cycle_time_ms=0.5)

@@ -69,7 +69,7 @@ def test_two_replicas_of_one_process_take_the_same_step(
 
 
 def test_two_workers_take_the_same_step() -> None:
-    """Where one has fewer samples than the other, and none at all in a lent micro-batch."""
+    """Where one has fewer samples than the other, and none at all in a zero-weight micro-batch."""
     engine = {"engine": "keras-multi-worker", "device": "cpu"}
     cases: list[Case] = [
         (SGD, "dp2", {**engine}),

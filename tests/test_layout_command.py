@@ -263,7 +263,7 @@ def test_the_picture_names_every_rank_and_fills_what_it_has(text: str, tmp_path:
         wanted = [
             Fraction(1, layout.data_ranks * layout.context),
             Fraction(1, layout.pipeline * layout.tensor),
-            share["parameters"] / (layout.shard if layout.zero == 2 else 1),  # the others' part is lent
+            share["parameters"] / (layout.shard if layout.zero == 2 else 1),  # the others' part is gathered
             share["gradients"],
             share["optimizer state"],
         ]

@@ -171,7 +171,7 @@ def test_lent_memory_is_used_again_once_it_is_free() -> None:
     del first
     third = Holder()
     assert memory.lend(like, until_gone=third).data_ptr() == address
-    assert len(list(memory.lent())) == 2
+    assert len(list(memory.buffers())) == 2
 
 
 def test_batches_of_many_lengths_share_memory() -> None:
@@ -181,7 +181,7 @@ def test_batches_of_many_lengths_share_memory() -> None:
     memory = HostMemory(torch.device("cpu"))
     for length in range(1000, 2000):
         memory.lend(torch.ones(length), until_gone=Holder()).fill_(length)
-    assert sum(buffer.nbytes for buffer in memory.lent()) < 12 * 4 * 2000
+    assert sum(buffer.nbytes for buffer in memory.buffers()) < 12 * 4 * 2000
 
 
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,8 @@ STEPS = st.integers(0, 40)
 
 
 def own(shares: Sequence[Share]) -> list[int]:
-    """The samples of a rank that are not lent, in their order."""
-    return [int(sample) for share in shares if not share.lent for sample in share.samples]
+    """The samples of a rank that have a weight, in their order."""
+    return [int(sample) for share in shares if not share.zero_weight for sample in share.samples]
 
 
 @given(order=ORDERS, ranks=RANKS, micro_batch=MICRO_BATCHES, step=STEPS)
@@ -104,9 +104,9 @@ def test_only_a_rank_without_a_sample_left_is_lent_one_of_the_batch(
     batch = order.global_batch(step).tolist()
     for rank in range(ranks):
         shares = order.shares(step, Place(index=rank, of=ranks), micro_batch)
-        lent = [share for share in shares if share.lent]
-        assert all(share.samples.tolist() == [batch[0]] for share in lent)
-        if lent:  # the others hold one sample each: there were fewer samples than micro-batches
+        weightless = [share for share in shares if share.zero_weight]
+        assert all(share.samples.tolist() == [batch[0]] for share in weightless)
+        if weightless:  # the others hold one sample each: there were fewer samples than micro-batches
             assert all(len(share.samples) == 1 for share in shares)
 
 
@@ -362,7 +362,7 @@ def test_chunks_hold_every_sample_once_and_the_same_ones_together_for_any_ranks(
         for rank in range(ranks)
     ]
     assert len({len(chunks) for chunks in by_rank}) == 1
-    together = [chunk.batch.targets.tolist() for chunks in by_rank for chunk in chunks if not chunk.lent]
+    together = [chunk.batch.targets.tolist() for chunks in by_rank for chunk in chunks if not chunk.zero_weight]
     everything = list(range(samples))
     assert sorted(together) == [everything[start : start + size] for start in range(0, samples, size)]
 

@@ -163,11 +163,11 @@ def test_halves_are_a_sum_that_knows_no_other_rows() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_virtual_ranks_have_the_same_samples_whoever_holds_them(size: int, ranks: int) -> None:
     batch = np.arange(100, 100 + size)
-    alone = [each.samples.tolist() for each in virtual_shares(batch, Place(), 8) if not each.lent]
+    alone = [each.samples.tolist() for each in virtual_shares(batch, Place(), 8) if not each.zero_weight]
     assert list(chain.from_iterable(alone)) == batch.tolist()
     shares = [virtual_shares(batch, Place(index=rank, of=ranks), 8) for rank in range(ranks)]
     assert len({len(each) for each in shares}) == 1
-    assert [each.samples.tolist() for rank in shares for each in rank if not each.lent] == alone
+    assert [each.samples.tolist() for rank in shares for each in rank if not each.zero_weight] == alone
 
 
 class Normed(Points):

@@ -70,7 +70,7 @@ class Tokens(Points):
         return [self.train_set()[index] for index in range(10)]
 
 
-# Batches of 33 of 200 samples leave a last one of 2; in micro-batches some are lent.
+# Batches of 33 of 200 samples leave a last one of 2; in micro-batches some have zero weight.
 CASES: Mapping[str, tuple[samestep.Recipe, Mapping[str, Any]]] = {
     "plain": (recipe(schedule=samestep.Schedule(warmup=3, decay="linear")), {}),
     "accumulated": (recipe(), {"micro_batch": 7}),
@@ -438,8 +438,8 @@ def test_workers_share_a_batch_out_and_servers_take_none() -> None:
     for rank in range(5):
         shares = order.shares(1, roles.place(rank), micro_batch=2)
         assert len(shares) == 2
-        taken += [number for share in shares if not share.lent for number in share.samples.tolist()]
-        assert rank >= 2 or all(share.lent for share in shares)
+        taken += [number for share in shares if not share.zero_weight for number in share.samples.tolist()]
+        assert rank >= 2 or all(share.zero_weight for share in shares)
     assert taken == order.global_batch(1).tolist()
 
 

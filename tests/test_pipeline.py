@@ -109,7 +109,7 @@ def test_four_ranks_and_data_ranks_take_the_same_step() -> None:
             "pp2 dp2 order=spread",
         ]
     ]
-    cases.append((recipe(Sentences(kind="bert"), batch=3), "dp2 pp2", {}))  # most micro-batches are lent
+    cases.append((recipe(Sentences(kind="bert"), batch=3), "dp2 pp2", {}))  # most micro-batches have zero weight
     # The table is in both stages, whose other sizes have ZeRO-1 give it to different ranks.
     cases.append((recipe(NextWord(kind="gpt2")), "pp2 zero1x2", {"cut_at": ("transformer.h.1",)}))
     assert_same_steps(cases, steps=STEPS)

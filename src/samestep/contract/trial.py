@@ -112,7 +112,7 @@ class Trial:
         batch = Batch(*(to_device(part, self.device, self.dtype) for part in batch))
         numbers = torch.arange(first, last)
         self._restore_buffers()
-        moment = Moment(step=0, samples=numbers, lent=False, seed=self.job.recipe.seed)
+        moment = Moment(step=0, samples=numbers, zero_weight=False, seed=self.job.recipe.seed)
         with (
             said(FORWARD, f"the model's forward of samples {first} to {last - 1}"),
             self._now.at(moment),

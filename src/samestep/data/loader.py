@@ -33,7 +33,7 @@ class Moment:
 
     step: int
     samples: torch.Tensor  # [samples] their numbers in the data set; int64, on the CPU
-    lent: bool  # borrowed from another rank, with weight 0: this rank only joins the collectives
+    zero_weight: bool  # another rank's samples: this rank only joins the collectives
     seed: int = 0  # of the recipe
     micro_batches: int = 1  # of this step on every rank
     # [samples] their positions in the step's global batch; None: they are the whole batch
@@ -49,12 +49,12 @@ class MicroBatch:
 
     @property
     def samples(self) -> int:
-        """Number of samples that count in the loss: 0 if they are lent."""
-        return 0 if self.moment.lent else len(self.moment.samples)
+        """Number of samples that count in the loss: 0 if they have zero weight."""
+        return 0 if self.moment.zero_weight else len(self.moment.samples)
 
     @property
     def weight(self) -> float:
-        return 0.0 if self.moment.lent else 1.0
+        return 0.0 if self.moment.zero_weight else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class StepBatch:
         return sum(micro_batch.samples for micro_batch in self.micro_batches)
 
     def samples(self) -> list[int]:
-        """Indices, in the data set, of the samples that this rank computes, lent ones included."""
+        """Indices, in the data set, of the samples that this rank computes, zero-weight ones included."""
         return [number for each in self.micro_batches for number in each.moment.samples.tolist()]
 
 
@@ -171,7 +171,7 @@ class Loader:
             moment=Moment(
                 step=step,
                 samples=torch.from_numpy(share.samples.copy()),
-                lent=share.lent,
+                zero_weight=share.zero_weight,
                 seed=self.order.seed,
                 micro_batches=micro_batches,
                 rows=rows,
@@ -277,7 +277,7 @@ class Chunk:
     """Consecutive samples of a data set, for one forward without gradients."""
 
     batch: Batch
-    lent: bool  # borrowed from another rank: its outputs are dropped
+    zero_weight: bool  # another rank's samples: its outputs are dropped
 
 
 class Chunks:
@@ -286,7 +286,7 @@ class Chunks:
     A chunk holds the same samples whatever the number of ranks, so that its outputs are the same too.
 
     All ranks must call the model equally often, since under most layouts `predict` communicates. A rank without a
-    chunk in the last round computes chunk 0 again, marked as lent, and its outputs are dropped.
+    chunk in the last round computes chunk 0 again, marked as of zero weight, and its outputs are dropped.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class Chunks:
         return len(self._mine)
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Yield this rank's chunks in order; those past the end are lent."""
+        """Yield this rank's chunks in order; those past the end have zero weight."""
         for number, batch in zip(self._mine, _begun(self._loader), strict=True):
             parts = (to_device(part, self._device, self._dtype) for part in given(batch))
-            yield Chunk(batch=Batch(*parts), lent=number >= self._count)
+            yield Chunk(batch=Batch(*parts), zero_weight=number >= self._count)

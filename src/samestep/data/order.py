@@ -23,7 +23,7 @@ class Place:
 
     index: int = 0
     of: int = 1
-    idle: bool = False  # takes no samples itself, only lent ones
+    idle: bool = False  # takes no samples itself, only zero-weight ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,11 @@ class Share:
     """One micro-batch of one rank: indices of samples in the data set.
 
     A rank without samples still takes part in every forward and backward, since its peers wait for it in collectives.
-    It then computes a sample of another rank, with `lent` set; its loss and its count are multiplied by zero.
+    It then computes a sample of another rank, with `zero_weight` set; its loss and its count are multiplied by zero.
     """
 
     samples: Indices
-    lent: bool = False
+    zero_weight: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class SampleOrder:
     Invariants on which the proof of a layout rests:
 
         - `global_batch(step)` depends on seed, step, size and batch: on no rank, no micro-batch, no layout.
-        - the shares of all ranks that aren't lent are a partition of it: each sample once.
+        - the shares of all ranks that aren't of zero weight are a partition of it: each sample once.
         - all ranks have the same number of shares in a step, so that their collectives pair up.
     """
 
@@ -78,7 +78,7 @@ class SampleOrder:
     ) -> list[Share]:
         """Return one rank's micro-batches of a step: as many as every other rank's, of at most `micro_batch` samples.
 
-        `micro_batches` fixes their number in every step; where samples are too few, some are lent.
+        `micro_batches` fixes their number in every step; where samples are too few, some have zero weight.
         """
         batch = self.global_batch(step)
         if self.virtual_ranks is not None:
@@ -100,27 +100,28 @@ def cut(batch: Indices, place: Place, micro_batch: int | None, micro_batches: in
     count = micro_batches or -(-largest // min(micro_batch or largest, largest))
     # An idle rank takes part in every forward, since its peers wait for it in collectives; any sample will do.
     if place.idle:
-        return [Share(samples=batch[:1], lent=True)] * count
+        return [Share(samples=batch[:1], zero_weight=True)] * count
     start, stop = bounds(len(batch), place.index, place.of)
     shares = []
     for part in range(count):
         first, last = bounds(stop - start, part, count)
         samples = batch[start + first : start + last]
-        shares.append(Share(samples=samples) if len(samples) else Share(samples=batch[:1], lent=True))
+        shares.append(Share(samples=samples) if len(samples) else Share(samples=batch[:1], zero_weight=True))
     return shares
 
 
 def virtual_shares(batch: Indices, place: Place, virtual_ranks: int) -> list[Share]:
     """Return the virtual ranks of one rank as micro-batches: consecutive ones, with the same samples in every layout.
 
-    Every rank gets as many micro-batches as the one with the most; the missing ones are lent.
+    Every rank gets as many micro-batches as the one with the most; the missing ones have zero weight.
     """
     first, last = bounds(virtual_ranks, place.index, place.of)
     shares = []
-    # ceil(V / ranks) on every rank: a rank with one virtual rank fewer ends with a lent micro-batch.
+    # ceil(V / ranks) on every rank: a rank with one virtual rank fewer ends with a zero-weight micro-batch.
     for number in range(first, first + -(-virtual_ranks // place.of)):
         start, stop = bounds(len(batch), number, virtual_ranks) if number < last else (0, 0)
-        shares.append(Share(samples=batch[start:stop]) if stop > start else Share(samples=batch[:1], lent=True))
+        mine = batch[start:stop]
+        shares.append(Share(samples=mine) if stop > start else Share(samples=batch[:1], zero_weight=True))
     return shares
 
 

@@ -218,12 +218,12 @@ def _state(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> fl
                 for stage in holding.stages
                 for shard in range(shards)
             ]
-            lent = computed if state == "parameters" and shown.parameters_stay_gathered else []
+            gathered = computed if state == "parameters" and shown.parameters_stay_gathered else []
             own_shard = holding.kept["optimizer state"].index
-            own_shards = {own_shard} if lent or kept.of > 1 else set(range(shards))
+            own_shards = {own_shard} if gathered or kept.of > 1 else set(range(shards))
             own = [cell for cell in computed if cell % shards in own_shards]
             grid = _Grid(
-                rows=["pipeline"], columns=cuts, own=[(0, cell) for cell in own], lent=[(0, c) for c in lent]
+                rows=["pipeline"], columns=cuts, own=[(0, cell) for cell in own], gathered=[(0, c) for c in gathered]
             )
             x = columns.left(holding.rank)
             _draw_grid(drawing, grid, x, y, columns.box - 28, 13)
@@ -239,14 +239,14 @@ class _Grid:
     rows: Sequence[str]
     columns: Sequence[str]
     own: Sequence[tuple[int, int]]  # cells that the rank keeps
-    lent: Sequence[tuple[int, int]] = ()  # cells that it has temporarily
+    gathered: Sequence[tuple[int, int]] = ()  # cells that it has temporarily
 
 
 def _draw_grid(drawing: Drawing, grid: _Grid, x: float, y: float, width: float, height: float) -> None:
     """Draw the cells of a box, the rank's own filled; cuts are drawn only between cells that are large enough."""
     tall, wide = height / len(grid.rows), width / len(grid.columns)
     drawing.rect("empty", x, y, width, height)
-    for kind, cells in (("lent", grid.lent), ("own", grid.own)):
+    for kind, cells in (("gathered", grid.gathered), ("own", grid.own)):
         for row, column in cells:
             drawing.rect(kind, x + column * wide, y + row * tall, wide, tall)
     if tall >= _FINE:
@@ -278,7 +278,7 @@ def _legend(drawing: Drawing, shown: Holdings, y: float) -> float:
     if len(shown.ranks) > 1:
         entries.append(("empty", "other ranks'"))
     if shown.parameters_stay_gathered:
-        entries.append(("lent", "other ranks', gathered in forward and given up after backward"))
+        entries.append(("gathered", "other ranks', gathered in forward and given up after backward"))
     x = _LEFT
     for kind, meaning in entries:
         drawing.rect(kind, x, y, 14, 11)
@@ -337,9 +337,9 @@ text { font: 12px system-ui, "Segoe UI", "Helvetica Neue", "Noto Sans", "DejaVu 
 """
     plain = (
         {"text": "#1f2328", "quiet": "#59636e", "paper": "#ffffff", "empty": "#eceff2", "frame": "#afb8c1"}
-        | {"own": "#566882", "lent": "#b6bec7"},
+        | {"own": "#566882", "gathered": "#b6bec7"},
         {"text": "#f0f6fc", "quiet": "#9198a1", "paper": "#0d1117", "empty": "#21262d", "frame": "#484f58"}
-        | {"own": "#c9d1d9", "lent": "#6e7681"},
+        | {"own": "#c9d1d9", "gathered": "#6e7681"},
     )
     light, dark = (_palette(colors, theme, dimensions) for theme, colors in enumerate(plain))
     return f"{shapes}{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"
@@ -348,7 +348,7 @@ text { font: 12px system-ui, "Segoe UI", "Helvetica Neue", "Noto Sans", "DejaVu 
 def _palette(colors: dict[str, str], theme: int, dimensions: Sequence[str]) -> str:
     """Styles of one theme."""
     lines = [f"text {{ fill: {colors['text']}; }}", f".quiet {{ fill: {colors['quiet']}; }}"]
-    lines += [f".{kind} {{ fill: {colors[kind]}; }}" for kind in ("paper", "empty", "own", "lent")]
+    lines += [f".{kind} {{ fill: {colors[kind]}; }}" for kind in ("paper", "empty", "own", "gathered")]
     lines += [f".frame, .rule {{ stroke: {colors['frame']}; }}"]
     for name in dimensions:
         pair = _COLORS[name]

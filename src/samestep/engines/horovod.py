@@ -213,7 +213,7 @@ class HorovodTrainer(NativeTrainer):
         self._settings = settings
 
     def backward(self, batch: StepBatch, loss: Loss) -> Tensor:
-        # Gradients are sent in the last backward of a step. Every rank has as many, of lent samples if need be.
+        # Gradients are sent in the last backward of a step. Every rank has as many, some of zero weight.
         self._horovod.set_backward_passes_per_step(len(batch.micro_batches))
         return super().backward(batch, loss)
 

@@ -36,7 +36,7 @@ from samestep.training.optimizer import OptimizerPlan, make_schedule
 
 
 class LocalMicroBatch(NamedTuple):
-    """A micro-batch of this rank, and its weight: 0.0 if its samples are lent."""
+    """A micro-batch of this rank, and its weight: 0.0 for another rank's samples."""
 
     batch: Batch
     weight: float
@@ -142,7 +142,7 @@ class Loop:
             loaded = [next(loader) for _ in step]
             seconds = time.perf_counter() - began
             parts = [
-                LocalMicroBatch(self._on_device(batch), 0.0 if share.lent else 1.0)
+                LocalMicroBatch(self._on_device(batch), 0.0 if share.zero_weight else 1.0)
                 for share, batch in zip(step, loaded, strict=True)
             ]
             yield parts, seconds

@@ -74,8 +74,8 @@ def prepared(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     environ = environment.snapshot()
     expected = registry.expected(options.engine, ranks, environ, threads)
     started = [*program, *expected.arguments, *command[_own_words(command) :]]
-    if expected.as_long_as is not None:
-        started = sidecar.until_rank_ends(*expected.as_long_as, started)
+    if expected.sidecar is not None:
+        started = sidecar.until_rank_ends(*expected.sidecar, started)
     between_hosts = environment.variables_of_interface(for_messages(ranks, environ), environ, gloo_alone=True)
     return started, {**environ, **between_hosts, **environment.share(threads), **expected.variables}
 

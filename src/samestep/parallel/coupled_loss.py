@@ -316,7 +316,7 @@ def rows_of(micro_batch: MicroBatch) -> Rows:
     """The rows of the global batch that a micro-batch's samples are."""
     moment = micro_batch.moment
     numbers = torch.arange(len(moment.samples)) if moment.rows is None else moment.rows
-    return Rows(numbers=numbers, counted=not moment.lent)
+    return Rows(numbers=numbers, counted=not moment.zero_weight)
 
 
 def _in_words(kinds: Sequence[_Kind]) -> str:

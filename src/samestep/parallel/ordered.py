@@ -125,7 +125,7 @@ class OrderedSums:
     def add(self, number: int, *, counts: bool) -> None:
         """Move the gradients of this rank's micro-batch `number` from the parameters into the tree.
 
-        `counts`: False for a lent micro-batch, whose gradients are replaced by zeros.
+        `counts`: False for a zero-weight micro-batch, whose gradients are replaced by zeros.
         """
         leaf = self.first + number
         gradients = [self._take_gradient(parameter) for parameter in self._trained]
@@ -324,7 +324,7 @@ class OrderedModel(ParallelModel):
         for number, micro_batch in enumerate(micro_batches):
             with self._whole.accumulating():
                 backward(self._whole.forward(micro_batch, term))
-            self.sums.add(number, counts=not micro_batch.moment.lent)
+            self.sums.add(number, counts=not micro_batch.moment.zero_weight)
         put_back(self.model)  # ZeRO-2 keeps parameters gathered between micro-batches
         if not self._checked:
             self._checked = True

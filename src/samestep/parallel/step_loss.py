@@ -110,15 +110,15 @@ class JointLoss(StepLoss):
             else:
                 for output, micro_batch in zip(apart, self._batch.micro_batches, strict=True):
                     noting(output, micro_batch.batch)
-        # [terms]. Every data rank calls, also one with only lent samples, whose counts are zero.
+        # [terms]. Every data rank calls, also one with only zero-weight samples, whose counts are zero.
         self._global_counts = self._counts.clone()
         dist.all_reduce(self._global_counts, group=self._group)
 
     def _noted(self, batch: Batch, counts: Sequence[Tensor | int]) -> None:
-        """Add the counts of one micro-batch's terms, unless its samples are lent."""
+        """Add the counts of one micro-batch's terms, unless its samples have zero weight."""
         weight = self._of_batch[id(batch)].weight
         for number, count in enumerate(counts):
-            # A lent micro-batch has weight 0.
+            # A zero-weight micro-batch.
             self._counts[number] += count * weight
 
     def _weighted(self, output: Any, batch: Batch, **gather: Any) -> tuple[Tensor, int]:

@@ -1,8 +1,8 @@
 """Evaluation: every held-out sample once over all ranks, and metrics that are exactly those of one process.
 
 Chunks are of `evaluation.batch` samples whatever the number of ranks, so each chunk's outputs are the same for every
-layout; chunk k goes to data rank k modulo their number, and ranks without one compute a lent chunk. Predictions are
-exchanged, and every rank updates its metrics with those of all chunks in the order of the data set.
+layout; chunk k goes to data rank k modulo their number, and ranks without one compute a zero-weight chunk.
+Predictions are exchanged, and every rank updates its metrics with those of all chunks in the order of the data set.
 """
 
 import copy
@@ -111,7 +111,7 @@ def evaluate(
         for chunk in some:
             with index_errors_explained("evaluation"):
                 output = trainer.predict(chunk.batch.inputs)
-                mine.append(None if chunk.lent or output is None else on_cpu(scores(output, chunk.batch)))
+                mine.append(None if chunk.zero_weight or output is None else on_cpu(scores(output, chunk.batch)))
             if advance is not None:
                 advance()
         for predictions, targets in _gather(mine, group):

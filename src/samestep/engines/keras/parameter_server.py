@@ -134,7 +134,7 @@ class ParameterServerTrainer(Trainer):
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         rates = self._here.groups.rates()
-        mine = [each.batch for each in batch.micro_batches if not each.moment.lent]
+        mine = [each.batch for each in batch.micro_batches if not each.moment.zero_weight]
         ranks: list[Any] | None = [None] * len(self._roles) if self._there is not None else None
         dist.gather_object(mine, ranks)
         found = torch.zeros(2, dtype=torch.float64)  # loss sum, and the norms of the parts' gradients

@@ -69,7 +69,7 @@ class OrderedTrainer(NativeTrainer):
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
             """The scaled loss sum of a micro-batch; keeps each virtual rank's sum and count for the ordered sum."""
             loss_sum, count = sum_and_count(loss(output, micro_batch.batch))
-            if not micro_batch.moment.lent:
+            if not micro_batch.moment.zero_weight:
                 leaf = facts[number[id(micro_batch)]]
                 leaf[0], leaf[1] = loss_sum.detach(), count
             return self._precision.scaled(loss_sum * (1 / batch.global_samples))

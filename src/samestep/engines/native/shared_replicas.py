@@ -86,5 +86,5 @@ class SharedReplicasTrainer(NativeTrainer):
             parameters=self._shared.parameters,
             gradients=self._shared.gradients,
             optimizer_state=list(state_tensors(self.optimizer)),
-            host=list(self._spread.host.lent()),
+            host=list(self._spread.host.buffers()),
         )

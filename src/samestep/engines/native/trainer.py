@@ -4,8 +4,8 @@ How a step is weighed. A task's loss gives a sum and a count for a micro-batch: 
 tokens that aren't masked) and count_m. One process would minimise sum / count over the global batch. Here:
 
     1. each micro-batch's sum is multiplied by weight_m * D / S, with D data ranks and S samples of the global batch;
-       the weight is 0 for a lent micro-batch (`data.order.Share`) and 1 for others. S is known before the forward;
-       the count of terms is not.
+       weight_m is 0 for a micro-batch of another rank's samples (`data.order.Share`) and 1 for others. S is known
+       before the forward; the count of terms is not.
     2. backward adds these up over micro-batches, and averages over the D ranks: sum_m gradient(sum_m) / S.
     3. the counts are summed over ranks meanwhile, and the gradient is multiplied by S / count.
 
@@ -225,7 +225,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
             """The weighted loss sum of a micro-batch, from which backward starts; called on ranks with the output."""
             loss_sum, count = of_step.of(output, micro_batch)
-            # Lent samples take part in every message, with weight 0.
+            # Zero-weight samples take part in every message.
             totals[0] += loss_sum.detach() * micro_batch.weight
             totals[1] += count * micro_batch.weight
             return self._precision.scaled(loss_sum * (micro_batch.weight * self.gradient_scale(batch)))
@@ -370,7 +370,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             self.model,
             self.optimizer,
             spread.parts.layout,
-            host_activations=spread.host.lent(),
+            host_activations=spread.host.buffers(),
             average=() if self._average is None else self._average.tensors(),
             file=spread.disk,
         )

@@ -45,8 +45,8 @@ class Expected:
 
     variables: Mapping[str, str]
     arguments: tuple[str, ...] = ()  # before the script's own
-    # Address and port of a rank's presence server: the script is terminated when that rank has ended.
-    as_long_as: tuple[str, int] | None = None
+    # Address and port of another rank's sidecar: the script is terminated when that rank has ended.
+    sidecar: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from samestep.errors import UserError
 from samestep.launch.network import interface_of, own_name_leads_nowhere
 from samestep.launch.script_env import torch
 from samestep.launch.script_env.base import Contract, Expected, Rank, addresses, gathered, meeting
-from samestep.launch.script_env.sidecar import start_beside
+from samestep.launch.script_env.sidecar import start_module
 
 _MODULE = "samestep.launch.script_env.horovod"  # the server as a program
 
@@ -30,7 +30,7 @@ def _expected(rank: Rank) -> Expected:
         found = addresses(store, rank, variables["MASTER_ADDR"])
         slots = slots_of([int(number) for number in gathered(store, "local rank", rank, str(ranks.local_rank))])
         if ranks.rank == 0:
-            store.set("port", str(start_beside(_MODULE, found[0], json.dumps(slots))))
+            store.set("port", str(start_module(_MODULE, found[0], json.dumps(slots))))
         port = int(store.get("port").decode())
     interface = environment.gloo_interface(rank.environ) or interface_of(found[ranks.rank])
     return Expected(variables={**variables, **variables_of(slots[ranks.rank], found[0], port, interface)})

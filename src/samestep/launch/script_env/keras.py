@@ -29,21 +29,21 @@ def _expected(rank: Rank) -> Expected:
     ):
         found = addresses(store, rank, variables["MASTER_ADDR"])
         ports = gathered(store, "port", rank, str(held.getsockname()[1]))
-        chief = _presence_of_chief(store, rank, found[0]) if kinds[0] == CHIEF else None
+        chief = _sidecar_of_chief(store, rank, found[0]) if kinds[0] == CHIEF else None
     places = [f"{address}:{port}" for address, port in zip(found, ports, strict=True)]
     threads = {name: rank.environ.get(name, str(rank.threads)) for name in _THREADS}
     return Expected(
         variables={**variables, **threads, "TF_CONFIG": json.dumps(config(rank.ranks.rank, kinds, places))},
-        as_long_as=chief,
+        sidecar=chief,
     )
 
 
-def _presence_of_chief(store: "Store", rank: Rank, address: str) -> tuple[str, int] | None:
+def _sidecar_of_chief(store: "Store", rank: Rank, address: str) -> tuple[str, int] | None:
     """Return where other ranks detect the chief's end: workers and servers never end by themselves."""
     if rank.ranks.rank == 0:
-        store.set("presence", str(sidecar.announce(address)))
+        store.set("sidecar", str(sidecar.start(address)))
         return None
-    return address, int(store.get("presence").decode())
+    return address, int(store.get("sidecar").decode())
 
 
 def kinds_of(ranks: int, servers: int) -> list[str]:

@@ -1,11 +1,10 @@
 """Sidecar: a helper process of a rank, which ends when the rank ends, however that happens.
 
-A sidecar may serve the rank's presence: a connection to it from any host breaks when the rank ends. So a command on
-another host can be ended together with that rank: for scripts that wait for work and never end by themselves, such as
-parameter servers.
+A sidecar may accept connections, which break when the rank ends. So a command on another host can be ended together
+with that rank: for scripts that wait for work and never end by themselves, such as parameter servers.
 
-Run as a program, `ADDRESS` serves the presence of the parent process; `ADDRESS PORT COMMAND ...` runs a command until
-the rank whose presence is served there has ended.
+Run as a program, `ADDRESS` is the sidecar that accepts them for the parent process; `ADDRESS PORT COMMAND ...` runs a
+command until the rank whose sidecar listens there has ended.
 """
 
 import os
@@ -22,7 +21,7 @@ from samestep.launch.fork_server import end_with_parent
 _MODULE = "samestep.launch.script_env.sidecar"
 
 
-def start_beside(module: str, *arguments: str) -> int:
+def start_module(module: str, *arguments: str) -> int:
     """Start a module as this rank's sidecar: it prints its port, and runs until its standard input ends.
 
     Returns the port. Raises UserError if none is printed.
@@ -47,13 +46,13 @@ _CONNECT = 30.0  # seconds to connect
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
-def announce(address: str) -> int:
-    """Serve this rank's presence from a sidecar; return the port."""
-    return start_beside(_MODULE, address)
+def start(address: str) -> int:
+    """Start this rank's sidecar, which accepts connections until the rank ends; return its port."""
+    return start_module(_MODULE, address)
 
 
 def connect(address: str, port: int) -> socket.socket:
-    """Connect to a rank's presence server. Raises StartError if none answers."""
+    """Connect to a rank's sidecar. Raises StartError if none answers."""
     try:
         connection = socket.create_connection((address, port), timeout=_CONNECT)
     except OSError as error:
@@ -76,7 +75,7 @@ def wait_for_end(connection: socket.socket) -> None:
         connection.recv(1)  # nothing is ever sent
 
 
-def serve_presence(address: str) -> None:
+def serve(address: str) -> None:
     """Print a port, and keep all connections to it open until standard input ends."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=1024) as server:
@@ -126,9 +125,9 @@ def run_until(address: str, port: int, command: Sequence[str]) -> int:
 
 
 def main(address: str, port: str | None = None, *command: str) -> int:
-    """Serve a rank's presence, or run a command until that rank ends; the exit code."""
+    """Be a rank's sidecar, or run a command until another rank ends; the exit code."""
     if port is None:
-        serve_presence(address)
+        serve(address)
         return 0
     try:
         return run_until(address, int(port), command)

@@ -89,7 +89,7 @@ class _Made:
     """The value of a buffer after a micro-batch's forwards on this rank."""
 
     after: Tensor
-    samples: int  # 0 for lent samples, which another rank counts
+    samples: int  # 0 for zero-weight samples, which another rank counts
 
 
 @dataclass(kw_only=True)
@@ -173,7 +173,7 @@ class BatchBuffers:
         try:
             return forward(*arguments, **keywords)
         finally:
-            samples = 0 if moment.lent else len(moment.samples)
+            samples = 0 if moment.zero_weight else len(moment.samples)
             for key, each in joined.items():
                 each.made[id(moment)] = _Made(after=_buffer(module, key).clone(), samples=samples)
 

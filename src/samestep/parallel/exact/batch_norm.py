@@ -234,8 +234,8 @@ def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tupl
     Mean and variance are those of each feature over all ranks' samples; the count is the number of elements for each
     feature, not of samples.
     """
-    # Lent samples are counted by the rank they belong to; this rank still takes part in the all-reduce.
-    weight = 0.0 if moment.lent else 1.0
+    # Zero-weight samples are counted by the rank they belong to; this rank still takes part in the all-reduce.
+    weight = 0.0 if moment.zero_weight else 1.0
     # At least float32, as sums in 16 bits lose precision.
     numbers = given.to(torch.promote_types(given.dtype, torch.float32))
     # All dimensions but that of the features: [samples, features, places...].

@@ -51,8 +51,8 @@ class HostMemory:
         weakref.finalize(until_gone, free.append, buffer)
         return buffer[: like.nbytes].view(like.dtype).view(like.shape)
 
-    def lent(self) -> Iterator[Tensor]:
-        """All buffers for `lend`, in use or free."""
+    def buffers(self) -> Iterator[Tensor]:
+        """All buffers that `lend` has made, in use or free."""
         yield from self._buffers
 
 

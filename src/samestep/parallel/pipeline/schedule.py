@@ -58,14 +58,14 @@ def owners(layout: Layout) -> list[int]:
 def micro_batches(layout: Layout, batch: int, micro_batch: int | None) -> int | None:
     """The number of micro-batches of every step, the same on every rank; None: it depends on the samples.
 
-    A pipeline's schedule is made for one number of micro-batches. In steps with fewer samples, some are lent.
+    A pipeline's schedule is made for one number of micro-batches. In steps with fewer samples, some have zero weight.
     """
     if layout.pipeline == 1:
         return None
     samples = -(-batch // layout.data_ranks)
     # With 2 p micro-batches, p - 1 of 3 p - 1 slots are idle: a third at most.
     wanted = -(-samples // micro_batch) if micro_batch else min(2 * layout.pipeline, samples)
-    # With fewer micro-batches than ranks some stage would always be idle; micro-batches without samples are lent.
+    # With fewer micro-batches than ranks some stage would always be idle; those without samples have zero weight.
     wanted = max(wanted, layout.pipeline)
     if SCHEDULES[layout.schedule].in_rounds:
         # Interleaved stages take the micro-batches in rounds of as many as there are ranks (Narayanan et al. 2021,
