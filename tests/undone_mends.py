@@ -228,7 +228,7 @@ MENDS = (
         file="launch/world.py",
         now='backend = group._get_backend(torch.device("cpu"))',
         before='backend = group._get_backend(torch.device("cpu")) if dist.get_backend(group) == "gloo" else None',
-        test="test_leave.py::test_gloo_is_found_beside_another_back_end",
+        test="test_world.py::test_gloo_is_found_beside_another_back_end",
         seen="assert",
     ),
     Mend(

@@ -1,4 +1,4 @@
-"""Signs of life: what a host sees of the others while its ranks run, and while they save for a change."""
+"""Heartbeats of nodes: what a host sees of the others while its ranks run, and while they save for a change."""
 
 import threading
 from collections.abc import Iterator

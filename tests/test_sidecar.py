@@ -1,4 +1,4 @@
-"""Whether another rank is there: one that is not reached is a failure, and a host that falls silent is noticed."""
+"""Sidecars: another rank that is not reached is a failure, and a host that falls silent is noticed."""
 
 import socket
 import subprocess
