@@ -54,15 +54,9 @@ class DataParallel(Engine):
             module = nn.DataParallel(model)
         in_precision = Precision(how.precision, how.device)
         optimizer = how.optimizer_of(model.named_parameters())
-        setup = TrainerSetup(
-            how=how,
-            model=model,
-            spread_model=spread_by_engine(model, how, in_precision, now, module=module, used=UsedAlone()),
-            optimizer=optimizer,
-            schedule=how.schedule_of(optimizer),
-            precision=in_precision,
-            answers_draws=devices < 2,  # each device's thread draws for its own part of the batch
-        )
+        spread_model = spread_by_engine(model, how, in_precision, now, module=module, used=UsedAlone())
+        answers_draws = devices < 2  # of several, each device's thread draws for its own part of the batch
+        setup = TrainerSetup.of(model, how, spread_model, optimizer, in_precision, answers_draws=answers_draws)
         return NativeTrainer(setup)
 
 

@@ -157,14 +157,8 @@ class Horovod(Engine):
         optimizer = distributed(how.optimizer_of(model.named_parameters()), model, settings)
         in_precision = Precision(how.precision, how.device)
         used = _UsedOnceSynchronized(model, how.mesh.data_group, optimizer)
-        setup = TrainerSetup(
-            how=how,
-            model=model,
-            spread_model=spread_by_engine(model, how, in_precision, now, module=model, used=used),
-            optimizer=optimizer,
-            schedule=how.schedule_of(optimizer),
-            precision=in_precision,
-        )
+        spread_model = spread_by_engine(model, how, in_precision, now, module=model, used=used)
+        setup = TrainerSetup.of(model, how, spread_model, optimizer, in_precision)
         return HorovodTrainer(setup, settings=settings)
 
 

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Self
 
 from torch import nn
 from torch.optim import Optimizer
@@ -31,6 +32,30 @@ class TrainerSetup:
     precision: Precision
     failures: LayoutFailures | None = None  # explains errors of the first step and of the first prediction
     answers_draws: bool = True  # all random numbers are drawn by sample number, so no generator's state may change
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        how: Preparation,
+        spread_model: ParallelModel,
+        optimizer: Optimizer,
+        precision: Precision,
+        *,
+        failures: LayoutFailures | None = None,
+        answers_draws: bool = True,
+    ) -> Self:
+        """Return the setup in which the job's schedule is that of the optimizer that steps."""
+        return cls(
+            how=how,
+            model=model,
+            spread_model=spread_model,
+            optimizer=optimizer,
+            schedule=how.schedule_of(optimizer),
+            precision=precision,
+            failures=failures,
+            answers_draws=answers_draws,
+        )
 
 
 def spread_as(

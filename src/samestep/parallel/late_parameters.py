@@ -70,7 +70,7 @@ class LateParameters:
     def __init__(self, units: Sequence[nn.Module], lot_bytes: int, *, compiled: bool) -> None:
         """`units`: in the order in which they run, the same on every rank; no other module uses their parameters.
 
-        `lot_bytes`: minimum bytes of a lot. `compiled`: whether units are compiled.
+        `lot_bytes`: minimum bytes of a lot. `compiled`: whether blocks are compiled, which units may be parts of.
         """
         self._lot_of: dict[nn.Parameter, int] = {}
         self._on_their_way: dict[int, list[Message]] = {}
@@ -109,10 +109,11 @@ class LateParameters:
             self.wait(lot)
 
     def _waiting(self, lot: int, compiled: bool) -> Callable[[nn.Module, Any], None]:
-        """Make a forward pre-hook of a unit that waits for its lot; it is not compiled."""
+        """Make a forward pre-hook of a unit that waits for its lot; the block around the unit may be compiled."""
 
         def wait(module: nn.Module, arguments: Any) -> None:
             self.wait(lot)
 
-        alone: Any = torch.compiler.disable(wait) if compiled else wait  # which imports the compiler
-        return alone
+        # The import of the compiler, which disable() needs, takes seconds: only where something is compiled.
+        uncompiled: Any = torch.compiler.disable(wait) if compiled else wait
+        return uncompiled

@@ -83,13 +83,5 @@ class Native(Engine):
             offload_folder=how.details.offload_folder,
             master_dtype=parameter_dtype(how.precision) if how.master_weights else None,
         )
-        setup = TrainerSetup(
-            how=how,
-            model=model,
-            spread_model=spread_model,
-            optimizer=optimizer,
-            schedule=how.schedule_of(optimizer),
-            precision=in_precision,
-            failures=failures,
-        )
+        setup = TrainerSetup.of(model, how, spread_model, optimizer, in_precision, failures=failures)
         return self.trainer_class(setup)

@@ -55,15 +55,7 @@ def prepare(
     )
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     method = method_class(options, Replica(parameters=trained, optimizer=optimizer, wire=wire))
-    setup = TrainerSetup(
-        how=how,
-        model=model,
-        spread_model=spread_model,
-        optimizer=optimizer,
-        schedule=how.schedule_of(optimizer),
-        precision=in_precision,
-        failures=failures,
-    )
+    setup = TrainerSetup.of(model, how, spread_model, optimizer, in_precision, failures=failures)
     return LessCommunicationTrainer(setup, method=method, wire=wire, hooked=hook is not None)
 
 

@@ -41,15 +41,7 @@ def prepare(model: nn.Module, how: Preparation, failures: LayoutFailures) -> "Or
     optimizer = spread_optimizer(
         how.optimizer_of(model.named_parameters()), how.layout, how.mesh, how.device, spread_model=ordered
     )
-    setup = TrainerSetup(
-        how=how,
-        model=model,
-        spread_model=ordered,
-        optimizer=optimizer,
-        schedule=how.schedule_of(optimizer),
-        precision=in_precision,
-        failures=failures,
-    )
+    setup = TrainerSetup.of(model, how, ordered, optimizer, in_precision, failures=failures)
     return OrderedTrainer(setup, ordered=ordered)
 
 

@@ -34,15 +34,7 @@ def prepare(model: nn.Module, how: Preparation, failures: LayoutFailures) -> "Sh
     shared = SharedReplicas(model, how.layout, spread_model.parts, how.mesh.data_group)
     optimizer = how.optimizer_of(shared.held.named_parameters())
     check_by_number(optimizer, how.layout, "run.share_replicas is true, with which ranks step rows of a parameter")
-    setup = TrainerSetup(
-        how=how,
-        model=model,
-        spread_model=spread_model,
-        optimizer=optimizer,
-        schedule=how.schedule_of(optimizer),
-        precision=in_precision,
-        failures=failures,
-    )
+    setup = TrainerSetup.of(model, how, spread_model, optimizer, in_precision, failures=failures)
     return SharedReplicasTrainer(setup, shared=shared)
 
 

@@ -87,14 +87,7 @@ class ParameterServer(Engine):
         shared = ServerSetup(flat=flat, roles=roles, settings=settings, wire=wire)
 
         def setup(optimizer: Optimizer) -> TrainerSetup:
-            return TrainerSetup(
-                how=how,
-                model=model,
-                spread_model=spread_model,
-                optimizer=optimizer,
-                schedule=how.schedule_of(optimizer),
-                precision=precision,
-            )
+            return TrainerSetup.of(model, how, spread_model, optimizer, precision)
 
         if rank in roles.workers:
             kind = RestartingWorker if restarts else Worker

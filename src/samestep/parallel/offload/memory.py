@@ -107,11 +107,6 @@ class MappedFile:
         """Whether a tensor's memory is in the file."""
         return tensor.data_ptr() in self._given
 
-    @property
-    def bytes_on_disk(self) -> int:
-        """The disk space that the file uses, as the file system counts it."""
-        return os.fstat(self._file.fileno()).st_blocks * 512
-
     def let_go(self) -> None:
         """Release all pages from memory; the system writes them to the file."""
         for chunk in self._chunks:
