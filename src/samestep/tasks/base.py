@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from samestep.data.types import Batch, Samples, missing_sample
+from samestep.data.types import Batch, Samples, as_batch, missing_sample
 from samestep.errors import UserError, one_line
 from samestep.layout import ModelShape
-from samestep.tasks.prediction import Model, Prediction, ToPredict, from_scores, predict_each
+from samestep.tasks.prediction import Model, Prediction, ToPredict
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -109,8 +109,13 @@ class Task(ABC):
         yield from predict_each(self, model, self.eval_set() or (), wanted.batch)
 
     def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
-        """A mapping for each sample of a batch, of values that JSON can hold."""
-        return from_scores(self, output, batch)
+        """A mapping for each sample of a batch, of values that JSON can hold.
+
+        The default has each sample's prediction and target, as the metrics get them, as numbers or lists.
+        """
+        predictions, targets = self.scores(output, batch)
+        pairs = zip(predictions.tolist(), targets.tolist(), strict=True)
+        return [{"prediction": prediction, "target": target} for prediction, target in pairs]
 
     def shape(self) -> ModelShape:
         """The model's sizes that a layout must divide, known without building it."""
@@ -146,6 +151,14 @@ def default_scores(output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
             "scores(output, batch), which returns predictions and targets"
         )
     return output, batch.targets
+
+
+def predict_each(task: Task, model: Model, samples: Samples, batch: int) -> Iterator[Prediction]:
+    """Yield the predictions for samples, in their order; `batch` samples go through the model at once."""
+    for start in range(0, len(samples), batch):
+        some = [samples[index] for index in range(start, min(start + batch, len(samples)))]
+        collated = as_batch(task.collate(some))
+        yield from task.predictions(model(collated.inputs), collated)
 
 
 class InTurn(NamedTuple):

@@ -26,9 +26,9 @@ from samestep.errors import UserError
 from samestep.layout import ModelShape
 from samestep.recipe import STRICT, Positive, Real, Whole
 from samestep.tasks import transformers_model
-from samestep.tasks.base import Task, Work
+from samestep.tasks.base import Task, Work, predict_each
 from samestep.tasks.metrics import Metric, Ratio
-from samestep.tasks.prediction import Model, Prediction, ToPredict, lines_of, predict_each
+from samestep.tasks.prediction import Model, Prediction, ToPredict, lines_of
 from samestep.tasks.registry import check_heads, refuse_together
 from samestep.tasks.transformers_model import Pretrained
 

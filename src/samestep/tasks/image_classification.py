@@ -23,8 +23,8 @@ from samestep.data.split import check_split, limited, split
 from samestep.data.types import Batch
 from samestep.errors import UserError
 from samestep.recipe import STRICT, Positive, Real, Whole
-from samestep.tasks.base import Task
-from samestep.tasks.prediction import Model, Prediction, ToPredict, of_classes, predict_each
+from samestep.tasks.base import Task, predict_each
+from samestep.tasks.prediction import Model, Prediction, ToPredict, of_classes
 from samestep.tasks.registry import refuse_together
 
 if TYPE_CHECKING:

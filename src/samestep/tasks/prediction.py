@@ -1,6 +1,6 @@
 """Prediction: what a model makes of a user's samples, or of held-out ones; a mapping of plain values each."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,9 +9,6 @@ from samestep.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from samestep.data.types import Batch, Samples
-    from samestep.tasks.base import Task
 
 # Calls the model in evaluation mode: a batch's inputs -> its output, both as in training.
 Model = Callable[[Any], Any]
@@ -25,23 +22,6 @@ class ToPredict:
     file: Path | None  # a file or folder, as the task's `predicts_from` says; None: the held-out samples
     batch: int  # samples of one forward
     new_tokens: int = 0  # maximum number of tokens for tasks that write text
-
-
-def predict_each(task: "Task", model: Model, samples: "Samples", batch: int) -> Iterator[Prediction]:
-    """The predictions for samples, in their order."""
-    from samestep.data.types import as_batch
-
-    for start in range(0, len(samples), batch):
-        some = [samples[index] for index in range(start, min(start + batch, len(samples)))]
-        collated = as_batch(task.collate(some))
-        yield from task.predictions(model(collated.inputs), collated)
-
-
-def from_scores(task: "Task", output: Any, batch: "Batch") -> list[Prediction]:
-    """Return each sample's prediction and target, as the metrics get them, as numbers or lists."""
-    predictions, targets = task.scores(output, batch)
-    pairs = zip(predictions.tolist(), targets.tolist(), strict=True)
-    return [{"prediction": prediction, "target": target} for prediction, target in pairs]
 
 
 def of_classes(probabilities: "Tensor", targets: "Tensor", names: Sequence[str]) -> list[Prediction]:

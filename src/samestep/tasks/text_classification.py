@@ -26,8 +26,8 @@ from samestep.errors import UserError
 from samestep.layout import ModelShape
 from samestep.recipe import STRICT, Positive
 from samestep.tasks import transformers_model
-from samestep.tasks.base import Task
-from samestep.tasks.prediction import Model, Prediction, ToPredict, lines_of, of_classes, predict_each
+from samestep.tasks.base import Task, predict_each
+from samestep.tasks.prediction import Model, Prediction, ToPredict, lines_of, of_classes
 from samestep.tasks.registry import check_heads, refuse_together
 from samestep.tasks.transformers_model import Pretrained
 
