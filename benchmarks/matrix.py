@@ -24,7 +24,7 @@ from rich.progress import Progress
 import samestep
 from samestep import jobfile
 from samestep.api import verify_layouts
-from samestep.display.tables import print_matrix
+from samestep.display.proofs import print_matrix
 from samestep.job import Job, Run
 from samestep.matrix import ALL as ALL_LAYOUTS
 from samestep.matrix import EXPERTS, Row, layouts_of

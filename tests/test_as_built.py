@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.cli.main import main
 from samestep.data.order import SampleOrder
-from samestep.display.tables import print_proof
+from samestep.display.proofs import print_proof
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.proof import Proof, as_real
 from samestep.training import session

@@ -32,7 +32,7 @@ import samestep
 from samestep import jobfile
 from samestep.checkpoint.compatibility import changes
 from samestep.checkpoint.folder import name_of, read_info
-from samestep.display.tables import print_proof
+from samestep.display.proofs import print_proof
 from samestep.errors import CheckpointError, UserError
 from samestep.validation import checked
 

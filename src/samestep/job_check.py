@@ -6,6 +6,7 @@ from typing import Any
 
 from samestep.api import check_job, verify_layouts
 from samestep.contract.check import Finding, examine
+from samestep.display.tables import numbers, plain_console, table, texts
 from samestep.job import Job, Run
 from samestep.matrix import Row
 from samestep.parallel.experts.find import has_experts
@@ -30,6 +31,8 @@ LAYOUTS = (
 EXPERTS = "ep2"  # of models that have experts
 _STEPS = 2
 _HELD_OUT = 32  # samples that are evaluated
+
+_KEPT = {True: "kept", False: "BROKEN", None: "?"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,3 +96,26 @@ def _has_experts(job: Job, task: Task) -> bool:
     """Whether the model has experts, so that layouts with ep apply."""
     model = build_model(task, job.recipe).model
     return has_experts(model, example_of(task, task.train_set(), turns_of(task)), job.run.expert_plan)
+
+
+def print_checked(found: Checked) -> None:
+    """Print the parts of the contract, then the layouts that the model can have, and why it can't have the others."""
+    console = plain_console()
+    columns = [*texts("part", "", whole=True), *texts("")]
+    rows = [[each.part, _KEPT[each.kept], each.text if each.kept else ""] for each in found.contract]
+    console.print(table(columns, rows, title=f"the contract of {found.job}"))
+    for finding in found.contract:
+        if finding.kept is not True:
+            console.print(f"{finding.part}: {finding.text}", soft_wrap=True)
+            why = "is broken" if finding.kept is False else "was not looked at"
+            console.print(f"The contract {why}, so no layout was tried.")
+            return
+    rows = []
+    for row in found.layouts:
+        largest = max(row.proof.max_relative_difference.values()) if row.proof else None
+        rows.append([row.layout, row.verdict, "" if largest is None else f"{largest:.1e}"])
+    columns = [*texts("layout", "", whole=True), *numbers("largest difference", whole=True)]
+    console.print(table(columns, rows, title="layouts, each tried for two steps beside one process in float64"))
+    for row in found.layouts:
+        if row.reason or row.failure:
+            console.print(f"{row.verdict}: {row.reason or row.failure}", soft_wrap=True)

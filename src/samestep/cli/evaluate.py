@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         return job_options.print_config(loaded)
     output_files.check(options, "json")
 
-    from samestep.display.tables import print_metrics
+    from samestep.display.results import print_metrics
     from samestep.inference import evaluate_job
 
     metrics = evaluate_job(loaded.job, options.checkpoint)

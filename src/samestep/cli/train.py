@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
 
     from samestep import environment
     from samestep.api import train_job
-    from samestep.display.tables import print_profile, print_result
+    from samestep.display.results import print_profile, print_result
     from samestep.launch.environments.registry import idle_hosts
 
     if environment.ranks() is None and (idle := idle_hosts(environment.snapshot())) is not None:
@@ -159,7 +159,7 @@ def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
 
 def _dry_run(job: "Job", file: Path | None) -> int:
     from samestep.api import dry_run_job
-    from samestep.display.tables import print_usage
+    from samestep.display.results import print_usage
 
     ranks = dry_run_job(job)
     if job_options.is_main():
@@ -170,7 +170,7 @@ def _dry_run(job: "Job", file: Path | None) -> int:
 
 def _rehearse(job: "Job", world_size: int, file: Path | None) -> int:
     from samestep.api import rehearse_job
-    from samestep.display.tables import print_rehearsals
+    from samestep.display.results import print_rehearsals
 
     ranks = rehearse_job(job, world_size)
     told = {"world_size": world_size, "layout": job.run.layout, "ranks": [each.to_json() for each in ranks]}

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
     job_options.prepare(loaded.job, options)
     from samestep.api import verify_job
-    from samestep.display.tables import print_proof
+    from samestep.display.proofs import print_proof
 
     proof = verify_job(loaded.job, **_how(options))
     if job_options.is_main():
@@ -81,7 +81,7 @@ def _bits(options: argparse.Namespace, loaded: "LoadedJob") -> int:
         raise UserError("--dropout: --bits compares steps with the recipe's dropout as it is; leave it out")
     job_options.prepare(loaded.job, options)
     from samestep.api import verify_bits
-    from samestep.display.tables import print_bits
+    from samestep.display.proofs import print_bits
     from samestep.matrix import layouts_of
 
     layouts = [loaded.job.run.layout] if options.layouts is None else layouts_of(options.layouts)
@@ -97,7 +97,7 @@ def _bits(options: argparse.Namespace, loaded: "LoadedJob") -> int:
 def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
     """Verify every job under every layout. A refused layout does not count as a failure; a different step does."""
     from samestep.api import verify_layouts
-    from samestep.display.tables import print_matrix
+    from samestep.display.proofs import print_matrix
     from samestep.matrix import layouts_of
 
     layouts = layouts_of(options.layouts)

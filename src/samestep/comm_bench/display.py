@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from samestep.comm.correctness import DTYPES, short
 from samestep.comm.demo import Demonstration
@@ -18,8 +17,8 @@ from samestep.comm_bench.request import size_in_words
 from samestep.comm_bench.results import Check, Limits, Report
 from samestep.comm_bench.support import Support
 from samestep.display import curves_svg
-from samestep.display.console import plain_console
 from samestep.display.curves_svg import COLOURS, DASHES, Curve, Panel, Scale
+from samestep.display.tables import Table, numbers, plain_console, table, texts
 from samestep.errors import UserError
 
 _WIDTH = 132  # characters, where the output is not a terminal
@@ -51,23 +50,19 @@ def _times(report: Report) -> Table:
     """A row for each collective and size: times, bandwidths in GB/s, and the share of the limit."""
     hosts = len(set(report.hosts))
     where = f"{hosts} hosts" if hosts > 1 else "1 host"
-    table = Table(
-        title=f"collectives on {len(report.hosts)} ranks of {where}: time of a call, bandwidths in GB/s",
-        caption="algorithm bandwidth: bytes / median; bus bandwidth: as nccl-tests, beside "
-        + ("the link between hosts" if hosts > 1 else "memory copies of as many bytes by all ranks at once"),
-    )
-    table.add_column("collective", no_wrap=True)
-    for name in ("bytes", "transport", "median", "10 % - 90 %", "algorithm", "bus", "limit", "of limit"):
-        table.add_column(name, justify="left" if name == "transport" else "right", no_wrap=True)
     first = report.transports[0]
     several = len(report.transports) > 1
-    if several:
-        table.add_column(f"x {first}", justify="right", no_wrap=True)
+    figures = ["median", "10 % - 90 %", "algorithm", "bus", "limit", "of limit", *([f"x {first}"] if several else [])]
+    columns = [
+        *texts("collective", whole=True),
+        *numbers("bytes", whole=True),
+        *texts("transport", whole=True),
+        *numbers(*figures, whole=True),
+    ]
     base = {(row.collective, row.bytes): row.seconds_median for row in report.rows if row.transport == first}
     before = None
+    rows = []
     for row in report.rows:
-        if before not in (None, row.collective):
-            table.add_section()
         limit, bus = report.limit(row), row.bus_bandwidth
         cells = [
             row.collective if before != row.collective else "",
@@ -83,22 +78,32 @@ def _times(report: Report) -> Table:
         if several:
             known = base.get((row.collective, row.bytes))
             cells.append(f"{known / row.seconds_median:.2f}" if known is not None else "")
-        table.add_row(*cells)
+        rows.append(cells)
         before = row.collective
-    return table
+    return table(
+        columns,
+        rows,
+        title=f"collectives on {len(report.hosts)} ranks of {where}: time of a call, bandwidths in GB/s",
+        caption="algorithm bandwidth: bytes / median; bus bandwidth: as nccl-tests, beside "
+        + ("the link between hosts" if hosts > 1 else "memory copies of as many bytes by all ranks at once"),
+        grouped=True,
+    )
 
 
 def _fits(report: Report) -> Table:
     """The fitted models: seconds = latency + bytes / bandwidth, of each collective and transport."""
-    table = Table(title="fitted: time = latency + bytes / bandwidth")
-    table.add_column("collective")
-    table.add_column("transport")
-    for name in ("latency", "bandwidth, GB/s", "farthest median from it"):
-        table.add_column(name, justify="right")
-    for fit in report.fits:
-        told = rate_in_words(fit.bandwidth)
-        table.add_row(fit.collective, fit.transport, seconds_in_words(fit.latency), told, f"{fit.worst:.0%}")
-    return table
+    columns = [*texts("collective", "transport"), *numbers("latency", "bandwidth, GB/s", "farthest median from it")]
+    rows = [
+        [
+            fit.collective,
+            fit.transport,
+            seconds_in_words(fit.latency),
+            rate_in_words(fit.bandwidth),
+            f"{fit.worst:.0%}",
+        ]
+        for fit in report.fits
+    ]
+    return table(columns, rows, title="fitted: time = latency + bytes / bandwidth")
 
 
 def limit_lines(limits: Limits) -> list[str]:
@@ -121,13 +126,12 @@ def checks_in_words(checks: Sequence[Check]) -> str:
 def print_demonstration(shown: Demonstration, out: Console | None = None) -> None:
     """Each rank's tensor before and after, and what was done, as a sentence."""
     out = out or console()
-    table = Table(title=f"{shown.collective} over {shown.transport}")
-    table.add_column("rank", justify="right")
-    table.add_column("before", overflow="fold")
-    table.add_column("after", overflow="fold")
-    for rank, (before, after) in enumerate(zip(shown.before, shown.after, strict=True)):
-        table.add_row(str(rank), _numbers(before), "not defined" if rank in shown.undefined else _numbers(after))
-    out.print(table)
+    rows = [
+        [str(rank), _numbers(before), "not defined" if rank in shown.undefined else _numbers(after)]
+        for rank, (before, after) in enumerate(zip(shown.before, shown.after, strict=True))
+    ]
+    columns = [*numbers("rank"), *texts("before", "after")]
+    out.print(table(columns, rows, title=f"{shown.collective} over {shown.transport}"))
     out.print(shown.summary, soft_wrap=True)
 
 
@@ -148,14 +152,12 @@ def print_support(found: Support, out: Console | None = None) -> None:
 
 def _support_table(title: str, rows: Mapping[str, Mapping[str, str]]) -> Table:
     """Collectives by dtype: yes, refused or wrong."""
-    table = Table(title=title)
-    table.add_column("collective", no_wrap=True)
-    for dtype in DTYPES:
-        table.add_column(dtype_in_short(short(dtype)), no_wrap=True)
+    cells = []
     for collective, verdicts in rows.items():
-        cells = [verdicts.get(short(dtype), "") for dtype in DTYPES]
-        table.add_row(collective, *("yes" if cell == "works" else cell for cell in cells))
-    return table
+        found = [verdicts.get(short(dtype), "") for dtype in DTYPES]
+        cells.append([collective, *("yes" if each == "works" else each for each in found)])
+    dtypes = [dtype_in_short(short(dtype)) for dtype in DTYPES]
+    return table(texts("collective", *dtypes, whole=True), cells, title=title)
 
 
 def dtype_in_short(dtype: str) -> str:

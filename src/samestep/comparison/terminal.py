@@ -1,11 +1,10 @@
 """The comparison in the terminal: a table of time, one of what it took, and why rows are empty."""
 
 from rich.console import Console
-from rich.table import Table
 
 from samestep.comparison.methods import SINGLE_CORE
 from samestep.comparison.results import Comparison, Row
-from samestep.display.console import WIDTH, plain_console
+from samestep.display.tables import WIDTH, Table, numbers, plain_console, table, texts
 
 
 def print_comparison(found: Comparison, console: Console | None = None) -> None:
@@ -22,9 +21,7 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
 
 def _times(found: Comparison) -> Table:
     repeats = "once" if found.repeats == 1 else f"medians of {found.repeats} runs"
-    table = Table(title=f"{found.job.name or found.job.recipe.task}: time of training, {repeats}")
-    table.add_column("method", overflow="fold", min_width=17)
-    for name in (
+    figures = (
         "ranks",
         "seconds",
         "min - max",
@@ -34,11 +31,10 @@ def _times(found: Comparison) -> Table:
         "steps",
         "ms a step",
         "start-up, s",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in found.rows:
-        table.add_row(row.method.name, *_time_cells(found, row))
-    return table
+    )
+    columns = [*texts("method", least=17), *numbers(*figures, whole=True)]
+    rows = [[row.method.name, *_time_cells(found, row)] for row in found.rows]
+    return table(columns, rows, title=f"{found.job.name or found.job.recipe.task}: time of training, {repeats}")
 
 
 def _time_cells(found: Comparison, row: Row) -> list[str]:
@@ -59,18 +55,16 @@ def _time_cells(found: Comparison, row: Row) -> list[str]:
 
 
 def _costs(found: Comparison) -> Table:
-    table = Table(
-        title="what it took and what it learned; first losses beside one process in float64",
-        caption="MB of memory: of the largest rank, of all; MB sent: by a rank in one step",
-    )
-    table.add_column("method", overflow="fold", min_width=17)
-    table.add_column("engine", overflow="fold", min_width=11)
-    table.add_column("precision")
-    for name in ("MB of a rank", "MB of all", "MB sent", (found.metric_name or "metric").replace("_", " ")):
-        table.add_column(name, justify="right")
-    table.add_column("same step", justify="right", no_wrap=True)
-    for row in found.rows:
-        table.add_row(
+    metric = (found.metric_name or "metric").replace("_", " ")
+    columns = [
+        *texts("method", least=17),
+        *texts("engine", least=11),
+        *texts("precision"),
+        *numbers("MB of a rank", "MB of all", "MB sent", metric),
+        *numbers("same step", whole=True),
+    ]
+    rows = [
+        [
             row.method.name,
             row.method.engine,
             row.precision,
@@ -79,8 +73,15 @@ def _costs(found: Comparison) -> Table:
             show(row.sent, "{:,.2f}", 1e6),
             show(row.metric, "{:.4f}"),
             verdict(row),
-        )
-    return table
+        ]
+        for row in found.rows
+    ]
+    return table(
+        columns,
+        rows,
+        title="what it took and what it learned; first losses beside one process in float64",
+        caption="MB of memory: of the largest rank, of all; MB sent: by a rank in one step",
+    )
 
 
 def verdict(row: Row) -> str:

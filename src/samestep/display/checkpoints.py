@@ -3,16 +3,14 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 
 from samestep.checkpoint.folder import FoundCheckpoint, best_of
 from samestep.checkpoint.inspect import COMPLETE, UNFINISHED, Listed
 from samestep.convert.convert import Converted
 from samestep.convert.formats import Contents
-from samestep.display.console import plain_console
+from samestep.display.tables import numbers, plain_console, table, texts, values_table
 from samestep.errors import UserError
 
 
@@ -20,36 +18,39 @@ def print_listed(found: Sequence[Listed], best: str | None, *, lowest: bool, con
     """A line a checkpoint; the one with the best value of a metric is marked. Raises UserError where none has it."""
     console = console or plain_console(highlight=False)
     marked = None if best is None else best_in(found, best, lowest=lowest)
-    table = Table(title=str(found[0].path.parent), box=None, padding=(0, 2, 0, 0))
-    for title in ("step", "epoch", "saved at", "layout", "ranks", "size"):
-        justify = "right" if title in ("step", "epoch", "ranks", "size") else "left"
-        table.add_column(title, justify=justify, no_wrap=title in ("step", "saved at", "size"))
-    table.add_column("metrics", overflow="fold", min_width=15)
-    table.add_column("", overflow="fold", min_width=len(COMPLETE))
-    for each in found:
-        info = each.info
-        if info is None:
-            state = each.state if each.state == UNFINISHED else "damaged"
-            table.add_row("", "", "", "", "", decimal(each.bytes), each.path.name, state)
-            continue
-        metrics = ", ".join(f"{name} {value:.4g}" for name, value in info.metrics.items())
-        epoch = "" if info.epoch is None else str(info.epoch)
-        processes = str(info.processes or "")
-        state = "the best" if each is marked else each.state
-        table.add_row(
-            f"{info.step:,}",
-            epoch,
-            info.saved_at[5:16].replace("T", " "),
-            info.layout or "weights",
-            processes,
-            decimal(each.bytes),
-            metrics,
-            state,
-        )
-    console.print(table)
+    columns = [
+        *numbers("step", whole=True),
+        *numbers("epoch"),
+        *texts("saved at", whole=True),
+        *texts("layout"),
+        *numbers("ranks"),
+        *numbers("size", whole=True),
+        *texts("metrics", least=15),
+        *texts("", least=len(COMPLETE)),
+    ]
+    rows = [_listed_row(each, is_best=each is marked) for each in found]
+    console.print(table(columns, rows, title=str(found[0].path.parent), lines="none"))
     for each in found:
         if each.state not in (COMPLETE, UNFINISHED):
             console.print(f"{each.path.name}: {each.state}", soft_wrap=True)
+
+
+def _listed_row(listed: Listed, *, is_best: bool) -> list[str]:
+    """What a checkpoint says of itself; of one that is damaged or unfinished its bytes and name."""
+    info = listed.info
+    if info is None:
+        state = listed.state if listed.state == UNFINISHED else "damaged"
+        return ["", "", "", "", "", decimal(listed.bytes), listed.path.name, state]
+    return [
+        f"{info.step:,}",
+        "" if info.epoch is None else str(info.epoch),
+        info.saved_at[5:16].replace("T", " "),
+        info.layout or "weights",
+        str(info.processes or ""),
+        decimal(listed.bytes),
+        ", ".join(f"{name} {value:.4g}" for name, value in info.metrics.items()),
+        "the best" if is_best else listed.state,
+    ]
 
 
 def best_in(found: Sequence[Listed], metric: str, *, lowest: bool) -> Listed:
@@ -72,24 +73,16 @@ def print_contents(contents: Contents, console: Console | None = None) -> None:
     console.print(f"{contents.path} ({contents.format})", soft_wrap=True)
     if contents.info is not None:
         _print_info(contents, console)
-    model = Table(title="model", box=SIMPLE)
-    model.add_column("tensor", overflow="fold")
-    model.add_column("shape")
-    model.add_column("dtype")
-    model.add_column("size", justify="right")
-    for held in contents.tensors:
-        if held.kind == "model":
-            shape = " x ".join(map(str, held.shape)) or "a number"
-            model.add_row(held.name, shape, held.dtype, decimal(held.bytes))
-    for name, known in contents.tied.items():
-        model.add_row(name, f"as {known}", "", "")
-    console.print(model)
-    sums = Table(box=SIMPLE)
-    sums.add_column("")
-    sums.add_column("size", justify="right")
-    for kind, size in contents.bytes_by_kind().items():
-        sums.add_row(kind, decimal(size))
-    console.print(sums)
+    tensors = [
+        [held.name, " x ".join(map(str, held.shape)) or "a number", held.dtype, decimal(held.bytes)]
+        for held in contents.tensors
+        if held.kind == "model"
+    ]
+    tied = [[name, f"as {known}", "", ""] for name, known in contents.tied.items()]
+    columns = [*texts("tensor", "shape", "dtype"), *numbers("size")]
+    console.print(table(columns, [*tensors, *tied], title="model", lines="head"))
+    sizes = [[kind, decimal(size)] for kind, size in contents.bytes_by_kind().items()]
+    console.print(table([*texts(""), *numbers("size")], sizes, lines="head"))
 
 
 def _print_info(contents: Contents, console: Console) -> None:
@@ -108,11 +101,7 @@ def _print_info(contents: Contents, console: Console) -> None:
         "files": f"{len(info.files)}, {decimal(sum(each.bytes for each in info.files.values()))}",
         "versions": ", ".join(f"{name} {version}" for name, version in info.versions.items()),
     }
-    table = Table(show_header=False)
-    for name, value in rows.items():
-        if value not in (None, ""):
-            table.add_row(name, str(value))
-    console.print(table)
+    console.print(values_table({name: str(value) for name, value in rows.items() if value not in (None, "")}))
 
 
 def print_verified(faults: Mapping[Path, str | None], console: Console | None = None) -> None:

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from samestep.display.console import plain_console
 from samestep.display.layout import holdings
+from samestep.display.tables import Table, numbers, plain_console, table, texts
 from samestep.errors import LayoutError
 from samestep.launch.environments.base import Cluster, FoundCluster, Slots
 from samestep.layout import DEFAULT_ORDER, Layout
@@ -168,26 +167,20 @@ def print_hosts(shown: HostsShown, console: Console | None = None) -> None:
 
 def _read(found: FoundCluster) -> Table:
     cluster = found.cluster
-    table = Table(title=f"found: {cluster.place}" + (f", job {cluster.job}" if cluster.job else ""))
-    table.add_column("read")
-    table.add_column("value", overflow="fold")
-    for each in found.read:
-        table.add_row(each.source, each.value)
-    return table
+    title = f"found: {cluster.place}" + (f", job {cluster.job}" if cluster.job else "")
+    return table(texts("read", "value"), [[each.source, each.value] for each in found.read], title=title)
 
 
 def _hosts(found: FoundCluster) -> Table:
     cluster = found.cluster
-    table = Table(title=f"{_count(len(cluster.hosts), 'host')}, {_count(cluster.world_size, 'slot')}")
-    table.add_column("node rank", justify="right")
-    table.add_column("host")
-    table.add_column("slots", justify="right")
-    table.add_column("counted from")
+    rows = []
     for index, host in enumerate(cluster.hosts):
         chosen = "" if host.chosen is None else f" ({', '.join(map(str, host.chosen))})"
         here = "  <- this machine" if index == cluster.this else ""
-        table.add_row(str(index), host.name + here, f"{host.slots}{chosen}", _SLOTS[found.slots_from])
-    return table
+        rows.append([str(index), host.name + here, f"{host.slots}{chosen}", _SLOTS[found.slots_from]])
+    columns = [*numbers("node rank"), *texts("host"), *numbers("slots"), *texts("counted from")]
+    title = f"{_count(len(cluster.hosts), 'host')}, {_count(cluster.world_size, 'slot')}"
+    return table(columns, rows, title=title)
 
 
 def _count(number: int, what: str) -> str:
@@ -196,15 +189,18 @@ def _count(number: int, what: str) -> str:
 
 def _ranks(shown: HostsShown) -> Table:
     """A row a rank. Without an accelerator a rank's device is the CPU, and its slot stands for cores."""
-    table = Table(title=_count(len(shown.ranks), "rank") + ("" if shown.layout is None else f" as {shown.layout}"))
+    title = _count(len(shown.ranks), "rank") + ("" if shown.layout is None else f" as {shown.layout}")
     split = () if shown.layout is None else shown.layout.split_dimensions()
     with_cores = any(rank.cores is not None for rank in shown.ranks)
     device = {"accelerators": "device", "cores": "slot (CPU)", "listed": "device\nor slot"}[shown.found.slots_from]
-    for name in ("rank", "host", "node\nrank", "local\nrank", device, *(["cores"] if with_cores else []), *split):
-        table.add_column(name, justify="left" if name in ("host", "cores") else "right")
-    for rank in shown.ranks[:_MOST]:
-        table.add_row(*_cells(rank, with_cores=with_cores))
-    return table
+    columns = [
+        *numbers("rank"),
+        *texts("host"),
+        *numbers("node\nrank", "local\nrank", device),
+        *texts(*(["cores"] if with_cores else [])),
+        *numbers(*split),
+    ]
+    return table(columns, [_cells(rank, with_cores=with_cores) for rank in shown.ranks[:_MOST]], title=title)
 
 
 def _cells(rank: RankPlace, *, with_cores: bool) -> list[str]:
@@ -215,9 +211,6 @@ def _cells(rank: RankPlace, *, with_cores: bool) -> list[str]:
 
 def _crossings(shown: HostsShown) -> Table:
     """For each mesh axis, groups inside a host and across hosts."""
-    table = Table(title="groups of ranks that exchange messages")
-    for name in ("along", "inside a host", "across hosts"):
-        table.add_column(name, justify="left" if name == "along" else "right")
-    for crossing in shown.crossings:
-        table.add_row(crossing.dimension, str(crossing.inside), str(crossing.across))
-    return table
+    rows = [[crossing.dimension, str(crossing.inside), str(crossing.across)] for crossing in shown.crossings]
+    columns = [*texts("along"), *numbers("inside a host", "across hosts")]
+    return table(columns, rows, title="groups of ranks that exchange messages")

@@ -10,10 +10,9 @@ from itertools import product
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from samestep.data.order import bounds
-from samestep.display.console import plain_console
+from samestep.display.tables import Table, numbers, plain_console, table, texts
 from samestep.errors import LayoutError, UserError
 from samestep.layout import MESH_DIMENSIONS, Layout
 
@@ -265,13 +264,9 @@ def sample_words(holding: Holding) -> str:
 
 def _ranks(shown: Holdings) -> Table:
     layout = shown.layout
-    table = Table(title=f"{layout}: {layout.size} rank{'' if layout.size == 1 else 's'}")
     columns = _columns(shown)
-    for name in columns:
-        table.add_column(name, justify="right")
-    for holding in shown.ranks:
-        table.add_row(*(cell(holding) for cell in columns.values()))
-    return table
+    rows = [[cell(holding) for cell in columns.values()] for holding in shown.ranks]
+    return table(numbers(*columns), rows, title=f"{layout}: {layout.size} rank{'' if layout.size == 1 else 's'}")
 
 
 def _columns(shown: Holdings) -> dict[str, Callable[[Holding], str]]:
@@ -300,13 +295,8 @@ def share_words(share: Fraction) -> str:
 
 
 def _talks(shown: Holdings) -> Table:
-    table = Table(title="who talks to whom")
-    for name in ("along", "ranks", "what is sent"):
-        table.add_column(name)
-    for groups in shown.groups:
-        sent = "\n".join(map(str, groups.exchanges))
-        table.add_row(groups.dimension, _listed(groups), sent)
-    return table
+    rows = [[groups.dimension, _listed(groups), "\n".join(map(str, groups.exchanges))] for groups in shown.groups]
+    return table(texts("along", "ranks", "what is sent"), rows, title="who talks to whom")
 
 
 def _listed(groups: Groups) -> str:

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
-from samestep.display.console import plain_console
+from samestep.display.tables import numbers, plain_console, table, texts
 from samestep.planning.accuracy import CrossValidation, GroupErrors
 from samestep.planning.price import Price, cost_of
 from samestep.planning.search import Candidate, Lever, Plan, why_slower
@@ -15,16 +14,15 @@ def print_plan(plan: Plan, price: Price | None, console: Console | None = None) 
     """Print the fastest layouts, what bounds each, and why it is slower than the best."""
     console = console or plain_console()
     job, cluster = plan.job, plan.cluster
-    table = Table(
-        title=f"{job.model.name} on {cluster.devices} x {cluster.device.name}: {job.global_batch:,} samples of "
+    columns = [
+        *texts("layout; bound by; slower by"),
+        *numbers("micro", "GB", "s a step", "tokens/s", "MFU", whole=True),
+    ]
+    title = (
+        f"{job.model.name} on {cluster.devices} x {cluster.device.name}: {job.global_batch:,} samples of "
         f"{job.model.seq:,} tokens a step, {job.precision}"
     )
-    table.add_column("layout; bound by; slower by")
-    for title in ("micro", "GB", "s a step", "tokens/s", "MFU"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for candidate in plan.candidates:
-        table.add_row(*_row(candidate, plan))
-    console.print(table)
+    console.print(table(columns, [_row(candidate, plan) for candidate in plan.candidates], title=title))
     console.print(_best_in_words(plan), soft_wrap=True)
     console.print(
         f"{plan.tried:,} layouts tried, {plan.too_large:,} do not fit in {cluster.device.memory / 1e9:.0f} GB; "
@@ -63,19 +61,16 @@ def _best_in_words(plan: Plan) -> str:
 
 def print_minimum(model: str, device: str, levers: Sequence[Lever], console: Console | None = None) -> None:
     """The fewest devices on which a model fits, with each way to save memory."""
-    table = Table(title=f"{model}: fewest {device} (powers of two) that hold one sample a data rank")
-    table.add_column("with", overflow="fold")
-    table.add_column("devices", justify="right")
-    table.add_column("layout", overflow="fold")
-    table.add_column("GB", justify="right")
-    table.add_column("host GB a node", justify="right")
+    rows = []
     for lever in levers:
         if lever.devices is None:
-            table.add_row(lever.name, "none", "on no number of devices", "", "")
+            rows.append([lever.name, "none", "on no number of devices", "", ""])
         else:
             host = f"{lever.host_bytes / 1e9:.0f}" if lever.host_bytes else ""
-            table.add_row(lever.name, f"{lever.devices:,}", str(lever.layout), f"{lever.peak_bytes / 1e9:.1f}", host)
-    (console or plain_console()).print(table)
+            rows.append([lever.name, f"{lever.devices:,}", str(lever.layout), f"{lever.peak_bytes / 1e9:.1f}", host])
+    columns = [*texts("with"), *numbers("devices"), *texts("layout"), *numbers("GB", "host GB a node")]
+    title = f"{model}: fewest {device} (powers of two) that hold one sample a data rank"
+    (console or plain_console()).print(table(columns, rows, title=title))
 
 
 def print_errors(
@@ -83,30 +78,28 @@ def print_errors(
 ) -> None:
     """Print errors against published steps, and cross-validated errors of models left out of the fit."""
     console = console or plain_console()
-    table = Table(title="predicted beside published step times")
-    table.add_column("rows of")
-    for title in ("rows", "mean error", "bias", "largest", "tau, mean", "tau, least"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for group in groups:
-        taus = [f"{tau:.3f}" if tau is not None else "" for tau in (group.mean_tau, group.least_tau)]
-        table.add_row(
+    columns = [
+        *texts("rows of"),
+        *numbers("rows", "mean error", "bias", "largest", "tau, mean", "tau, least", whole=True),
+    ]
+    rows = [
+        [
             group.name,
             f"{group.rows:,}",
             f"{group.mean_error:.2%}",
             f"{group.bias:+.1%}",
             f"{group.largest_error:+.1%}",
-            *taus,
-        )
-    console.print(table)
+            *(f"{tau:.3f}" if tau is not None else "" for tau in (group.mean_tau, group.least_tau)),
+        ]
+        for group in groups
+    ]
+    console.print(table(columns, rows, title="predicted beside published step times"))
     if not validations:
         return
-    table = Table(title="mean error with efficiencies set on half of the models")
-    table.add_column("device")
-    for title in ("rows", "that half", "the other half", "as shipped"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for each in validations:
-        table.add_row(
-            each.kind, f"{each.rows:,}", f"{each.fitted_error:.2%}", f"{each.other_half_error:.2%}",
-            f"{each.shipped_error:.2%}",
-        )  # fmt: skip
-    console.print(table)
+    columns = [*texts("device"), *numbers("rows", "that half", "the other half", "as shipped", whole=True)]
+    errors = [
+        [each.kind, f"{each.rows:,}"]
+        + [f"{error:.2%}" for error in (each.fitted_error, each.other_half_error, each.shipped_error)]
+        for each in validations
+    ]
+    console.print(table(columns, errors, title="mean error with efficiencies set on half of the models"))

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from samestep.display.console import plain_console
+from samestep.display.tables import Table, plain_console, table, texts
 from samestep.errors import UserError
 
 SSH_PORT = 22
@@ -126,16 +125,13 @@ _STYLES: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "problem": "b
 def print_findings(findings: Sequence[Finding], title: str, console: Console | None = None) -> None:
     """Print a row for each finding with its remedy, then the tables of collectives, then the totals."""
     console = console or plain_console()
-    table = Table(title=title)
-    table.add_column("", no_wrap=True)
-    table.add_column("looked at", overflow="fold")
-    table.add_column("found", overflow="fold")
+    rows = []
     for finding in findings:
         text = Text(finding.text)
         if finding.remedy is not None:
             text.append(f"\n→ {finding.remedy}", style="dim" if finding.verdict == "ok" else "")
-        table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), finding.subject, text)
-    console.print(table)
+        rows.append([Text(finding.verdict, style=_STYLES[finding.verdict]), finding.subject, text])
+    console.print(table([*texts("", whole=True), *texts("looked at", "found")], rows, title=title))
     for finding in findings:
         if finding.values.get("collectives"):
             console.print(_collectives(finding))
@@ -147,13 +143,12 @@ def _collectives(finding: Finding) -> Table:
     """A table of collectives by dtype."""
     rows = finding.values["collectives"]
     dtypes = list(dict.fromkeys(dtype for row in rows.values() for dtype in row))
-    table = Table(title=f"{finding.subject}, tried on {finding.values['ranks']} ranks")
-    table.add_column("collective")
-    for dtype in dtypes:
-        table.add_column(dtype)
-    for name, row in rows.items():
-        table.add_row(name, *(Text(_word(row.get(dtype)), style=_style(row.get(dtype))) for dtype in dtypes))
-    return table
+    cells = [
+        [name, *(Text(_word(row.get(dtype)), style=_style(row.get(dtype))) for dtype in dtypes)]
+        for name, row in rows.items()
+    ]
+    title = f"{finding.subject}, tried on {finding.values['ranks']} ranks"
+    return table(texts("collective", *dtypes), cells, title=title)
 
 
 def _word(works: bool | None) -> str:

@@ -6,11 +6,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.table import Table
-
 from samestep import environment, subprocess_group
 from samestep.api import check_job, layout_of
-from samestep.display.console import WIDTH, plain_console
+from samestep.display.tables import WIDTH, numbers, plain_console, table, texts, values_table
 from samestep.drill.drill import Drill, Row, Runs, row_of
 from samestep.drill.faults import DRILLS
 from samestep.drill.soak import Soaked
@@ -117,36 +115,36 @@ def _of(job: Job, steps: int) -> Job:
 def print_drill(drilled: Drilled) -> None:
     """Print a row for each fault, and the undisturbed run."""
     console = plain_console(width=WIDTH)
-    table = Table(title=f"{drilled.layout}, {drilled.steps} steps, a fault in step {drilled.fault_step}")
-    table.add_column("fault", no_wrap=True)
-    table.add_column("what happened", overflow="fold")
-    for name in ("s to the next step", "steps lost", "final loss", "difference"):
-        table.add_column(name, justify="right")
-    table.add_column("weights")
-    table.add_column("")
-    table.add_row("none", "", "", "", f"{drilled.final_loss:.6f}", "", "", "")
-    for row in drilled.rows:
-        table.add_row(
-            row.fault,
-            row.happened,
-            f"{row.seconds:.1f}" if row.seconds is not None else "",
-            str(row.steps_lost) if row.steps_lost is not None else "",
-            f"{row.final_loss:.6f}" if row.final_loss is not None else "",
-            f"{row.difference:.1e}" if row.difference is not None else "",
-            "the same" if row.same_weights else "other",
-            "survived" if row.passed else "FAILED",
-        )
-    console.print(table)
+    columns = [
+        *texts("fault", whole=True),
+        *texts("what happened"),
+        *numbers("s to the next step", "steps lost", "final loss", "difference"),
+        *texts("weights", ""),
+    ]
+    undisturbed = ["none", "", "", "", f"{drilled.final_loss:.6f}", "", "", ""]
+    title = f"{drilled.layout}, {drilled.steps} steps, a fault in step {drilled.fault_step}"
+    console.print(table(columns, [undisturbed, *map(_cells, drilled.rows)], title=title))
     if any(row.changes_result and row.survived for row in drilled.rows):
         console.print("nan: a batch is left out, so the result differs")
+
+
+def _cells(row: Row) -> list[str]:
+    """What a fault did, and how far the run under it ended from the undisturbed one."""
+    return [
+        row.fault,
+        row.happened,
+        f"{row.seconds:.1f}" if row.seconds is not None else "",
+        str(row.steps_lost) if row.steps_lost is not None else "",
+        f"{row.final_loss:.6f}" if row.final_loss is not None else "",
+        f"{row.difference:.1e}" if row.difference is not None else "",
+        "the same" if row.same_weights else "other",
+        "survived" if row.passed else "FAILED",
+    ]
 
 
 def print_soak(soaked: Soaked) -> None:
     """Print the results of a soak: goodput, recovery times, and whether the weights are bit for bit the same."""
     console = plain_console()
-    table = Table(
-        title=f"{soaked.layout}, {soaked.steps:,} steps under faults, seed {soaked.seed}", show_header=False
-    )
     counts = ", ".join(f"{name} {count}" for name, count in soaked.faults.items())
     seconds = "{:.1f} s".format
     rows = {
@@ -159,9 +157,8 @@ def print_soak(soaked: Soaked) -> None:
         "recovery, slowest": "" if soaked.slowest_recovery is None else seconds(soaked.slowest_recovery),
         "left: processes, files": f"{soaked.left_processes}, {soaked.left_files}",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    console.print(table)
+    title = f"{soaked.layout}, {soaked.steps:,} steps under faults, seed {soaked.seed}"
+    console.print(values_table(rows, title=title))
     if not soaked.ended:
         console.print(f"the run did not end: {soaked.last_words}", soft_wrap=True)
     elif sum(soaked.faults.values()) < soaked.wanted:

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
-from samestep.display.console import plain_console
-from samestep.display.tables import bytes_shown
+from samestep.display.tables import bytes_shown, numbers, plain_console, table, texts
 from samestep.job_plan.measure import Measured
 from samestep.job_plan.plan import JobPlan
 from samestep.job_plan.predict import Prediction, slower_by
@@ -16,16 +14,17 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
     """The fastest layouts with where their step goes, and how many could not be had."""
     console = console or plain_console()
     machine = plan.machine
-    table = Table(title=f"layouts on {machine.name}, {machine.devices:,} {_unit(plan)}: predicted")
-    table.add_column("layout", overflow="fold")
-    table.add_column("bound by", no_wrap=True)
     sizes = len({each.micro_batch for each in plan.predictions}) > 1
-    for title in (*(["micro-batch"] if sizes else []), "memory a rank", "s a step", "times the best"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("slower by", overflow="fold")
+    figures = [*(["micro-batch"] if sizes else []), "memory a rank", "s a step", "times the best"]
+    columns = [
+        *texts("layout"),
+        *texts("bound by", whole=True),
+        *numbers(*figures, whole=True),
+        *texts("slower by"),
+    ]
     best = plan.best
-    for each in plan.predictions[:most]:
-        table.add_row(
+    rows = [
+        [
             each.layout,
             each.bound if each.fits else "does not fit",
             *([str(each.micro_batch or "whole")] if sizes else []),
@@ -33,8 +32,11 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
             f"{each.seconds:.3g}",
             f"{each.seconds / best.seconds:.2f}",
             _slower(each, best),
-        )
-    console.print(table)
+        ]
+        for each in plan.predictions[:most]
+    ]
+    title = f"layouts on {machine.name}, {machine.devices:,} {_unit(plan)}: predicted"
+    console.print(table(columns, rows, title=title))
     shares = sorted(best.parts.items(), key=lambda part: -part[1])
     told = ", ".join(f"{cause} {seconds / best.seconds:.0%}" for cause, seconds in shares if seconds)
     console.print(f'"{best.layout}": {told}', soft_wrap=True)
@@ -55,26 +57,29 @@ def _slower(each: Prediction, best: Prediction) -> str:
 def print_measured(rows: Sequence[Measured], console: Console | None = None) -> None:
     """Predicted beside measured."""
     console = console or plain_console()
-    table = Table(title="predicted, and then measured")
-    table.add_column("layout", no_wrap=True)
-    for title in ("predicted, s", "measured, s", "error", "memory predicted", "memory measured"):
-        table.add_column(title, justify="right")
-    for each in rows:
-        if each.seconds is None or each.error is None:
-            table.add_row(each.prediction.layout, f"{each.prediction.seconds:.3g}", "failed", "", "", "")
-            continue
-        table.add_row(
-            each.prediction.layout,
-            f"{each.prediction.seconds:.3g}",
-            f"{each.seconds:.3g}",
-            f"{each.error:+.0%}",
-            bytes_shown(each.prediction.peak_bytes),
-            bytes_shown(each.peak_bytes),
-        )
-    console.print(table)
+    columns = [
+        *texts("layout", whole=True),
+        *numbers("predicted, s", "measured, s", "error", "memory predicted", "memory measured"),
+    ]
+    console.print(table(columns, map(_measured_cells, rows), title="predicted, and then measured"))
     for each in rows:
         if each.reason:
             console.print(f'"{each.prediction.layout}": {each.reason}', soft_wrap=True)
+
+
+def _measured_cells(measured: Measured) -> list[str]:
+    """Seconds and memory, predicted and measured; of a layout that failed what was predicted."""
+    predicted = measured.prediction
+    if measured.seconds is None or measured.error is None:
+        return [predicted.layout, f"{predicted.seconds:.3g}", "failed", "", "", ""]
+    return [
+        predicted.layout,
+        f"{predicted.seconds:.3g}",
+        f"{measured.seconds:.3g}",
+        f"{measured.error:+.0%}",
+        bytes_shown(predicted.peak_bytes),
+        bytes_shown(measured.peak_bytes),
+    ]
 
 
 def _unit(plan: JobPlan) -> str:

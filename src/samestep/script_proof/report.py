@@ -3,9 +3,8 @@
 import math
 
 from rich.console import Console
-from rich.table import Table
 
-from samestep.display.console import WIDTH, plain_console
+from samestep.display.tables import WIDTH, numbers, plain_console, table, texts
 from samestep.script_proof.compare import Verdict
 from samestep.script_proof.kinds import Finding
 
@@ -15,21 +14,20 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
     if console is None:
         console = plain_console(width=WIDTH)
     steps = f"{verdict.steps} step{'s' if verdict.steps != 1 else ''}"
-    table = Table(title=f"{verdict.processes} processes beside one, {steps}")
-    table.add_column("largest relative difference of")
-    table.add_column("", justify="right")
-    table.add_column("noise", justify="right")
     losses = [each.loss for each in verdict.curve if each.loss is not None]
-    rows = (
+    measured = (
         ("loss, as given to backward", losses, None),
         ("gradients", [each.gradient for each in verdict.curve], verdict.noise["gradient"]),
         ("parameters", [each.parameters for each in verdict.curve], verdict.noise["parameters"]),
     )
-    for name, values, noise in rows:
-        if values:
-            table.add_row(name, f"{max(values):.2e}", f"{noise:.2e}" if noise is not None else "")
+    rows = [
+        [name, f"{max(values):.2e}", f"{noise:.2e}" if noise is not None else ""]
+        for name, values, noise in measured
+        if values
+    ]
     if verdict.curve:
-        console.print(table)
+        columns = [*texts("largest relative difference of"), *numbers("", "noise")]
+        console.print(table(columns, rows, title=f"{verdict.processes} processes beside one, {steps}"))
     for note in verdict.notes:
         console.print(f"note: {note.en}", soft_wrap=True)
     if verdict.finding is None:

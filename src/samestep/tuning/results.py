@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 
-from samestep.display.console import WIDTH, plain_console
+from samestep.display.tables import WIDTH, numbers, plain_console, table, texts
 from samestep.job import Job
 from samestep.jobfile import plain
 
@@ -103,15 +102,14 @@ def print_tuned(found: Tuned, console: Console | None = None) -> None:
     """A row for each value, the gain of all that were kept, and the section to paste."""
     console = console or plain_console(width=WIDTH)
     repeats = len(found.at_first.repeats)
-    table = Table(title=f"{found.job.run.layout}: ms of a step, medians of {repeats}, beside the best so far")
-    for title in ("setting", "value"):
-        table.add_column(title, no_wrap=True)
-    for title in ("ms", "before", "times as fast", "noise"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("")
-    for row in found.rows:
-        table.add_row(row.setting, row.value, *_numbers(row), row.status)
-    console.print(table)
+    columns = [
+        *texts("setting", "value", whole=True),
+        *numbers("ms", "before", "times as fast", "noise", whole=True),
+        *texts(""),
+    ]
+    rows = [[row.setting, row.value, *_numbers(row), row.status] for row in found.rows]
+    title = f"{found.job.run.layout}: ms of a step, medians of {repeats}, beside the best so far"
+    console.print(table(columns, rows, title=title))
     for row in found.rows:
         if row.reason is not None:
             console.print(f"{row.status}: {row.setting} {row.value}: {row.reason}", soft_wrap=True)

@@ -1,0 +1,73 @@
+"""Tables of proofs in the terminal: one layout's, those of many layouts and jobs, and of bits."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from samestep.bits import BitsRow
+from samestep.display.tables import numbers, plain_console, table, texts
+from samestep.matrix import Row
+from samestep.proof import Proof
+
+_DIFFERENCES = ("loss", "grad_norm", "parameters", "metrics")
+
+
+def print_proof(proof: Proof, console: Console | None = None) -> None:
+    """Print the largest relative differences, remarks, and the verdict of a proof."""
+    console = console or plain_console()
+    rows = [[name.replace("_", " "), f"{value:.2e}"] for name, value in proof.max_relative_difference.items()]
+    title = f"{proof.layout} beside one process, {proof.steps} steps in {proof.dtype}"
+    console.print(table([*texts("largest relative difference of"), *numbers("")], rows, title=title))
+    verdict = "the same step" if proof.same_step else "NOT the same step"
+    if proof.nonfinite:
+        verdict = f"{proof.nonfinite[0].kind}: {verdict}"
+    for words in proof.words():
+        console.print(words, soft_wrap=True)
+    console.print(f"{verdict} (tolerance {proof.tolerance:.0e}); worst parameter: {proof.worst_parameter}")
+
+
+def print_matrix(rows: Sequence[Row], console: Console | None = None) -> None:
+    """Print a line for every job and layout: the largest differences, or why the layout was refused."""
+    console = console or plain_console()
+    columns = [
+        *texts("job", "layout"),
+        *numbers(*(name.replace("_", " ") for name in _DIFFERENCES), whole=True),
+        *texts("", whole=True),
+        *numbers("s", whole=True),
+    ]
+    cells = []
+    for row in rows:
+        differences = row.proof.max_relative_difference if row.proof else {}
+        found = [f"{differences[name]:.1e}" if name in differences else "" for name in _DIFFERENCES]
+        seconds = f"{row.seconds:.1f}" if row.seconds is not None else ""
+        cells.append([row.job, row.layout, *found, row.verdict, seconds])
+    console.print(table(columns, cells, title="largest relative difference from one process, in float64"))
+    for row in rows:
+        for words in row.words:
+            console.print(f"{row.verdict}: {row.job}: {words}", soft_wrap=True)
+    counts = Counter(row.verdict for row in rows)
+    console.print(", ".join(f"{verdict}: {count}" for verdict, count in counts.items()))
+
+
+def print_bits(rows: Sequence[BitsRow], console: Console | None = None) -> None:
+    """A line for every layout: what has other bits than one process, and how long ordered and fast steps take."""
+    console = console or plain_console()
+    columns = [*texts("layout"), *numbers("", "ordered s", "fast s", "ordered / fast", whole=True)]
+    cells = []
+    for row in rows:
+        times = [f"{each:.4f}" if each is not None else "" for each in (row.ordered_seconds, row.fast_seconds)]
+        cells.append([row.layout, row.verdict, *times, f"{row.cost:.1f}" if row.cost is not None else ""])
+    console.print(table(columns, cells, title="bits beside one process, run.reduction: ordered"))
+    for row in rows:
+        if told := row.reason or row.failure:
+            console.print(f"{row.verdict}: {told}", soft_wrap=True)
+        for name, places in row.differs.items():
+            if places:
+                more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+                console.print(f"{row.layout}: {name}: {', '.join(places[:3])}{more}", soft_wrap=True)
+    compared = next((row for row in rows if row.differs), None)
+    if compared is not None:
+        what = ", ".join(compared.differs)
+        told = f"compared after {compared.steps} steps: {what}; seconds are of one step, the median"
+        console.print(told, soft_wrap=True)
