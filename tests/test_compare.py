@@ -22,10 +22,11 @@ from samestep import environment, subprocess_group
 from samestep.cli.main import main
 from samestep.comparison import results
 from samestep.comparison.compare import _turns, entries
-from samestep.comparison.methods import METHODS, Method, chosen
-from samestep.comparison.page.plots import json_in_html
-from samestep.comparison.results import BFLOAT16_TOLERANCE, PUBLISHED, Comparison, Row, SameStep
+from samestep.comparison.methods import METHODS, PUBLISHED, Method, chosen
+from samestep.comparison.results import Comparison, Row
+from samestep.comparison.same_step import BFLOAT16_TOLERANCE, SameStep
 from samestep.comparison.terminal import print_comparison
+from samestep.display.page import json_in_html
 from samestep.engines.native.engine import Native
 from samestep.handwritten.loop import Loop
 from samestep.job import Job, Run

@@ -38,9 +38,9 @@ def test_a_wheel_has_the_files_of_the_package_and_no_others(sources: Path, names
     assert {
         "samestep/py.typed",
         "samestep/comm/shared_memory/kernel.cpp",
-        "samestep/comparison/page/page.html",
-        "samestep/comparison/page/page.css",
-        "samestep/comparison/page/page.js",
+        "samestep/display/page.html",
+        "samestep/display/page.css",
+        "samestep/display/page.js",
         "samestep/templates/text/job.yaml",
         "samestep/templates/own/task.py",
     } <= set(names)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from samestep.comparison.bilingual import Words
 from samestep.comparison.compare import compare_job
 from samestep.comparison.methods import Method, Start
 from samestep.comparison.terminal import print_comparison
+from samestep.display.page import Words
 from samestep.jobfile import load
 
 PRECISIONS = frozenset({"fp32", "bf16"})

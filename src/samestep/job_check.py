@@ -6,7 +6,7 @@ from typing import Any
 
 from samestep.api import check_job, verify_layouts
 from samestep.contract.check import Finding, examine
-from samestep.display.tables import numbers, plain_console, table, texts
+from samestep.display.tables import formatted, numbers, plain_console, table, texts
 from samestep.job import Job, Run
 from samestep.matrix import Row
 from samestep.parallel.experts.find import has_experts
@@ -113,7 +113,7 @@ def print_checked(found: Checked) -> None:
     rows = []
     for row in found.layouts:
         largest = max(row.proof.max_relative_difference.values()) if row.proof else None
-        rows.append([row.layout, row.verdict, "" if largest is None else f"{largest:.1e}"])
+        rows.append([row.layout, row.verdict, formatted(largest, "{:.1e}")])
     columns = [*texts("layout", "", whole=True), *numbers("largest difference", whole=True)]
     console.print(table(columns, rows, title="layouts, each tried for two steps beside one process in float64"))
     for row in found.layouts:

@@ -1,18 +1,6 @@
 """Texts of the report in its two languages, English and Chinese."""
 
-from typing import NamedTuple
-
-
-class Words(NamedTuple):
-    en: str
-    zh: str
-
-    def format(self, **values: object) -> "Words":
-        return Words(self.en.format(**values), self.zh.format(**values))
-
-
-LANGUAGES = Words._fields
-
+from samestep.display.page import Words
 
 HEADING = Words("{job}: methods side by side", "{job}：各种方法并排对比")
 INTRO = Words(
@@ -81,7 +69,6 @@ ABOUT_PUBLISHED = Words(
     "混合精度的一行与没有用混合精度的行排在一起。这里每一行都与同一个参照比较，每个样本只评估一次。",
 )
 MACHINE = Words("Machine and versions", "机器与版本")
-NO_SCRIPT = Words("The plots need JavaScript; the tables do not.", "图需要 JavaScript；表格不需要。")
 
 STATUS = {
     "refused": Words("not for this job", "不适用于这个任务"),

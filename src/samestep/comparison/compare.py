@@ -13,16 +13,16 @@ from typing import Any
 
 from samestep import environment, subprocess_group
 from samestep.api import check_job
-from samestep.comparison import kept, results
-from samestep.comparison.held import References
+from samestep.comparison import results
 from samestep.comparison.methods import METHODS, SINGLE, Method, chosen
-from samestep.comparison.results import Comparison, Row, SameStep, best, explain, machine, short_job, unevaluated
+from samestep.comparison.results import Comparison, Row, explain, machine
+from samestep.comparison.runs import run_method
+from samestep.comparison.same_step import STEPS, References, SameStep, best, short_job, unevaluated
 from samestep.contract.check import check_contract
 from samestep.engines import ENGINES
 from samestep.engines.registry import resolve
 from samestep.errors import RankFailedError, UserError
 from samestep.job import Job, Run
-from samestep.jobfile import LoadedJob, dump
 from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators, check_devices
 from samestep.layout import Layout
@@ -159,7 +159,7 @@ def compare_job(
     planned = entries(_evaluated(job, task, evaluations), task, picked, budget)
     with TemporaryDirectory(prefix="samestep-compare-") as folder, subprocess_group.signals_raise():
         alone = _reference_entry(job, task, budget)
-        runner = _Runner(Path(folder), time_limit, References(alone.job, task, results.STEPS, Path(folder)))
+        runner = _Runner(Path(folder), time_limit, References(alone.job, task, STEPS, Path(folder)))
         rows = runner.all_rows(planned, alone, repeats)
     return Comparison(job=job, processes=processes, cores=budget, repeats=repeats, rows=rows, machine=machine())
 
@@ -299,20 +299,11 @@ class _Runner:
         return replace(row, status=status, reason=reason, output=outcome.output)
 
     def _run(self, method: Method, job: Job) -> tuple[Path, subprocess_group.Outcome]:
-        """Run a job in a folder of its own, with ranks forked from the kept server where possible."""
+        """Run a job in a folder of its own."""
         self._count += 1
         place = self._folder / str(self._count)
         place.mkdir()
-        file, folder = place / "job.yaml", place / "run"
-        if kept.can_be(method):
-            return folder, kept.run(job, folder, limit=self._time_limit)
-        file.write_text(dump(LoadedJob(job, file, {})) + "\n", encoding="utf-8")
-        command = method.start.command(file, folder, _size(job))
-        return folder, subprocess_group.run(command, limit=self._time_limit)
-
-
-def _size(job: Job) -> int:
-    return Layout.parse(job.run.layout).size
+        return run_method(method, job, place, limit=self._time_limit)
 
 
 def _turns(planned: Sequence[MethodJob], repeats: int) -> Iterator[tuple[int, MethodJob]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from samestep.comparison.bilingual import Words
+from samestep.display.page import Words
 from samestep.engines import ENGINES
 from samestep.errors import LayoutError, UserError, closest
 from samestep.handwritten import PRECISIONS
@@ -171,3 +171,32 @@ def _pair(name: str, processes: int, table: dict[str, Method]) -> Method:
 
 
 _EXAMPLE = 'such as "native:dp2 tp2"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A published measurement, and our methods that do the same; the fastest of them is shown next to it."""
+
+    name: Words
+    minutes: float
+    methods: Sequence[str]
+    fault: Words | None = None
+
+
+_TWICE = Words("evaluated every sample twice", "每个样本评估了两次")
+
+# fmt: off
+PUBLISHED = (
+    Published(name=Words("single GPU", "单 GPU"), minutes=2.83, methods=("single",)),
+    Published(name=Words("DataParallel", "DataParallel"), minutes=2.03, methods=("data-parallel",)),
+    Published(name=Words("DDP", "DDP"), minutes=1.41, methods=("ddp-torchrun", "ddp-launch")),
+    Published(name=Words("DDP by spawn", "DDP，spawn 启动"), minutes=1.49, methods=("ddp-spawn",)),
+    Published(name=Words("spawn + AMP", "spawn + AMP"), minutes=0.63, methods=("ddp-bf16",)),
+    Published(name=Words("Horovod", "Horovod"), minutes=5.12, methods=("horovod",),
+              fault=Words("did not learn, and was slower than one GPU", "没有学到东西，比单 GPU 还慢")),
+    Published(name=Words("DeepSpeed", "DeepSpeed"), minutes=1.01, fault=_TWICE,
+              methods=("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")),
+    Published(name=Words("Accelerate", "Accelerate"), minutes=1.37, fault=_TWICE,
+              methods=("accelerate-ddp", "accelerate-fsdp2")),
+)
+# fmt: on

@@ -1,6 +1,6 @@
 """What a comparison found: a row a method, with the figures of every repeat, and what is computed from them.
 
-A run that ended without a result says why. The machine is told in words, and the published comparison stands beside.
+A run that ended without a result says why. The machine is told in words.
 """
 
 import json
@@ -8,7 +8,7 @@ import math
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -18,16 +18,13 @@ import psutil
 import torch
 
 from samestep import processor
-from samestep.comparison.bilingual import Words
-from samestep.comparison.held import NormsHeld, ParametersHeld
-from samestep.comparison.methods import SINGLE, SINGLE_CORE, Method
-from samestep.fault_tolerance.nonfinite import without_nonfinite
+from samestep.comparison.methods import PUBLISHED, SINGLE, SINGLE_CORE, Method
+from samestep.comparison.same_step import TOLERANCES, SameStep
 from samestep.handwritten import FAILED, REFUSED
 from samestep.job import Job
 from samestep.jobfile import plain
 from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators
-from samestep.proof import FLOAT32_TOLERANCE, TOLERANCE, relative
 from samestep.subprocess_group import Outcome
 from samestep.training.result import REPORT_FILE
 
@@ -164,100 +161,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """A published measurement, and our methods that do the same; the fastest of them is shown next to it."""
-
-    name: Words
-    minutes: float
-    methods: Sequence[str]
-    fault: Words | None = None
-
-
-_TWICE = Words("evaluated every sample twice", "每个样本评估了两次")
-
-# fmt: off
-PUBLISHED = (
-    Published(name=Words("single GPU", "单 GPU"), minutes=2.83, methods=("single",)),
-    Published(name=Words("DataParallel", "DataParallel"), minutes=2.03, methods=("data-parallel",)),
-    Published(name=Words("DDP", "DDP"), minutes=1.41, methods=("ddp-torchrun", "ddp-launch")),
-    Published(name=Words("DDP by spawn", "DDP，spawn 启动"), minutes=1.49, methods=("ddp-spawn",)),
-    Published(name=Words("spawn + AMP", "spawn + AMP"), minutes=0.63, methods=("ddp-bf16",)),
-    Published(name=Words("Horovod", "Horovod"), minutes=5.12, methods=("horovod",),
-              fault=Words("did not learn, and was slower than one GPU", "没有学到东西，比单 GPU 还慢")),
-    Published(name=Words("DeepSpeed", "DeepSpeed"), minutes=1.01, fault=_TWICE,
-              methods=("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")),
-    Published(name=Words("Accelerate", "Accelerate"), minutes=1.37, fault=_TWICE,
-              methods=("accelerate-ddp", "accelerate-fsdp2")),
-)
-# fmt: on
-
-
-def places(values: Sequence[float | None]) -> list[int | None]:
-    """Rank the values in ascending order from 1; None stays None."""
-    known = sorted(value for value in values if value is not None)
-    return [None if value is None else known.index(value) + 1 for value in values]
-
-
-STEPS = 5
-
-# bfloat16 keeps 8 bits of a number: 2^-7 lies between 1 and the next larger one. A forward rounds to that a few
-# hundred times, up and down, and a loss is a mean over a batch, so that most of it cancels: two such gaps, 1.6 %.
-BFLOAT16_TOLERANCE = 2 * 2.0**-7
-
-TOLERANCES = {"fp64": TOLERANCE, "fp32": FLOAT32_TOLERANCE, "bf16": BFLOAT16_TOLERANCE}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SameStep:
-    """A method's first losses, gradient norms and parameters compared with those of one process in float64."""
-
-    precision: str
-    losses: Sequence[float]
-    reference: Sequence[float]
-    parameters: ParametersHeld | None = None  # after the last of these steps; None: the method saves no weights
-    norms: NormsHeld | None = None  # of the gradients; None: the method records none
-
-    @property
-    def difference(self) -> float:
-        """The largest relative difference of losses; infinite if their numbers differ or one is NaN."""
-        if len(self.losses) != len(self.reference):
-            return math.inf
-        return max((relative(a, b) for a, b in zip(self.losses, self.reference, strict=True)), default=math.inf)
-
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCES[self.precision]
-
-    @property
-    def same(self) -> bool:
-        return self.difference < self.tolerance and all(
-            each is None or each.same for each in (self.parameters, self.norms)
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        difference = self.difference if math.isfinite(self.difference) else None  # JSON has no infinity
-        values = {**asdict(self), "difference": difference, "tolerance": self.tolerance, "same_step": self.same}
-        return without_nonfinite(values)
-
-
-def short_job(job: Job, precision: str) -> Job:
-    """Return the job for the comparison of steps: `STEPS` steps in this precision, without dropout and evaluation."""
-    short = unevaluated(job)
-    return replace(short, recipe=replace(short.recipe, steps=STEPS, epochs=None, dropout=False, precision=precision))
-
-
-def unevaluated(job: Job) -> Job:
-    """The job without evaluations."""
-    evaluation = replace(job.recipe.evaluation, every=None, at_end=False)
-    return replace(job, recipe=replace(job.recipe, evaluation=evaluation))
-
-
-def best(precisions: frozenset[str]) -> str:
-    """Return the precision with the smallest tolerance."""
-    return "fp64" if "fp64" in precisions else "fp32"
-
-
 Status = Literal["measured", "refused", "not installed", "failed"]
 
 
@@ -364,7 +267,7 @@ class Comparison:
 
     def save_report(self, file: Path) -> None:
         """Write the comparison as one page of HTML, which needs no network. Raises UserError without plotly."""
-        from samestep.comparison.page.page import page
+        from samestep.comparison.page import page
 
         file.write_text(page(self), encoding="utf-8")
 

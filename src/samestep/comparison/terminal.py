@@ -4,7 +4,7 @@ from rich.console import Console
 
 from samestep.comparison.methods import SINGLE_CORE
 from samestep.comparison.results import Comparison, Row
-from samestep.display.tables import WIDTH, Table, numbers, plain_console, table, texts
+from samestep.display.tables import WIDTH, Table, formatted, numbers, plain_console, table, texts
 
 
 def print_comparison(found: Comparison, console: Console | None = None) -> None:
@@ -43,14 +43,14 @@ def _time_cells(found: Comparison, row: Row) -> list[str]:
     seconds = [run.seconds for run in row.runs]
     return [
         str(row.processes),
-        show(row.seconds, "{:.2f}"),
+        formatted(row.seconds, "{:.2f}"),
         f"{min(seconds):.2f} - {max(seconds):.2f}",
-        show(found.speed_up(row), "{:.2f}"),
-        show(found.speed_up(row, SINGLE_CORE), "{:.2f}"),
-        show(row.median(lambda run: run.samples_per_second), "{:,.0f}"),
+        formatted(found.speed_up(row), "{:.2f}"),
+        formatted(found.speed_up(row, SINGLE_CORE), "{:.2f}"),
+        formatted(row.median(lambda run: run.samples_per_second), "{:,.0f}"),
         f"{row.runs[0].steps:,}",
-        show(row.median(lambda run: run.step_seconds), "{:.1f}", 1e-3),
-        show(row.median(lambda run: run.startup_seconds), "{:.1f}"),
+        formatted(row.median(lambda run: run.step_seconds), "{:.1f}", 1e-3),
+        formatted(row.median(lambda run: run.startup_seconds), "{:.1f}"),
     ]
 
 
@@ -68,10 +68,10 @@ def _costs(found: Comparison) -> Table:
             row.method.name,
             row.method.engine,
             row.precision,
-            show(row.largest_memory, "{:,.0f}", 1e6),
-            show(row.all_memory, "{:,.0f}", 1e6),
-            show(row.sent, "{:,.2f}", 1e6),
-            show(row.metric, "{:.4f}"),
+            formatted(row.largest_memory, "{:,.0f}", 1e6),
+            formatted(row.all_memory, "{:,.0f}", 1e6),
+            formatted(row.sent, "{:,.2f}", 1e6),
+            formatted(row.metric, "{:.4f}"),
             verdict(row),
         ]
         for row in found.rows
@@ -96,7 +96,3 @@ def verdict(row: Row) -> str:
     if held.norms is not None and not held.norms.same and held.difference < held.tolerance:
         return f"NO, gradient norms by {held.norms.difference:.0e} in {held.precision}"
     return f"{'yes' if held.same else 'NO'}, {held.difference:.0e} in {held.precision}"
-
-
-def show(value: float | None, pattern: str, unit: float = 1.0) -> str:
-    return "" if value is None else pattern.format(value / unit)

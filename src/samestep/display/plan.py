@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from samestep.display.tables import numbers, plain_console, table, texts
+from samestep.display.tables import formatted, numbers, plain_console, table, texts
 from samestep.planning.accuracy import CrossValidation, GroupErrors
 from samestep.planning.price import Price, cost_of
 from samestep.planning.search import Candidate, Lever, Plan, why_slower
@@ -89,7 +89,7 @@ def print_errors(
             f"{group.mean_error:.2%}",
             f"{group.bias:+.1%}",
             f"{group.largest_error:+.1%}",
-            *(f"{tau:.3f}" if tau is not None else "" for tau in (group.mean_tau, group.least_tau)),
+            *(formatted(tau, "{:.3f}") for tau in (group.mean_tau, group.least_tau)),
         ]
         for group in groups
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from samestep.bits import BitsRow
-from samestep.display.tables import numbers, plain_console, table, texts
+from samestep.display.tables import formatted, numbers, plain_console, table, texts
 from samestep.matrix import Row
 from samestep.proof import Proof
 
@@ -40,8 +40,7 @@ def print_matrix(rows: Sequence[Row], console: Console | None = None) -> None:
     for row in rows:
         differences = row.proof.max_relative_difference if row.proof else {}
         found = [f"{differences[name]:.1e}" if name in differences else "" for name in _DIFFERENCES]
-        seconds = f"{row.seconds:.1f}" if row.seconds is not None else ""
-        cells.append([row.job, row.layout, *found, row.verdict, seconds])
+        cells.append([row.job, row.layout, *found, row.verdict, formatted(row.seconds, "{:.1f}")])
     console.print(table(columns, cells, title="largest relative difference from one process, in float64"))
     for row in rows:
         for words in row.words:
@@ -56,8 +55,8 @@ def print_bits(rows: Sequence[BitsRow], console: Console | None = None) -> None:
     columns = [*texts("layout"), *numbers("", "ordered s", "fast s", "ordered / fast", whole=True)]
     cells = []
     for row in rows:
-        times = [f"{each:.4f}" if each is not None else "" for each in (row.ordered_seconds, row.fast_seconds)]
-        cells.append([row.layout, row.verdict, *times, f"{row.cost:.1f}" if row.cost is not None else ""])
+        times = [formatted(each, "{:.4f}") for each in (row.ordered_seconds, row.fast_seconds)]
+        cells.append([row.layout, row.verdict, *times, formatted(row.cost, "{:.1f}")])
     console.print(table(columns, cells, title="bits beside one process, run.reduction: ordered"))
     for row in rows:
         if told := row.reason or row.failure:

@@ -96,3 +96,8 @@ def bytes_shown(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} B"
+
+
+def formatted(value: float | None, pattern: str, unit: float = 1.0) -> str:
+    """A number of some unit by a pattern such as "{:.1f}"; no text where there is no number."""
+    return "" if value is None else pattern.format(value / unit)

@@ -8,7 +8,7 @@ from typing import Any
 
 from samestep import environment, subprocess_group
 from samestep.api import check_job, layout_of
-from samestep.display.tables import WIDTH, numbers, plain_console, table, texts, values_table
+from samestep.display.tables import WIDTH, formatted, numbers, plain_console, table, texts, values_table
 from samestep.drill.drill import Drill, Row, Runs, row_of
 from samestep.drill.faults import DRILLS
 from samestep.drill.soak import Soaked
@@ -133,10 +133,10 @@ def _cells(row: Row) -> list[str]:
     return [
         row.fault,
         row.happened,
-        f"{row.seconds:.1f}" if row.seconds is not None else "",
-        str(row.steps_lost) if row.steps_lost is not None else "",
-        f"{row.final_loss:.6f}" if row.final_loss is not None else "",
-        f"{row.difference:.1e}" if row.difference is not None else "",
+        formatted(row.seconds, "{:.1f}"),
+        formatted(row.steps_lost, "{:.0f}"),
+        formatted(row.final_loss, "{:.6f}"),
+        formatted(row.difference, "{:.1e}"),
         "the same" if row.same_weights else "other",
         "survived" if row.passed else "FAILED",
     ]
@@ -146,15 +146,14 @@ def print_soak(soaked: Soaked) -> None:
     """Print the results of a soak: goodput, recovery times, and whether the weights are bit for bit the same."""
     console = plain_console()
     counts = ", ".join(f"{name} {count}" for name, count in soaked.faults.items())
-    seconds = "{:.1f} s".format
     rows = {
         "faults": f"{sum(soaked.faults.values())} of {soaked.wanted}, {soaked.between:g} s apart ({counts})",
         "final weights": "the same bits" if soaked.same_weights else "OTHERS",
         "losses": "the same bits" if soaked.same_losses else "OTHERS",
         "samples lost, repeated": f"{soaked.samples_lost}, {soaked.samples_repeated}",
         "goodput": f"{soaked.goodput:.2f}",
-        "recovery, median": "" if soaked.median_recovery is None else seconds(soaked.median_recovery),
-        "recovery, slowest": "" if soaked.slowest_recovery is None else seconds(soaked.slowest_recovery),
+        "recovery, median": formatted(soaked.median_recovery, "{:.1f} s"),
+        "recovery, slowest": formatted(soaked.slowest_recovery, "{:.1f} s"),
         "left: processes, files": f"{soaked.left_processes}, {soaked.left_files}",
     }
     title = f"{soaked.layout}, {soaked.steps:,} steps under faults, seed {soaked.seed}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from samestep.comparison.bilingual import Words
+from samestep.display.page import Words
 from samestep.errors import UserError
 from samestep.recording.differences import Apart, Limits, common_module, compare_tensors, limits_of, overall
 from samestep.recording.record import Run, with_names_of

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from samestep.comparison.bilingual import Words
+from samestep.display.page import Words
 
 KINDS: Mapping[str, Words] = {
     # Samples

@@ -1,15 +1,26 @@
 """The verdict as a page: the difference by step and by module, in both languages, as `compare`'s report is made."""
 
-import json
 from collections.abc import Sequence
+from functools import partial
 from math import log10
-from typing import Any
 
 import plotly.graph_objects as go
 
-from samestep.comparison.bilingual import LANGUAGES, Words
-from samestep.comparison.page.page import Cell, both, document, paragraph, plot, section, table
-from samestep.comparison.page.plots import GRID, json_in_html, layout
+from samestep.display.page import (
+    GRID,
+    Cell,
+    Words,
+    both,
+    document,
+    figure_layout,
+    in_languages,
+    json_in_html,
+    paragraph,
+    plot,
+    section,
+    table,
+)
+from samestep.display.tables import formatted
 from samestep.script_proof.compare import StepNumbers, Verdict
 
 _HEADING = Words("{script}: {processes} processes beside one", "{script}：{processes} 个进程与单进程对比")
@@ -42,7 +53,7 @@ def page(verdict: Verdict, script: str) -> str:
         "verify",
         title=script,
         heading=_HEADING.format(script=script, processes=verdict.processes),
-        figures=json_in_html({name: _drawn(verdict.curve, draw) for name, draw in _FIGURES.items()}),
+        figures=json_in_html({name: in_languages(partial(draw, verdict.curve)) for name, draw in _FIGURES.items()}),
         body=_body(verdict),
     )
 
@@ -86,7 +97,7 @@ def _table(curve: Sequence[StepNumbers]) -> str:
     rows = [
         [
             Cell(str(each.step)),
-            Cell(f"{each.loss:.2e}" if each.loss is not None else ""),
+            Cell(formatted(each.loss, "{:.2e}")),
             Cell(f"{each.gradient:.2e}"),
             Cell(f"{each.gradient_noise:.2e}"),
             Cell(f"{each.parameters:.2e}"),
@@ -95,10 +106,6 @@ def _table(curve: Sequence[StepNumbers]) -> str:
         for each in curve
     ]
     return table("numbers-table", columns, rows)
-
-
-def _drawn(curve: Sequence[StepNumbers], draw: Any) -> dict[str, Any]:
-    return {name: json.loads(draw(curve, number).to_json() or "") for number, name in enumerate(LANGUAGES)}
 
 
 _LINES = (
@@ -111,7 +118,7 @@ _LINES = (
 
 def _curve(curve: Sequence[StepNumbers], language: int) -> go.Figure:
     """Differences and noise over steps, on a logarithmic axis."""
-    figure = go.Figure(layout=layout(420))
+    figure = go.Figure(layout=figure_layout(420))
     for name, title, color, dash in _LINES:
         figure.add_scatter(
             x=[each.step for each in curve],
@@ -128,7 +135,7 @@ def _curve(curve: Sequence[StepNumbers], language: int) -> go.Figure:
 def _modules(curve: Sequence[StepNumbers], language: int) -> go.Figure:
     """Differences of gradients by module and step: powers of ten."""
     names = list(dict.fromkeys(name for each in curve for name in each.modules))
-    figure = go.Figure(layout=layout(160 + 22 * len(names)))
+    figure = go.Figure(layout=figure_layout(160 + 22 * len(names)))
     figure.add_heatmap(
         x=[each.step for each in curve],
         y=[name or "(model)" for name in names],

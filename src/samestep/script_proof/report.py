@@ -4,7 +4,7 @@ import math
 
 from rich.console import Console
 
-from samestep.display.tables import WIDTH, numbers, plain_console, table, texts
+from samestep.display.tables import WIDTH, formatted, numbers, plain_console, table, texts
 from samestep.script_proof.compare import Verdict
 from samestep.script_proof.kinds import Finding
 
@@ -20,11 +20,7 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
         ("gradients", [each.gradient for each in verdict.curve], verdict.noise["gradient"]),
         ("parameters", [each.parameters for each in verdict.curve], verdict.noise["parameters"]),
     )
-    rows = [
-        [name, f"{max(values):.2e}", f"{noise:.2e}" if noise is not None else ""]
-        for name, values, noise in measured
-        if values
-    ]
+    rows = [[name, f"{max(values):.2e}", formatted(noise, "{:.2e}")] for name, values, noise in measured if values]
     if verdict.curve:
         columns = [*texts("largest relative difference of"), *numbers("", "noise")]
         console.print(table(columns, rows, title=f"{verdict.processes} processes beside one, {steps}"))

@@ -1,7 +1,8 @@
-"""Runs of samestep's own engine from the comparing process: their ranks are forked from one server that is kept.
+"""Runs of a method's job: by the method's own command, or by ranks forked from one server that all runs share.
 
-Each run has new ranks, forked as those of `samestep train` are, and takes the steps that they take. What it leaves
-out is a process that imports PyTorch and reads the data only to start them, and another server.
+Ranks of samestep's own engine are forked from the comparing process: new ones for each run, forked as those of
+`samestep train` are, which take the steps that they take. What that leaves out is a process that imports PyTorch and
+reads the data only to start them, and another server.
 """
 
 import os
@@ -17,10 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from samestep import subprocess_group
 from samestep.api import train_job
 from samestep.comparison.methods import SAMESTEP, Method
 from samestep.errors import NonFiniteError, RankFailedError, UserError
 from samestep.job import Job
+from samestep.jobfile import LoadedJob, dump
 from samestep.layout import Layout
 from samestep.subprocess_group import Outcome
 
@@ -29,8 +32,19 @@ class _LimitError(Exception):
     """A run has exceeded its time limit."""
 
 
-def can_be(method: Method) -> bool:
-    """Whether a method's ranks can be forked here: several ranks of the native engine, and an interval timer.
+def run_method(method: Method, job: Job, place: Path, *, limit: float) -> tuple[Path, Outcome]:
+    """Run a method's job for `limit` seconds at most, and return its folder as well; `place` is an empty folder."""
+    folder = place / "run"
+    if is_forked(method):
+        return folder, run_forked(job, folder, limit=limit)
+    file = place / "job.yaml"
+    file.write_text(dump(LoadedJob(job, file, {})) + "\n", encoding="utf-8")
+    command = method.start.command(file, folder, Layout.parse(job.run.layout).size)
+    return folder, subprocess_group.run(command, limit=limit)
+
+
+def is_forked(method: Method) -> bool:
+    """Whether a method's ranks are forked from here: several ranks of the native engine, and an interval timer.
 
     A single process would train in this one and leave its state here; other engines keep state in the process that
     starts their ranks.
@@ -40,7 +54,7 @@ def can_be(method: Method) -> bool:
     return method.start == SAMESTEP and method.engine == "native" and several and clock
 
 
-def run(job: Job, folder: Path, *, limit: float) -> Outcome:
+def run_forked(job: Job, folder: Path, *, limit: float) -> Outcome:
     """Train a job into a folder, for `limit` seconds at most. Raises InterruptedJobError on a signal."""
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 import samestep
-from samestep.comparison import kept
 from samestep.comparison.methods import chosen
+from samestep.comparison.runs import is_forked, run_forked
 from samestep.job import Inject, Job, Run
 from samestep.recipe import Evaluation
 from samestep.training.metrics_log import Bar
@@ -48,7 +48,7 @@ def test_each_run_is_a_training_of_its_own(tmp_path: Path, capfd: pytest.Capture
     expected = samestep.train(single.recipe, "single", device="cpu", threads=1, folder=tmp_path / "single")
     capfd.readouterr()
     for name in ("first", "second"):
-        outcome = kept.run(replace(JOB, run=replace(JOB.run, rank_lines=True)), tmp_path / name, limit=100)
+        outcome = run_forked(replace(JOB, run=replace(JOB.run, rank_lines=True)), tmp_path / name, limit=100)
         assert outcome.code == 0, outcome.output
         assert "rank 1" in outcome.output  # what ranks print is the run's
         assert losses(tmp_path / name) == pytest.approx(expected.losses, rel=1e-5)
@@ -75,7 +75,7 @@ def test_a_run_that_takes_too_long_is_ended_with_its_ranks(tmp_path: Path) -> No
     seen: list[int] = []
     watcher = Thread(target=lambda: seen.extend(_most_ranks(began + 6)))
     watcher.start()
-    outcome = kept.run(endless, tmp_path / "run", limit=6)
+    outcome = run_forked(endless, tmp_path / "run", limit=6)
     watcher.join()
     assert outcome.code is None
     assert max(seen) == 2  # so that a rank that is left would be found
@@ -94,14 +94,14 @@ def test_mistakes_are_told_as_the_command_tells_them(
     change: dict[str, object], code: int, words: str, tmp_path: Path
 ) -> None:
     job = replace(JOB, run=replace(JOB.run, **change))  # pyright: ignore[reportArgumentType]
-    outcome = kept.run(job, tmp_path / "run", limit=60)
+    outcome = run_forked(job, tmp_path / "run", limit=60)
     assert (outcome.code, outcome.output.startswith("samestep: ")) == (code, True)
     assert words in outcome.output
 
 
 def test_a_rank_that_fails_is_told_with_its_error(tmp_path: Path) -> None:
     recipe = replace(JOB.recipe, optimizer=samestep.SGD(lr=1e30))
-    outcome = kept.run(replace(JOB, recipe=recipe), tmp_path / "run", limit=60)
+    outcome = run_forked(replace(JOB, recipe=recipe), tmp_path / "run", limit=60)
     assert outcome.code == 1
     assert "samestep: " in outcome.output
     assert no_rank_left()
@@ -113,7 +113,7 @@ def test_a_rank_that_fails_is_told_with_its_error(tmp_path: Path) -> None:
 )
 def test_only_several_ranks_of_our_own_engine_are_started_from_here(name: str, can: bool) -> None:
     (method,) = chosen([name], 2)
-    assert kept.can_be(method) is can
+    assert is_forked(method) is can
 
 
 def test_a_training_may_do_without_evaluations(tmp_path: Path) -> None:

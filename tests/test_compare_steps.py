@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from small_tasks import Points
 
 import samestep
-from samestep.comparison.held import References
-from samestep.comparison.results import SameStep, short_job
+from samestep.comparison.same_step import References, SameStep, short_job
 from samestep.job import Job, Run
 from samestep.launch.world import join
 from samestep.layout import Layout

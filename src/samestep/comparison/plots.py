@@ -1,14 +1,16 @@
 """The plots of a report, by plotly: the same figure once for each language."""
 
-import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from samestep.comparison.bilingual import LANGUAGES, Words
-from samestep.comparison.results import Comparison, Row
+from samestep.display.page import GRID, Words, figure_layout, in_languages, json_in_html
+
+if TYPE_CHECKING:
+    from samestep.comparison.results import Comparison, Row
 
 # Okabe and Ito's colours, which people who see few colours tell apart; a family of engines has one.
 _COLORS = {
@@ -21,34 +23,25 @@ _COLORS = {
 }
 _ONE_PROCESS, _OTHER = "#5c6670", "#7a6a00"
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-_FONT = 'system-ui, "Segoe UI", "Helvetica Neue", "Noto Sans", "Noto Sans CJK SC", sans-serif'
-GRID = "#e3e8ed"
 
-Draw = Callable[[Comparison, Sequence[Row], int], go.Figure]
+Draw = Callable[["Comparison", "Sequence[Row]", int], go.Figure]
 
 
-def color(row: Row) -> str:
+def color(row: "Row") -> str:
     """One colour an engine."""
     if row.processes == 1 and row.method.engine == "native":
         return _ONE_PROCESS
     return _COLORS.get(row.method.engine, _OTHER)
 
 
-def figures(found: Comparison) -> str:
+def figures(found: "Comparison") -> str:
     """Every figure by its name and its language, as JSON that may stand in a page."""
     rows = [row for row in found.rows if row.runs]
-    drawn = {
-        name: {language: _plain(draw(found, rows, number)) for number, language in enumerate(LANGUAGES)}
-        for name, draw in _FIGURES.items()
-    }
+    drawn = {name: in_languages(partial(draw, found, rows)) for name, draw in _FIGURES.items()}
     return json_in_html(drawn)
 
 
-def _plain(figure: go.Figure) -> Any:
-    return json.loads(figure.to_json() or "")
-
-
-def _times(found: Comparison, rows: Sequence[Row], language: int) -> go.Figure:
+def _times(found: "Comparison", rows: "Sequence[Row]", language: int) -> go.Figure:
     """Bars from nothing to the median, and a line from the fastest to the slowest repeat."""
     medians = [row.seconds or 0.0 for row in rows]
     seconds = [[run.seconds for run in row.runs] for row in rows]
@@ -70,7 +63,7 @@ def _times(found: Comparison, rows: Sequence[Row], language: int) -> go.Figure:
     return _bars([bar], rows, Words("seconds of training", "训练时间（秒）")[language])
 
 
-def _losses(found: Comparison, rows: Sequence[Row], language: int) -> go.Figure:
+def _losses(found: "Comparison", rows: "Sequence[Row]", language: int) -> go.Figure:
     figure = go.Figure()
     for row, dash in _dashed(rows):
         steps = list(range(1, len(row.runs[0].losses) + 1))
@@ -84,7 +77,7 @@ def _losses(found: Comparison, rows: Sequence[Row], language: int) -> go.Figure:
     return _lines(figure, Words("step", "步")[language], Words("training loss", "训练损失")[language])
 
 
-def _scores(found: Comparison, rows: Sequence[Row], language: int) -> go.Figure:
+def _scores(found: "Comparison", rows: "Sequence[Row]", language: int) -> go.Figure:
     figure = go.Figure()
     for row, dash in _dashed(rows):
         scores = row.runs[0].scores
@@ -99,13 +92,13 @@ def _scores(found: Comparison, rows: Sequence[Row], language: int) -> go.Figure:
     return _lines(figure, Words("seconds of training", "训练时间（秒）")[language], metric)
 
 
-def _memory(found: Comparison, rows: Sequence[Row], language: int) -> go.Figure:
+def _memory(found: "Comparison", rows: "Sequence[Row]", language: int) -> go.Figure:
     """Peak memory of each rank, in MB."""
     of_ranks = [row.runs[0].peak_memory_bytes for row in rows]
     return _ranks(rows, of_ranks, 1e6, language, Words("peak memory of a rank, MB", "每个 rank 的峰值内存（MB）"))
 
 
-def _traffic(found: Comparison, rows: Sequence[Row], language: int) -> go.Figure:
+def _traffic(found: "Comparison", rows: "Sequence[Row]", language: int) -> go.Figure:
     """What each rank sends in a step, in MB."""
     of_ranks = [row.runs[0].sent_bytes for row in rows]
     title = Words("sent by a rank in one step, MB", "每个 rank 每步发送（MB）")
@@ -113,7 +106,7 @@ def _traffic(found: Comparison, rows: Sequence[Row], language: int) -> go.Figure
 
 
 def _ranks(
-    rows: Sequence[Row], of_ranks: Sequence[Sequence[int]], unit: float, language: int, title: Words
+    rows: "Sequence[Row]", of_ranks: Sequence[Sequence[int]], unit: float, language: int, title: Words
 ) -> go.Figure:
     """A bar to the largest rank, and a dot for every one."""
     names = _names(rows, language)
@@ -141,7 +134,7 @@ def _ranks(
     return _bars([bar, every], rows, title[language])
 
 
-def _names(rows: Sequence[Row], language: int) -> list[str]:
+def _names(rows: "Sequence[Row]", language: int) -> list[str]:
     """What the rows are called on an axis. Pairs of one engine and layout may share a title, and names don't."""
     titles = [row.method.title[language] for row in rows]
     return [
@@ -150,14 +143,14 @@ def _names(rows: Sequence[Row], language: int) -> list[str]:
     ]
 
 
-def _dashed(rows: Sequence[Row]) -> list[tuple[Row, str]]:
+def _dashed(rows: "Sequence[Row]") -> "list[tuple[Row, str]]":
     """The rows, each with a dash that no other of its colour has, as far as there are dashes."""
     dashes = {shade: cycle(_DASHES) for shade in map(color, rows)}
     return [(row, next(dashes[color(row)])) for row in rows]
 
 
-def _bars(traces: Sequence[Any], rows: Sequence[Row], title: str) -> go.Figure:
-    figure = go.Figure(traces, layout=layout(height=96 + 27 * len(rows)))
+def _bars(traces: Sequence[Any], rows: "Sequence[Row]", title: str) -> go.Figure:
+    figure = go.Figure(traces, layout=figure_layout(height=96 + 27 * len(rows)))
     figure.update_layout(showlegend=False, bargap=0.32, margin_l=10)
     figure.update_xaxes(title_text=title, rangemode="tozero", gridcolor=GRID, zerolinecolor="#8c959f")
     figure.update_yaxes(autorange="reversed", automargin=True, ticksuffix="  ")
@@ -165,24 +158,11 @@ def _bars(traces: Sequence[Any], rows: Sequence[Row], title: str) -> go.Figure:
 
 
 def _lines(figure: go.Figure, across: str, up: str) -> go.Figure:
-    figure.update_layout(layout(height=460))
+    figure.update_layout(figure_layout(height=460))
     figure.update_layout(showlegend=True, legend={"font_size": 12, "tracegroupgap": 0})
     figure.update_xaxes(title_text=across, gridcolor=GRID, zeroline=False, linecolor="#8c959f")
     figure.update_yaxes(title_text=up, gridcolor=GRID, zeroline=False, linecolor="#8c959f")
     return figure
-
-
-def layout(height: int) -> dict[str, Any]:
-    """What all figures of a page have in common; `height` in pixels."""
-    return {
-        "template": "none",
-        "height": height,
-        "autosize": True,
-        "margin": {"l": 70, "r": 20, "t": 16, "b": 60},
-        "font": {"family": _FONT, "size": 13, "color": "#1f2328"},
-        "paper_bgcolor": "#ffffff",
-        "plot_bgcolor": "#ffffff",
-    }
 
 
 _FIGURES: dict[str, Draw] = {
@@ -192,8 +172,3 @@ _FIGURES: dict[str, Draw] = {
     "memory": _memory,
     "traffic": _traffic,
 }
-
-
-def json_in_html(value: Any) -> str:
-    """JSON for a script element, whose end a text in it must not be taken for."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""Gradient norms and parameters of a method's first steps beside those of one process, by the means of a proof.
+"""The first steps of a method beside those of one process in float64: losses, gradient norms and parameters.
 
 Losses of a few steps say little of the update: a wrong decay hardly moves them. In float64 every parameter is held to
 a proof's tolerance; in float32 and bfloat16 to what rounding was measured to make of this job's steps. AdamW makes
@@ -7,18 +7,28 @@ the same update of gradients that are twice as large, so their norms are held as
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from samestep.fault_tolerance.nonfinite import without_nonfinite
 from samestep.job import Job
 from samestep.parallel.complex_parameters import as_real
-from samestep.proof import TOLERANCE, Reference, reference, tolerance_of
+from samestep.proof import FLOAT32_TOLERANCE, TOLERANCE, Reference, reference, tolerance_of
 from samestep.tasks.base import Task
 from samestep.training.rounding import beside_rounding, largest, pairs, relative, relative_tensors
+
+STEPS = 5
+
+# bfloat16 keeps 8 bits of a number: 2^-7 lies between 1 and the next larger one. A forward rounds to that a few
+# hundred times, up and down, and a loss is a mean over a batch, so that most of it cancels: two such gaps, 1.6 %.
+BFLOAT16_TOLERANCE = 2 * 2.0**-7
+
+TOLERANCES = {"fp64": TOLERANCE, "fp32": FLOAT32_TOLERANCE, "bf16": BFLOAT16_TOLERANCE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +53,39 @@ class NormsHeld:
     @property
     def same(self) -> bool:
         return self.difference < self.tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameStep:
+    """A method's first losses, gradient norms and parameters compared with those of one process in float64."""
+
+    precision: str
+    losses: Sequence[float]
+    reference: Sequence[float]
+    parameters: ParametersHeld | None = None  # after the last of these steps; None: the method saves no weights
+    norms: NormsHeld | None = None  # of the gradients; None: the method records none
+
+    @property
+    def difference(self) -> float:
+        """The largest relative difference of losses; infinite if their numbers differ or one is NaN."""
+        if len(self.losses) != len(self.reference):
+            return math.inf
+        return max((relative(a, b) for a, b in zip(self.losses, self.reference, strict=True)), default=math.inf)
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.precision]
+
+    @property
+    def same(self) -> bool:
+        return self.difference < self.tolerance and all(
+            each is None or each.same for each in (self.parameters, self.norms)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        difference = self.difference if math.isfinite(self.difference) else None  # JSON has no infinity
+        values = {**asdict(self), "difference": difference, "tolerance": self.tolerance, "same_step": self.same}
+        return without_nonfinite(values)
 
 
 class References:
@@ -114,3 +157,20 @@ def _beside_rounding(mine: dict[str, Tensor], theirs: dict[str, Tensor], known: 
         name: beside_rounding(value, theirs[name], moves.get(name), typical.get(name, 0.0))
         for name, value in mine.items()
     }
+
+
+def short_job(job: Job, precision: str) -> Job:
+    """Return the job for the comparison of steps: `STEPS` steps in this precision, without dropout and evaluation."""
+    short = unevaluated(job)
+    return replace(short, recipe=replace(short.recipe, steps=STEPS, epochs=None, dropout=False, precision=precision))
+
+
+def unevaluated(job: Job) -> Job:
+    """The job without evaluations."""
+    evaluation = replace(job.recipe.evaluation, every=None, at_end=False)
+    return replace(job, recipe=replace(job.recipe, evaluation=evaluation))
+
+
+def best(precisions: frozenset[str]) -> str:
+    """Return the precision with the smallest tolerance."""
+    return "fp64" if "fp64" in precisions else "fp32"
