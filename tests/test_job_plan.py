@@ -15,11 +15,11 @@ from samestep.cli.main import main
 from samestep.doctor.run import read
 from samestep.errors import UserError
 from samestep.job import Job, Run
+from samestep.job_plan.after_run import furthest, terms
 from samestep.job_plan.auto import check_here
-from samestep.job_plan.beside import furthest, terms
+from samestep.job_plan.display import page
 from samestep.job_plan.machine import CAUSES, Machine, Rates, devices_of, measured_rates, message_rates
 from samestep.job_plan.measure import Measured, corrections, measured_plan
-from samestep.job_plan.page import page
 from samestep.job_plan.plan import JobPlan, layouts_of, plan_job
 from samestep.job_plan.predict import Prediction
 from samestep.layout import Layout

@@ -33,10 +33,9 @@ def run(options: argparse.Namespace) -> int:
     if environment.ranks() is not None:
         raise UserError("plan starts its own processes; start it without a launcher")
     job_options.prepare(loaded.job, options)
+    from samestep.job_plan.display import page, print_job_plan, print_measured
     from samestep.job_plan.measure import measured_plan
-    from samestep.job_plan.page import page
     from samestep.job_plan.plan import plan_job
-    from samestep.job_plan.terminal import print_job_plan, print_measured
 
     job = loaded.job
     plan, measured = plan_job(job, machine_of(options, job), say=_say), []

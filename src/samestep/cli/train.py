@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         if result.profile is not None:
             print_profile(result.profile)
         if chosen is not None:
-            _print_beside(chosen, result)
+            _print_planned_and_measured(chosen, result)
     return 0
 
 
@@ -112,15 +112,14 @@ def _with_layout(options: argparse.Namespace, job: "Job") -> "Chosen":
     return chosen
 
 
-def _print_beside(chosen: "Chosen", result: "TrainResult") -> None:
+def _print_planned_and_measured(chosen: "Chosen", result: "TrainResult") -> None:
     """Print the plan beside the run's measurements, and save it into the run's folder for `samestep doctor`."""
     from samestep.doctor.run_files import read_run
-    from samestep.job_plan.auto import beside_lines
-    from samestep.job_plan.beside import terms, write_plan
+    from samestep.job_plan.after_run import lines_of, terms, write_plan
 
     write_plan(chosen.prediction, result.folder)
     run = read_run(result.folder)
-    for line in beside_lines(terms(chosen.prediction.to_json(), run.report or {}, run.numbers("step_seconds"))):
+    for line in lines_of(terms(chosen.prediction.to_json(), run.report or {}, run.numbers("step_seconds"))):
         print(line)
 
 

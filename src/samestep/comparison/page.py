@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from samestep.comparison import bilingual
 from samestep.comparison.methods import PUBLISHED, SINGLE_CORE, Published
 from samestep.comparison.plots import color, figures
-from samestep.display.page import Cell, Words, both, document, paragraph, plot, section, table
+from samestep.display.page import Cell, Words, both, document, html_table, paragraph, plot, section
 from samestep.display.tables import formatted
 
 if TYPE_CHECKING:  # a comparison writes this page of itself
@@ -29,7 +29,7 @@ def times(found: "Comparison") -> str:
         (Words("steps", "步数"), ""),
         (Words("start-up, s", "启动（秒）"), ""),
     ]
-    return table("times-table", columns, [_time_cells(found, row) for row in found.rows])
+    return html_table("times-table", columns, [_time_cells(found, row) for row in found.rows])
 
 
 def _time_cells(found: "Comparison", row: "Row") -> list[Cell]:
@@ -69,7 +69,7 @@ def costs(found: "Comparison") -> str:
         (Words("tolerance", "容差"), ""),
         (Words("same step", "同一步"), "words"),
     ]
-    return table("costs-table", columns, [_cost_cells(row) for row in found.rows if row.runs or row.same_step])
+    return html_table("costs-table", columns, [_cost_cells(row) for row in found.rows if row.runs or row.same_step])
 
 
 def _cost_cells(row: "Row") -> list[Cell]:
@@ -137,7 +137,7 @@ def published(found: "Comparison") -> str:
         )
         for each, row, their_place, place in zip(PUBLISHED, ours, their_places, our_places, strict=True)
     ]
-    return table("published-table", columns, [cells for _, cells in sorted(rows, key=lambda pair: pair[0])])
+    return html_table("published-table", columns, [cells for _, cells in sorted(rows, key=lambda pair: pair[0])])
 
 
 def places(values: Sequence[float | None]) -> list[int | None]:

@@ -28,6 +28,13 @@ _FONT = 'system-ui, "Segoe UI", "Helvetica Neue", "Noto Sans", "Noto Sans CJK SC
 GRID = "#e3e8ed"
 
 
+class Heading(NamedTuple):
+    """Title of a table's column, and the class of its `th`."""
+
+    title: Words | str
+    kind: str = ""
+
+
 class Cell(NamedTuple):
     """HTML content of a table cell, and the class of its `td`."""
 
@@ -35,15 +42,17 @@ class Cell(NamedTuple):
     kind: str = ""
 
 
-def both(words: Words) -> str:
+def both(words: Words | str) -> str:
     """A text in both languages, of which the page shows one; where they are one text, that."""
+    if isinstance(words, str):
+        return escape(words)
     if words.en == words.zh:
         return escape(words.en)
     return f'<span lang="en">{escape(words.en)}</span><span lang="zh">{escape(words.zh)}</span>'
 
 
-def table(name: str, columns: Sequence[tuple[Words, str]], rows: Sequence[Sequence[Cell]]) -> str:
-    """A table whose columns have a title and a class; a last cell that stands alone fills its row."""
+def html_table(name: str, columns: Sequence[tuple[Words | str, str]], rows: Sequence[Sequence[Cell]]) -> str:
+    """A table as HTML; `columns`: title and class of each. A last cell with none after it fills its row."""
     head = "".join(f'<th scope="col" class="{kind}">{both(title)}</th>' for title, kind in columns)
     lines = []
     for row in rows:
@@ -82,6 +91,27 @@ def document(command: str, *, title: str, heading: Words, figures: str, body: st
         plotly=get_plotlyjs(),
         figures=figures,
         body=body,
+    )
+
+
+_PLAIN_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1000px; padding: 0 1rem; color: #1b1f24 }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+th, td { border-bottom: 1px solid #d5dae0; padding: .3rem .5rem; text-align: right; vertical-align: top }
+th:first-child, td:first-child { text-align: left } td.words { text-align: left }
+.scroll { overflow-x: auto }
+@media (prefers-color-scheme: dark) { body { background: #15181c; color: #e6e9ec } th, td { border-color: #3a4149 } }
+"""
+
+
+def plain_document(title: str, body: Sequence[str], style: str) -> str:
+    """A page without plotly and without a choice of languages, whose texts have both; `style`: CSS of its own."""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<link rel="icon" href="data:,"><style>{_PLAIN_STYLE}{style}</style></head><body>\n'
+        + "\n".join(body)
+        + "\n</body></html>\n"
     )
 
 

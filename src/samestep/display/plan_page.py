@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from math import log2
 
+from samestep.display.page import Cell, Heading, html_table, plain_document
 from samestep.errors import UserError
 from samestep.planning.memory import RankMemory
 from samestep.planning.pipeline_events import Event, timeline
@@ -25,15 +26,9 @@ _ROW = 22
 _MOST_RANKS = 64  # most ranks drawn
 _SHOWN_ROUNDS = 4  # micro-batches a pipeline rank in the timeline
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1000px; padding: 0 1rem; color: #1b1f24 }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-th, td { border-bottom: 1px solid #d5dae0; padding: .3rem .5rem; text-align: right; vertical-align: top }
-th:first-child, td:first-child { text-align: left } td.words { text-align: left }
 svg { max-width: 100%; height: auto } svg text { font: 12px system-ui, sans-serif; fill: currentColor }
-.scroll { overflow-x: auto } .key span { display: inline-block; margin-right: 1.2em }
+.key span { display: inline-block; margin-right: 1.2em }
 .key i { display: inline-block; width: .8em; height: .8em; margin-right: .35em }
-@media (prefers-color-scheme: dark) { body { background: #15181c; color: #e6e9ec } th, td { border-color: #3a4149 } }
 """
 
 
@@ -58,11 +53,7 @@ def page(found: Plan, price: Price | None) -> str:
         "<h2>Scaling 扩展</h2>",
         _scaling(found),
     ]
-    body = "\n".join(sections)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<link rel="icon" href="data:,"><style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n'
-    )
+    return plain_document(title, sections, _STYLE)
 
 
 def _layouts(found: Plan, price: Price | None) -> str:
@@ -86,15 +77,8 @@ def _layouts(found: Plan, price: Price | None) -> str:
             *([f"{cost.money:.3g}"] if cost.money is not None else []),
         ]
         words = [time.bound, why_slower(candidate, found.best)]
-        rows.append(
-            "<tr>"
-            + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-            + "".join(f'<td class="words">{escape(word)}</td>' for word in words)
-            + "</tr>"
-        )
-    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    table = f'<table id="layouts"><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    return f'<div class="scroll">{table}</div>'
+        rows.append([*(Cell(escape(cell)) for cell in cells), *(Cell(escape(word), "words") for word in words)])
+    return html_table("layouts", list(map(Heading, head)), rows)
 
 
 def _key(entries: Sequence[tuple[str, str]]) -> str:

@@ -11,7 +11,7 @@ import psutil
 
 from samestep.doctor.findings import Finding, in_gib, ok, problem, warning
 from samestep.doctor.run_files import FAULTS_FILE, METRICS_FILE, RunFiles, number, read_run
-from samestep.job_plan.beside import PLAN_FILE, STEP, Term, furthest, terms
+from samestep.job_plan.after_run import PLAN_FILE, STEP, Term, furthest, terms
 from samestep.training.result import REPORT_FILE
 
 
@@ -326,9 +326,14 @@ def plan(run: RunFiles) -> Iterator[Finding]:
     step = next((each for each in found if each.name == STEP), None)
     if step is not None:
         part = furthest(found, "s")
-        text = f"a step {_beside(step)}"
+        text = f"a step {_both_values(step)}"
         if part is not None and step.error is not None and abs(step.error) > _OFF_SECONDS:
-            yield warning("plan", f"{text}; off most: {part.name}, {_beside(part)}", _CORRECTED[part.name], **values)
+            yield warning(
+                "plan",
+                f"{text}; off most: {part.name}, {_both_values(part)}",
+                _CORRECTED[part.name],
+                **values,
+            )
         else:
             yield ok("plan", text, **values)
     held = [each for each in found if each.unit == "B"]
@@ -336,10 +341,10 @@ def plan(run: RunFiles) -> Iterator[Finding]:
     part = furthest(held, "B")
     if part is not None and abs(part.planned - part.measured) / whole > _OFF_BYTES:
         remedy = "tell it with the job file: what is counted without values should be what ranks hold"
-        yield warning("plan", f"memory off most: {part.name}, {_beside(part)}", remedy, **values)
+        yield warning("plan", f"memory off most: {part.name}, {_both_values(part)}", remedy, **values)
 
 
-def _beside(term: Term) -> str:
+def _both_values(term: Term) -> str:
     if term.unit == "s":
         return f"{term.planned:.3g} s planned, {term.measured:.3g} s measured"
     return f"{in_gib(term.planned)} planned, {in_gib(term.measured)} measured"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.job_plan.beside import PLAN_FILE
+from samestep.job_plan.after_run import PLAN_FILE
 from samestep.training.result import REPORT_FILE
 
 METRICS_FILE, EVALUATIONS_FILE, FAULTS_FILE = "metrics.jsonl", "evaluations.jsonl", "faults.jsonl"

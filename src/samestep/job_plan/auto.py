@@ -7,7 +7,6 @@ from samestep import environment
 from samestep.display.tables import bytes_shown
 from samestep.errors import UserError
 from samestep.job import Job
-from samestep.job_plan.beside import Term
 from samestep.job_plan.machine import this_machine
 from samestep.job_plan.plan import JobPlan, plan_job
 from samestep.job_plan.predict import Prediction, slower_by
@@ -58,23 +57,6 @@ def _why(plan: JobPlan) -> list[str]:
         f'the next, "{other.layout}", {other.seconds / best.seconds - 1:+.0%} ({other.seconds:.3g} s): '
         f"{cause} {more:+.2g} s",
     ]
-
-
-def beside_lines(found: Sequence[Term]) -> list[str]:
-    """Compare a plan with its run: time, then memory; empty if nothing was measured."""
-    lines = []
-    for unit, what in (("s", "time of a step"), ("B", "bytes of a rank")):
-        told = ", ".join(f"{each.name} {_shown(each)}" for each in found if each.unit == unit)
-        if told:
-            lines.append(f"{what}, planned and measured: {told}")
-    return lines
-
-
-def _shown(term: Term) -> str:
-    """Format a term as planned and as measured, with the relative error."""
-    numbers = (term.planned, term.measured)
-    told = " and ".join(f"{each:.3g} s" if term.unit == "s" else bytes_shown(each) for each in numbers)
-    return told + ("" if term.error is None else f" ({term.error:+.0%})")
 
 
 def check_here(job: Job) -> None:

@@ -13,12 +13,12 @@ from samestep.display.page import (
     both,
     document,
     figure_layout,
+    html_table,
     in_languages,
     json_in_html,
     paragraph,
     plot,
     section,
-    table,
 )
 from samestep.display.tables import formatted
 from samestep.script_proof.compare import StepNumbers, Verdict
@@ -105,7 +105,7 @@ def _table(curve: Sequence[StepNumbers]) -> str:
         ]
         for each in curve
     ]
-    return table("numbers-table", columns, rows)
+    return html_table("numbers-table", columns, rows)
 
 
 _LINES = (

@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from samestep.display.tables import bytes_shown
+
 if TYPE_CHECKING:
     from samestep.job_plan.predict import Prediction
 
@@ -72,3 +74,20 @@ def furthest(found: Sequence[Term], unit: str) -> Term | None:
     """Return the part, in this unit, with the largest difference."""
     parts = [term for term in found if term.unit == unit and term.name != STEP]
     return max(parts, key=lambda term: abs(term.planned - term.measured), default=None)
+
+
+def lines_of(found: Sequence[Term]) -> list[str]:
+    """Compare a plan with its run: time, then memory; empty if nothing was measured."""
+    lines = []
+    for unit, what in (("s", "time of a step"), ("B", "bytes of a rank")):
+        told = ", ".join(f"{each.name} {_shown(each)}" for each in found if each.unit == unit)
+        if told:
+            lines.append(f"{what}, planned and measured: {told}")
+    return lines
+
+
+def _shown(term: Term) -> str:
+    """Format a term as planned and as measured, with the relative error."""
+    numbers = (term.planned, term.measured)
+    told = " and ".join(f"{each:.3g} s" if term.unit == "s" else bytes_shown(each) for each in numbers)
+    return told + ("" if term.error is None else f" ({term.error:+.0%})")
