@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.launch import local
 from samestep.launch.world import join
+from samestep.parallel.collectives import gather_from_region, scatter_to_region
 from samestep.parallel.context import block_attention
 from samestep.parallel.context.block_attention import Attended, Block
-from samestep.parallel.context.messages import Shares, gather, own_part, split
 from samestep.parallel.context.ring import ring_attention
+from samestep.parallel.context.shares import Shares, own_part
 
 MASKS = ("causal", "none", "padding", "any", "rows of nothing", "of each head", "added")
 
@@ -51,9 +52,9 @@ def _largest_difference(ranks: int, written_out: bool) -> float:
                 weights = torch.randn_like(expected)
                 gradients = torch.autograd.grad(expected, leaves, weights)
                 mask = arguments.pop("attn_mask", None)
-                query, key, value = (split(leaf, shares, 2) for leaf in leaves)
+                query, key, value = (scatter_to_region(leaf, shares.of(tokens), 2) for leaf in leaves)
                 mine = ring_attention(query, key, value, shares, tokens, mask=mask, **arguments)
-                found = gather(mine, shares, tokens, 2)
+                found = gather_from_region(mine, shares.of(tokens), 2)
                 pairs = zip(
                     (found, *torch.autograd.grad(found, leaves, weights)), (expected, *gradients), strict=True
                 )

@@ -185,14 +185,14 @@ def _copied(x: Tensor) -> Tensor:
     from samestep.parallel import collectives
 
     assert dist.group.WORLD is not None
-    return collectives.copy(x, dist.group.WORLD)
+    return collectives.copy_to_region(x, dist.group.WORLD)
 
 
 def _summed(x: Tensor) -> Tensor:
     from samestep.parallel import collectives
 
     assert dist.group.WORLD is not None
-    return collectives.reduce(x, dist.group.WORLD)
+    return collectives.reduce_from_region(x, dist.group.WORLD)
 
 
 def cut(module: nn.MultiheadAttention, rank: int) -> None:

@@ -16,7 +16,7 @@ Read `apply` first: ten steps in one order. Then, by what it calls:
   `master_weights`, `weight_average`: what stands beside the parameters; `rounded_state`, `optimizer_lots`: Adam's
   averages in bf16 or 8 bits, and parameters that are stepped together.
 - `step_loss`, `coupled_loss`: the loss of a step. `deferred_init`, `init_recorder`: the initial weights.
-- `complex_parameters`, `low_rank`: kinds of parameters. `collectives`, `tokens`: messages that backward knows.
+- `complex_parameters`, `low_rank`: kinds of parameters. `collectives`: those that have a backward.
 - `checks`, `layout_failure`: what a layout can't have, in one sentence. `valueless`, `valueless_replicas`:
   rehearsals.
 - `parallel_model`: what comes out, as engines step it.

@@ -30,11 +30,16 @@ from torch.utils.checkpoint import checkpoint
 
 from samestep.data.order import bounds
 from samestep.errors import UserError
-from samestep.parallel import collectives, tokens
 from samestep.parallel.attributes import wrap_forward
 from samestep.parallel.blocks import repeated_layers
 from samestep.parallel.calls import Trace
-from samestep.parallel.context.messages import gradient_summed
+from samestep.parallel.collectives import (
+    Slices,
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    scatter_to_region,
+)
 from samestep.parallel.sharding import whole
 
 # Attributes and methods that don't need a tensor's values.
@@ -80,7 +85,7 @@ class _Shared:
 
         def summed(parameter: Tensor | None) -> Any:
             return (
-                gradient_summed(parameter, group) if parameter is not None and parameter.requires_grad else parameter
+                copy_to_region(parameter, group) if parameter is not None and parameter.requires_grad else parameter
             )
 
         parameters = {
@@ -341,7 +346,8 @@ def _cross_entropy(
     shared = source.shared
     every, count = target, len(target)
     if shared is not None:
-        source = replace(source, inputs=tokens.split(source.inputs, shared.group, 0))
+        own_rows = Slices.even(len(source.inputs), shared.group)
+        source = replace(source, inputs=scatter_to_region(source.inputs, own_rows, 0))
         first, last = bounds(count, shared.group.rank(), shared.group.size())
         target = target[first:last]
     if source.rows is None:
@@ -359,10 +365,10 @@ def _cross_entropy(
         ]
     if reduction == "none":
         of_each = torch.cat(losses)
-        return of_each if shared is None else tokens.gather(of_each, shared.group, count, 0)
+        return of_each if shared is None else gather_from_region(of_each, Slices.even(count, shared.group), 0)
     total = torch.stack(losses).sum()
     if shared is not None:
-        total = collectives.reduce(total, shared.group)
+        total = reduce_from_region(total, shared.group)
     if reduction == "sum":
         return total
     return total / (count if every.is_floating_point() else (every != ignore_index).sum())

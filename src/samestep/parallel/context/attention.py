@@ -6,9 +6,6 @@ the ranks, keys and values of all tokens are gathered instead. Under attention=r
 ring.py.
 """
 
-# PyTorch's stub of backward takes any number of gradients, and its mark of one that is taken once knows no ctx.
-# pyright: reportIncompatibleMethodOverride=false
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,16 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from samestep.comm.messages import all_gather, reduce_scatter_uneven
 from samestep.errors import UserError
-from samestep.parallel.context.messages import Shares, all_parts, exchange, own_part, summed_part
+from samestep.parallel.collectives import Slices, all_to_all_dims, gather_to_region
 from samestep.parallel.context.ring import WITHOUT_DROPOUT, ring_attention
+from samestep.parallel.context.shares import Shares, own_part
 from samestep.parallel.exact.forward_context import ForwardContext, Portion, Positions
 
 
@@ -138,7 +134,7 @@ class AttentionOverAll(TorchFunctionMode):
                 return F.scaled_dot_product_attention(query, key, value, mask, **shared)
         # [batch, heads, own tokens, head_dim] -> [batch, heads / ranks, all tokens, head_dim]; what fills the last
         # ranks' parts up is cut off at once.
-        to_heads = partial(exchange, group=self._group, split_dim=1, join_dim=2)
+        to_heads = partial(all_to_all_dims, group=self._group, split_dim=1, join_dim=2)
         query, key, value = (to_heads(part).narrow(2, 0, tokens) for part in (query, key, value))
         mask = attn_mask
         if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
@@ -148,7 +144,7 @@ class AttentionOverAll(TorchFunctionMode):
             output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **shared)
         missing = self._shares.length(tokens) * ranks - tokens
         # Back to [batch, heads, own tokens, head_dim], filled up again to parts of equal length.
-        return exchange(F.pad(output, [0, 0, 0, missing]), self._group, split_dim=2, join_dim=1)
+        return all_to_all_dims(F.pad(output, [0, 0, 0, missing]), self._group, split_dim=2, join_dim=1)
 
 
 def _own_rows(mask: Tensor | None, tokens: int, is_causal: bool, shares: Shares, query: Tensor) -> Tensor | None:
@@ -169,26 +165,8 @@ def _gather_summed(part: Tensor, shares: Shares, tokens: int) -> Tensor:
 
     Ranks may ask for different numbers of them, where each has consecutive ones.
     """
-    return _GatherSummed.apply(part, shares, tokens)  # pyright: ignore[reportReturnType]
-
-
-class _GatherSummed(torch.autograd.Function):
-    """Forward: all-gather along the tokens. Backward: reduce-scatter, since every rank's queries use all keys."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, shares: Shares, tokens: int) -> Tensor:
-        ctx.shares, ctx.length = shares, part.shape[2]
-        if shares.zigzag:
-            return all_parts(part, shares, tokens, 2)
-        return all_gather(part, shares.group, 2).narrow(2, 0, tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        shares: Shares = ctx.shares
-        if shares.zigzag:
-            return summed_part(gradients[0], shares, 2), None, None
-        # A rank that looked at fewer keys has no gradient for the later ones: zeros.
-        missing = ctx.length * shares.ranks - gradients[0].shape[2]
-        whole = F.pad(gradients[0], [0, 0, 0, missing])
-        return reduce_scatter_uneven(whole, shares.group, [ctx.length] * shares.ranks, 2), None, None
+    if shares.zigzag:
+        return gather_to_region(part, shares.of(tokens), 2)
+    # A rank that looks at fewer keys has no gradient for the later ones: zeros.
+    equal = Slices(group=shares.group, lengths=[part.shape[2]] * shares.ranks)
+    return gather_to_region(part, equal, 2).narrow(2, 0, tokens)

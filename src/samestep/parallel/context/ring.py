@@ -7,7 +7,7 @@ that it has, it sends them on and receives the next. What queries gave for the k
 the log-sum-exp of their scores. In backward keys and values go round again, and with them the sums of their
 gradients.
 
-Tokens are shared out in a zigzag (see `messages.Shares`), so that under a causal mask all ranks have as much to do:
+Tokens are shared out in a zigzag (see `shares.Shares`), so that under a causal mask all ranks have as much to do:
 half of the queries or half of the keys of each further rank.
 
 PyTorch's own ring (torch.distributed.tensor.experimental, as of 2.13) is not used. It takes no masks and no numbers
@@ -43,7 +43,7 @@ from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.calls import Trace
 from samestep.parallel.context.block_attention import Attended, Block, additive, attend, exact_dtype, gradients, merge
-from samestep.parallel.context.messages import Shares, own_part
+from samestep.parallel.context.shares import Shares, own_part
 
 WITHOUT_DROPOUT = (
     "with attention=ring no rank has the probabilities of a query over all keys; use attention=ulysses, an attention "

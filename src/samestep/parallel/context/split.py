@@ -30,11 +30,12 @@ from samestep.layout import Layout
 from samestep.parallel.attributes import Attributes, wrap_forward
 from samestep.parallel.blocks import repeated_layers, with_forward
 from samestep.parallel.calls import Trace
+from samestep.parallel.collectives import copy_to_region, divide_gradient, gather_from_region, scatter_to_region
 from samestep.parallel.context.attention import AttentionOverAll, Length
 from samestep.parallel.context.gathered import Messages, give_all_tokens, parameters_in
 from samestep.parallel.context.hidden import Block, Key, keeps_tokens, look, refused
-from samestep.parallel.context.messages import Shares, gather, gradient_shared, gradient_summed, own_part, split
 from samestep.parallel.context.ring import check_ring
+from samestep.parallel.context.shares import Shares, own_part
 from samestep.parallel.context.token_wise import Run, find_token_wise, names_of, runs_of, split_run
 from samestep.parallel.exact.forward_context import ForwardContext, NotesTokens, Portion
 from samestep.parallel.sharding import ShardTable
@@ -301,9 +302,9 @@ def _messages(shares: Shares, length: Length, mode: AttentionOverAll) -> Message
     """The messages of modules that get all tokens, over the context axis."""
     return Messages(
         own=lambda: shares.length(length.tokens),
-        gather=lambda part, dim: gather(part, shares, length.tokens, dim),
-        split=lambda whole, dim: split(whole, shares, dim),
-        share=lambda whole, _: gradient_shared(whole, shares.group),
+        gather=lambda part, dim: gather_from_region(part, shares.of(length.tokens), dim),
+        split=lambda whole, dim: scatter_to_region(whole, shares.of(whole.shape[dim]), dim),
+        share=lambda whole, _: divide_gradient(whole, shares.group),
         pause=mode.paused,
     )
 
@@ -315,12 +316,12 @@ def _at_the_edges(blocks: Sequence[nn.Module], hidden: Key, shares: Shares, leng
         length.note(_get(arguments, keywords, hidden).shape[1])
 
     def before(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return _with(arguments, keywords, {hidden: partial(split, shares=shares)})
+        return _with(arguments, keywords, {hidden: partial(_scatter, shares=shares)})
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         if isinstance(output, (tuple, list)):
-            return type(output)((gather(output[0], shares, length.tokens), *output[1:]))
-        return gather(output, shares, length.tokens)
+            return type(output)((gather_from_region(output[0], shares.of(length.tokens), 1), *output[1:]))
+        return gather_from_region(output, shares.of(length.tokens), 1)
 
     blocks[0].register_forward_pre_hook(NotesTokens(note), with_kwargs=True)
     blocks[0].register_forward_pre_hook(before, with_kwargs=True)
@@ -354,14 +355,19 @@ def _summed(value: Any, group: dist.ProcessGroup) -> Any:
     """Sum the gradients of tensors that all ranks have whole, such as an encoder's output, over the ranks."""
 
     def summed(tensor: Tensor) -> Tensor:
-        return gradient_summed(tensor, group) if tensor.requires_grad and torch.is_grad_enabled() else tensor
+        return copy_to_region(tensor, group) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
     return pytree.tree_map_only(Tensor, summed, value)
 
 
 def _own_tokens(tokens: Tensor, shares: Shares) -> Tensor:
     """This rank's tokens; the backward of a tensor that needs a gradient gathers all ranks' parts."""
-    return split(tokens, shares) if tokens.requires_grad else own_part(tokens, shares)
+    return _scatter(tokens, shares) if tokens.requires_grad else own_part(tokens, shares)
+
+
+def _scatter(whole: Tensor, shares: Shares) -> Tensor:
+    """This rank's tokens of [batch, tokens, ...]."""
+    return scatter_to_region(whole, shares.of(whole.shape[1]), 1)
 
 
 def _get(arguments: tuple[Any, ...], keywords: Mapping[str, Any], key: Key) -> Any:

@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree
 from samestep.parallel.attributes import Attributes, evaluating, wrap_forward
 from samestep.parallel.blocks import has_forward
 from samestep.parallel.calls import Call, Seen, Trace
+from samestep.parallel.collectives import copy_to_region, gather_from_region, scatter_to_region
 from samestep.parallel.context.attention import Length
 from samestep.parallel.context.gathered import mixing
-from samestep.parallel.context.messages import Shares, gather, gradient_summed, own_part, split
+from samestep.parallel.context.shares import Shares, own_part
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.tensor.vocab_parallel import near
 from samestep.parallel.valueless import with_values
@@ -213,10 +214,14 @@ def _splitting(which: TokenWise, shares: Shares, length: Length) -> Callable[...
         leaves, form = pytree.tree_flatten((arguments, keywords))
         for index, leaf in enumerate(leaves):
             if index in which.inputs - which.handed:
-                length.note(leaf.shape[which.dim])
-                leaves[index] = (split if leaf.requires_grad else own_part)(leaf, shares, which.dim)
+                tokens = leaf.shape[which.dim]
+                length.note(tokens)
+                if leaf.requires_grad:
+                    leaves[index] = scatter_to_region(leaf, shares.of(tokens), which.dim)
+                else:
+                    leaves[index] = own_part(leaf, shares, which.dim)
             elif index not in which.handed and isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaves[index] = gradient_summed(leaf, shares.group)
+                leaves[index] = copy_to_region(leaf, shares.group)
         return pytree.tree_unflatten(leaves, form)
 
     return hook
@@ -226,7 +231,8 @@ def _gathering(dim: int, shares: Shares, length: Length) -> Callable[..., Any]:
     """A hook after the last module of a run: all tokens of each tensor that it gives."""
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda part: gather(part, shares, length.tokens, dim), output)
+        tokens = shares.of(length.tokens)
+        return pytree.tree_map_only(Tensor, lambda part: gather_from_region(part, tokens, dim), output)
 
     return hook
 

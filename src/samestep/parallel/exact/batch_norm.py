@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from samestep.data.loader import Moment
 from samestep.errors import UserError
 from samestep.parallel.attributes import wrap_forward
+from samestep.parallel.collectives import all_reduce
 from samestep.parallel.exact.forward_context import ForwardContext
 
 BatchNorm = nn.modules.batchnorm._BatchNorm  # BatchNorm1d, 2d, 3d and SyncBatchNorm
@@ -244,7 +245,7 @@ def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tupl
     own = weight * given.numel() / given.size(1)
     count = numbers.new_full((1,), own)
     # [features + 1]: sums and the count in one message.
-    sums = _SumOverRanks.apply(torch.cat([numbers.sum(others) * weight, count]), group)
+    sums = all_reduce(torch.cat([numbers.sum(others) * weight, count]), group)
     count = sums[-1].detach()
     if own <= 1 and count <= 1:  # a rank with two elements of its own need not wait for the sum
         raise UserError(
@@ -255,7 +256,7 @@ def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tupl
     # Squares of the centred input, since E[x^2] - E[x]^2 would lose precision.
     centred = numbers - mean.view(shape)  # [samples, features, ...]
     squares = centred.square().sum(others) * weight  # [features]
-    return centred, mean, _SumOverRanks.apply(squares, group) / count, count
+    return centred, mean, all_reduce(squares, group) / count, count
 
 
 def _track(
@@ -287,23 +288,3 @@ class _OfAnyDimensions(BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Forward: all-reduce. Backward: all-reduce, as every rank's loss depends on the sum.
-
-    With L = sum over ranks of L_r, and total = sum over ranks of part_r, each rank's part reaches every L_r through
-    the total: dL / d(part_r) = sum over ranks s of dL_s / d(total). So backward is an all-reduce as well, and all
-    data ranks must run it: also those whose gradient is zero.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore
-        ctx.group = group
-        total = part.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        return _SumOverRanks.apply(gradient, ctx.group), None  # pyright: ignore[reportReturnType]

@@ -5,7 +5,7 @@ the expert which its router chose, and what the expert makes of it travels back;
 capacity. (Lepikhin et al. 2021, "GShard", section 3; Fedus et al. 2022, "Switch transformers", section 2.)
 
 Read `find` first: what counts as experts. Then `stacked` and `listed`: how the two kinds compute with a part of them.
-`share` applies a plan to a model; `parallel.collectives` has the exchange that backward knows.
+`share` applies a plan to a model; `parallel.collectives` has the all-to-all and its backward.
 
 For E experts over the e ranks of the expert axis, each rank holds E / e of them and has its own samples: tokens go to
 their experts' ranks by an all-to-all and come back by another. Gradients of an expert are sums over the tokens of all

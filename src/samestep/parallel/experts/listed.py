@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from samestep.data.order import bounds
 from samestep.errors import UserError
-from samestep.parallel.collectives import exchange, exchange_counts
+from samestep.parallel.collectives import all_to_all
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.trace import imagine
 from samestep.parallel.unused_parameters import depending
@@ -174,13 +174,13 @@ class ListedExperts:
         if rows is not None:
             said[:, -1, 0], said[:, -1, 1] = _DTYPES.index(rows.dtype) + 1, int(rows.requires_grad)
         device = next(iter(self._container.parameters())).device
-        heard = exchange_counts(said.to(device), self._group).cpu()
+        heard = all_to_all(said.to(device), self._group).cpu()
         if rows is None:
             rows = self._nothing(heard, inputs, device)
         send, receive = said[:, :-1, 1].sum(1).tolist(), heard[:, :-1, 1].sum(1).tolist()
         counts = Counts(rows=heard[:, :-1, 1].tolist(), called=(heard[:, :-1, 0].sum(0) > 0).tolist())
-        made = self._run(exchange(rows, send, receive, self._group), counts)
-        back = exchange(made, receive, send, self._group)
+        made = self._run(all_to_all(rows, self._group, send, receive), counts)
+        back = all_to_all(made, self._group, receive, send)
         answers: dict[int, list[tuple[torch.Size, Tensor]]] = {}
         for call, part in zip(ordered, back.split([len(call.rows) for call in ordered]), strict=True):
             shape = torch.Size((*call.leading, *call.rows.shape[1:]))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from samestep.parallel.collectives import exchange, exchange_counts
+from samestep.parallel.collectives import all_to_all
 from samestep.parallel.unused_parameters import depending
 
 Key = int | str  # of an argument: its position, or its name
@@ -77,16 +77,16 @@ class StackedExperts:
         # Pairs of (token, choice) in the order of ranks; stable, so that the order of summation is deterministic.
         order = owner.argsort(stable=True)
         counts = torch.bincount(owner, minlength=ranks + 1)[:ranks]  # [ranks]: rows for each
-        send, receive = counts.tolist(), exchange_counts(counts, self._group).tolist()
+        send, receive = counts.tolist(), all_to_all(counts, self._group).tolist()
         order = order[: sum(send)]
         source = order // max(1, flat.numel() // max(1, len(rows)))  # of each row, the token
         made = self._compute(
-            exchange(rows[source], send, receive, self._group),
-            exchange((flat % self._local)[order], send, receive, self._group),
-            exchange(weights.reshape(-1)[order], send, receive, self._group),
+            all_to_all(rows[source], self._group, send, receive),
+            all_to_all((flat % self._local)[order], self._group, send, receive),
+            all_to_all(weights.reshape(-1)[order], self._group, send, receive),
             given,
         )
-        back = exchange(made, receive, send, self._group)  # [rows sent, features of the output]
+        back = all_to_all(made, self._group, receive, send)  # [rows sent, features of the output]
         # [tokens, features of the output]: for each token the sum over its choices, already times their weights.
         total = back.new_zeros(len(rows), *back.shape[1:]).index_add(0, source, back)
         return total.reshape(*tokens.shape[:-1], *back.shape[1:])

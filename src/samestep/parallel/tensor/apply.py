@@ -357,7 +357,7 @@ class _Slicer:
             folded = value.ndim == 3 and value.shape[0] in {batch * heads, heads} - {batch}
             if not (apart or folded):
                 return value
-            value = collectives.copy(value, group) if value.requires_grad else value
+            value = collectives.copy_to_region(value, group) if value.requires_grad else value
             if apart:
                 return value[:, first:last]
             return value.unflatten(0, (-1, heads))[:, first:last].flatten(0, 1)
@@ -393,12 +393,11 @@ class _Slicer:
     def _gather_outputs(self, name: str) -> None:
         """A layer that computes its slice of the outputs: [..., outputs / ranks], gathered at once."""
         module, group = self._model.get_submodule(name), self._group
-        ranks = self._plan.parts
-        every = [bounds(outputs_of(module), rank, ranks) for rank in range(ranks)]
-        lengths = [last - first for first, last in every]
-        dim = outputs_dim(module)
+        slices, dim = collectives.Slices.even(outputs_of(module), group), outputs_dim(module)
         layers.gathered(
-            module, lambda x: collectives.copy(x, group), lambda x: collectives.gather(x, group, lengths, dim)
+            module,
+            lambda x: collectives.copy_to_region(x, group),
+            lambda x: collectives.gather_from_region(x, slices, dim),
         )
 
     def _slice_multihead(self, name: str) -> None:
@@ -422,7 +421,7 @@ class _Slicer:
         embedding = self._model.get_submodule(name)
         assert isinstance(embedding, nn.Embedding)
         ((first, _),) = vocabulary_ranges(embedding.num_embeddings, self._plan.parts)[dist.get_rank(self._group)]
-        layers.table(embedding, first, lambda x: collectives.reduce(x, self._group))
+        layers.table(embedding, first, self._reduce)
 
     def _enter(self, name: str, identity: int | None) -> Message:
         """The collective at the input of a sliced layer."""
@@ -431,7 +430,10 @@ class _Slicer:
             return stream.gather
         if stream is not None and stream.is_summed(name, identity):
             return _as_it_is
-        return lambda x: collectives.copy(x, self._group)
+        return lambda x: collectives.copy_to_region(x, self._group)
+
+    def _reduce(self, x: Tensor) -> Tensor:
+        return collectives.reduce_from_region(x, self._group)
 
     def _region(self, row: str, width: int, heads: int) -> Region:
         """What lies between the columns of a unit and its row layer, which takes so many features over all ranks."""
@@ -439,7 +441,7 @@ class _Slicer:
         rank, ranks = dist.get_rank(self._group), self._plan.parts
         # Where this rank's features begin in the last dimension, and its heads in [batch, heads, queries, keys].
         part = Portion(activations={-1: bounds(width, rank, ranks)[0]}, attention={1: bounds(heads, rank, ranks)[0]})
-        leave = stream.sum_and_split if stream is not None else lambda x: collectives.reduce(x, self._group)
+        leave = stream.reduce_scatter if stream is not None else self._reduce
         return Region(leave, self._now, part, all_tokens=stream is not None)
 
     def _gather_for_owner(self, unit: Unit) -> set[int | None]:

@@ -287,9 +287,10 @@ class _LocalHeads:
         """The attention weights as the whole module returns them: averaged over all heads, or per head."""
         if average:
             # [batch, queries, keys]: the average over all ranks' heads.
-            return collectives.reduce(weights.sum(1), self._group) / self._attention.num_heads
+            return collectives.reduce_from_region(weights.sum(1), self._group) / self._attention.num_heads
         # [batch, heads, queries, keys], in the order of the heads.
-        return collectives.gather(weights, self._group, [self._count] * self._ranks, 1)
+        heads = collectives.Slices(group=self._group, lengths=[self._count] * self._ranks)
+        return collectives.gather_from_region(weights, heads, 1)
 
     def _split(self, x: Tensor) -> Tensor:
         """Split the last dimension into heads and features."""

@@ -26,13 +26,20 @@ from torch.utils import _pytree as pytree
 
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
-from samestep.parallel import tokens
 from samestep.parallel.attributes import wrap_forward
 from samestep.parallel.blocks import repeated_layers, with_forward
 from samestep.parallel.calls import Call, Seen, Trace
+from samestep.parallel.collectives import (
+    Slices,
+    copy_to_region,
+    divide_gradient,
+    gather_from_region,
+    gather_to_region,
+    reduce_scatter_to_region,
+    scatter_to_region,
+)
 from samestep.parallel.context.gathered import Gathered, Messages, find_gathered, give_all_tokens
 from samestep.parallel.context.hidden import keeps_tokens, used_between
-from samestep.parallel.context.messages import gradient_shared, gradient_summed
 from samestep.parallel.exact.forward_context import ForwardContext, NotesTokens, Portion
 
 Key = int | str  # a position or a keyword
@@ -96,10 +103,10 @@ class Stream:
         )
 
     def gather(self, x: Tensor) -> Tensor:
-        return tokens.gather_for_parts(x, self._group, self.total, self.dim)
+        return gather_to_region(x, Slices.even(self.total, self._group), self.dim)
 
-    def sum_and_split(self, x: Tensor) -> Tensor:
-        return tokens.sum_and_split(x, self._group, self.dim)
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return reduce_scatter_to_region(x, Slices.even(x.shape[self.dim], self._group), self.dim)
 
     def attach(self, model: nn.Module, now: ForwardContext) -> None:
         """Split the tokens where the first block begins, and put them together where the last one ends."""
@@ -111,10 +118,10 @@ class Stream:
             self._wrap(block, summed, now)
         messages = Messages(
             own=self._own,
-            gather=lambda part, dim: tokens.gather(part, self._group, self.total, dim),
-            split=lambda whole, dim: tokens.split(whole, self._group, dim),
+            gather=self._gather_tokens,
+            split=self._split_tokens,
             # The gradients of parameters in the block are summed, and those of what came from before the blocks.
-            share=lambda whole, handed: whole if handed else gradient_shared(whole, self._group),
+            share=lambda whole, handed: whole if handed else divide_gradient(whole, self._group),
         )
         for each in self.gathered:
             give_all_tokens(model.get_submodule(each.name), each, messages, now)
@@ -150,9 +157,17 @@ class Stream:
             if path not in places or not isinstance(leaf, Tensor) or not leaf.requires_grad:
                 return leaf
             # One all-reduce for a tensor that stands in several places.
-            return done.setdefault(id(leaf), gradient_summed(leaf, self._group))
+            return done.setdefault(id(leaf), copy_to_region(leaf, self._group))
 
         return pytree.tree_map_with_path(summed, (arguments, keywords))
+
+    def _gather_tokens(self, part: Tensor, dim: int) -> Tensor:
+        """All tokens of the block that runs, for replicated computation."""
+        return gather_from_region(part, Slices.even(self.total, self._group), dim)
+
+    def _split_tokens(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of a tensor that every rank has."""
+        return scatter_to_region(whole, Slices.even(whole.shape[dim], self._group), dim)
 
     def _own(self) -> int:
         """How many tokens this rank has of the block that runs."""
@@ -165,7 +180,7 @@ class Stream:
     def _split(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """A hook before the first block: its hidden state cut to this rank's tokens."""
         hidden = argument(arguments, keywords, self._key)
-        return replaced(arguments, keywords, self._key, tokens.split(hidden, self._group, self.dim))
+        return replaced(arguments, keywords, self._key, self._split_tokens(hidden, self.dim))
 
     def _tell_total(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """A hook before every block: hands the number of tokens on as an argument."""
@@ -174,7 +189,7 @@ class Stream:
     def _gather_output(self, block: nn.Module, arguments: Any, output: Any) -> Any:
         """A hook after the last block: the hidden state of all tokens again."""
         leaves, form = pytree.tree_flatten(output)
-        leaves[self._leaf] = tokens.gather(leaves[self._leaf], self._group, self.total, self.dim)
+        leaves[self._leaf] = self._gather_tokens(leaves[self._leaf], self.dim)
         return pytree.tree_unflatten(leaves, form)
 
     def _block_of(self, name: str) -> str | None:

@@ -49,16 +49,18 @@ class Vocabulary:
     def output(self, linear: nn.Module, lengths: list[int]) -> None:
         """Make an output layer compute its slice of the logits."""
         product = product_of(linear)
+        slices = collectives.Slices(group=self._group, lengths=lengths)
 
         def forward(x: Tensor) -> Tensor:
-            logits = with_bias(product(collectives.copy(x, self._group)), linear)  # [..., vocabulary / ranks]
+            # [..., vocabulary / ranks].
+            logits = with_bias(product(collectives.copy_to_region(x, self._group)), linear)
             if self.slices and torch.is_grad_enabled():
                 shape = torch.Size([*logits.shape[:-1], sum(lengths)])  # of the whole logits
                 # `from_local` asks for the stride as well where a shape is given.
                 stride = torch.empty(shape, device="meta").stride()
                 # Cut as DTensor itself cuts, so it needs no look at the other ranks' slices.
                 return DTensor.from_local(logits, self._mesh, [Shard(-1)], shape=shape, stride=stride)
-            return collectives.gather(logits, self._group, lengths, -1)
+            return collectives.gather_from_region(logits, slices, -1)
 
         replace_forward(linear, forward)
 
