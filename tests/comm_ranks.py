@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep.comm import collectives, correctness, support, transports
+from samestep.comm import collectives, correctness, transports
 from samestep.comm.collectives import Buffers
-from samestep.comm_bench import run
+from samestep.comm_bench import run, support
 from samestep.comm_bench.request import CommRequest
 from samestep.comm_bench.results import Report
 from samestep.comm_bench.support import try_rank

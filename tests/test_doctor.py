@@ -19,9 +19,9 @@ from findings import GIB, by_subject, only
 
 from samestep.cli.main import main
 from samestep.comm_bench import try_ranks
+from samestep.comm_bench.try_ranks import read_notes
 from samestep.doctor import collectives, examine, machine
 from samestep.doctor.findings import ExaminationRequest, Finding, ok
-from samestep.launch.world import join
 
 TESTS = Path(__file__).parent
 
@@ -57,9 +57,14 @@ def test_a_collective_with_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatc
         tensor.zero_()
 
     monkeypatch.setattr(dist, "all_reduce", none_of_it)
-    with join(alone=True, device="cpu") as world:
-        assert not collectives.COLLECTIVES["all-reduce"](world, torch.float32)
-        assert collectives.COLLECTIVES["broadcast"](world, torch.float32)
+    collectives.try_all(str(tmp_path), "cpu")
+    ended = [line for line in read_notes(collectives.notes_of(tmp_path, 0)) if "works" in line]
+    assert {line["collective"] for line in ended} == collectives.ALONE
+    failed = {(line["collective"], line["dtype"]): line["reason"] for line in ended if not line["works"]}
+    assert failed == {
+        ("all-reduce", dtype): "a wrong result: element 1 is 0, and 1 is right"
+        for dtype in ("float32", "bfloat16", "float64", "int64")
+    }
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ In the order of reading:
 - `messages`: all-gather and reduce-scatter of one tensor, and what the ranks' hosts have to know.
 - `observer`: a look at every operator that runs, and at its tensors.
 - `traffic`: the bytes that a rank sends.
-- `collectives`, `correctness`, `measure`, `limits`, `support`, `demo`: what `samestep comm` runs on each rank.
+- `collectives`, `correctness`, `measure`, `limits`, `demo`: what `samestep comm` runs on each rank.
 
 What holds throughout. Collectives of a group pair up by their order alone: every rank of it calls the same ones, of
 the same sizes, in the same order. "Every rank must ask" in a docstring says that a function sends messages. Groups

@@ -129,10 +129,7 @@ def _chunks(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _part(values: Sequence[int], rank: int, n: int) -> Sequence[int]:
-    """Chunk `rank` of a message.
-
-    Chunk `rank` of a message of n chunks.
-    """
+    """The chunk of a message that belongs to a rank: the `rank`-th of the n equal chunks that it consists of."""
     count = len(values) // n
     return values[rank * count : (rank + 1) * count]
 

@@ -1,20 +1,39 @@
-"""What each back end supports, found by trying: ranks are started again behind an attempt that crashed or hung."""
+"""What each transport supports, found by trying every collective with every dtype on each device.
 
+An attempt may crash the ranks or make them hang. So rank 0 notes each one before it is made and when it is over.
+Where ranks have ended, the process that starts them reads in the notes which attempt it was, and new ranks go on
+behind it.
+`supported` and what follows it runs in that process, `Try` and what follows it on each rank.
+"""
+
+import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
 
 from samestep import environment
-from samestep.comm.support import GROUP, OF_A_DEVICE, Notes, try_all
+from samestep.comm.collectives import COLLECTIVES
+from samestep.comm.correctness import DTYPES, WRONG, agreed, attempt, short
+from samestep.comm.transports import TABLE, Place, title_of
 from samestep.comm_bench.run import meet, on_ranks
-from samestep.comm_bench.try_ranks import read_notes, run_ranks
+from samestep.comm_bench.try_ranks import Notes, read_notes, run_ranks
 from samestep.errors import StartError
 from samestep.ranks import DeviceChoice
 from samestep.subprocess_group import Outcome, signals_raise
 
+Verdict = Literal["works", "refused", "wrong", "hangs", "crashes"]
+
+GROUP = "(process group)"  # the first attempt with each transport and device: to make its group
+OF_A_DEVICE = 1 + sum(1 if each.gives == "none" else len(DTYPES) for each in COLLECTIVES.values())  # attempts
+
+_TIMED_OUT = 3  # exit code of a rank whose attempt timed out
 _START = 120.0  # seconds for ranks to start, beside their attempts
 
 
@@ -83,14 +102,14 @@ def _try_as_launched(device: DeviceChoice) -> list[dict[str, Any]] | None:
     """Run all attempts in ranks that a launcher has started; the lines on rank 0, None on the others."""
     with meet(device) as met:
         notes = Notes(None)
-        try_all(met.place, met.control, notes, first=0, limit=None)
+        _try_all(met.place, met.control, notes, first=0, limit=None)
         return notes.lines if met.world.rank == 0 else None
 
 
 def try_rank(file: str, device: DeviceChoice, first: int, limit: float) -> None:
     """Run the attempts from number `first` on this rank, `limit` seconds each; rank 0 writes them to `file`."""
     with meet(device) as met:
-        try_all(met.place, met.control, Notes(Path(file)), first=first, limit=limit)
+        _try_all(met.place, met.control, Notes(Path(file)), first=first, limit=limit)
 
 
 def _tried(folder: Path, device: DeviceChoice, ranks: int, limit: float) -> list[dict[str, Any]]:
@@ -135,3 +154,116 @@ def _why(output: str) -> str:
     """Return the output line that says how the first rank ended."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if "ended" in line), lines[-1] if lines else "it said nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Try:
+    """One attempt."""
+
+    index: int
+    transport: str  # its key in the table
+    title: str
+    device: str
+    collective: str
+    dtype: torch.dtype
+
+    def to_json(self) -> dict[str, Any]:
+        named = {"transport": self.title, "device": self.device, "collective": self.collective}
+        return {"index": self.index, **named, "dtype": short(self.dtype)}
+
+
+def tries(place: Place) -> Iterator[Try]:
+    """All attempts, in their order; a barrier has no dtype and is tried once."""
+    index = 0
+    for name, transport in TABLE.items():
+        if transport.missing(place) is not None:
+            continue
+        for device in transport.devices(place):
+            for collective in (GROUP, *COLLECTIVES):
+                once = collective == GROUP or COLLECTIVES[collective].gives == "none"
+                for dtype in [torch.float32] if once else DTYPES:
+                    yield Try(
+                        index=index,
+                        transport=name,
+                        title=title_of(name, place),
+                        device=device.type,
+                        collective=collective,
+                        dtype=dtype,
+                    )
+                    index += 1
+
+
+def _try_all(place: Place, control: dist.ProcessGroup, notes: Notes, *, first: int, limit: float | None) -> None:
+    """Make the attempts from index `first` on, on each rank; rank 0 logs their results.
+
+    `limit`: seconds after which a rank exits if an attempt has not returned; None: the back end's timeout applies.
+    """
+    say = notes.write if control.rank() == 0 else lambda line: None
+    for name, transport in TABLE.items():
+        if first == 0 and (reason := transport.missing(place)) is not None:
+            say({"transport": name, "missing": reason})
+    groups: dict[str, dist.ProcessGroup] = {}
+    lost: dict[tuple[str, str], str] = {}  # of transport and device, why there is no group
+    last = {each.transport: each.index for each in tries(place)}
+    say({"attempts": 1 + max(last.values(), default=-1)})
+    for each in tries(place):
+        if each.index < first and (each.collective != GROUP or last[each.transport] < first):
+            continue
+        at = (each.transport, each.device)
+        if at in lost:
+            say({**each.to_json(), "verdict": "refused", "reason": lost[at]})
+            continue
+        if each.index >= first:
+            say(each.to_json())
+        with _Watchdog(limit, lambda each=each: say({"index": each.index, "timed_out": True})):
+            if each.collective == GROUP:
+                told = agreed(_group(each, place, groups), control)
+            else:
+                device = next(one for one in TABLE[each.transport].devices(place) if one.type == each.device)
+                mine = attempt(COLLECTIVES[each.collective], groups[each.transport], each.dtype, device)
+                told = agreed(mine, control)
+        if each.collective == GROUP and told is not None:
+            lost[at] = told
+        if each.index >= first:
+            say({**each.to_json(), "verdict": _verdict(told), "reason": told})
+
+
+def _group(each: Try, place: Place, groups: dict[str, dist.ProcessGroup]) -> str | None:
+    """Create a transport's group unless it exists. Returns the error on this rank, or None."""
+    if each.transport not in groups:
+        try:
+            groups[each.transport] = TABLE[each.transport].group(place)
+        except Exception as error:  # of whatever kind the back end has
+            return str(error).partition("\n")[0] or type(error).__name__
+    return None
+
+
+def _verdict(reason: str | None) -> Verdict:
+    if reason is None:
+        return "works"
+    return "wrong" if WRONG in reason else "refused"
+
+
+class _Watchdog:
+    """Exits the process if the block takes longer than `limit` seconds, since a hung collective can't be cancelled.
+
+    `last_word` is called before the exit.
+    """
+
+    def __init__(self, limit: float | None, last_word: Any) -> None:
+        self._timer = None if limit is None else threading.Timer(limit, self._end)
+        self._last_word = last_word
+
+    def _end(self) -> None:
+        """Log the attempt that hung, and exit at once: a hung collective can't be interrupted otherwise."""
+        self._last_word()
+        os._exit(_TIMED_OUT)
+
+    def __enter__(self) -> None:
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

@@ -2,7 +2,7 @@
 
 `python -m samestep.comm_bench.try_ranks FUNCTION RANKS ARGUMENTS` is the process that starts the ranks. FUNCTION is
 called in each of them; it is written as module:name, and its arguments as a list in JSON. Ranks note what they do in
-files, a line of JSON each time, which stay where a rank crashes or is ended.
+files (`Notes`), a line of JSON each time, which stay where a rank crashes or is ended.
 """
 
 import json
@@ -25,6 +25,21 @@ def run_ranks(
     name = f"{function.__module__}:{function.__qualname__}"
     command = [sys.executable, "-m", _MODULE, name, str(ranks), json.dumps(arguments)]
     return subprocess_group.run(command, limit=limit)
+
+
+class Notes:
+    """What a rank notes, as lines of JSON: in a list and, if given, in a file."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self.lines: list[dict[str, Any]] = []
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line immediately, since what is tried next may end the process."""
+        self.lines.append(line)
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 def read_notes(file: Path) -> list[dict[str, Any]]:
