@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.cli.main import main
-from samestep.comm import limits, measure
+from samestep.comm import limits, measure, transports
 from samestep.comm.collectives import COLLECTIVES
 from samestep.comm.correctness import attempt, difference, known_values
 from samestep.comm_bench import request, support
@@ -313,16 +313,43 @@ DEMONSTRATED = {
 }
 
 
-def test_every_collective_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["comm", "demo", "all", "--processes", "2", "--device", "cpu"]) == 0
+# What shared memory leaves to gloo on one host.
+LEFT = ("send/recv", "scatter", "gather", "all-to-all")
+
+
+@pytest.mark.parametrize("transport", ["gloo", None])
+def test_every_collective_is_shown_with_its_transport(
+    transport: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without an option over shared memory, as a job of ranks on one host."""
+    options = ["--transport", transport] if transport is not None else []
+    assert main(["comm", "demo", "all", "--processes", "2", "--device", "cpu", *options]) == 0
     output = capsys.readouterr().out
     rows = [tuple(cell.strip() for cell in line.split("│")[1:4]) for line in output.splitlines() if "│" in line]
     assert rows == [
         (str(rank), before, after) for shown in DEMONSTRATED.values() for rank, (before, after) in enumerate(shown)
     ]
     for name, collective in COLLECTIVES.items():
-        assert f"{name} over gloo" in output
+        left = ", which leaves it to gloo" if transport is None and name in LEFT else ""
+        assert f"\n{name} over {transport or 'shared-memory'}{left}\n" in f"\n{output}"
         assert collective.summary in output
+
+
+def test_a_job_gets_shared_memory_where_ranks_share_a_host_and_else_the_devices_back_end() -> None:
+    cpu, device = torch.device("cpu"), torch.device("meta")
+    assert transports.default(transports.Place(hosts=("a", "a"), device=cpu, backend="gloo")) == "shared-memory"
+    assert transports.default(transports.Place(hosts=("a", "a", "b"), device=cpu, backend="gloo")) == "shared-memory"
+    assert transports.default(transports.Place(hosts=("a", "b"), device=cpu, backend="gloo")) == "gloo"
+    assert transports.default(transports.Place(hosts=("a", "a"), device=device, backend="nccl")) == "accelerator"
+
+
+def test_a_transport_that_is_unavailable_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["demo", "barrier", "--processes", "2", "--device", "cpu", "--transport", "accelerator"]
+    assert main(["comm", *words]) == 2
+    assert (
+        "--transport accelerator: the ranks compute on the CPU, whose back end is gloo; use gloo or shared-memory\n"
+        in capsys.readouterr().err
+    )
 
 
 def test_what_a_back_end_has_is_found_by_trying(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -425,6 +452,7 @@ WRONG = {
     "--plot nowhere/x.svg": "there is no folder nowhere",
     "--json .": "--json .: this is a folder",
     "demo all-reduc": f'unknown collective "all-reduc"; did you mean "all-reduce"? known: {KNOWN}',
+    "demo barrier --transport glo": 'unknown transport "glo"; did you mean "gloo"? known: accelerator, auto, gloo, ',
     "demo": "the following arguments are required: NAME",
     "--processes 1 demo barrier": "--processes is 1, and a collective needs 2",
     "suport": "invalid choice: 'suport'",

@@ -24,6 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo = commands.add_parser("demo", allow_abbrev=False, help=_one_line(_demo), description=_demo.__doc__)
     demo.add_argument("name", metavar="NAME", help="of the collective, such as all-reduce, or all")
+    demo.add_argument(
+        "--transport",
+        default="auto",
+        metavar="NAME",
+        help="gloo, shared-memory or accelerator (default: auto, the one that a job gets here)",
+    )
     support = commands.add_parser(
         "support", allow_abbrev=False, help=_one_line(_support), description=_support.__doc__
     )
@@ -95,11 +101,13 @@ def _demo(options: argparse.Namespace) -> int:
     """Show what a collective does: the tensor of each rank before and after."""
     from samestep.comm.collectives import COLLECTIVES
     from samestep.comm_bench.display import print_demonstration
-    from samestep.comm_bench.request import check_collectives, processes_of
+    from samestep.comm_bench.request import check_collectives, check_transport, processes_of
     from samestep.comm_bench.run import demonstrated
 
     names = tuple(COLLECTIVES) if options.name == "all" else check_collectives([options.name])
-    shown = demonstrated(names, options.device, processes_of(options.processes, options.device))
+    transport = check_transport(options.transport)
+    processes = processes_of(options.processes, options.device)
+    shown = demonstrated(names, options.device, processes, transport)
     for each in shown or ():
         print_demonstration(each)
     return 0

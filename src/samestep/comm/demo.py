@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from samestep.comm.collectives import COLLECTIVES
+from samestep.comm.collectives import COLLECTIVES, Buffers, Collective
 from samestep.comm.measure import Channel
+from samestep.comm.shared_memory.process_group import KernelGroup
 
 _ELEMENTS = 4  # of a message, or one for each rank where there are more
 
@@ -17,7 +18,8 @@ class Demonstration:
     """The tensors of all ranks, [ranks][elements]; empty for a rank without an input or an output."""
 
     collective: str
-    transport: str
+    transport: str  # as it was chosen
+    carrier: str  # what the message went through: gloo where shared memory leaves a collective to it
     before: Sequence[Sequence[int]]
     after: Sequence[Sequence[int]]
     undefined: frozenset[int]  # ranks whose tensors are undefined afterwards
@@ -37,7 +39,7 @@ def demonstrate(name: str, channel: Channel, control: dist.ProcessGroup) -> Demo
     first = 10 * (rank + 1)
     buffers.given.copy_(torch.arange(first, first + buffers.given.numel(), dtype=torch.int32))
     before = buffers.given.tolist()
-    collective.run(channel.group, buffers)
+    carrier = _carried(collective, channel, buffers)
     everything: list[tuple[list[int], list[int]]] = [([], []) for _ in range(n)]
     mine = (before, buffers.taken.tolist())
     dist.gather_object(mine, everything if rank == 0 else None, group_dst=0, group=control)
@@ -48,7 +50,27 @@ def demonstrate(name: str, channel: Channel, control: dist.ProcessGroup) -> Demo
     return Demonstration(
         collective=name,
         transport=channel.transport,
+        carrier=carrier,
         before=gave,
         after=[taken for _, taken in everything],
         undefined=frozenset(each for each in silent if everything[each][1]),
     )
+
+
+def _carried(collective: Collective, channel: Channel, buffers: Buffers) -> str:
+    """Run a collective. Returns the transport that it went through."""
+    group = channel.group
+    if not isinstance(group, KernelGroup):  # also where the ranks of a host can't share memory
+        collective.run(group, buffers)
+        return "gloo" if channel.transport == "shared-memory" else channel.transport
+    taken_over: list[str] = []  # from gloo
+
+    def count(kind: str, message: int, ranks: int) -> None:
+        taken_over.append(kind)
+
+    group.counters.append(count)
+    try:
+        collective.run(group, buffers)
+    finally:
+        group.counters.remove(count)
+    return channel.transport if taken_over else "gloo"

@@ -1,7 +1,7 @@
 """The transports of messages: where each is available, and how to create its process group.
 
-A transport is one entry of TABLE. `samestep comm` measures all available ones side by side, and `samestep comm
-support` tries each of them.
+A transport is one entry of TABLE. `samestep comm` measures all available ones side by side, `comm demo` sends through
+one of them, and `comm support` tries each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +47,15 @@ def title_of(name: str, place: Place) -> str:
 def available(place: Place) -> list[str]:
     """The names of the available transports."""
     return [name for name, transport in TABLE.items() if transport.missing(place) is None]
+
+
+def default(place: Place) -> str:
+    """The name of the transport that a job gets here by `run.transport: auto`."""
+    return next(name for name in _BY_DEFAULT if name == "gloo" or TABLE[name].missing(place) is None)
+
+
+# In the order in which they are taken.
+_BY_DEFAULT = ("accelerator", "shared-memory", "gloo")
 
 
 def _all_ranks(place: Place, backend: str) -> dist.ProcessGroup:

@@ -124,14 +124,15 @@ def checks_in_words(checks: Sequence[Check]) -> str:
 
 
 def print_demonstration(shown: Demonstration, out: Console | None = None) -> None:
-    """Each rank's tensor before and after, and what was done, as a sentence."""
+    """Each rank's tensor before and after, through what it went, and what was done, as a sentence."""
     out = out or console()
+    left = "" if shown.carrier == shown.transport else f", which leaves it to {shown.carrier}"
+    out.print(f"{shown.collective} over {shown.transport}{left}", soft_wrap=True)
     rows = [
         [str(rank), _numbers(before), "not defined" if rank in shown.undefined else _numbers(after)]
         for rank, (before, after) in enumerate(zip(shown.before, shown.after, strict=True))
     ]
-    columns = [*numbers("rank"), *texts("before", "after")]
-    out.print(table(columns, rows, title=f"{shown.collective} over {shown.transport}"))
+    out.print(table([*numbers("rank"), *texts("before", "after")], rows))
     out.print(shown.summary, soft_wrap=True)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from samestep import environment
 from samestep.comm.collectives import COLLECTIVES
 from samestep.comm.measure import DTYPE
+from samestep.comm.transports import TABLE
 from samestep.errors import UserError, closest
 from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators, check_devices
@@ -19,6 +20,8 @@ from samestep.ranks import DeviceChoice
 
 # 1 KB to 256 MB by powers of 4.
 USUAL = tuple(1024 * 4**power for power in range(10))
+
+AUTO = "auto"  # the transport that a job gets here
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?", re.IGNORECASE | re.ASCII)
@@ -79,6 +82,13 @@ def check_collectives(names: Sequence[str]) -> tuple[str, ...]:
         if name not in COLLECTIVES:
             raise UserError(f'unknown collective "{name}"; {closest(name, COLLECTIVES)}')
     return tuple(dict.fromkeys(names))
+
+
+def check_transport(name: str) -> str:
+    """A transport's name, or auto. Raises UserError with the closest one for a name that is none."""
+    if name != AUTO and name not in TABLE:
+        raise UserError(f'unknown transport "{name}"; {closest(name, [AUTO, *TABLE])}')
+    return name
 
 
 def processes_of(wanted: int | None, device: DeviceChoice) -> int:

@@ -17,10 +17,11 @@ from samestep.comm.correctness import DTYPES, WRONG, agreed, attempt, short
 from samestep.comm.demo import Demonstration, demonstrate
 from samestep.comm.measure import DTYPE, Channel, Row, fits, measure
 from samestep.comm.mesh import new_group
-from samestep.comm.transports import TABLE, Place, available, title_of
-from samestep.comm_bench.request import CommRequest, in_words
+from samestep.comm.transports import TABLE, Place, available, default, title_of
+from samestep.comm_bench.request import AUTO, CommRequest, in_words
 from samestep.comm_bench.results import Check, Limits, Report
 from samestep.comparison.results import machine
+from samestep.errors import UserError
 from samestep.launch import local
 from samestep.launch.device import backend_of
 from samestep.launch.network import agreed_in_group, interface_of
@@ -38,9 +39,14 @@ def measured(asked: CommRequest, processes: int) -> Report | None:
     return on_ranks(_measure_rank, processes, asked)
 
 
-def demonstrated(names: Sequence[str], device: DeviceChoice, processes: int) -> list[Demonstration] | None:
-    """Run collectives on small numbers through the first available transport; None except on rank 0."""
-    return on_ranks(_demonstrate_rank, processes, tuple(names), device)
+def demonstrated(
+    names: Sequence[str], device: DeviceChoice, processes: int, transport: str
+) -> list[Demonstration] | None:
+    """Run collectives on small numbers through a transport; None except on rank 0.
+
+    `transport`: its name, or auto for the one that a job gets here. Raises UserError for one that is unavailable.
+    """
+    return on_ranks(_demonstrate_rank, processes, tuple(names), device, transport)
 
 
 def on_ranks(function: Callable[..., Any], processes: int, *arguments: Any) -> Any:
@@ -73,16 +79,22 @@ def meet(device: DeviceChoice) -> Iterator[Meeting]:
 
 def _channels(place: Place) -> list[Channel]:
     """Open a channel for each available transport."""
-    return [
-        Channel(transport=title_of(name, place), group=TABLE[name].group(place), device=TABLE[name].devices(place)[0])
-        for name in available(place)
-    ]
+    return [_channel(name, place) for name in available(place)]
 
 
-def _demonstrate_rank(names: Sequence[str], device: DeviceChoice) -> list[Demonstration] | None:
+def _channel(name: str, place: Place) -> Channel:
+    return Channel(
+        transport=title_of(name, place), group=TABLE[name].group(place), device=TABLE[name].devices(place)[0]
+    )
+
+
+def _demonstrate_rank(names: Sequence[str], device: DeviceChoice, transport: str) -> list[Demonstration] | None:
     """Run the demonstrations on one rank; the results on rank 0, None on the others."""
     with meet(device) as met:
-        channel = _channels(met.place)[0]
+        chosen = default(met.place) if transport == AUTO else transport
+        if (reason := TABLE[chosen].missing(met.place)) is not None:
+            raise UserError(f"--transport {chosen}: {reason}; use {' or '.join(available(met.place))}")
+        channel = _channel(chosen, met.place)
         shown = [demonstrate(name, channel, met.control) for name in names]
         return [each for each in shown if each is not None] if met.world.rank == 0 else None
 
