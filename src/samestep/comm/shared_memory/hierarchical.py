@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import AllgatherOptions
 
 from samestep.comm.shared_memory.kernel import AVERAGE, OPERATIONS, HostKernel
 
@@ -41,10 +40,15 @@ class Hosts:
         return max(map(self.of_rank.count, self.of_rank))
 
     @cached_property
-    def place_of_rank(self) -> Tensor:
-        """Each rank's index in a flattened [hosts, most] table of the hosts' ranks."""
-        places = [host * self.most + self.ranks_on(host).index(rank) for rank, host in enumerate(self.of_rank)]
-        return torch.tensor(places)
+    def counts(self) -> list[int]:
+        """The number of ranks of each host."""
+        return [len(self.ranks_on(host)) for host in range(self.count)]
+
+    @cached_property
+    def places(self) -> Tensor | None:
+        """Each rank's index where the ranks of a host stand next to each other; None if they are numbered so."""
+        in_turn = [rank for host in range(self.count) for rank in self.ranks_on(host)]
+        return None if in_turn == sorted(in_turn) else torch.tensor(in_turn).argsort()
 
 
 class HierarchicalKernel:
@@ -53,7 +57,7 @@ class HierarchicalKernel:
     The leader of a host is its first rank. With h hosts, r ranks on this one:
 
         all-reduce    reduce to the host's leader -> all-reduce of the h leaders -> broadcast within the host
-        all-gather    gather within the host -> all-gather of the leaders' blocks -> broadcast -> put into rank order
+        all-gather    gather within the host -> leaders send each other their hosts' blocks -> broadcast of each block
         broadcast     from the root to its host and so to its leader -> between leaders -> within the other hosts
         barrier       host, leaders, host again: nobody leaves before everyone has come
 
@@ -108,21 +112,42 @@ class HierarchicalKernel:
             self._local.broadcast(tensor, 0)
 
     def all_gather(self, given: Tensor, out: Tensor) -> None:
-        """Hosts may have unlike numbers of ranks; blocks are as large as the fullest host's."""
-        message, place = _as_bytes(given), self._hosts.place_of_rank
-        # [hosts, ranks, bytes]: as many ranks of each host as the fullest one has, since gloo gathers equal parts
-        blocks = torch.empty(self._hosts.count, self._hosts.most, len(message), dtype=torch.uint8)
-        block = blocks[self._host]
+        """A host's ranks get each other host's block as soon as their leader has received it.
+
+        Memory is copied as fast as a fast link sends, so blocks are received where they belong in the output, if the
+        ranks of a host are numbered one after the other, and gloo's all-gather isn't used, which has a copy of its
+        output of its own. Hosts may have unlike numbers of ranks.
+        """
+        hosts, message = self._hosts, _as_bytes(given)
+        result = _as_bytes(out).view(len(hosts.of_rank), len(message))
+        # [ranks, bytes], the ranks of a host next to each other.
+        rows = result if hosts.places is None else torch.empty_like(result)
+        blocks = rows.split(hosts.counts)
         if self._local is not None:
-            self._local.all_gather(message, block[: len(self._hosts.ranks_on(self._host))])
+            self._local.all_gather(message, blocks[self._host])
         else:
-            block[0] = message
-        if self._leaders is not None:
+            blocks[self._host].copy_(message)  # [1, bytes]
+        others = [host for host in range(hosts.count) if host != self._host]
+        sent, received = self._exchanging(blocks, others)
+        for host in others:
+            if self._leaders is not None:
+                with self._or_all_raise():
+                    received[host].wait()
+            if self._local is not None:
+                self._local.broadcast(blocks[host], 0)
+        for work in sent:
             with self._or_all_raise():
-                self._leaders.allgather([list(blocks)], [block.clone()], AllgatherOptions()).wait()
-        if self._local is not None:
-            self._local.broadcast(blocks, 0)
-        torch.index_select(blocks.flatten(0, 1), 0, place, out=_as_bytes(out).view(len(place), len(message)))
+                work.wait()
+        if hosts.places is not None:
+            torch.index_select(rows, 0, hosts.places, out=result)
+
+    def _exchanging(self, blocks: Sequence[Tensor], others: Sequence[int]) -> tuple[list[Any], dict[int, Any]]:
+        """Begin to send this host's block to the other leaders, and to receive theirs; nothing on other ranks."""
+        if self._leaders is None:
+            return [], {}
+        with self._or_all_raise():
+            received = {host: self._leaders.recv([blocks[host]], host, 0) for host in others}
+            return [self._leaders.send([blocks[self._host]], host, 0) for host in others], received
 
     @contextmanager
     def _or_all_raise(self) -> Iterator[None]:
