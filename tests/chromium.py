@@ -35,7 +35,7 @@ def open_page(file: Path, scratch: Path, *, language: str = "en-US") -> Opened:
     """Open a page. Skips the test where there is no Chromium."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
-        pytest.skip("no Chromium is installed")
+        pytest.skip("no Chromium is installed; run tools/chromium-package")
     log = scratch / f"net-{language}.json"
     own = [f"--user-data-dir={scratch / language}", f"--log-net-log={log}", f"--lang={language}"]
     command = [program, *_FLAGS, *own, f"--accept-lang={language}", "--dump-dom", file.as_uri()]
