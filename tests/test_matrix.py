@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_models import Tiny
 
+import samestep
 from samestep import api, matrix
 from samestep.cli.main import main
 from samestep.errors import LayoutError, RankFailedError, UserError
+from samestep.job import Job, Run
 from samestep.layout import Layout
 from samestep.matrix import layouts_of
 
@@ -56,6 +59,18 @@ def test_a_layout_that_fails_is_a_row_and_the_others_go_on(
     printed = capsys.readouterr().out
     assert "ValueError: planted" in printed
     assert "failed: 1, same: 1" in printed
+
+
+PAIRS = [layout for layout in matrix.FAST if Layout.parse(layout).size == 2]
+HYBRIDS = [layout for layout in matrix.FAST if layout not in PAIRS]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("layouts", [PAIRS, pytest.param(HYBRIDS, marks=pytest.mark.slow)], ids=["pairs", "hybrids"])
+def test_the_fast_set_takes_the_same_step(layouts: list[str]) -> None:
+    recipe = samestep.Recipe(task=Tiny(name="llama"), batch=10, steps=2, optimizer=samestep.AdamW(lr=1e-2))
+    rows = api.verify_layouts(Job(recipe=recipe, run=Run(threads=1, check=False)), layouts, steps=2)
+    assert {row.layout: row.verdict for row in rows} == dict.fromkeys(layouts, "same"), [row.words for row in rows]
 
 
 def test_the_sets_are_layouts_of_at_most_eight_ranks() -> None:
