@@ -48,11 +48,6 @@ def test_every_pair_has_its_page() -> None:
         assert {path.stem for path in folder.glob("*.md")} == {"README", *PEERS}
 
 
-# PyTorch's own race with gloo's threads, once in many ends of a process, after the program's last line; samestep's
-# programs leave their groups without it (samestep.launch.world).
-_GLOO_AT_EXIT = "terminate called without an active exception"
-
-
 def final_loss(program: Path, folder: Path) -> float:
     """Run a program in two processes, by the command in its first line, and return the loss that it prints."""
     words = program.read_text(encoding="utf-8").splitlines()[0].strip('"').split()
@@ -66,9 +61,11 @@ def final_loss(program: Path, folder: Path) -> float:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=170, check=False)
     found = re.findall(r"^final loss (\d+\.\d+)$", done.stdout, re.MULTILINE)
-    aborted = program.stem.endswith("_before") and _GLOO_AT_EXIT in done.stderr
-    assert done.returncode == 0 or aborted, done.stderr[-3000:]
-    assert len(found) == 1, done.stdout[-3000:]
+    # How a peer's program ends is not asked: after its last line PyTorch's own race with gloo's threads may abort it.
+    # samestep's programs leave their groups without that (samestep.launch.world).
+    if program.stem.endswith("_after"):
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert len(found) == 1, done.stdout[-3000:] + done.stderr[-3000:]
     return float(found[0])
 
 

@@ -71,10 +71,12 @@ def test_a_pause_is_survived_and_a_death_is_not_waited_for(tmp_path: Path) -> No
     with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "1"]) as agents:
         here, there = agents.start(0), agents.start(1)
         agents.wait_for(lambda: steps_in(tmp_path / "run") > 3)
+        # The ranks go on beside the paused agent: 25 steps take 2.5 s or more, in which it sends no heartbeat.
+        paused = steps_in(tmp_path / "run")
         there.send(signal.SIGSTOP)
-        time.sleep(3)
+        agents.wait_for(lambda: steps_in(tmp_path / "run") >= paused + 25)
         there.send(signal.SIGCONT)
-        time.sleep(2)
+        agents.wait_for(lambda: steps_in(tmp_path / "run") >= paused + 45)
         assert faults_in(tmp_path / "run") == []
         steps = steps_in(tmp_path / "run")
         there.kill()

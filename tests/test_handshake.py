@@ -3,7 +3,6 @@
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -19,6 +18,7 @@ from samestep.launch.options import Limits
 pytestmark = pytest.mark.quick
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER of no time: to close is to reset
+POLLS = 40  # parts of messages, more than it takes to come: a host that has exchanged so many waits for the others
 
 
 class Relay:
@@ -29,6 +29,7 @@ class Relay:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
         self._ends: list[socket.socket] = []
+        self.passed = 0  # parts of messages since the last cut
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._begin(self._accept)
@@ -36,7 +37,7 @@ class Relay:
     def cut(self) -> None:
         """Reset every connection that there is."""
         with self._lock:
-            ends, self._ends = self._ends, []
+            ends, self._ends, self.passed = self._ends, [], 0
         for end in ends:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             with suppress(OSError):
@@ -70,6 +71,8 @@ class Relay:
         with suppress(OSError):
             while content := one.recv(65536):
                 other.sendall(content)
+                with self._lock:
+                    self.passed += 1
             other.shutdown(socket.SHUT_WR)
 
 
@@ -120,7 +123,7 @@ class Agreeing:
 def test_hosts_agree_though_the_connection_to_the_store_is_reset(relay: Relay, cuts: int) -> None:
     one = Agreeing(0, relay.port)
     for _ in range(cuts):
-        time.sleep(1.0)
+        wait_until(lambda: relay.passed > POLLS, 15.0)
         assert one.waits
         relay.cut()
     other = Agreeing(1, relay.port)
@@ -130,7 +133,7 @@ def test_hosts_agree_though_the_connection_to_the_store_is_reset(relay: Relay, c
 
 def test_a_store_whose_host_has_ended_it_is_not_waited_for(relay: Relay) -> None:
     one = Agreeing(0, relay.port)
-    time.sleep(0.5)
+    wait_until(lambda: relay.passed > POLLS, 15.0)
     relay.close()
     assert wait_until(lambda: not one.waits, 10.0) < 5
     assert isinstance(one.error, StartError)

@@ -3,7 +3,6 @@
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -229,7 +228,7 @@ def test_a_second_signal_ends_ranks_that_take_no_notice() -> None:
     with started("--num-procs", "2", "--", TOLD, "deaf", "here") as process:
         await_files("here-0", "here-1")
         process.send_signal(signal.SIGINT)
-        time.sleep(1)
+        await_files("here-0-told", "here-1-told")
         assert sum("-u" in each.cmdline() for each in ranks_alive()) == 2
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from small_jobs import losses_in, steps_in
+from small_jobs import losses_in, steps_in, wait_until
 from small_tasks import Slow
 
 import samestep
@@ -125,19 +125,19 @@ def test_a_signal_stops_after_a_saved_step_and_the_next_start_goes_on_there(
 @pytest.mark.slow
 def test_a_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
     words = command(tmp_path, "first", more="inject: {rank: 0, step: 5, fault: hang}")
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    until = time.monotonic() + 40
-    while steps_in(tmp_path / "run") < 4 and time.monotonic() < until:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(1)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    _, errors = process.communicate(timeout=15)
-    assert time.monotonic() - began < 5
-    assert process.returncode == 143
-    assert "Traceback" not in errors
+    told = tmp_path / "told"
+    with told.open("w", encoding="utf-8") as stream:
+        process = subprocess.Popen(words, stderr=stream, start_new_session=True)
+    try:
+        wait_until(lambda: steps_in(tmp_path / "run") >= 4, 40)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "the ranks save and stop" in told.read_text(encoding="utf-8"), 30)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 143
+    finally:
+        process.kill()
+    assert "Traceback" not in told.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

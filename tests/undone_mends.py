@@ -263,12 +263,15 @@ def unmended(mend: Mend, folder: Path) -> Path:
 
 
 def problem(tried_by: Sequence[str], folder: Path, *, seconds: float) -> str | None:
-    """What the samestep in a folder does wrong: under a task and a layout, or in a test; None: nothing."""
+    """What the samestep in a folder does wrong: in a test, which must fail, or under a task and a layout.
+
+    None: nothing is wrong under these.
+    """
     command = [sys.executable, __file__, str(folder), *tried_by]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, cwd=ROOT)
     if len(tried_by) == 1:
-        assert done.returncode in (0, 1), done.stdout + done.stderr
-        return done.stdout if done.returncode else None
+        assert done.returncode == 1, f"{tried_by[0]} does not fail:\n{done.stdout}{done.stderr}"
+        return done.stdout
     if done.returncode:
         return done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
