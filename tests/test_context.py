@@ -83,7 +83,6 @@ FAST = (
     "ring: bert",
     "ring: llama",
     "ring: a bias with a gradient",
-    "ring: gpt2",
 )
 MORE = [name for name in (*SAME, *RING) if name not in FAST]
 OTHERS: Mapping[str, Case] = {

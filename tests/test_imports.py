@@ -36,7 +36,11 @@ print("found", json.dumps([code, sorted({name.partition(".")[0] for name in sys.
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("task", "layout"),
-    [pytest.param("regression", "single", marks=pytest.mark.slow), ("digits", "single"), ("regression", "dp2")],
+    [
+        pytest.param("regression", "single", marks=pytest.mark.slow),
+        pytest.param("digits", "single", marks=pytest.mark.slow),
+        ("regression", "dp2"),
+    ],
 )
 def test_training_imports_nothing_large_that_it_has_no_use_for(task: str, layout: str, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"

@@ -70,13 +70,20 @@ def of_more_schedules() -> list[Case]:
 
 
 def of_models() -> list[Case]:
-    kinds = [Sentences(kind="bert"), NextWord(kind="gpt2"), tasks.Images(), tasks.Conditioned(), tasks.Narrowing()]
+    kinds = [Sentences(kind="bert"), tasks.Images(), tasks.Conditioned(), tasks.Narrowing()]
     return [(recipe(task), "pp2", {}) for task in kinds]
 
 
 def of_more_models() -> list[Case]:
     kinds = [Sentences(kind="distilbert"), NextWord(kind="qwen2"), NextWord(kind="mistral"), Points(dropout=0.1)]
-    kinds += [NextWord(kind="llama"), Words(), tasks.Encoder(), tasks.Skipping(), tasks.Repeating()]
+    kinds += [
+        NextWord(kind="gpt2"),
+        NextWord(kind="llama"),
+        Words(),
+        tasks.Encoder(),
+        tasks.Skipping(),
+        tasks.Repeating(),
+    ]
     momentum = samestep.SGD(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)
     return [
         *((recipe(task), "pp2", {}) for task in kinds),

@@ -55,7 +55,9 @@ def meets(host: MultiNodeRendezvous, found: dict[int, RendezvousInfo], *, pauses
     return thread
 
 
-@pytest.mark.parametrize("paused", [0, 1], ids=["the first host", "another host"])
+@pytest.mark.parametrize(
+    "paused", [pytest.param(0, id="the first host", marks=pytest.mark.slow), pytest.param(1, id="another host")]
+)
 def test_a_host_that_was_left_out_of_a_round_is_met_once_more(
     paused: int, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

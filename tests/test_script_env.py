@@ -82,12 +82,26 @@ use_cpu: true
 """
 
 
-@needs("accelerate", "pip install 'samestep[accelerate]'")
-def test_a_script_of_accelerate_finds_what_the_user_configured(tmp_path: Path) -> None:
-    # Where `accelerate config` writes it.
+@pytest.fixture
+def configured(tmp_path: Path) -> str:
+    """Accelerate's folder, with what `accelerate config` writes there."""
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "default_config.yaml").write_text(CONFIG, encoding="utf-8")
-    said = started("accelerate", HF_HOME=str(tmp_path), DS_ACCELERATOR="cpu")
+    return str(tmp_path)
+
+
+@needs("accelerate", "pip install 'samestep[accelerate]'")
+def test_ranks_of_accelerate_have_what_the_user_configured_in_the_environment(configured: str) -> None:
+    environ = {"HF_HOME": configured, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    found = registry.expected("accelerate", RANK_0, environ, 1).variables
+    assert (found["ACCELERATE_MIXED_PRECISION"], found["ACCELERATE_USE_CPU"].lower()) == ("bf16", "true")
+    assert (found["RANK"], found["WORLD_SIZE"]) == ("0", "2")  # not the 7 processes of the file
+
+
+@needs("accelerate", "pip install 'samestep[accelerate]'")
+@pytest.mark.slow
+def test_a_script_of_accelerate_finds_what_the_user_configured(configured: str) -> None:
+    said = started("accelerate", HF_HOME=configured, DS_ACCELERATOR="cpu")
     assert [each["precision"] for each in said] == ["bf16"] * 2
 
 

@@ -24,7 +24,7 @@ REFUSED = {
 }
 JUDGED = ("no-module", "alike", "forks", "leaves", "traceback", "goes-on", "long")
 # tests/test_bad_inputs.py has fast tests of much that only slow ones look at here.
-FAST = ("waits", "modules", "no-module", "alike", "long", "places", "module", "rounds", "departs")
+FAST = ("modules", "no-module", "alike", "long", "places", "module", "rounds", "departs")
 SLOW = (*(kind for kind in (*REFUSED, *JUDGED) if kind not in FAST), "places:micro-batches", "coarse")
 
 pytestmark = pytest.mark.timeout(300)

@@ -296,7 +296,11 @@ class Scripts:
     [
         ("", {"passed": True}),
         ("loses a step", {"passed": False, "same_weights": False, "samples_repeated": 0}),
-        ("takes a step again", {"passed": False, "same_losses": False, "samples_lost": 0}),
+        pytest.param(
+            "takes a step again",
+            {"passed": False, "same_losses": False, "samples_lost": 0},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_a_training_loses_or_repeats_is_found(

@@ -244,6 +244,7 @@ MORE = (
     "PyTorch's encoder",
     "PyTorch's encoder, tokens first",
     "PyTorch's decoder",
+    "PyTorch's decoder, tokens split",
     "an attention's weights",
     "Llama, one key-value head",
     "Llama, one key-value head, tokens split",
@@ -322,7 +323,6 @@ BESIDE: dict[str, tuple[samestep.Recipe, str, dict[str, Any]]] = {
         {"micro_batch": 2},
     ),
     "shards": (TIED, "fsdp2 tp2", {"micro_batch": 2}),
-    "parts of the tokens, split again": (BERT, "cp2 tp2 sequence=split", {}),
     "stages of a pipeline, tokens split": (GPT2, "pp2 tp2 sequence=split recompute=full", {}),
 }
 # What each adds is proved above or in other files: another model, whole tokens beside split ones, recomputation.
@@ -334,6 +334,7 @@ MORE_BESIDE: dict[str, tuple[samestep.Recipe, str, dict[str, Any]]] = {
     "shards offloaded": (LLAMA, "fsdp2 tp2 sequence=split offload=parameters", {}),
     "shards, tokens split": (BERT, "fsdp2 tp2 sequence=split recompute=full", {}),
     "parts of the tokens": (LLAMA, "cp2 tp2", {}),
+    "parts of the tokens, split again": (BERT, "cp2 tp2 sequence=split", {}),
     "parts of the tokens, PyTorch's attention": (WEIGHING, "cp2 tp2", {}),
     "parts of the tokens, PyTorch's attention with a mask": (WEIGHING_BEFORE, "cp2 tp2", {}),
     "four slices of two key-value heads": (LLAMA, "tp4", {}),
