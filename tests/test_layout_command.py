@@ -4,7 +4,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from itertools import product
@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.cli.main import main
 from samestep.comm.mesh import build_mesh
+from samestep.launch import local
+from samestep.launch.world import join
 from samestep.layout import MESH_DIMENSIONS, Layout
 from samestep.parallel.apply import spread
 from samestep.parallel.parallel_model import Details
@@ -188,38 +190,38 @@ class Collectives(TorchDispatchMode):
 BLOCKS = 3
 
 
-def count_messages(rank: int, layouts: list[str], folder: Path) -> None:
-    """One of two ranks: a file for each layout with the messages of a step."""
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    for text in layouts:
-        layout = Layout.parse(text)
-        mesh = build_mesh(layout, "cpu")
-        model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(BLOCKS)))
-        device = torch.device("cpu")
-        settings = {"precision": "fp32", "autocast": nullcontext, "details": Details(example=torch.ones(2, 7))}
-        spread_model = spread(model, layout, mesh, device, **settings)  # pyright: ignore
-        module = spread_model.module  # pyright: ignore
-        plain = torch.optim.SGD(module.parameters(), 0.1)
-        optimizer = spread_optimizer(plain, layout, mesh, device, spread_model=spread_model)
+def count_messages(layouts: Sequence[str]) -> dict[str, Counter[str]]:
+    """One of two ranks: by layout the messages of a step."""
+    with join(device="cpu", threads=1, transport="gloo"):
+        return {text: messages_of_a_step(Layout.parse(text)) for text in layouts}
+
+
+def messages_of_a_step(layout: Layout) -> Counter[str]:
+    mesh = build_mesh(layout, "cpu")
+    model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(BLOCKS)))
+    device = torch.device("cpu")
+    settings = {"precision": "fp32", "autocast": nullcontext, "details": Details(example=torch.ones(2, 7))}
+    spread_model = spread(model, layout, mesh, device, **settings)  # pyright: ignore
+    module = spread_model.module  # pyright: ignore
+    plain = torch.optim.SGD(module.parameters(), 0.1)
+    optimizer = spread_optimizer(plain, layout, mesh, device, spread_model=spread_model)
+    collectives = Collectives()
+    for _ in range(3):  # the first two also set up DistributedDataParallel's buckets
         collectives = Collectives()
-        for _ in range(3):  # the first two also set up DistributedDataParallel's buckets
-            collectives = Collectives()
-            with collectives:
-                module(torch.ones(2, 7)).sum().backward()
-                if spread_model.parts.owners is not None:
-                    spread_model.parts.owners.settle()
-                optimizer.step()
-                optimizer.zero_grad()
-        (folder / f"{text}-{rank}").write_text(json.dumps(collectives.sent), encoding="utf-8")
-    dist.destroy_process_group()
+        with collectives:
+            module(torch.ones(2, 7)).sum().backward()
+            if spread_model.parts.owners is not None:
+                spread_model.parts.owners.settle()
+            optimizer.step()
+            optimizer.zero_grad()
+    return collectives.sent
 
 
-def test_messages_are_those_that_a_step_sends(tmp_path: Path, shown: Any) -> None:
+def test_messages_are_those_that_a_step_sends(shown: Any) -> None:
     gathers = {"dp2": 0, "zero1x2": 0, "zero2x2": BLOCKS, "fsdp2": 2 * BLOCKS}
-    torch.multiprocessing.spawn(count_messages, (list(gathers), tmp_path), nprocs=2)
+    found: dict[str, Counter[str]] = local.start(count_messages, (list(gathers),), 2)
     for text, wanted in gathers.items():
-        sent = json.loads((tmp_path / f"{text}-0").read_text(encoding="utf-8"))
+        sent = found[text]
         (group,) = shown(text)["groups"]
         said = {exchange["operation"]: exchange["when"] for exchange in group["exchanges"]}
         assert said.keys() == sent.keys(), text
