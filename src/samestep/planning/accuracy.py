@@ -1,7 +1,7 @@
-"""How far predictions are from published steps: errors by group, and the order within each model.
+"""Errors of predicted step times against published ones: by group, and of the order of steps within each model.
 
-`cross_validated` sets the efficiencies of each kind of device on half of the models, and tries them on the other
-half: what is gained on rows that were fitted, and not on others, would show.
+`cross_validated` fits the efficiencies of each kind of device to half of the models and evaluates them on the other
+half, which shows whether they overfit.
 """
 
 import statistics
@@ -14,31 +14,31 @@ from samestep.layout import Layout
 from samestep.planning.hardware import device_of
 from samestep.planning.published import PredictedRow, PublishedRow, kendall_tau, predict
 
-# What is set for each kind of device, and the factors that are tried around what it is.
+# The efficiencies that are fitted for each kind of device, and the factors by which a fit may change them.
 _FREE: Sequence[str] = ("matmul", "bandwidth", "launch_seconds", "collective_seconds", "link")
 _FACTORS = (0.85, 0.93, 1.0, 1.07, 1.15)
-_FEWEST = 4  # rows of a model for its order to be counted
+_FEWEST = 4  # rows that a model needs for its order to count
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupErrors:
-    """The errors of rows that belong together, as parts of what was published."""
+    """The errors of a group of rows, relative to the published seconds."""
 
     name: str
     rows: int
     mean_error: float
-    largest_error: float  # with its sign: positive is too slow
+    largest_error: float  # signed: positive if the prediction is too slow
     bias: float
-    mean_tau: float | None  # Kendall's tau-b, of models with four rows or more
+    mean_tau: float | None  # Kendall's tau-b, over models with at least `_FEWEST` rows
     least_tau: float | None
-    least_ceiling: float | None = None  # the largest tau that a count of work can have, of the model with the least
+    least_ceiling: float | None = None  # the lowest of the models' `ceilings_of`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def errors_of(name: str, rows: Sequence[PredictedRow]) -> GroupErrors:
-    """Errors of some rows: (predicted - measured) / measured each, and Kendall's tau within each model."""
+    """The errors of `rows`, (predicted - measured) / measured, and Kendall's tau within each model."""
     errors = [row.error for row in rows]
     taus = [tau for tau in taus_of(rows).values() if tau is not None]
     return GroupErrors(
@@ -54,7 +54,7 @@ def errors_of(name: str, rows: Sequence[PredictedRow]) -> GroupErrors:
 
 
 def taus_of(rows: Sequence[PredictedRow]) -> Mapping[str, float | None]:
-    """Agreement of the order of steps within each model that has enough rows."""
+    """Kendall's tau of predicted and published step times within each model that has enough rows."""
     models = grouped(rows, lambda row: row.row.model_name)
     return {
         name: kendall_tau([row.seconds for row in some], [row.row.seconds for row in some])
@@ -64,9 +64,9 @@ def taus_of(rows: Sequence[PredictedRow]) -> Mapping[str, float | None]:
 
 
 def ceilings_of(rows: Sequence[PredictedRow]) -> Mapping[str, float]:
-    """The tau, of each model with enough rows, of a prediction that is right wherever less work takes less time.
+    """The largest tau that a prediction can have that gives less work less time, of each model with enough rows.
 
-    1 - 2 c / pairs, where c counts pairs of which the row with no more work was published slower.
+    That is 1 - 2 c / pairs, where c counts the pairs in which the row with no more work was published slower.
     """
     models = grouped(rows, lambda row: row.row.model_name)
     return {
@@ -77,7 +77,7 @@ def ceilings_of(rows: Sequence[PredictedRow]) -> Mapping[str, float]:
 
 
 def contradictions(rows: Sequence[PredictedRow]) -> list[tuple[PredictedRow, PredictedRow]]:
-    """Pairs of rows of one model of which the first has no more work than the second, and was published slower."""
+    """Pairs of rows of one model in which the first has no more work than the second but was published slower."""
     return [
         (one, other)
         for one in rows
@@ -87,9 +87,10 @@ def contradictions(rows: Sequence[PredictedRow]) -> list[tuple[PredictedRow, Pre
 
 
 def _no_more_work(one: PredictedRow, other: PredictedRow) -> bool:
-    """Whether a step has as many tokens a device, on devices as fast, and nothing in it that takes more time.
+    """Whether nothing in the step `one` should take longer than in `other`.
 
-    Samples are no longer, micro-batches no smaller, data ranks no more, and all else is the same.
+    The steps have the same number of tokens per device. In `one`, devices are no slower, samples no longer,
+    micro-batches no smaller and data ranks no more; all else is the same.
     """
     mine, its = one.row, other.row
     devices = device_of(mine.gpu), device_of(its.gpu)
@@ -111,12 +112,12 @@ def _tokens_a_device(row: PublishedRow) -> float:
 
 
 def _without_data_ranks(layout: Layout) -> Layout:
-    """What is left of a layout where one more data rank does what the others do."""
+    """The layout with the number of data ranks removed; it keeps whether parameters are sharded."""
     return replace(layout, replicate=1, shard=2 if layout.shard > 1 else 1)
 
 
 def grouped(rows: Iterable[PredictedRow], key: Callable[[PredictedRow], str]) -> Mapping[str, list[PredictedRow]]:
-    """Rows by what a function says of them."""
+    """Group rows by a key."""
     found: dict[str, list[PredictedRow]] = defaultdict(list)
     for row in rows:
         found[key(row)].append(row)
@@ -124,19 +125,19 @@ def grouped(rows: Iterable[PredictedRow], key: Callable[[PredictedRow], str]) ->
 
 
 def group_name(row: PredictedRow) -> str:
-    """The table a row is from and its precision, where that decides how far it can be trusted."""
+    """The group of a row in the table of errors: the table that it is from, and its precision."""
     return f"{row.row.group} {row.row.precision}"
 
 
 def table(rows: Sequence[PredictedRow]) -> list[GroupErrors]:
-    """The errors of every group, then of all rows."""
+    """The errors of each group and, if there are several, of all rows."""
     found = [errors_of(name, some) for name, some in sorted(grouped(rows, group_name).items())]
     return [*found, errors_of("all", rows)] if len(found) > 1 else found
 
 
 @dataclass(frozen=True, kw_only=True)
 class CrossValidation:
-    """One kind of device: the error with efficiencies set on the same models, on the other half, and as shipped."""
+    """Mean errors for a kind of device, with efficiencies fitted to the same models, to the others, and as shipped."""
 
     kind: str
     rows: int
@@ -149,7 +150,7 @@ class CrossValidation:
 
 
 def cross_validated(rows: Sequence[PublishedRow]) -> list[CrossValidation]:
-    """Efficiencies set on half of the models of each kind of device, tried on the other half, and the reverse."""
+    """For each kind of device, fit efficiencies to half of the models and evaluate on the other, and the reverse."""
     kinds: dict[str, list[PublishedRow]] = defaultdict(list)
     for row in rows:
         kinds[device_of(row.gpu).kind].append(row)
@@ -177,7 +178,7 @@ def cross_validated(rows: Sequence[PublishedRow]) -> list[CrossValidation]:
 
 
 def _fit(rows: Sequence[PublishedRow]) -> Mapping[str, float]:
-    """The factors of the free efficiencies that give the least mean error: one after the other, twice."""
+    """Fit the factors of the free efficiencies to the least mean error: one after the other, in two rounds."""
     factors: dict[str, float] = dict.fromkeys(_FREE, 1.0)
     for _ in range(2):
         for name in _FREE:

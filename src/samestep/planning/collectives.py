@@ -1,11 +1,12 @@
-"""How long collectives take over a cluster's links: rings, trees and point to point, by bandwidth and latency.
+"""Times of collectives over a cluster's links: rings, trees and point to point, by bandwidth and latency.
 
-A ring moves 2 (n - 1) / n of an all-reduce's bytes through each rank, an all-gather or a reduce-scatter half of that
-(Patarasuk and Yuan, 2009); a tree needs 2 log n hops instead of 2 (n - 1) (Sanders, Speck and Träff, 2009). Where a
-group has several ranks on each node, a ring for each of them enters the node by another adapter, as NCCL lays them.
+A ring moves 2 (n - 1) / n of an all-reduce's bytes through each rank, and an all-gather or a reduce-scatter half of
+that (Patarasuk and Yuan, 2009). A tree needs 2 log n hops instead of 2 (n - 1) (Sanders, Speck and Träff, 2009). If a
+group has several ranks on each node, there is a ring for each of them, and each enters the node by another adapter,
+as NCCL builds them.
 
-The model behind all of them (Hockney 1994): seconds = bytes on the busiest link / its bandwidth + hops * latency,
-plus a fixed time for each call. `size` is the whole message of n ranks, as in nccl-tests, not a rank's part of it.
+All follow one model (Hockney 1994): seconds = bytes on the busiest link / its bandwidth + hops * latency, plus a
+fixed time per call. `size` is the message of all n ranks together, as in nccl-tests, not one rank's part of it.
 """
 
 from dataclasses import dataclass
@@ -16,28 +17,28 @@ from samestep.planning.hardware import Cluster
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Ranks that communicate: how many, and how many numbers lie from one to the next."""
+    """The ranks of a collective: their number, and the difference of the numbers of two neighbours."""
 
     size: int
     stride: int
 
     def on_a_node(self, cluster: Cluster) -> int:
-        """How many of them share a node."""
+        """The number of the group's ranks that share a node."""
         return max(1, min(self.size, cluster.node_size // self.stride))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """The bus bandwidth of a group's ring, and the time of its hops."""
+    """The bus bandwidth of a group's ring, and the latency of its hops."""
 
-    bandwidth: float  # bytes a second through each rank
-    ring_seconds: float  # of one round of the ring
-    tree_seconds: float  # from the leaves to the root
-    name: str  # of the link that bounds it
+    bandwidth: float  # bytes per second through each rank
+    ring_seconds: float  # latency of one round of the ring
+    tree_seconds: float  # latency from the leaves to the root
+    name: str  # name of the link that limits the bandwidth
 
 
 def route(group: Group, cluster: Cluster) -> Route:
-    """What a group's ring gets of the links, while all groups of the same kind run at once."""
+    """The bandwidth and latency of a group's ring while all groups of the same mesh axis run at once."""
     part = cluster.device.efficiency.link
     near = group.on_a_node(cluster)
     nodes = ceil(group.size / near)
@@ -49,8 +50,8 @@ def route(group: Group, cluster: Cluster) -> Route:
             tree_seconds=ceil(log2(max(group.size, 2))) * cluster.inside.latency,
             name=cluster.inside.name,
         )
-    # All devices of a node belong to such groups, so that each has its own adapter's rate, and its ring those of
-    # the group's ranks on the node.
+    # All devices of a node are in such groups, so each has its own adapter's rate, and a ring has the adapters of the
+    # group's ranks on the node.
     outside = 0.9 * cluster.between.rate * near * _taper(group, cluster)
     return Route(
         bandwidth=min(inside, outside) if near > 1 else outside,
@@ -61,7 +62,7 @@ def route(group: Group, cluster: Cluster) -> Route:
 
 
 def _taper(group: Group, cluster: Cluster) -> float:
-    """The part of the full rate that is left where a group leaves a full-rate part of the fat tree."""
+    """The fraction of the full rate that a group gets: `Cluster.taper` if it spans several pods of the fat tree."""
     spanned = ceil(group.size * group.stride / cluster.node_size)
     return cluster.taper if cluster.pod_nodes and spanned > cluster.pod_nodes else 1.0
 
@@ -71,15 +72,15 @@ def all_reduce(size: float, group: Group, cluster: Cluster) -> float:
     if group.size == 1 or not size:
         return 0.0
     way = route(group, cluster)
-    # A reduce-scatter and an all-gather, each once round the ring.
+    # A reduce-scatter and an all-gather, each one round of the ring.
     ring = 2 * (group.size - 1) / group.size * size / way.bandwidth + 2 * way.ring_seconds
-    # Up to the root and down again: more bytes than a ring, fewer hops.
+    # Up to the root and back down: more bytes than a ring, but fewer hops.
     tree = 2 * size / way.bandwidth + 2 * way.tree_seconds
     return min(ring, tree) + cluster.device.efficiency.collective_seconds
 
 
 def all_gather(size: float, group: Group, cluster: Cluster) -> float:
-    """Seconds until every rank has the `size` bytes of which each had its part: NCCL has a ring for it."""
+    """Seconds until every rank has all `size` bytes, of which each had a part: by a ring, as in NCCL."""
     if group.size == 1 or not size:
         return 0.0
     way = route(group, cluster)
@@ -92,11 +93,11 @@ reduce_scatter = all_gather
 
 
 def all_to_all(size: float, group: Group, cluster: Cluster) -> float:
-    """Seconds to send each other rank its part of `size` bytes: those of other nodes by the device's own adapter."""
+    """Seconds to send every other rank its part of `size` bytes: to other nodes through the device's own adapter."""
     if group.size == 1 or not size:
         return 0.0
     near, efficiency = group.on_a_node(cluster), cluster.device.efficiency
-    # The two go on at the same time, over different links: the slower one counts.
+    # Both run at the same time over different links, so the slower one counts.
     inside = size * (near - 1) / group.size / (efficiency.link * cluster.inside.rate)
     outside = size * (group.size - near) / group.size / (0.9 * cluster.between.rate)
     latency = cluster.between.latency if group.size > near else cluster.inside.latency

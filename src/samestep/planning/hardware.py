@@ -1,7 +1,7 @@
-"""Devices, links and clusters: what their makers promise, and the part of it that programs get.
+"""Devices, links and clusters: peak rates from data sheets, and the fractions of them that programs reach.
 
-Every promised rate has its source beside it. `Efficiency` holds what is got of it: one set for each kind of
-device, for every model and layout on it.
+Every peak rate has its source next to it. `Efficiency` holds the fractions: one set for each kind of device, the same
+for all models and layouts on it.
 """
 
 from collections.abc import Mapping
@@ -15,28 +15,28 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What a kind of device gives of what its maker promises. See `calibration` for how well the numbers hold."""
+    """Fractions of peak rates that a kind of device reaches, and fixed times. `accuracy` measures their errors."""
 
-    matmul: float  # of the promised operations a second, in a large matrix product with no partly filled wave
-    bandwidth: float  # of the promised memory bandwidth, in a pass over large tensors
-    kernel_seconds: float  # between the end of one kernel and full speed of the next one
-    launch_seconds: float  # the host's time to issue one operator, in Python and in C++
-    collective_seconds: float  # until all ranks of a collective have come and its kernel runs
-    link: float  # of a link's promised rate, as a collective's bus bandwidth
-    low_precision_matmul: float = 0.0  # as `matmul`, in fp8 and fp4, of their own promised rate
-    sources: Mapping[str, str] = field(hash=False)  # of each number above
+    matmul: float  # of peak FLOPs per second, in a large matrix product without a partly filled wave
+    bandwidth: float  # of peak memory bandwidth, in a pass over large tensors
+    kernel_seconds: float  # from the end of one kernel to full speed of the next
+    launch_seconds: float  # the host's time to launch one operator, in Python and in C++
+    collective_seconds: float  # until all ranks have entered a collective and its kernel runs
+    link: float  # of a link's peak rate, as a collective's bus bandwidth
+    low_precision_matmul: float = 0.0  # as `matmul`, of the peak rate of fp8 and fp4
+    sources: Mapping[str, str] = field(hash=False)  # source of each number above, by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator (or one core of a CPU, for a machine that was measured)."""
+    """One accelerator, or one CPU core of a machine that was measured."""
 
     name: str
     kind: str  # devices of a kind share an Efficiency: a100, hopper, blackwell
-    flops: Mapping[str, float] = field(hash=False)  # dense operations a second, by precision
+    flops: Mapping[str, float] = field(hash=False)  # dense FLOPs per second, by precision
     memory: float  # bytes
-    bandwidth: float  # bytes a second of its memory
-    processors: int  # streaming multiprocessors, over which tiles of a product are dealt
+    bandwidth: float  # bytes per second of its memory
+    processors: int  # streaming multiprocessors, over which tiles of a matrix product are distributed
     watts: float
     efficiency: Efficiency
     source: str
@@ -44,28 +44,28 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One direction of a link from one device to the others it reaches."""
+    """One direction of a link from one device to the others that it reaches."""
 
     name: str
-    rate: float  # bytes a second a device
-    latency: float  # seconds of one hop of a collective
+    rate: float  # bytes per second and device
+    latency: float  # seconds per hop of a collective
     source: str
 
 
-_MOST_DEVICES = 2**20  # for which a plan takes some seconds: ten times the largest cluster there is
+_MOST_DEVICES = 2**20  # a plan for so many takes some seconds; they are ten times the largest cluster there is
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal devices: a link inside a node, one between nodes, and how far the latter's tree tapers."""
+    """Nodes of equal devices, with a link inside each node and one between nodes, whose fat tree may be tapered."""
 
     device: Device
     devices: int
     node_size: int
     inside: Link
     between: Link
-    pod_nodes: int = 0  # nodes under one full-rate part of the fat tree; 0: all
-    taper: float = 1.0  # rate between those parts, of that inside one
+    pod_nodes: int = 0  # nodes in one pod of the fat tree, which has the full rate; 0: all
+    taper: float = 1.0  # rate between pods as a fraction of that inside one
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -200,7 +200,7 @@ DEVICES: Mapping[str, Device] = {
     )
 }  # fmt: skip
 
-# Other names of the same devices, as published tables have them.
+# Other names of the same devices in published tables.
 _ALIASES = {
     "a100": "a100-80gb",
     "a100-sxm-80gb": "a100-80gb",
@@ -211,8 +211,8 @@ _ALIASES = {
     "h200-sxm": "h200",
 }
 
-_NCCL_LATENCY = 4e-6  # of a hop inside a node; NCCL's tuning table (src/graph/tuning.cc) has 3 to 5 µs
-_NET_LATENCY = 15e-6  # of a hop over the network, switch and both adapters; the same table: 14 to 18 µs
+_NCCL_LATENCY = 4e-6  # per hop inside a node; NCCL's tuning table (src/graph/tuning.cc) has 3 to 5 µs
+_NET_LATENCY = 15e-6  # per hop over the network, with switch and both adapters; the same table: 14 to 18 µs
 
 LINKS: Mapping[str, Link] = {
     link.name: link
@@ -232,15 +232,15 @@ LINKS: Mapping[str, Link] = {
     )
 }
 
-_RACK = 72  # devices that NVLink joins in an NVL72
+_RACK = 72  # devices in the NVLink domain of an NVL72
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A device's part of the host that it stands in."""
+    """One device's share of its host: the link to the host's memory, and the memory's bandwidth."""
 
-    link: str  # between the device and the host's memory
-    bandwidth: float  # bytes a second of the host's memory, shared out over its devices
+    link: str  # name of the link between the device and the host's memory
+    bandwidth: float  # bytes per second of the host's memory, divided by the number of its devices
     source: str
 
 
@@ -255,9 +255,9 @@ HOSTS: Mapping[str, Host] = {
         link="pcie5", bandwidth=716.8e9 / 8, source="DGX B200: 2 Intel 8570, 8 channels of DDR5-5600 each, 8 devices"
     ),
 }  # by kind of device
-HOST_EFFICIENCY = 0.8  # of both promised rates, in large copies and passes (as device memory's: 75 to 90 %)
+HOST_EFFICIENCY = 0.8  # of both peak rates, in large copies and passes (as for device memory: 75 to 90 %)
 
-# The nodes that devices usually stand in: devices a node, the link inside, the link between.
+# The usual nodes of each device: devices per node, the link inside, the link between nodes.
 _USUAL_NODES: Mapping[str, tuple[int, str, str]] = {
     "a100-40gb": (8, "nvlink3", "hdr"),
     "a100-80gb": (8, "nvlink3", "hdr"),
@@ -271,7 +271,7 @@ _USUAL_NODES: Mapping[str, tuple[int, str, str]] = {
 
 
 def device_of(name: str) -> Device:
-    """A device by its name. Raises UserError for an unknown one, and says which there are."""
+    """Look up a device by name or alias. Raises UserError for an unknown name, with similar ones."""
     found = DEVICES.get(_ALIASES.get(name.lower(), name.lower()))
     if found is None:
         raise UserError(f'--gpu is "{name}"; {closest(name, [*DEVICES, *_ALIASES])}')
@@ -281,9 +281,9 @@ def device_of(name: str) -> Device:
 def cluster_of(
     gpu: str, devices: int, *, node_size: int | None = None, inside: str | None = None, between: str | None = None
 ) -> Cluster:
-    """Nodes of a known device with their usual links, or with those that are named.
+    """A cluster of a known device, with its usual node size and links unless others are given.
 
-    Raises UserError for an unknown device or link, and where `devices` are no whole number of nodes.
+    Raises UserError for an unknown device or link, and if the nodes can't have `devices` devices in total.
     """
     device = device_of(gpu)
     usual_size, usual_inside, usual_between = _USUAL_NODES[device.name]
@@ -291,7 +291,7 @@ def cluster_of(
     if size < 1:
         raise UserError(f"--node-size is {size}; use 1 or more")
     if node_size is None and size == _RACK and devices > size and devices % size:
-        # Racks of 72 are let in parts: 64 of them where the devices are a multiple of that.
+        # Racks of 72 are often used in part: 64 devices per rack if the number of devices is a multiple of that.
         size = next((part for part in (64, 32, 16, 8, 4) if part < size and devices % part == 0), size)
     return Cluster(
         device=device,
@@ -303,7 +303,7 @@ def cluster_of(
 
 
 def link_of(name: str) -> Link:
-    """A link by its name. Raises UserError for an unknown one, and says which there are."""
+    """Look up a link by name. Raises UserError for an unknown name, with similar ones."""
     if name.lower() not in LINKS:
         raise UserError(f'link "{name}" is not known; {closest(name, LINKS)}')
     return LINKS[name.lower()]

@@ -1,9 +1,9 @@
-"""Memory of each pipeline rank: parameters, gradients, optimizer state, activations, buffers. From shapes alone.
+"""Computes, from shapes, each pipeline rank's memory: parameters, gradients, optimizer state, activations, buffers.
 
-Activations follow Korthikanti et al. (arXiv 2205.05198, section 4), counted tensor by tensor instead of by their
-closed form, so that gated, grouped and flash variants come out as well. Parameters, gradients and optimizer state
-follow ZeRO's table (Rajbhandari et al., arXiv 1910.02054, figure 1): 2 + 2 + 12 bytes a parameter, divided as the
-stage says.
+Activations follow Korthikanti et al. (arXiv 2205.05198, section 4), but are counted tensor by tensor instead of by
+their closed form, which also covers gated, grouped and flash variants. Parameters, gradients and optimizer state
+follow ZeRO's table (Rajbhandari et al., arXiv 1910.02054, figure 1): 2 + 2 + 12 bytes per parameter, divided over the
+ranks according to the ZeRO stage.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from samestep.planning.shapes import Transformer
 from samestep.planning.software import Software
 from samestep.planning.stage_time import Job, layer_parameters, layers_of_stages
 
-_RUNTIME = 1.5 * 2**30  # bytes: the device's context, libraries' work space, NCCL's channels
-_USABLE = 0.94  # of a device's memory
-_FRAGMENTS = 0.03  # of what is allocated, that the allocator can't use
-_OPTIMIZER_STATE = 12.0  # bytes a parameter: fp32 weight and Adam's two moments
+_RUNTIME = 1.5 * 2**30  # bytes: the device's context, libraries' workspaces, NCCL's channels
+_USABLE = 0.94  # fraction of a device's memory
+_FRAGMENTS = 0.03  # fraction of allocated memory lost to fragmentation
+_OPTIMIZER_STATE = 12.0  # bytes per parameter: fp32 weight and Adam's two moments
 _GATHERED_LAYERS = 2  # layers whose parameters are gathered at a time: the current one and the next
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on the ranks of one pipeline rank, at the step's peak."""
+    """Bytes on each device of one pipeline rank, at the step's peak."""
 
     parameters: float
     gradients: float
@@ -45,7 +45,7 @@ class RankMemory:
 
 
 def fits(memory: Sequence[RankMemory], device: Device) -> bool:
-    """Whether every rank has room, with a margin for what other libraries take and for peaks between tensors."""
+    """Whether every rank fits in the device's memory, with a margin for other libraries and temporary tensors."""
     return max(rank.total for rank in memory) <= _USABLE * device.memory
 
 
@@ -68,22 +68,22 @@ def _rank(
     owner: Sequence[int],
     layers: Sequence[int],
 ) -> RankMemory:
-    """Bytes of one pipeline rank. `owner`: the rank of each stage; `layers`: how many each stage has.
+    """Bytes of one pipeline rank. `owner`: the rank of each stage; `layers`: the number of layers of each stage.
 
-    Activations are those of one micro-batch and one layer, times the layers here, times the micro-batches whose
-    backward is still to come (`in_flight`): under 1F1B stage s of p holds p - s of them.
+    Activations are those of one micro-batch in one layer, times the rank's layers, times the micro-batches whose
+    backward has not run yet (`in_flight`): under 1F1B, stage s of p holds p - s of them.
     """
     model = job.model
     own = [index for index, at in enumerate(owner) if at == rank]
     count = sum(layers[index] for index in own)
     shared, experts = held_parameters(model, layout, count, first=0 in own, last=len(owner) - 1 in own)
-    # What is no expert is shared out over the ranks of the expert axis as well.
+    # Parameters outside experts are sharded over the expert axis as well.
     of_shared = state_bytes(shared, layout, job.software, further=layout.expert)
     of_experts = state_bytes(experts, layout, job.software)
     weights, gradients, state = (one + other for one, other in zip(of_shared, of_experts, strict=True))
     gradients, state = gradients * model.trained, state * model.trained
     kept = kept_activations(model, micro_batch, layout, job.software, job.precision)
-    # Layers times micro-batches: a rank with several stages holds different numbers for each.
+    # Layers times micro-batches, since a rank with several stages holds different numbers of each.
     at_once = in_flight(layout, micro_batches, rank, tuple(layers))
     activations = at_once * kept
     rows = micro_batch * ceil(model.seq / layout.context)
@@ -93,7 +93,7 @@ def _rank(
         activations -= max(at_once - 2, 0) * kept
     ends = 0.0
     if len(owner) - 1 in own:
-        # Logits in 16 bits, in fp32, and a gradient in 16 bits.
+        # Logits in 16 bits and in fp32, and their gradient in 16 bits.
         ends += rows * ceil(model.vocab / layout.tensor) * 8.0
     buffers = _RUNTIME + _gathered(model, layout, job.software)
     total = weights + gradients + state + activations + ends
@@ -109,7 +109,7 @@ def _rank(
 def held_parameters(
     model: Transformer, layout: Layout, layers: int, *, first: bool, last: bool
 ) -> tuple[float, float]:
-    """Parameters of a pipeline rank's layers, embedding and head, of one tensor slice; and those of its experts."""
+    """Parameters of one tensor slice of a pipeline rank's layers, embedding and head; and those of its experts."""
     shared, experts = (layers * each for each in layer_parameters(model, layout))
     found = shared * layout.tensor
     if first:
@@ -122,10 +122,10 @@ def held_parameters(
 def state_bytes(
     parameters: float, layout: Layout, software: Software, *, further: int = 1
 ) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer state of one rank (ZeRO's table, by its stage).
+    """Bytes of weights, gradients and optimizer state of one rank, by the ZeRO stage.
 
-    What Megatron-LM calls a distributed optimizer shares its state over context parallel's ranks as well. `further`
-    ranks share beside those of the shard axis.
+    Megatron-LM's distributed optimizer shards its state over the context axis as well. `further`: size of another
+    axis over which they are sharded besides the shard axis.
     """
     shards = layout.shard * further
     sharing = shards * (layout.context if software.shards_over_context else 1)
@@ -140,7 +140,7 @@ def state_bytes(
 
 
 def offloaded_bytes(model: Transformer, layout: Layout) -> float:
-    """Bytes of weights and optimizer state that a rank of a layout without a pipeline keeps in the host's memory."""
+    """Bytes of weights and optimizer state that one rank offloads to the host, for a layout without a pipeline."""
     parameters = model.parameters / layout.tensor
     state = parameters * model.trained * _OPTIMIZER_STATE / (layout.shard if layout.zero >= 1 else 1)
     if layout.offloads_parameters:
@@ -151,27 +151,27 @@ def offloaded_bytes(model: Transformer, layout: Layout) -> float:
 def whole_activations(
     model: Transformer, micro_batch: int, layout: Layout, software: Software, precision: str = "bf16"
 ) -> float:
-    """Bytes that one layer keeps of a micro-batch for its backward, without recomputation.
+    """Bytes of one layer's activations of a micro-batch, saved for the backward without recomputation.
 
-    Of GPT in 16 bits with dropout: s b h (10 + 24 / t + 5 a s / (h t)), all of it divided by t where the sequence is
-    split (arXiv 2205.05198, equations 2 and 4). In fp8 the inputs of products are kept in a byte, and what attention
-    made is kept for itself as well.
+    For GPT in 16 bits with dropout: s b h (10 + 24 / t + 5 a s / (h t)), all divided by t with sequence parallel
+    (arXiv 2205.05198, equations 2 and 4). In fp8 the inputs of matrix products have one byte per element, and
+    attention's output is saved a second time.
     """
     unit = float(micro_batch * ceil(model.seq / layout.context) * model.hidden)
     low = precision in ("fp8", "fp4")
-    given = 1.0 if low else 2.0  # bytes of an element that is given to a product
-    shared = unit * (4.0 + 2 * given + (2.0 if model.dropout else 0.0))  # norms' inputs and outputs, dropout's masks
+    given = 1.0 if low else 2.0  # bytes per element of a matrix product's input
+    shared = unit * (4.0 + 2 * given + (2.0 if model.dropout else 0.0))  # norms' inputs and outputs, dropout masks
     if layout.sequence == "split":
         shared /= layout.tensor
-    # Queries, keys, values, and what attention makes of them.
+    # Queries, keys, values, and attention's output.
     inner = unit * 2.0 * (model.qkv_width + model.attention_width) / model.hidden
     inner += unit * (1.0 if low else 0.0) * model.attention_width / model.hidden
-    # The activation's inputs and its result; with a gate, its factor as well where the kernels are apart.
+    # The activation's input and output; with a gate, its factor as well unless they are one kernel.
     wide = (2.0 * model.ffn_in_width + given * model.ffn) / model.hidden
     if model.gated and not software.fused_gate:
         wide += 2.0 * model.ffn / model.hidden
     if model.experts > 1:
-        wide += 4.0  # tokens in the order of experts, and what these make of them
+        wide += 4.0  # the experts' inputs and outputs, in expert order
     inner += unit * model.active_experts * wide
     if software.attention == "unfused":
         inner += attention_scores(model, micro_batch)
@@ -179,14 +179,14 @@ def whole_activations(
 
 
 def attention_scores(model: Transformer, micro_batch: int) -> float:
-    """Bytes of scores that attention without a fused kernel keeps: 5 a s² b with dropout (arXiv 2205.05198)."""
+    """Bytes of scores that unfused attention saves: 5 a s² b with dropout (arXiv 2205.05198)."""
     return (5.0 if model.dropout else 2.0) * model.heads * model.seq**2 * micro_batch
 
 
 def kept_activations(
     model: Transformer, micro_batch: int, layout: Layout, software: Software, precision: str = "bf16"
 ) -> float:
-    """Bytes that one layer keeps of a micro-batch between its forward and its backward."""
+    """Bytes of one layer's activations of a micro-batch between its forward and its backward, with recomputation."""
     whole = whole_activations(model, micro_batch, layout, software, precision)
     unit = 2.0 * micro_batch * ceil(model.seq / layout.context) * model.hidden
     if layout.recompute == "full":
@@ -195,7 +195,7 @@ def kept_activations(
         return whole
     if software.attention == "unfused":
         return whole - attention_scores(model, micro_batch) / layout.tensor
-    # The layer's input, and the results of its products and of attention.
+    # The layer's input, and the outputs of its matrix products and of attention.
     shared = 3 * unit / (layout.tensor if layout.sequence == "split" else 1)
     products = unit * (model.qkv_width + model.attention_width) / model.hidden
     products += unit * model.active_experts * model.ffn_in_width / model.hidden
@@ -203,10 +203,10 @@ def kept_activations(
 
 
 def in_flight(layout: Layout, micro_batches: int, rank: int, layers: tuple[int, ...]) -> int:
-    """Layers whose activations a pipeline rank keeps at its peak, summed over micro-batches: counted in its order.
+    """Layers whose activations a pipeline rank holds at its peak, summed over micro-batches, by its schedule's order.
 
-    Where the backward is split, activations stay until the gradients of weights are computed: in the orders of these
-    schedules, those of as many micro-batches as there are ranks, in each of a rank's stages.
+    If the schedule splits the backward, activations are held until the weight gradients are computed: those of as
+    many micro-batches as there are pipeline ranks, in each of a rank's stages.
     """
     if layout.pipeline == 1:
         return sum(layers)
@@ -214,7 +214,7 @@ def in_flight(layout: Layout, micro_batches: int, rank: int, layers: tuple[int, 
         owner = pipeline_events.owners(layout.schedule, layout.pipeline, layout.stages_a_rank)
         own = sum(count for count, at in zip(layers, owner, strict=True) if at == rank)
         return min(layout.pipeline, micro_batches) * own
-    number = min(micro_batches, 4 * layout.pipeline)  # more repeat the same peak
+    number = min(micro_batches, 4 * layout.pipeline)  # with more micro-batches, the peak stays the same
     if layout.schedule == "gpipe":
         number = micro_batches
     elif layout.schedule != "1f1b":
@@ -226,7 +226,7 @@ def in_flight(layout: Layout, micro_batches: int, rank: int, layers: tuple[int, 
 def _peaks(
     schedule: str, ranks: int, stages_a_rank: int, micro_batches: int, layers: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Of each rank the most layers kept at once, whatever else its layout says."""
+    """The most layers held at once by each pipeline rank; cached by the only sizes that it depends on."""
     made = pipeline_events.orders(schedule, ranks=ranks, stages_a_rank=stages_a_rank, micro_batches=micro_batches)
     found = []
     for order in made:
@@ -243,7 +243,7 @@ def _peaks(
 
 
 def _gathered(model: Transformer, layout: Layout, software: Software) -> float:
-    """Bytes of parameters that ZeRO-3 has gathered at a time, with a gradient of the same size to be scattered."""
+    """Bytes of the parameters that ZeRO-3 gathers at a time, and of an unsharded gradient to be reduce-scattered."""
     if layout.zero < 3 or layout.shard == 1:
         return 0.0
     layer = sum(layer_parameters(model, layout))

@@ -1,8 +1,8 @@
-"""What any model keeps in memory for a step, counted by running its forward on the meta device: nothing is allocated.
+"""Counts any model's memory for a step by running its forward on the meta device, which allocates nothing.
 
 Activations are the tensors that autograd saves for the backward, each storage once, without parameters and buffers,
-which are there anyway. That is what a step without recomputation adds at its peak, but for tensors that an operator
-makes and frees again.
+which are counted separately. That is what a step without recomputation adds at its peak, except for tensors that an
+operator allocates and frees itself.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from samestep.errors import UserError, described
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleMemory:
-    """Bytes of one process that holds the whole model."""
+    """Bytes in one process that holds the whole model."""
 
     parameters: int
     buffers: int
-    gradients: int  # of what is trained
+    gradients: int  # of trained parameters
     optimizer: int
     activations: int
 
@@ -34,10 +34,11 @@ class ModuleMemory:
 def module_memory(
     build: Callable[[], nn.Module], forward: Callable[[nn.Module], Any], *, state_tensors: int = 2
 ) -> ModuleMemory:
-    """The memory of a model that `build` makes, for a forward that `forward` calls with it, on the meta device.
+    """Count the memory of the model that `build` returns, for the forward that `forward` runs with it.
 
-    Tensors that `forward` makes are on that device as well. The optimizer keeps `state_tensors` tensors for each that
-    is trained, in its dtype: Adam two. Raises UserError for a model that can't run without values, and says where.
+    Both run on the meta device, on which `forward` also creates its tensors. The optimizer has `state_tensors`
+    tensors per trained parameter, in its dtype: Adam two. Raises UserError, with the place, for a model that reads
+    values.
     """
     try:
         with torch.device("meta"):
@@ -60,12 +61,12 @@ def module_memory(
 
 
 def saved_bytes(run: Callable[[], Any], known: set[int]) -> int:
-    """Bytes of the storages that autograd saves while `run` runs, but for those that are known."""
+    """Bytes of the storages that autograd saves while `run` runs, without those in `known`."""
     storages: dict[int, int] = {}
-    kept: list[Tensor] = []  # so that no storage's address is used again
+    kept: list[Tensor] = []  # keeps storages alive, so that no address is reused
 
     def pack(tensor: Tensor) -> Tensor:
-        """Called for each tensor that autograd saves; a storage is counted once, however many views are saved."""
+        """Count the storage of a tensor that autograd saves, once however many views of it are saved."""
         storage = _storage(tensor)
         if storage not in known:
             storages[storage] = tensor.untyped_storage().nbytes()
@@ -78,7 +79,7 @@ def saved_bytes(run: Callable[[], Any], known: set[int]) -> int:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What tells a storage from others, also where a tensor is a view of it, such as a weight transposed."""
+    """The identity of a tensor's storage, the same for all views of it, such as a transposed weight."""
     return tensor.untyped_storage()._cdata
 
 
@@ -87,7 +88,7 @@ def _held(model: nn.Module) -> list[Tensor]:
 
 
 def _check(model: nn.Module) -> None:
-    """Raise ValueError for a model with parameters in memory: it would be run for real."""
+    """Raise ValueError for a parameter that is not on the meta device: the model would really run."""
     real = next((name for name, p in model.named_parameters() if p.device.type != "meta"), None)
     if real is not None:
         raise ValueError(f"parameter {real} is made on a device of its own")

@@ -1,8 +1,9 @@
-"""The operators of a layer and of the head, and their times: products by tiles and waves, the rest by their bytes.
+"""Operators of a layer and of the head, and their times: matrix products by tiles and waves, others by bytes.
 
-The time of an operator is a roofline with two corrections. A matrix product is cut into tiles that are dealt over the
-processors in waves, the last of which may be partly filled (NVIDIA, "Matrix multiplication background user's guide",
-sections "tile quantization" and "wave quantization"). Every kernel takes a fixed time to start and to drain.
+The time of an operator follows the roofline model with two corrections. A matrix product is computed in tiles that
+are distributed over the processors in waves, the last of which may be partly filled (NVIDIA, "Matrix multiplication
+background user's guide", sections "tile quantization" and "wave quantization"). Every kernel takes a fixed time to
+start and to drain.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,22 +15,23 @@ from samestep.planning.hardware import Device
 from samestep.planning.shapes import Transformer
 from samestep.planning.software import Software
 
-# Sides of the tiles that libraries of matrix products have for these devices.
+# Tile sizes of the matrix product libraries for these devices.
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-_TILE_FILL = 64  # elements of the inner dimension that filling and draining a tile's pipeline costs
-_TILE_REUSE = 20.0  # products per element loaded at which loads take as long as products
-_SPLITS = (1, 2, 4, 8)  # of the inner dimension over processors
+_TILE_FILL = 64  # cost of filling and draining a tile's pipeline, in elements of the inner dimension
+_TILE_REUSE = 20.0  # multiplications per loaded element at which loading takes as long as multiplying
+_SPLITS = (1, 2, 4, 8)  # parts of the inner dimension, on different processors
 _SHORTEST_SPLIT = 512
-# Megatron-LM's fused softmax takes heads x samples in fours (fused_kernels/scaled_upper_triang_masked_softmax.h,
-# batches a block); others get a kernel each for the cast to fp32, the scale, the mask, the softmax and the cast back.
+# Megatron-LM's fused softmax needs heads x samples to be a multiple of four (batches per block in
+# fused_kernels/scaled_upper_triang_masked_softmax.h); else the cast to fp32, the scale, the mask, the softmax and the
+# cast back are a kernel each.
 _FUSED_SOFTMAX = 4
-_ALIGNED = 8  # elements: 16 bytes, which tensor cores' loads want (NVIDIA, "Matrix multiplication user's guide")
+_ALIGNED = 8  # elements: 16 bytes, which tensor cores' loads need (NVIDIA, "Matrix multiplication user's guide")
 _UNALIGNED_RATE = (
-    0.4  # of the rate of aligned products: nanoGPT's step took 25 % longer with 50,257 words than 50,304
+    0.4  # of the rate of aligned products: nanoGPT's step took 25 % longer with a vocabulary of 50,257 than 50,304
 )
 _SMOOTH = 3
 
-# Of promised operations a second, that attention kernels reach: forward and backward.
+# The fraction of peak FLOPs that attention kernels reach: forward and backward.
 _ATTENTION_RATES = {
     # "30-50 % of the theoretical maximum in the forward, 25-35 % in the backward" (arXiv 2307.08691, section 1).
     ("flash-1", "a100"): (0.40, 0.30),
@@ -132,9 +134,9 @@ def layer_backward(model: Transformer, piece: Piece, software: Software) -> list
 def _layer_backward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
     """The kernels of a layer's backward, last operator of the forward first.
 
-    `traffic` is in bytes, in 16 bits a number (hence the factor 2.0 of `whole` and `wide`). Each product has two in
-    backward: of its input's gradient and of its weight's. Element-wise kernels count as many passes over their
-    tensors as they make.
+    `traffic` is in bytes, with 16 bits per number (hence the factor 2.0 of `whole` and `wide`). Each matrix product
+    has two in backward, for the gradients of its input and of its weight. Elementwise kernels count one pass over a
+    tensor for each time that they read or write it.
     """
     rows, hidden, tensor = _rows(piece), model.hidden, piece.tensor
     whole = 2.0 * rows * hidden / (tensor if piece.split else 1)
@@ -160,7 +162,7 @@ def _layer_backward(model: Transformer, piece: Piece, software: Software) -> lis
 
 
 def head_forward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
-    """The last norm, the product with the vocabulary, and the loss."""
+    """The kernels of the last norm, the output layer and the loss."""
     rows, vocab = _rows(piece), _slice(model.vocab, piece.tensor)
     whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
     return [
@@ -171,7 +173,7 @@ def head_forward(model: Transformer, piece: Piece, software: Software) -> list[O
 
 
 def head_backward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
-    """The kernels of the loss's and the output layer's backward; with adapters no weight's gradient."""
+    """The backward's kernels of loss, output layer and last norm; with adapters, no weight gradient."""
     rows, vocab = _rows(piece), _slice(model.vocab, piece.tensor)
     whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
     found = [
@@ -183,14 +185,14 @@ def head_backward(model: Transformer, piece: Piece, software: Software) -> list[
 
 
 def embedding(model: Transformer, piece: Piece) -> list[Operator]:
-    """Forward and backward of the embedding: rows read, written, and their gradients added; and the batch's masks."""
+    """The kernels of the embedding's forward and backward, which read, write and add rows, and of the batch's masks."""
     rows = _rows(piece)
     whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
     return [Operator(name="embedding", traffic=(8 if model.dropout else 5) * whole, launches=50)]
 
 
 def _attention(model: Transformer, piece: Piece, software: Software, *, backward: bool) -> list[Operator]:
-    """Scores, softmax and context; of a causal model a flash kernel leaves out the half that is masked."""
+    """Kernels of scores, softmax and context. A flash kernel skips the masked half of a causal model's scores."""
     heads = _slice(model.heads, piece.tensor)
     keys, dim = model.seq, model.head_dim
     count = piece.micro_batch * heads
@@ -199,7 +201,7 @@ def _attention(model: Transformer, piece: Piece, software: Software, *, backward
         return [
             Operator(
                 name="attention",
-                attention_flops=flops * (2.5 if backward else 1),  # the backward computes the scores again
+                attention_flops=flops * (2.5 if backward else 1),  # the backward recomputes the scores
                 backward=backward,
                 traffic=2.0 * count * piece.tokens * dim * (8 if backward else 4),
                 launches=4 if backward else 2,
@@ -233,14 +235,14 @@ def _attention(model: Transformer, piece: Piece, software: Software, *, backward
 def _product(
     name: str, rows: int, columns: int, inner: int, *, count: int = 1, low_precision: bool = True
 ) -> Operator:
-    """One matrix product [rows, inner] x [inner, columns], `count` of them at once."""
+    """A batch of `count` matrix products, [rows, inner] x [inner, columns]."""
     return Operator(name=name, matmul=(rows, columns, inner, count), low_precision=low_precision, launches=2)
 
 
 def _product_backward(
     name: str, rows: int, columns: int, inner: int, *, count: int = 1, low_precision: bool = True
 ) -> Iterable[Operator]:
-    """Gradients of the input and of the weight; the latter is added to what earlier micro-batches left."""
+    """The products for the gradients of input and weight; the latter is added to that of earlier micro-batches."""
     yield _product(f"{name} input'", rows, inner, columns, count=count, low_precision=low_precision)
     yield Operator(
         name=f"{name} weight'",
@@ -253,7 +255,7 @@ def _product_backward(
 
 
 def _routed(model: Transformer, piece: Piece) -> tuple[int, int]:
-    """Tokens of one expert on this device, and how many experts it has, where every expert is chosen as often."""
+    """Tokens per expert on this device, and its number of experts, if all experts are chosen equally often."""
     if model.experts == 1:
         return _rows(piece), 1
     here = max(model.experts // piece.expert, 1)
@@ -261,7 +263,7 @@ def _routed(model: Transformer, piece: Piece) -> tuple[int, int]:
 
 
 def _routing(model: Transformer, piece: Piece, whole: float) -> list[Operator]:
-    """Choosing experts, putting tokens in their order, and back."""
+    """The kernels that choose experts, put tokens in expert order, and put them back."""
     if model.experts == 1:
         return []
     router = _product("router", _rows(piece), model.experts, model.hidden, low_precision=False)
@@ -278,20 +280,20 @@ def _slice(total: int, parts: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """How long operators take on a device, by what bounds them, and what they do."""
+    """Time of operators on a device, by the resource that limits them, and their FLOPs."""
 
     seconds: float = 0.0  # on the device: the sum of the next three
     matmul_seconds: float = 0.0
     attention_seconds: float = 0.0
     memory_seconds: float = 0.0
-    host_seconds: float = 0.0  # to issue them
+    host_seconds: float = 0.0  # to launch them
     flops: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
         return self.combined(other, 1)
 
     def combined(self, other: "Work", times: float) -> "Work":
-        """This work and `times` times another."""
+        """This work plus `times` times another."""
         return Work(
             seconds=self.seconds + times * other.seconds,
             matmul_seconds=self.matmul_seconds + times * other.matmul_seconds,
@@ -303,17 +305,17 @@ class Work:
 
 
 def issued(device_seconds: float, host_seconds: float) -> float:
-    """Seconds that pass while the host issues operators and the device runs them.
+    """Seconds in which the host launches operators and the device runs them.
 
-    The host runs ahead where the device has more to do, and the device waits where it has less. Every layer has both
-    kinds of stretches, so that near the balance more passes than the larger of the two: a norm of both, as smooth
-    rooflines have it.
+    The host runs ahead while the device is the slower of the two, and the device waits while the host is. Every layer
+    has both kinds of parts, so near the balance the total exceeds the larger of the two: it is a norm of both, as in
+    smooth roofline models.
     """
     return (device_seconds**_SMOOTH + host_seconds**_SMOOTH) ** (1 / _SMOOTH)
 
 
 def work_of(operators: Sequence[Operator], device: Device, software: Software, precision: str) -> Work:
-    """The time of operators that run one after the other."""
+    """Sum the times of operators that run one after the other."""
     matmul = attention = memory = launches = flops = 0.0
     given = device.efficiency
     for operator in operators:
@@ -342,15 +344,15 @@ def work_of(operators: Sequence[Operator], device: Device, software: Software, p
 
 
 def _plain(precision: str) -> str:
-    """The precision of what stays out of fp8 and fp4."""
+    """The precision of operators that are not computed in fp8 or fp4."""
     return "bf16" if precision in ("fp8", "fp4") else precision
 
 
 @lru_cache(maxsize=65536)
 def matmul_seconds(sizes: tuple[int, int, int, int], device: Device, precision: str) -> float:
-    """Seconds of `count` products of (rows, inner) by (inner, columns), without starting the kernel.
+    """Seconds of `count` products of (rows, inner) by (inner, columns), without the kernel's start.
 
-    The tile and the split of the inner dimension that take the least time are taken, as libraries' own choice would.
+    Uses the tile and the split of the inner dimension that take the least time, as libraries would choose.
     """
     rows, columns, inner, count = sizes
     given = device.efficiency
@@ -379,6 +381,6 @@ def matmul_seconds(sizes: tuple[int, int, int, int], device: Device, precision: 
 
 
 def _reuse(height: int, width: int) -> float:
-    """The part of a tile's time that computes, by how often what it loads is used."""
+    """The fraction of a tile's time spent computing, by how often a loaded element is used."""
     reuse = height * width / (height + width)
     return reuse / (reuse + _TILE_REUSE)

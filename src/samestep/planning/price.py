@@ -1,4 +1,4 @@
-"""What tokens cost: a device's price and the power it draws, over the tokens of a step."""
+"""The cost of tokens: from a device's price and power, and the tokens of a step."""
 
 import re
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ class Price:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of a million tokens, on a whole cluster."""
+    """The cost of a million tokens on a cluster."""
 
-    kilowatt_hours: float  # of the devices' boards at their rated power, without hosts, network and cooling
+    kilowatt_hours: float  # of the device boards at their rated power, without hosts, network and cooling
     money: float | None
     currency: str | None
 
@@ -50,9 +50,10 @@ class Cost:
 
 
 def cost_of(job: Job, cluster: Cluster, step_seconds: float, price: Price | None) -> Cost:
-    """Device-hours for a million tokens = devices * seconds of a step / 3600 / (tokens of a step / 10^6).
+    """Compute the cost of a million tokens from the time of a step.
 
-    Energy: those hours times the device's watts, in kWh; money: times the price of a device-hour.
+    Device-hours per million tokens are devices * seconds per step / 3600 / (tokens per step / 10^6). Energy is these
+    hours times the device's watts, in kWh; money is these hours times the price of a device-hour.
     """
     hours = cluster.devices * step_seconds / 3600 / (job.tokens / 1e6)
     return Cost(

@@ -1,4 +1,4 @@
-"""Published step times: reading tables of them, predicting each row, and the errors."""
+"""Reads tables of published step times, predicts each row, and computes the errors."""
 
 import csv
 import json
@@ -31,12 +31,12 @@ _VTRAIN = {
     "iteration time (ms)": "milliseconds",
 }
 _GPT2_VOCAB = 50257
-_ALMOST = 1.05  # of a device's memory: what is counted, and ran nonetheless
+_ALMOST = 1.05  # of a device's memory: counted memory up to this has run in published steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
-    """A measured step, and what is needed to predict it."""
+    """A published step time, with all that is needed to predict it."""
 
     group: str
     model_name: str
@@ -44,7 +44,7 @@ class PublishedRow:
     layout: Layout
     global_batch: int
     micro_batch: int | None  # None: not published
-    recompute_known: bool  # whether the layout's recomputation is published, or is what memory asks for
+    recompute_known: bool  # whether recomputation is published; if not, the least with which the step fits is assumed
     precision: str
     gpu: str
     software: Software
@@ -59,7 +59,7 @@ class PredictedRow:
     micro_batch: int
 
     def to_json(self) -> dict[str, Any]:
-        """The row as it was read, and beside it what was predicted."""
+        """A dict of the row as it was read, and of the prediction."""
         return {
             **self.row.source,
             "predicted_layout": str(self.row.layout),
@@ -71,12 +71,15 @@ class PredictedRow:
 
     @property
     def error(self) -> float:
-        """Relative, positive where the prediction is too slow."""
+        """The relative error, positive if the prediction is too slow."""
         return self.seconds / self.row.seconds - 1
 
 
 def read_rows(file: Path, gpu: str | None) -> list[PublishedRow]:
-    """Rows of a JSON file of published steps, or of a CSV file as vTrain publishes them, measured on `gpu`."""
+    """Read the rows of a JSON file of published steps, or of a CSV file in vTrain's format, measured on `gpu`.
+
+    Raises UserError for a file that can't be read, or a row without what its prediction needs.
+    """
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -100,7 +103,7 @@ def read_rows(file: Path, gpu: str | None) -> list[PublishedRow]:
 
 
 def _from_vtrain(record: Mapping[str, str], file: Path, gpu: str, line: int) -> PublishedRow:
-    """One row of vTrain's table (milliseconds a step), as the GPT of Megatron that it was measured with."""
+    """A row of vTrain's table (milliseconds per step), which was measured with Megatron's GPT."""
     try:
         values = {ours: float(record[theirs]) for theirs, ours in _VTRAIN.items()}
     except (KeyError, TypeError, ValueError):
@@ -137,16 +140,16 @@ def _from_vtrain(record: Mapping[str, str], file: Path, gpu: str, line: int) -> 
 
 
 def _sliced_vocab(slices: int) -> int:
-    """GPT-2's words, padded where slices must be equal.
+    """GPT-2's vocabulary size, padded to equal tensor slices if there are several.
 
-    The table does not give them. Without slices its steps spend twice the time on the head that they spend with two
-    or more slices, as products do whose sides are no multiples of 8.
+    vTrain's table does not give it. Without slices, its steps spend twice as long on the head as with two or more
+    slices, which is how matrix products behave whose sides are not multiples of 8.
     """
     return _GPT2_VOCAB if slices == 1 else -(-_GPT2_VOCAB // (128 * slices)) * 128 * slices
 
 
 def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
-    """One row of a JSON table. Raises UserError that names the row and the field it lacks."""
+    """A row of a JSON table. Raises UserError with the row and the field that is missing or wrong."""
     try:
         software = _software(record)
         learned = "learned" in str(record.get("notes", "")) or software.name == "megatron-2021"
@@ -174,7 +177,7 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
             layout=layout,
             global_batch=record["global_batch"],
             micro_batch=record["micro_batch"],
-            recompute_known=True,  # where it is not, programs offload as often as they recompute
+            recompute_known=True,  # null counts as none: such programs offload as often as they recompute
             precision=_precision(record["precision"]),
             gpu=_gpu(record["gpu"]),
             software=software,
@@ -191,7 +194,7 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
 
 
 def _check_devices(row: str, devices: int, layout: Layout) -> None:
-    """Raise UserError where a row's layout is not of as many ranks as the row has devices."""
+    """Raise UserError if a row's layout has another number of ranks than the row has devices."""
     if devices != layout.size:
         raise UserError(
             f"{row} is of {devices} devices, and its layout of {layout.size}; "
@@ -200,19 +203,19 @@ def _check_devices(row: str, devices: int, layout: Layout) -> None:
 
 
 def _software(record: Mapping[str, Any]) -> Software:
-    """The program behind a row: by what its source, its notes and its precision say."""
+    """The program of a row, recognised by its source, notes and precision."""
     told = f"{record.get('source', '')} {record.get('notes', '')}"
     a100 = record["gpu"].startswith("a100")
     if "FSDP1" in told or "llm-foundry" in told:
         found = SOFTWARE["fsdp-2023"]
-        return found if a100 else replace(found, attention="flash-2")  # the first one that Hopper was given
+        return found if a100 else replace(found, attention="flash-2")  # the first version that was made for Hopper
     if a100 and record["precision"] == "fp16":
         return SOFTWARE["megatron-2021"]
     return SOFTWARE["megatron-core"]
 
 
 def _gpu(name: str) -> str:
-    """A device as it is known here, of names with what stands around it, such as h100-sxm5-80gb."""
+    """The device's name in `hardware`, from a longer published name such as h100-sxm5-80gb."""
     known = re.search(r"gb300|gb200|b300|b200|h200|h100|a100", name.lower())
     if known is None:
         return name
@@ -220,14 +223,14 @@ def _gpu(name: str) -> str:
 
 
 def _precision(name: str) -> str:
-    """What a published precision is called here; variants of fp8 and fp4 are one each."""
+    """The name in `hardware` of a published precision; all variants of fp8 and of fp4 are one each."""
     if name in ("fp16", "bf16", "fp32"):
         return name
     return "fp4" if "fp4" in name else "fp8"
 
 
 def _layout(parts: Mapping[str, Any], recompute: str | None, software: Software) -> Layout:
-    """A layout of others' terms: data parallel ranks with ZeRO-1 or 2 are the shard axis here."""
+    """A layout from a row's sizes; data parallel ranks with ZeRO-1 or ZeRO-2 become the shard axis."""
     dp, fsdp, zero = parts.get("dp", 1), parts.get("fsdp", 1), parts.get("zero", 0)
     schedule: Schedule = "interleaved-1f1b" if (parts.get("vp") or 1) > 1 else "1f1b"
     sharded = zero in (1, 2) and dp > 1
@@ -246,7 +249,7 @@ def _layout(parts: Mapping[str, Any], recompute: str | None, software: Software)
 
 
 def _seconds(record: Mapping[str, Any], model: Transformer) -> float:
-    """The step's seconds as published, or from the rate that was published instead."""
+    """A row's seconds per step, as published or computed from the published rate."""
     for name in ("step_seconds", "step_seconds_derived"):
         if record.get(name):
             if (seconds := float(record[name])) <= 0:
@@ -259,7 +262,7 @@ def _seconds(record: Mapping[str, Any], model: Transformer) -> float:
         raise UserError(
             f"row {record.get('id', '?')} has no step_seconds, and no rate to find them from; give it one"
         )
-    # arXiv 2104.04473, equation 2: with recomputation the forward counts twice; attention in full.
+    # arXiv 2104.04473, equation 2: with recomputation the forward counts twice; attention counts in full.
     inner = model.layers * model.hidden
     flops = (96 if record["recompute"] == "full" else 72) * tokens * inner * model.hidden
     flops *= 1 + model.seq / (6 * model.hidden) + model.vocab / (16 * inner)
@@ -267,9 +270,9 @@ def _seconds(record: Mapping[str, Any], model: Transformer) -> float:
 
 
 def predict(row: PublishedRow, factors: Mapping[str, float] | None = None) -> PredictedRow:
-    """The row's step as the planner has it; where its micro-batch was not published, with the one that is fastest.
+    """Predict a row's step time, with the fastest micro-batch size if it was not published.
 
-    `factors` multiply efficiencies of the device, by their names.
+    `factors` multiply the device's efficiencies, by name.
     """
     cluster = cluster_of(row.gpu, row.layout.size)
     if factors:
@@ -283,7 +286,7 @@ def predict(row: PublishedRow, factors: Mapping[str, float] | None = None) -> Pr
 
 
 def _fitted(row: PublishedRow, job: Job, micro_batch: int) -> Layout:
-    """The row's layout, with the least recomputation with which it fits where that is not published."""
+    """The row's layout; if its recomputation was not published, with the least with which the step fits."""
     if row.recompute_known:
         return row.layout
     hows: Sequence[Recompute] = ("none", "selective", "full")
@@ -294,7 +297,7 @@ def _fitted(row: PublishedRow, job: Job, micro_batch: int) -> Layout:
 
 
 def kendall_tau(predicted: Sequence[float], published: Sequence[float]) -> float | None:
-    """Kendall's tau-b: agreement of two orders from -1 to 1, with ties; None where one order is all ties."""
+    """Kendall's tau-b, the agreement of two orders with ties, from -1 to 1; None if all of one are tied."""
     agree = against = tied_here = tied_there = 0
     for first in range(len(predicted)):
         for second in range(first):

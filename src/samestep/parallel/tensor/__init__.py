@@ -2,13 +2,15 @@
 
 In the order of reading:
 
-- `modules`: which modules can be sliced, and along which dimension. `pairs`: columns and the row layer behind them.
-- `plan`: what of a model is sliced over how many ranks. `apply`: slices it, and leaves whole what goes wrong.
-- `layers`: how a layer computes on its slice; `parallel.collectives` has its messages. `compare`: the sliced model
-  against the whole one.
-- `sequence_parallel`: tokens split between the sliced layers. `vocab_parallel`: the output layer and the loss.
+- `modules`: which modules can be sliced, and along which dimension. `pairs`: columns and the row layer after them.
+- `plan`: which modules of a model are sliced over how many ranks. `apply`: slices them, and leaves a module whole if
+  its slices give a wrong result.
+- `layers`: forwards of sliced layers, with the collectives of `parallel.collectives`. `compare`: compares the sliced
+  model's output with the whole one's.
+- `sequence_parallel`: splits tokens between the sliced layers. `vocab_parallel`: slices the output layer and computes
+  the loss on its slices.
 
-Ranks of the tensor axis have the same samples, so what isn't sliced they compute alike, random numbers
-included. Their gradients of whole parameters are the same too, and aren't averaged; where each has a part of one
-(`Plan.in_parts`), parts are summed.
+Ranks of the tensor axis have the same samples, so they compute the modules that aren't sliced identically, random
+numbers included. Their gradients of whole parameters are identical too, and aren't averaged; if each rank has a part
+of a gradient (`TensorPlan.in_parts`), the parts are summed.
 """

@@ -2,8 +2,8 @@
 
 How a wrong slice is found. After slicing, every rank runs the example and compares its output, and on the way the
 output of every module, with the whole model's (`compare.Comparison`). All ranks of the context and tensor axes agree
-on the result, so that either all go on or all take the slices back: parameters, forwards and table are restored
-(`Attributes`), the modules to blame stay whole, and the plan is made again. This ends, as each round adds at least
+on the result, so that either all continue or all undo the slicing: parameters, forwards and the shard table are
+restored (`Attributes`), the modules at fault stay whole, and a new plan is made. This ends, as each try adds at least
 one module to those that stay whole.
 """
 
@@ -50,12 +50,12 @@ def slice_tensors(
     given: Mapping[str, str] | None,
     findings: Findings | None = None,
 ) -> Vocabulary:
-    """Slice a model in place over the tensor dimension, and write down in `parts` how.
+    """Slice a model in place over the tensor axis, and record the slices in `parts`.
 
-    `seen` is what its forward of the example does. `given` is a user's plan: name or pattern of modules -> role.
-    The sliced model's output for the example is held against the whole one's. Where a module goes wrong, it is left
-    whole and the rest is sliced again, which is said on standard error. Raises LayoutError where nothing is left to
-    slice, and where what `given` says goes wrong.
+    `seen` is the trace of the model's forward of the example. `given` is a user's plan: name or pattern of modules ->
+    role. The sliced model's output for the example is compared with the whole one's. A module at fault is left whole
+    and the rest is sliced again, which is reported on standard error. Raises LayoutError if nothing is left to slice,
+    and if a module fails in the role that `given` gives it.
     """
     layout = parts.layout
     slicing = _Slicing(
@@ -72,7 +72,7 @@ def slice_tensors(
     if layout.sequence != "split":
         vocabulary, plan = slicing.apply([])
     else:
-        # Its reasons go before those that there are no tokens to split.
+        # Its errors are raised before those about tokens that can't be split.
         make_plan(model, seen, slicing.repeated, layout.tensor, given=given, tokens_split=True)
         lists = find_lists(model, slicing.repeated, seen, str(layout))
         try:
@@ -102,7 +102,7 @@ def _tell_split(model: nn.Module, repeated: Sequence[str], lists: Sequence[Seque
 
 @dataclass(frozen=True, kw_only=True)
 class _Slicing:
-    """Slices a model, with the tokens of some lists of its blocks split."""
+    """Slices a model, with tokens split in some lists of its blocks."""
 
     model: nn.Module
     repeated: Sequence[str]
@@ -112,7 +112,7 @@ class _Slicing:
     now: ForwardContext
     example: Any
     given: Mapping[str, str] | None
-    known: dict[Sequence[Any], Slices]  # what another rank of a rehearsal has found, by the lists
+    known: dict[Sequence[Any], Slices]  # findings of other rehearsed ranks, by the lists of blocks
 
     @cached_property
     def _expected(self) -> Output:
@@ -131,22 +131,23 @@ class _Slicing:
         return True
 
     def apply(self, lists: Sequence[Sequence[str]]) -> tuple[Vocabulary, Plan]:
-        """Slice what can be. Raises LayoutError, and leaves the model as it was, where nothing is left to slice.
+        """Slice all modules that can be sliced, with tokens split in `lists`.
 
-        A rank of a rehearsal (meta tensors) takes what another has found (`known`) and compares nothing.
+        A rehearsed rank (meta tensors) takes another rank's findings (`known`) and compares nothing. If nothing is
+        left to slice, restores the model and raises LayoutError.
         """
         model, layout, group = self.model, self.parts.layout, self.mesh.group("tensor")
-        # Ranks that run one forward together: all of them must decide alike.
+        # Ranks that run one forward together: all of them must make the same decision.
         everyone = self.mesh.group("context", "tensor")
         before, table = Attributes(self.model), dict(self.parts.table)
         key = tuple(map(tuple, lists))
         known = self.known.get(key)
         expected = self._expected if known is None else None
         whole: dict[str, str] = {} if known is None else dict(known.whole)
-        # Columns that are tried head by head, once they were wrong piece by piece.
+        # Columns that are sliced head by head after slicing them matrix by matrix gave a wrong output.
         by_head: set[str] = set() if known is None else set(known.by_head)
         departure: Departure | None = None
-        # One try a turn; it is left by a return, or by a LayoutError where no further module can be left whole.
+        # One try per iteration, until it returns or no further module can be left whole (LayoutError).
         while True:
             try:
                 plan = make_plan(
@@ -196,7 +197,7 @@ class _Slicing:
             whole |= more
 
     def _slice(self, slicer: "_Slicer") -> Exception | None:
-        """Slice, and what failed on this rank, whose slice may be another than the other ranks' ones."""
+        """Slice the model; return the error on this rank, if any, since other ranks with other slices may succeed."""
         try:
             slicer.slice(self.parts)
         except LayoutError:
@@ -213,16 +214,16 @@ class _Slicing:
 
 
 def _leave_whole(departure: Departure, plan: Plan, group: dist.ProcessGroup) -> list[str]:
-    """What any rank of the group would leave whole; where none knows, all of the attentions and pairs."""
+    """The modules that any rank of the group would leave whole; if there are none, all attentions and pairs."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    # Ranks hold other slices, so each may blame another module; the union is taken in the order of ranks.
+    # Ranks hold different slices, so each may blame a different module; the union is in rank order.
     dist.all_gather_object(everyone, departure.to_leave_whole, group=group)
     found = list(dict.fromkeys(name for names in everyone for name in names))
     return found or [*plan.multiheads, *(name for unit in plan.units for name in unit.members), *plan.gathered]
 
 
 def _with_columns_by_head(plan: Plan, names: Collection[str]) -> set[str]:
-    """The columns of the units of some layers which may fuse queries, keys and values head by head."""
+    """The columns that may fuse queries, keys and values head by head, of the units with a member in `names`."""
     return {
         unit.columns[0]
         for unit in plan.units
@@ -286,11 +287,11 @@ class _Slicer:
             stream.attach(self._model, self._now)
 
     def _cut(self, parts: ShardTable) -> None:
-        """Put this rank's slices in the place of the parameters; tied ones are cut once and stay tied."""
+        """Replace the parameters by this rank's slices; tied parameters are sliced once and stay tied."""
         cuts = self._plan.cuts(self._model)
         in_parts = self._plan.in_parts(self._model)
         by_name = _all_names(self._model)
-        # By identity of the parameter: tied ones have one slice whichever of their names is cut.
+        # By identity of the parameter: tied ones have one slice, whichever of their names has the cut.
         slices = {
             id(self._model.get_parameter(name)): Slice(group=self._group, dim=dim, ranges=ranges)
             for name, (dim, ranges) in cuts.items()
@@ -305,8 +306,8 @@ class _Slicer:
             if id(parameter) in slices:
                 parts.table[name] = replace(parts.part(name), slice=slices[id(parameter)])
                 setattr(self._model.get_submodule(path), own, held[id(parameter)])
-            # Whole on every rank, while a rank's gradient is of its heads, features or tokens alone: `sum_gradients`
-            # adds them.
+            # The parameter is whole on every rank, but a rank's gradient comes from its heads, features or tokens
+            # only: `sum_gradients` sums them.
             elif path in in_parts or self._stream_of(path) is not None:
                 parts.add_sum(name, self._group)
 
@@ -314,14 +315,14 @@ class _Slicer:
         return next((stream for stream in self._streams if stream.holds(name)), None)
 
     def _slice_unit(self, unit: Unit) -> None:
-        """Columns with the message at their input, the region between, and the row layer with the sum."""
+        """Replace a unit's forwards: columns with the collective at their input, and the row layer with the sum."""
         region = self._region(unit.row, unit.width, unit.heads.queries if unit.heads is not None else 0)
         gathered = self._gather_for_owner(unit)
         identities = [self._input(name) for name in unit.columns]
         entries: dict[int | None, InputMessage] = {}
         for name, identity in zip(unit.columns, identities, strict=True):
             if identity not in entries:
-                # Already gathered for the attention as a whole: no message of the single projection's.
+                # Already gathered for the whole attention, so the projection needs no collective of its own.
                 message = _as_it_is if identity in gathered else self._enter(name, identity)
                 entries[identity] = InputMessage(message, identities.count(identity))
             first = name == unit.columns[0]
@@ -335,11 +336,11 @@ class _Slicer:
             self._slice_biases(unit.owner, unit.heads.queries, {*identities})
 
     def _slice_biases(self, owner: str, heads: int, hidden: Collection[int | None]) -> None:
-        """Give an attention its heads of the biases that it is called with, such as ALiBi's (Press et al. 2022).
+        """Pass an attention this rank's heads of the biases in its arguments, such as ALiBi's (Press et al. 2022).
 
-        They are [batch or 1, heads, queries, keys], or the same with the first two dimensions folded into one; those
-        that sliced modules made have but this rank's heads already. `hidden`: what the attention's columns take,
-        [batch, tokens, features].
+        A bias is [batch or 1, heads, queries, keys], or the same with the first two dimensions flattened; a bias that
+        sliced modules computed has this rank's heads only, and is passed unchanged. `hidden`: the trace's identities
+        of the columns' inputs, [batch, tokens, features].
         """
         call = self._seen.of(owner)[0]
         given: list[tuple[Key, Any]] = [*enumerate(call.arguments), *call.keywords.items()]
@@ -353,7 +354,7 @@ class _Slicer:
 
         def own_heads(value: Tensor, batch: int) -> Tensor:
             apart = value.ndim == 4 and value.shape[1] == heads
-            # As many rows as there are samples may be one for each sample.
+            # A first dimension of the batch size may be one row per sample, not heads.
             folded = value.ndim == 3 and value.shape[0] in {batch * heads, heads} - {batch}
             if not (apart or folded):
                 return value
@@ -374,12 +375,12 @@ class _Slicer:
         wrap_forward(module, with_own_heads)
 
     def _features(self, unit: Unit, name: str) -> Tensor:
-        """Which outputs of a column this rank needs, of the queries, keys and values that it fuses. [n]"""
+        """Indices [n] of the outputs that this rank needs of a column that may fuse queries, keys and values."""
         assert unit.heads is not None
         rank, ranks = dist.get_rank(self._group), self._plan.parts
         queries = range(*bounds(unit.heads.queries, rank, ranks))
         keys = unit.heads.keys_of(rank, ranks)
-        width = unit.width // unit.heads.queries  # of a head
+        width = unit.width // unit.heads.queries  # features per head
         found: list[int] = []
         start = 0
         pieces = unit.pieces[unit.columns.index(name)]
@@ -391,7 +392,7 @@ class _Slicer:
         return torch.tensor(found)
 
     def _gather_outputs(self, name: str) -> None:
-        """A layer that computes its slice of the outputs: [..., outputs / ranks], gathered at once."""
+        """Make a layer compute its slice of the outputs, [..., outputs / ranks], and gather them right after."""
         module, group = self._model.get_submodule(name), self._group
         slices, dim = collectives.Slices.even(outputs_of(module), group), outputs_dim(module)
         layers.gathered(
@@ -401,7 +402,7 @@ class _Slicer:
         )
 
     def _slice_multihead(self, name: str) -> None:
-        """nn.MultiheadAttention by heads. Query, key and value may be one tensor, or come from elsewhere."""
+        """Slice an nn.MultiheadAttention by heads. Query, key and value may be one tensor or several."""
         attention = self._model.get_submodule(name)
         assert isinstance(attention, nn.MultiheadAttention)
         arguments = self._seen.of(name)
@@ -417,7 +418,7 @@ class _Slicer:
         multihead(attention, entries, region, self._group)
 
     def _slice_table(self, name: str) -> None:
-        """An embedding by rows: each rank looks up its own ids, and the sum has all of them."""
+        """Slice an embedding by rows: each rank looks up its own ids, and the sum over ranks has all of them."""
         embedding = self._model.get_submodule(name)
         assert isinstance(embedding, nn.Embedding)
         ((first, _),) = vocabulary_ranges(embedding.num_embeddings, self._plan.parts)[dist.get_rank(self._group)]
@@ -436,7 +437,7 @@ class _Slicer:
         return collectives.reduce_from_region(x, self._group)
 
     def _region(self, row: str, width: int, heads: int) -> Region:
-        """What lies between the columns of a unit and its row layer, which takes so many features over all ranks."""
+        """The region between a unit's columns and its row layer, which takes `width` features over all ranks."""
         stream = self._stream_of(row)
         rank, ranks = dist.get_rank(self._group), self._plan.parts
         # Where this rank's features begin in the last dimension, and its heads in [batch, heads, queries, keys].
@@ -445,7 +446,10 @@ class _Slicer:
         return Region(leave, self._now, part, all_tokens=stream is not None)
 
     def _gather_for_owner(self, unit: Unit) -> set[int | None]:
-        """Let an attention module have all tokens, since it also asks how many there are; which tensors those are."""
+        """Gather all tokens for an attention module, which may also read their number.
+
+        Returns the trace's identities of the gathered inputs.
+        """
         stream = self._stream_of(unit.row)
         if stream is None or unit.owner is None:
             return set()
@@ -455,7 +459,7 @@ class _Slicer:
         keys = [(identity, sequence_parallel.keys_of(call, identity)) for identity in split]
         owner = self._model.get_submodule(unit.owner)
         inner: Callable[..., Any] = owner.forward
-        # Without the identities: the compiler would guard their values, and recompile for each block.
+        # Without the identities, whose values the compiler would guard, and so recompile for each block.
         all_places = [places for _, places in keys]
 
         def forward(*arguments: Any, **keywords: Any) -> Any:
@@ -477,7 +481,7 @@ class _Slicer:
 
 
 def _repeated(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
-    """The names of the repeated layers. A model without any has its parts as blocks, which are not meant here."""
+    """The names of the repeated layers; empty if the model's blocks are just its parts, without repetition."""
     names = {id(module): name for name, module in model.named_modules()}
     lists: dict[str, list[nn.Module]] = {}
     for block in blocks:

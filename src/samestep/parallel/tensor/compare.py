@@ -1,7 +1,7 @@
 """Compares the sliced model's output for an example with the whole model's, and finds the first differing module.
 
-Numbers are compared by `near`, in whatever dtype the model has: a slice that is wrong changes outputs in their first
-digits, one that is right in their last.
+Numbers are compared by `near`, in the model's dtype: a wrong slice changes the first digits of outputs, a correct one
+only the last.
 """
 
 import re
@@ -34,7 +34,7 @@ from samestep.tasks.base import call
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """What is kept of a module's output: for each of its tensors a number for each index of dimension 1."""
+    """A digest of a module's output: for each of its tensors, one number per index of dimension 1."""
 
     name: str
     tensors: Sequence[Tensor]
@@ -42,11 +42,11 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What a model gave, all its numbers; and a mark of each module's output, in the order in which they ended."""
+    """All tensors of numbers in a model's output, and a mark of each module's output, in the order of their ends."""
 
     numbers: Sequence[Tensor]
     marks: Sequence[Mark]
-    in_nests: bool  # whether PyTorch's walkers of nests find the numbers
+    in_nests: bool  # whether PyTorch's pytree finds the tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +54,15 @@ class Departure:
     """A difference of the sliced model's output from the whole model's, or a failure of its forward."""
 
     sentence: str  # for a user whose plan it was
-    why: str  # what the module does that is at fault: "gives another output than whole"
+    why: str  # what the module at fault does, such as "gives another output than whole"
     to_leave_whole: Sequence[str]  # modules; empty where this rank can't tell
-    of_ours: bool  # whether none of them has a role that the user gave
+    of_ours: bool  # whether the user gave none of them a role
 
 
 def output_of(model: nn.Module, example: Any, marks: list[Mark] | None = None) -> Output:
-    """The output for the example in evaluation mode, with the same random numbers in each call.
+    """Compute the output for the example in evaluation mode, with the same random numbers in each call.
 
-    `marks` also has those of a forward that fails.
+    `marks` is filled as modules end, so it is also usable after a forward that fails.
     """
     marks = [] if marks is None else marks
     with ExitStack() as stack:
@@ -92,9 +92,9 @@ class Comparison:
         everyone: dist.ProcessGroup,
         given: Mapping[str, str] | None,
     ) -> None:
-        """`everyone`: all ranks that run the model's forward together, whose tokens may be split besides.
+        """`everyone`: all ranks that run the model's forward together, also those of the context axis.
 
-        `given` is the user's plan, of which what a message tells to paste is a continuation.
+        `given` is the user's plan; the plan that a message suggests extends it.
         """
         self._given = given or {}
         self._model = model
@@ -108,22 +108,22 @@ class Comparison:
     def hold(
         self, example: Any, expected: Output, vocabulary: Vocabulary, failed: Exception | None, *, rehearse: bool
     ) -> Departure | None:
-        """Where the outputs differ, how; else find out whether logits can stay in slices.
+        """Compare the outputs; return their difference, or None and set whether logits can stay in slices.
 
-        `failed`: what slicing the model failed with on this rank. `rehearse`: its forward may fail on some ranks
-        alone.
+        `failed`: the error that slicing the model raised on this rank. `rehearse`: its forward may fail on some ranks
+        only.
         """
         marks: list[Mark] = []
         found = Output(numbers=[], marks=marks, in_nests=False)
         device = next(self._model.parameters()).device
         if failed is None and rehearse:
             failed = self._rehearse(example, marks)
-        if not agree(failed is None, self._everyone, device):  # before a forward, in which the others would wait
+        if not agree(failed is None, self._everyone, device):  # before a forward in which the other ranks would wait
             return self._departure(replace(expected, marks=expected.marks if failed else []), found, failed)
         try:
             with torch.no_grad():
                 found = output_of(self._model, example, marks)
-        except Exception as error:  # whatever a model's own code raises for sizes that it doesn't know
+        except Exception as error:  # a model's own code may raise anything for sizes that it doesn't expect
             failed = error
         alike = failed is None and alike_numbers(found.numbers, expected.numbers)
         if not agree(alike, self._everyone, device):
@@ -138,13 +138,13 @@ class Comparison:
         try:
             with torch.no_grad(), _Unconnected():
                 output_of(self._model, example, marks)
-        except Exception as error:  # whatever a model's own code raises for sizes that it doesn't know
+        except Exception as error:  # a model's own code may raise anything for sizes that it doesn't expect
             return error
         marks.clear()
         return None
 
     def _able(self, example: Any, expected: Output, vocabulary: Vocabulary) -> bool:
-        vocabulary.slices = True  # for this one look
+        vocabulary.slices = True  # for this try only
         try:
             with torch.enable_grad():
                 found = [leaf.detach() for leaf in output_of(self._model, example).numbers]
@@ -152,18 +152,18 @@ class Comparison:
                 [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in found], expected.numbers
             )
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError, AttributeError):
-            return False  # the model computes with its logits, in ways that DTensor does not know
+            return False  # the model computes with its logits in a way that DTensor does not support
         finally:
             vocabulary.slices = False
 
     def _weights_after_logits(self) -> bool:
-        """Whether parameters are applied to the logits, whose gradients would come in slices."""
+        """Whether parameters are applied to the logits; their gradients would come from slices."""
         logits = [seen for name in self._plan.outputs for each in self._trace.of(name) for seen in each.outputs()]
         whole = [seen for each in self._trace.of("") for seen in each.outputs()]
         return bool(logits) and bool(self._trace.behind(whole, up_to=logits))
 
     def _departure(self, expected: Output, found: Output, failed: Exception | None) -> Departure:
-        """Where the sliced model first departs from the whole one, what to leave whole, and what to tell the user."""
+        """Find where the sliced model first differs from the whole one, what to leave whole, and what to tell."""
         departed = self._first_departure(expected, found)
         where = departed if failed is None else self._failing(failed)
         module = self._model.get_submodule(where) if where else self._model
@@ -190,22 +190,22 @@ class Comparison:
         )
 
     def _failing(self, error: Exception) -> str:
-        """The module whose own code failed, such as an attention that reshapes what its linears give."""
+        """The module whose own code failed, such as an attention that reshapes its projections' outputs."""
         return failing_module(error, {id(module): name for name, module in self._model.named_modules()})
 
     def _first_departure(self, expected: Output, found: Output) -> str:
-        """The first module that ended with another output than before, or that has not ended."""
+        """The first module whose output differs from the whole model's, or that did not end."""
         passed = set(self._in_parts())
         for before, now in zip(expected.marks, found.marks, strict=False):
             if before.name != now.name:
                 return now.name
             if now.name not in passed and not self._alike_marks(before, now):
                 return now.name
-        rest = expected.marks[len(found.marks) :]  # of a forward that failed
+        rest = expected.marks[len(found.marks) :]  # modules that did not end, if the forward failed
         return rest[0].name if rest else ""
 
     def _in_parts(self) -> Iterator[str]:
-        """Modules whose outputs are a rank's part: columns, and what lies between them and their row layer."""
+        """Modules whose outputs are only a rank's part: columns, and modules between them and their row layer."""
         for unit in self._plan.units:
             yield from unit.columns
             began = min(each.began for name in unit.columns for each in self._trace.of(name))
@@ -213,7 +213,7 @@ class Comparison:
             yield from (each.name for each in self._trace.calls if began < each.ended < row)
 
     def _alike_marks(self, before: Mark, now: Mark) -> bool:
-        """Whether a module gave what it gave before, or, with split tokens, this rank's tokens of it."""
+        """Whether a module's output is the whole model's or, with split tokens, this rank's tokens of that."""
         for whole, mine in zip(before.tensors, now.tensors, strict=False):
             expected = whole
             if self._streams and mine.shape != whole.shape and whole.ndim:
@@ -224,9 +224,9 @@ class Comparison:
         return True
 
     def _to_leave_whole(self, where: str) -> list[str]:
-        """The sliced layers in a module, or the last before its end, and their likes in repeated layers."""
+        """The sliced layers in a module, or else the last one before its end, and their equals in repeated layers."""
         sliced = [*self._plan.roles(), *self._plan.gathered]
-        # A layer's weight may be computed by a module in it.
+        # A layer's weight may be computed by a module inside it.
         inside = [
             name
             for name in sliced
@@ -258,7 +258,7 @@ def _marker(name: str, marks: list[Mark]) -> Any:
 
 
 def _mark(tensor: Tensor) -> Tensor:
-    """A number for each index of dimension 1, which differs where tensors do: [batch, tokens, ...] -> [tokens]."""
+    """A digest per index of dimension 1, which differs where tensors do: [batch, tokens, ...] -> [tokens]."""
     if isinstance(tensor, DTensor) or tensor.ndim < 2:
         return tensor.detach().new_zeros(())
     if not has_values(tensor):
@@ -273,7 +273,7 @@ def _has_gradient(tensor: Tensor) -> bool:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """Every tensor of an output, also those in objects of the model's own classes."""
+    """All tensors of an output, including those in objects of the model's own classes."""
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, Tensor):
@@ -284,21 +284,21 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def alike_numbers(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    """Whether two outputs have the same shapes and numbers, up to rounding."""
+    """Whether two outputs have the same shapes, and the same numbers up to rounding."""
     return len(found) == len(expected) and all(
         mine.shape == other.shape and near(mine, other) for mine, other in zip(found, expected, strict=True)
     )
 
 
-_IN_PLACE = ("allreduce_", "broadcast_")  # which leave this rank's numbers where the sum or another rank's would be
-_WITHOUT_TENSORS = ("alltoall_base_", "barrier")  # which give nothing but the work
+_IN_PLACE = ("allreduce_", "broadcast_")  # results stay this rank's own numbers instead of the sum or another rank's
+_WITHOUT_TENSORS = ("alltoall_base_", "barrier")  # collectives that return only the work handle
 
 
 class _Unconnected(TorchDispatchMode):
-    """Code in which collectives send nothing: what would come from other ranks is zero, of the right shape.
+    """A mode in which collectives send nothing: results from other ranks are zeros of the right shape.
 
-    The other ranks would wait for a rank that fails before a message, until the watchdog ends them. So where slices
-    are of unlike sizes, every rank first runs the model by itself, and they agree on whether anyone has failed.
+    If a rank fails before a collective, the others wait in it until the watchdog ends them. So if slices differ in
+    size, every rank first runs the model by itself, and the ranks agree on whether any of them failed.
     """
 
     def __torch_dispatch__(

@@ -1,19 +1,19 @@
 """Forwards of sliced layers. A layer's forward is replaced, not the module, so that parameters keep their names.
 
-nn.MultiheadAttention computes on one rank's heads.
+An nn.MultiheadAttention computes this rank's heads.
 
 A unit of columns and a row (Shoeybi et al. 2019, section 3), with p ranks in the tensor group:
 
     x [batch, tokens, features]           the same on all ranks
     f: identity, backward all-reduce      `InputMessage`, one for all columns that take this x
     columns: x W_c.T + b_c                [batch, tokens, width / p], W_c [width / p, features]
-    whatever is element-wise, or by head  `Region`: dropout draws for this rank's part
+    element-wise or per-head modules      `Region`: dropout draws for this rank's part
     row: h W_r.T                          [batch, tokens, features], a part of the sum; W_r [features, width / p]
     g: all-reduce, backward identity      `Region.leave`
     + b_r                                 once, after the sum
 
 With split tokens (`sequence_parallel`) f is an all-gather and g a reduce-scatter along the tokens. All ranks of the
-group run every message of a unit, in forward and in backward, in the same order.
+group run every collective of a unit, in forward and in backward, in the same order.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,14 +47,14 @@ class InputMessage:
         self._taken: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The message's result for x, sent once for all the layers that take this very tensor."""
-        # Compared by identity: query, key and value projections are called with one tensor, and one all-reduce of the
-        # sum of their gradients takes the place of three.
+        """The collective's result for x, computed once for all layers that take this very tensor."""
+        # Compared by identity: query, key and value projections are called with one tensor, so one all-reduce of the
+        # sum of their gradients replaces three.
         if self._taken is None or self._given is not x:
             self._given, self._taken, self._left = x, self._message(x), self._uses
         taken = self._taken
         self._left -= 1
-        if not self._left:  # hold no activation longer than the layers need it
+        if not self._left:  # free the activation once all layers have taken it
             self._given = self._taken = None
         return taken
 
@@ -63,19 +63,19 @@ class Region:
     """The part of a unit between its columns and its row layer, where a rank has its own heads or features."""
 
     def __init__(self, leave: Message, now: ForwardContext, part: Portion, *, all_tokens: bool = False) -> None:
-        """`all_tokens`: the columns get the tokens of all ranks, of which a rank has some outside."""
+        """`all_tokens`: the columns get the tokens of all ranks, while outside the unit a rank has a part of them."""
         self._leave = leave
         self._now = now
-        self._part = part  # which heads and features
+        self._part = part  # this rank's heads and features
         self._all_tokens = all_tokens
         self._outside: Portion | None = None
 
     def begin(self, training: bool) -> None:
-        """Called by the first of the columns, so that dropout knows whose elements it drops."""
+        """Enter the region, so that dropout draws for this rank's part; the first column calls it."""
         self._outside = self._now.hold(self._part) if training else None
 
     def at_entry(self) -> AbstractContextManager[None]:
-        """What works on the columns' input, of which every rank has all features."""
+        """The context of modules on the columns' input, such as an adapter's dropout: every rank has all features."""
         if self._outside is None:  # not in training
             return nullcontext()
         return self._now.holding(Portion() if self._all_tokens else self._outside)
@@ -89,12 +89,12 @@ class Region:
 
 
 def column(linear: nn.Module, entry: Message, region: Region, *, begins: bool) -> None:
-    """Make a linear compute its slice of the outputs. With the first of the columns the region `begins`."""
+    """Make a linear layer compute its slice of the outputs. `begins`: it is the first column of its region."""
     product = product_of(linear, region.at_entry)
 
     def forward(x: Tensor) -> Tensor:
         x = entry(x)
-        # Only after the message: with split tokens that is a gather, which isn't part of the region.
+        # After the collective: with split tokens that is a gather, which isn't part of the region.
         if begins:
             region.begin(linear.training)
         return with_bias(product(x), linear)
@@ -103,7 +103,7 @@ def column(linear: nn.Module, entry: Message, region: Region, *, begins: bool) -
 
 
 def shared_column(linear: nn.Module, entry: Message, region: Region, features: Tensor, *, begins: bool) -> None:
-    """Make a whole linear hand on the features [n] that this rank needs, of heads that other ranks need as well."""
+    """Make a whole linear layer return only the features [n] that this rank needs, of heads that ranks share."""
     product = product_of(linear, region.at_entry)
 
     def forward(x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def gathered(module: nn.Module, enter: Message, gather: Message) -> None:
 
 
 def row(linear: nn.Module, region: Region) -> None:
-    """Make a linear compute with its slice of the inputs; the bias is added once, to the sum over the ranks."""
+    """Make a linear layer compute with its slice of the inputs; the bias is added once, to the sum over the ranks."""
     product = product_of(linear)
 
     def forward(x: Tensor) -> Tensor:
@@ -136,10 +136,10 @@ def row(linear: nn.Module, region: Region) -> None:
 
 
 def product_of(linear: nn.Module, around_dropout: Context = nullcontext) -> Message:
-    """From inputs to what a linear and its adapters make without its bias.
+    """The function that a linear layer with its adapters computes, without the bias.
 
-    Where the outputs are in slices, those of the adapters' `up` are too; where the inputs are, those of `down`.
-    `around_dropout`: the context in which adapters drop elements of the inputs.
+    If the layer's outputs are sliced, so are those of the adapters' `up`; if its inputs are, so are those of `down`.
+    `around_dropout`: the context of the adapters' dropout of the inputs.
     """
     base = base_of(linear)
     plain = _product_with(base)
@@ -150,7 +150,7 @@ def product_of(linear: nn.Module, around_dropout: Context = nullcontext) -> Mess
 
 
 def _product_with(base: nn.Module) -> Message:
-    """x [..., in] -> [..., out] without a bias, for either layout of the weight."""
+    """The product of a linear layer without its bias, x [..., in] -> [..., out], for either layout of the weight."""
     if is_conv1d(base):
         # The weight is [in, out].
         return lambda x: F.linear(x, base.get_parameter("weight").t())
@@ -158,28 +158,28 @@ def _product_with(base: nn.Module) -> Message:
 
 
 def with_bias(x: Tensor, linear: nn.Module) -> Tensor:
-    """Add a linear's bias, in the dtype that the product has."""
+    """Add a linear layer's bias to its product, in the product's dtype."""
     bias = base_of(linear).bias
-    # Under autocast the product is in the lower precision, and so is what a whole linear gives.
-    # [..., features or a slice of them] + the same of the bias.
+    # Under autocast the product has the lower precision, as the output of a whole linear layer has.
+    # [..., features or a slice of them] + the bias or the same slice of it.
     return x if bias is None else x + bias.to(x.dtype)  # pyright: ignore[reportCallIssue, reportOperatorIssue]
 
 
 def table(embedding: nn.Embedding, first: int, sum_over_ranks: Message) -> None:
-    """Make an embedding look up the ids of its rows, which begin with id `first`; the sum has each id's row once."""
+    """Make an embedding look up the ids of its own rows, from id `first` on; the sum over ranks has all rows."""
     padding = embedding.padding_idx
     rows, total = embedding.weight.shape[0], embedding.num_embeddings
     mine = padding is not None and first <= padding < first + rows
     own_padding = padding - first if padding is not None and mine else None
 
     def forward(input: Tensor) -> Tensor:  # the name that nn.Embedding gives it
-        # No rank has the row of an id that is out of range; the sum over ranks would be zeros, without a word.
+        # No rank has the row of an id that is out of range: without this check its sum over ranks would be zeros.
         outside = (input < 0) | (input >= total) if input.device.type == "cpu" else None
         if outside is not None and has_values(outside) and bool(outside.any()):
             raise IndexError("index out of range in self")
         local = input - first
         foreign = (local < 0) | (local >= rows)  # [batch, tokens]
-        # [batch, tokens, features]: rows of this rank's ids, zeros of the others' ones.
+        # [batch, tokens, features]: rows of this rank's ids, zeros for other ranks' ids.
         found = F.embedding(local.masked_fill(foreign, 0), embedding.weight, own_padding)
         return sum_over_ranks(found.masked_fill(foreign.unsqueeze(-1), 0))
 
@@ -187,7 +187,7 @@ def table(embedding: nn.Embedding, first: int, sum_over_ranks: Message) -> None:
 
 
 def no_fast_path(model: nn.Module) -> None:
-    """Keep PyTorch's transformer layers from computing with the weights of their parts instead of calling them."""
+    """Disable the fast path of PyTorch's transformer layers, which reads weights of modules without calling them."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
@@ -199,7 +199,7 @@ Group = dist.ProcessGroup
 
 
 def multihead(attention: nn.MultiheadAttention, entries: Mapping[str, Message], region: Region, group: Group) -> None:
-    """Make an attention compute its slice of the heads. `entries` are the messages of query, key and value."""
+    """Make an attention compute its slice of the heads. `entries`: the input collectives of query, key and value."""
     local = _LocalHeads(attention, group)
 
     def forward(
@@ -216,7 +216,7 @@ def multihead(attention: nn.MultiheadAttention, entries: Mapping[str, Message], 
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         entered: dict[int, Tensor] = {}
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if id(tensor) not in entered:  # one message where they are one tensor
+            if id(tensor) not in entered:  # one collective if they are one tensor
                 entered[id(tensor)] = entries[name](tensor)
         region.begin(attention.training)
         query, key, value = (entered[id(tensor)] for tensor in (query, key, value))
@@ -242,7 +242,7 @@ def multihead(attention: nn.MultiheadAttention, entries: Mapping[str, Message], 
 
 
 class _LocalHeads:
-    """The heads of this rank, and what they compute."""
+    """Computes this rank's heads of an attention."""
 
     def __init__(self, attention: nn.MultiheadAttention, group: Group) -> None:
         self._attention = attention
@@ -252,7 +252,7 @@ class _LocalHeads:
         self._first = dist.get_rank(group) * self._count
 
     def mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor) -> Tensor | None:
-        """Both masks as one that is added to the scores, [batch or 1, heads or 1, queries or 1, keys]."""
+        """Combine both masks into one to add to the scores, [batch or 1, heads or 1, queries or 1, keys]."""
         batch = query.shape[0]
         mask = None
         if attn_mask is not None:
@@ -267,7 +267,7 @@ class _LocalHeads:
         return mask
 
     def attend(self, inputs: list[Tensor], mask: Tensor | None, need_weights: bool) -> tuple[Tensor, Tensor | None]:
-        """From [batch, tokens, features] to [batch, tokens, local heads * head_dim], and the weights where wanted."""
+        """Attention from [batch, tokens, features] to [batch, tokens, local heads * head_dim]; weights if needed."""
         query, key, value = (
             self._split(F.linear(x, weight, bias)) for x, (weight, bias) in zip(inputs, self._weights(), strict=True)
         )
@@ -298,7 +298,7 @@ class _LocalHeads:
         return x.reshape(*x.shape[:-1], self._count, self._attention.head_dim).transpose(1, 2)
 
     def _weights(self) -> list[tuple[Any, Any]]:
-        """Weight and bias of queries, keys and values."""
+        """The weight and the bias of the query, key and value projections."""
         module = self._attention
         if module.in_proj_weight is not None:
             # [3 * local heads * head_dim, features]: this rank's queries, then its keys, then its values.
@@ -310,14 +310,14 @@ class _LocalHeads:
 
 
 def _batch_first(x: Tensor, batched: bool, batch_first: bool) -> Tensor:
-    """[batch, tokens, features], from whichever order the module takes."""
+    """Convert an input of the module to [batch, tokens, features], from any order that it accepts."""
     if not batched:
         return x.unsqueeze(0)
     return x if batch_first else x.transpose(0, 1)
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is added to scores; a boolean one says what is left out."""
+    """Convert a mask to one that is added to scores; True in a boolean mask excludes a key."""
     if mask.dtype is not torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))

@@ -1,4 +1,4 @@
-"""Which modules can be sliced, along which dimension, the heads of attention modules, and roles that a user gives."""
+"""Which modules can be sliced and along which dimension, attention heads, and the roles that a user gives."""
 
 import copy
 import sys
@@ -16,26 +16,26 @@ from samestep.parallel.low_rank import Adapted, adapted, base_of
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A linear layer as PyTorch or transformers computes it, perhaps with low-rank adapters.
+    """Whether a module is a linear layer of PyTorch or transformers, perhaps with low-rank adapters.
 
-    A subclass with a forward of its own is none.
+    A subclass with its own forward is not.
     """
     if adapted(module) is not None:
         return True
-    # Its product is taken over by `layers`, so nothing else may happen in its forward.
+    # `layers` replaces the forward by the product, so the forward may do nothing else.
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return (plain or is_conv1d(module)) and _holds(module, "weight", "bias")
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """GPT-2's linear layer, whose weight is [in, out]."""
-    # Only a model that transformers made has one, so there is nothing to import.
+    """Whether a module is transformers' Conv1D, GPT-2's linear layer, whose weight is [in, out]."""
+    # Only transformers' own models have one, so if it is not imported yet, this module is none.
     kinds: Any = sys.modules.get("transformers.pytorch_utils")
     return kinds is not None and isinstance(module, kinds.Conv1D)
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """An embedding whose rows, and their gradients, can be on different ranks."""
+    """Whether a module is an embedding whose rows, and their gradients, can be on different ranks."""
     return (
         isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward
@@ -47,7 +47,7 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def is_multihead(module: nn.Module) -> bool:
-    """PyTorch's own attention with its own forward, whose projections are plain parameters."""
+    """Whether a module is nn.MultiheadAttention with its own forward, and its projections are plain parameters."""
     return (
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward is nn.MultiheadAttention.forward
@@ -57,20 +57,20 @@ def is_multihead(module: nn.Module) -> bool:
 
 
 def _holds(module: nn.Module, *names: str) -> bool:
-    """Whether a module's weights are parameters of its own (or None), not computed from others before each use."""
+    """Whether a module's attributes are its own parameters (or None), not computed from others before each use."""
     return all(name in module._parameters for name in names) and not is_parametrized(module)
 
 
 def computes_weight(module: nn.Module) -> bool:
-    """Whether a linear layer or a table computes its weight from other parameters before each use."""
+    """Whether a linear layer or an embedding computes its weight from other parameters before each use."""
     return isinstance(module, (nn.Linear, nn.Embedding)) and not _holds(module, "weight")
 
 
 def gathered_dims(module: nn.Module) -> dict[str, int] | None:
-    """Of a layer whose outputs can be computed in slices: each parameter's name, and the dimension of its outputs.
+    """The output dimension of each parameter, by name, of a layer whose outputs can be computed in slices.
 
-    Of a parametrized layer (weight_norm) the originals, where each has a row an output: whether its weight is
-    computed row by row is for a look at the output to tell. None for any other module.
+    For a parametrized layer (weight_norm), the original parameters, if each has a row per output; comparing the
+    layer's output tells whether the weight is computed row by row. None for any other module.
     """
     if (layer := adapted(module)) is not None:
         return None if is_conv1d(base_of(module)) else _dims_of_adapted(module, layer)
@@ -90,7 +90,7 @@ def gathered_dims(module: nn.Module) -> dict[str, int] | None:
 
 
 def _dims_of_adapted(module: nn.Module, layer: Adapted) -> dict[str, int]:
-    """The same of a linear layer with adapters, each rank's slice of which takes all of `down`."""
+    """The output dimensions of a linear layer with adapters; each rank's slice takes the whole of `down`."""
     own = (name for name, _ in base_of(module).named_parameters(recurse=False))
     return {".".join(filter(None, (layer.base, name))): 0 for name in own} | {
         f"{each.up}.weight": 0 for each in layer.updates
@@ -98,7 +98,7 @@ def _dims_of_adapted(module: nn.Module, layer: Adapted) -> dict[str, int]:
 
 
 def computes_own_weight(module: nn.Module) -> bool:
-    """Whether a layer's weight is computed from other parameters of it, as weight_norm and spectral_norm do."""
+    """Whether a layer computes its weight from its own other parameters, as with weight_norm and spectral_norm."""
     return adapted(module) is None and any(name not in ("weight", "bias") for name, _ in module.named_parameters())
 
 
@@ -108,7 +108,7 @@ def outputs_of(module: nn.Module) -> int:
 
 
 def outputs_dim(module: nn.Module) -> int:
-    """The dimension of the outputs in what such a layer gives, from the end: convolutions have places behind it."""
+    """The output dimension in the result of a linear layer or a convolution, counted from the end."""
     return -1 - len(getattr(module, "kernel_size", ()))
 
 
@@ -142,7 +142,7 @@ def _weight_shape(linear: nn.Module) -> tuple[int, ...]:
 
 
 def has_own_parameters(module: nn.Module) -> bool:
-    """Whether a module computes with parameters itself; those of a parametrized one stand in a module in it."""
+    """Whether a module computes with parameters itself; a parametrized module has them in a module inside it."""
     return (
         is_parametrized(module) or adapted(module) is not None or any(True for _ in module.parameters(recurse=False))
     )
@@ -150,8 +150,8 @@ def has_own_parameters(module: nn.Module) -> bool:
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-_GROUPS = ("num_key_value_groups", "num_kv_groups", "n_rep")  # query heads of one key-value head
-# What forwards reshape and split by: the width of all heads together.
+_GROUPS = ("num_key_value_groups", "num_kv_groups", "n_rep")  # query heads per key-value head
+# The width of all heads together, by which forwards reshape and split.
 _WIDTHS = ("all_head_size", "inner_dim", "split_size")
 
 
@@ -163,10 +163,10 @@ class Heads:
     keys: int
 
     def pieces(self, columns: Sequence[int], row: int) -> list[list[int]] | None:
-        """The heads in each fused piece of the columns, of given widths, before a row layer of a given input width.
+        """The number of heads of each matrix that the columns fuse, from the columns' widths and the row layer's.
 
-        Queries, keys and values may be in linears of their own or one after the other in one. None where the
-        widths are not those of queries, keys and values.
+        Queries, keys and values may be in separate linear layers or one after the other in one. None if the widths
+        are not those of queries, keys and values.
         """
         head, rest = divmod(row, self.queries)
         if rest:
@@ -179,29 +179,30 @@ class Heads:
         return pieces if whole else None
 
     def why_whole(self, parts: int) -> str | None:
-        """Why ranks can't have heads of their own; None where they can, perhaps with keys and values in common."""
+        """The reason why heads can't be divided over ranks; None if they can, perhaps with shared keys and values."""
         if self.queries % parts == 0 and (self.keys % parts == 0 or self.queries % self.keys == 0):
             return None
         what = f"{self.queries} heads" + (f" and {self.keys} key-value heads" * (self.keys != self.queries))
         return f"has {what}, which {parts} ranks can't share out"
 
     def shares_keys(self, parts: int) -> bool:
-        """Whether ranks need the same key-value heads, since there are too few of them to share out."""
+        """Whether several ranks need the same key-value heads, since there are too few to divide over the ranks."""
         return self.keys % parts != 0
 
     def keys_of(self, rank: int, parts: int) -> list[int]:
-        """The key-value heads that a rank's queries attend to, one for as many consecutive queries each."""
+        """The key-value heads that a rank's queries attend to, each for the same number of consecutive queries."""
         mine = self.queries // parts
         # Query head q uses key-value head q * keys // queries: consecutive queries share one.
         needed = [query * self.keys // self.queries for query in range(rank * mine, (rank + 1) * mine)]
         each = list(dict.fromkeys(needed))
-        # Where queries of one head are on two ranks, some heads have fewer queries here; then each query has its own.
+        # If a key-value head's queries are on two ranks, the heads here have unequal numbers of queries; then each
+        # query gets a key-value head of its own.
         even = mine % len(each) == 0 and [head for head in each for _ in range(mine // len(each))] == needed
         return each if even else needed
 
 
 def heads_of(module: nn.Module) -> Heads | None:
-    """The heads of a module that is an attention; None for any other."""
+    """The heads of an attention module; None for any other module."""
     own = _first(module, _HEADS)
     config = getattr(module, "config", None)
     if own is None and "attention" not in type(module).__name__.lower():
@@ -214,7 +215,7 @@ def heads_of(module: nn.Module) -> Heads | None:
 
 
 def divide(module: nn.Module, heads: Heads, width: int, rank: int, parts: int) -> None:
-    """Make an attention module know that it has one rank's heads; `width` is that of all ranks' together."""
+    """Set an attention module's attributes to one rank's number of heads; `width` is that of all heads together."""
     queries = heads.queries // parts
     keys = len(heads.keys_of(rank, parts)) if heads.shares_keys(parts) else heads.keys // parts
     local = {
@@ -224,12 +225,12 @@ def divide(module: nn.Module, heads: Heads, width: int, rank: int, parts: int) -
         **dict.fromkeys(_WIDTHS, (width, width // parts)),
     }
     for name, (whole, mine) in local.items():
-        # Only an attribute that has exactly the whole number is one: another of this name may mean something else.
+        # Change only attributes with exactly the whole number: others of the same name may mean something else.
         if vars(module).get(name) == whole:
             setattr(module, name, mine)
     config = vars(module).get("config")
     if config is not None:
-        # Some forwards ask the configuration, which other modules share.
+        # Some forwards read the configuration, which other modules share.
         config = copy.copy(config)
         for name in (_HEADS[0], _KEY_VALUE_HEADS[0]):
             whole, mine = local[name]
@@ -246,7 +247,7 @@ def _first(holder: Any, names: Sequence[str]) -> int | None:
 
 Role = TensorRole
 
-# What transformers calls the roles. Its others are for what it can't slice, or no linear, and say nothing here.
+# transformers' names of the roles. Its other names are for modules that it does not slice or that are not linear.
 _TRANSFORMERS: Mapping[str, Role] = {
     "colwise": "column",
     "rowwise": "row",
@@ -258,7 +259,7 @@ _TRANSFORMERS: Mapping[str, Role] = {
 def named(model: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
     """The roles that a user's plan (name or pattern -> role) gives to modules.
 
-    Raises LayoutError for a pattern without a module, and for a role that is none or can't be the module's.
+    Raises LayoutError for a pattern that matches no module, an unknown role, and a role that the module can't have.
     """
     roles: dict[str, Role] = {}
     for pattern, role in given.items():
@@ -281,7 +282,7 @@ def named(model: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
 
 
 def of_transformers(model: nn.Module, vocabulary: int | None) -> dict[str, Role]:
-    """The roles in the plan that a transformers model brings; empty for models that bring none."""
+    """The roles in a transformers model's own plan; empty for models without one."""
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, Mapping):
         return {}
@@ -290,7 +291,7 @@ def of_transformers(model: nn.Module, vocabulary: int | None) -> dict[str, Role]
         styles = [style for pattern, style in plan.items() if fnmatchcase(name, pattern)]
         role = _TRANSFORMERS.get(styles[-1]) if styles else None
         if role == "vocabulary" and is_linear(module) and out_features(module) != vocabulary:
-            role = None  # a projection whose output is gathered at once
+            role = None  # a projection whose output is gathered right after
         if role is not None and role in can_be(module):
             roles[name] = role
     return roles

@@ -1,9 +1,9 @@
-"""Units: linears that are sliced together, found in a trace. Columns make a width, and one row layer takes it.
+"""Finds units in a trace: linear layers that are sliced together, columns and the row layer that takes their output.
 
-What makes a unit: the columns' outputs may only be worked on feature by feature (or head by head) until the row layer
-takes them, since between the two a rank sees its own features alone. The trace tells which modules are called in
-between, and from what each input is computed; it doesn't see plain functions between modules (a softmax over all
-features, say), which is why the sliced model's output is compared with the whole one's in the end (`apply`).
+Between its columns and its row layer a unit may only compute feature by feature (or head by head), since a rank has
+only its own features there. The trace shows which modules are called in between, and from which tensors each input is
+computed. It doesn't show plain functions between modules (a softmax over all features, say), so the sliced model's
+output is compared with the whole one's in the end (`apply`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,25 +34,25 @@ class Unit:
 
     columns: tuple[str, ...]
     row: str
-    width: int  # what the row layer takes, over all ranks
-    pieces: tuple[tuple[int, ...], ...]  # of each column, the sizes of what it fuses, in heads or features
+    width: int  # input features of the row layer, over all ranks
+    pieces: tuple[tuple[int, ...], ...]  # sizes of the matrices that each column fuses, in heads or features
     owner: str | None = None  # the attention module whose heads are sliced
     heads: Heads | None = None
-    partial: tuple[str, ...] = ()  # modules in between that stay whole, and whose gradients are then in parts
-    head_tables: tuple[str, ...] = ()  # embeddings of one number a head
-    by_head: bool = False  # its one column gives [key-value heads, queries of each + 2, head_dim], flattened
+    partial: tuple[str, ...] = ()  # whole modules in between; a rank's gradient of them is a part of the sum
+    head_tables: tuple[str, ...] = ()  # embeddings with one number per head
+    by_head: bool = False  # its only column returns [key-value heads, queries of each + 2, head_dim], flattened
 
     def shared_columns(self, parts: int) -> tuple[str, ...]:
-        """Columns that stay whole, since ranks need the same key-value heads of them; each takes what it needs."""
+        """Columns that stay whole because ranks need the same key-value heads; each rank selects those it needs."""
         if self.heads is None or not self.heads.shares_keys(parts):
             return ()
         alone = (self.heads.queries,)
         return tuple(name for name, each in zip(self.columns, self.pieces, strict=True) if each != alone)
 
     def laid_by_head(self, parts: int) -> "Unit | None":
-        """The same with a column that fuses queries, keys and values head by head, as Bloom's and GPT-NeoX's do.
+        """The unit with a column that fuses queries, keys and values head by head, as Bloom's and GPT-NeoX's do.
 
-        From the widths alone the two ways can't be told apart. None where the unit has no such column, or ranks would
+        The widths alone don't tell the two orders apart. None if the unit has no such column, or several ranks would
         need the same key-value heads.
         """
         heads = self.heads
@@ -67,7 +67,7 @@ class Unit:
 
 
 class UnitFinder:
-    """Finds the units of a model: attentions first, then pairs of layers with only elementwise work in between."""
+    """Finds the units of a model: attentions first, then pairs of layers with only elementwise modules in between."""
 
     def __init__(self, model: nn.Module, trace: Trace, blocks: Sequence[str], forced: Mapping[str, Role]) -> None:
         self._modules = dict(model.named_modules())
@@ -79,12 +79,12 @@ class UnitFinder:
             self._first.setdefault(call.name, call)
         layers = adapted_layers(model)
         self._inner = {name for name in self._first if any(name.startswith(f"{layer}.") for layer in layers)}
-        self._linears = [  # in the order of calls; of an adapted one not what it consists of
+        self._linears = [  # in the order of calls, without the linear layers inside adapted ones
             name for name in self._first if is_linear(self._modules[name]) and name not in self._inner
         ]
 
     def find(self) -> list[Unit]:
-        """The units of the model, each linear in one of them at most."""
+        """The units of the model; each linear layer is in at most one."""
         units = [unit for unit in map(self._attention, self._first) if unit is not None and self._agrees(unit)]
         free = [name for name in self._linears if not any(name in unit.members for unit in units)]
         while free:
@@ -100,20 +100,20 @@ class UnitFinder:
         return next((block for block in self._blocks if name.startswith(block + ".")), None)
 
     def flat_input(self, unit: Unit) -> tuple[str, Sequence[int]] | None:
-        """The layer of a unit in a block that takes something else than [batch, tokens, features], and its shape."""
+        """The column in a block whose input is not [batch, tokens, features], with the input's shape; else None."""
         if self.block_of(unit.row) is None:
             return None
         given = ((name, seen.shape) for name in unit.columns for seen in self._first[name].inputs())
         return next(((name, shape) for name, shape in given if len(shape) != 3), None)
 
     def _agrees(self, unit: Unit) -> bool:
-        """Whether no role that is given for a member says otherwise."""
+        """Whether a unit is consistent with the roles that were given for its members."""
         return self._forced.get(unit.row, "row") == "row" and all(
             self._forced.get(name, "column") == "column" for name in unit.columns
         )
 
     def _attention(self, owner: str) -> Unit | None:
-        """The unit of an attention module: its projections, its output layer, what works by head in between."""
+        """The unit of an attention module: its projections, its output layer, and the per-head modules in between."""
         module = self._modules[owner]
         heads = heads_of(module)
         if heads is None or is_multihead(module):
@@ -152,7 +152,7 @@ class UnitFinder:
         )
 
     def _row_of_attention(self, call: Call, columns: Sequence[str], rest: Sequence[str]) -> str | None:
-        """The one other linear of the attention, or where it has none the one that takes what it gives."""
+        """The attention's only other linear layer or, without one, the linear layer that takes its output."""
         if not columns or len(rest) > 1:
             return None
         if rest:
@@ -162,15 +162,15 @@ class UnitFinder:
         return after[0] if after and self._input(after[0]) in given else None
 
     def _is_per_head(self, name: str, head: int) -> bool:
-        """Whether a module works on one head at a time, as a norm of queries or keys does."""
+        """Whether a module computes on one head at a time, as a norm of queries or keys does."""
         shapes = [parameter.shape for parameter in self._modules[name].parameters(recurse=False)]
-        if not shapes:  # a parametrized module, whose gradients come together in a module inside
+        if not shapes:  # a parametrized module, whose parameters are in a module inside it
             return False
         seen = [*self._first[name].inputs(), *self._first[name].outputs()]
         return all(shape[-1] == head for shape in shapes) and all(s.shape[-1] == head for s in seen)
 
     def _is_head_table(self, name: str, owner: str, heads: Heads) -> bool:
-        """Whether an embedding gives one number a head, as T5's relative positions do."""
+        """Whether a module is an attention's embedding with one number per head, as T5's relative positions are."""
         module = self._modules[name]
         return (
             isinstance(module, nn.Embedding)
@@ -179,7 +179,7 @@ class UnitFinder:
         )
 
     def _pair(self, free: Sequence[str]) -> Unit | None:
-        """Columns that share an input, and the linear after them, with nothing but elementwise modules between."""
+        """The unit of columns with a common input and the next linear layer, if all between is elementwise."""
         columns = [free[0]]
         for name in free[1:]:
             if self._input(name) != self._input(free[0]):
@@ -193,14 +193,14 @@ class UnitFinder:
             or any(name in self._forced for name in (*columns, row))
         ):
             return None
-        # Where a model has repeated blocks, what lies outside of them is small.
+        # In a model with repeated blocks, layers outside them are small.
         if self.block_of(row) != self.block_of(columns[0]) or (self._blocks and self.block_of(row) is None):
             return None
         if any(not self._is_harmless(name) for name in self._between(columns, row)):
             return None
         width = in_features(self._modules[row])
-        # [columns]: each must make what the row layer takes, or all of them together twice that, as a gated layer
-        # does.
+        # Widths by column: each is the row layer's input width, or a single column has twice that, as a gated layer
+        # has.
         widths = [out_features(self._modules[name]) for name in columns]
         fused = len(columns) == 1 and widths[0] == 2 * width  # gate and up in one
         if not fused and any(w != width for w in widths):
@@ -209,7 +209,7 @@ class UnitFinder:
         return Unit(columns=tuple(columns), row=row, width=width, pieces=pieces)
 
     def _given(self, free: Sequence[str]) -> Unit | None:
-        """Columns and the row after them as a plan says: trusted for what can't be seen in a trace."""
+        """The unit that given roles describe; what a trace can't show is taken on trust."""
         columns: list[str] = []
         for name in free:
             if self._forced.get(name) != "column":
@@ -238,7 +238,7 @@ class UnitFinder:
         )
 
     def _comes_from(self, row: str, columns: Sequence[str]) -> bool:
-        """Whether what a layer takes is computed from what each of some others gives."""
+        """Whether a layer's inputs are computed from the outputs of each of the columns."""
         made = [seen for name in columns for seen in self._first[name].outputs()]
         return all(
             self._trace.computed_from(seen, made) == {each.identity for each in made}
@@ -246,12 +246,12 @@ class UnitFinder:
         )
 
     def _after(self, columns: Sequence[str]) -> str | None:
-        """The first linear that is called after all of the columns have ended."""
+        """The first linear layer that is called after all columns have ended."""
         last = max(self._first[name].ended for name in columns)
         return next((name for name in self._linears if self._first[name].began > last), None)
 
     def _between(self, columns: Sequence[str], row: str) -> Iterator[str]:
-        """Modules that are called from the first column's beginning to the row's."""
+        """Modules that are called between the start of the first column and that of the row layer."""
         began = min(self._first[name].began for name in columns)
         for call in self._trace.calls:
             if call.name in self._inner or call.name in columns:

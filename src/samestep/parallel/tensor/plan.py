@@ -1,11 +1,12 @@
-"""The plan: what of a model is sliced over how many ranks, and how; found from the model, or as somebody says.
+"""The tensor parallel plan of a model: which modules are sliced, over how many ranks, and along which dimension.
 
 A cut is (dimension, ranges of each rank): [(first, one past the last), ...] along this dimension of the whole
-parameter. Several ranges where a parameter fuses several things one after the other: rank 0 of 2 takes of a fused
-[queries; keys; values] of 3 x 64 rows the ranges (0, 32), (64, 96), (128, 160).
+parameter. A parameter that fuses several matrices has a range in each: of fused [queries; keys; values] with 3 x 64
+rows, rank 0 of 2 holds (0, 32), (64, 96) and (128, 160).
 
-Which rules apply, later ones over earlier ones: what transformers' own `tp_plan` says, what other modules use (must
-stay whole), what has gone wrong in a try before, what the user says.
+A module's role comes from four sources, of which a later one overrides the earlier: transformers' own `tp_plan`,
+modules whose parameters other modules use (they stay whole), modules that an earlier try found to be at fault (they
+stay whole), and the user's plan.
 """
 
 from collections import Counter
@@ -38,20 +39,20 @@ from samestep.parallel.tensor.modules import (
 )
 from samestep.parallel.tensor.pairs import Unit, UnitFinder
 
-Cut = tuple[int, list[list[Range]]]  # the dimension, and each rank's ranges of it
+Cut = tuple[int, list[list[Range]]]  # a dimension, and each rank's ranges along it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is sliced. Everything that it doesn't name stays whole on every rank, which is always right."""
+    """The modules to slice. All others stay whole on every rank, which is always correct."""
 
     parts: int
     units: tuple[Unit, ...]
-    multiheads: tuple[str, ...]  # nn.MultiheadAttention, a unit in itself
+    multiheads: tuple[str, ...]  # nn.MultiheadAttention modules, each of which is a unit of its own
     tables: tuple[str, ...]  # embeddings sliced by the vocabulary
     outputs: tuple[str, ...]  # output layers sliced by the vocabulary
-    gathered: tuple[str, ...] = ()  # layers of which each rank computes some outputs, which are put together at once
-    left_whole: Mapping[str, str] = field(default_factory=dict)  # what could not be sliced -> why
+    gathered: tuple[str, ...] = ()  # layers whose outputs are computed in slices and gathered right after
+    left_whole: Mapping[str, str] = field(default_factory=dict)  # module that could not be sliced -> reason
 
     def roles(self) -> dict[str, Role]:
         """The role of every module that is sliced."""
@@ -62,7 +63,7 @@ class Plan:
         return found
 
     def cuts(self, model: nn.Module) -> dict[str, Cut]:
-        """How each sliced parameter is cut, by its name."""
+        """The cut of each sliced parameter, by its name."""
         cuts: dict[str, Cut] = {}
         for name in (*self.tables, *self.outputs):
             module = model.get_submodule(name)
@@ -79,9 +80,9 @@ class Plan:
         return cuts
 
     def in_parts(self, model: nn.Module) -> set[str]:
-        """The modules with whole parameters of which a rank's gradients are of its heads or features alone.
+        """The modules with whole parameters whose gradients on a rank come from its heads or features only.
 
-        Of adapters the half that is not sliced: it works for this rank's outputs, or on its inputs.
+        Of an adapter, that is the matrix that is not sliced: it feeds this rank's outputs, or reads its inputs.
         """
         found: set[str] = set()
         for unit in self.units:
@@ -97,10 +98,10 @@ class Plan:
         return found
 
     def _cuts_of_unit(self, model: nn.Module, unit: Unit) -> Iterator[tuple[str, Cut]]:
-        """Each parameter of a unit that is cut: columns along outputs, the row layer along inputs."""
-        # Rows that must stay together: those of a head, or single features.
+        """The cuts of a unit's parameters: columns along their outputs, the row layer along its inputs."""
+        # The number of rows that must stay on one rank: those of a head, or 1 for features without heads.
         step = unit.width // unit.heads.queries if unit.heads is not None else 1
-        # Whole on every rank, so they have no cut; their gradients are sums over the ranks (`in_parts`).
+        # Whole on every rank, so they have no cut; their gradients are summed over the ranks (`in_parts`).
         shared = unit.shared_columns(self.parts)
         for name, pieces in zip(unit.columns, unit.pieces, strict=True):
             if name in shared:
@@ -113,7 +114,7 @@ class Plan:
                 yield f"{_base_name(name, linear)}.bias", (0, ranges)
             for update in _updates(linear):
                 yield f"{name}.{update.up}.weight", (0, ranges)
-        # The row layer's inputs are the queries' heads, whatever number of keys there is.
+        # The row layer takes the query heads' outputs, whatever the number of key-value heads.
         heads = [unit.heads.queries if unit.heads is not None else unit.width]
         row, ranges = model.get_submodule(unit.row), even_ranges(heads, self.parts, step)
         yield f"{_base_name(unit.row, row)}.weight", (in_dim(row), ranges)
@@ -123,7 +124,7 @@ class Plan:
             yield f"{name}.weight", (1, even_ranges(heads, self.parts))
 
     def uneven(self, model: nn.Module) -> bool:
-        """Whether slices between columns and rows are of unlike sizes, so that some ranks' alone may fail.
+        """Whether the ranks' slices of units differ in size, so that a forward may fail on some ranks only.
 
         `model` is still whole.
         """
@@ -132,7 +133,7 @@ class Plan:
         return any(len({sum(last - first for first, last in each) for each in ranges}) > 1 for _, ranges in cuts)
 
     def _cuts_of_multihead(self, model: nn.Module, name: str) -> Iterator[tuple[str, Cut]]:
-        """The same of nn.MultiheadAttention: projections by heads, out_proj along its inputs."""
+        """The cuts of an nn.MultiheadAttention: projections by heads, out_proj along its inputs."""
         attention = model.get_submodule(name)
         assert isinstance(attention, nn.MultiheadAttention)
         heads, step = attention.num_heads, attention.head_dim
@@ -158,16 +159,18 @@ def make_plan(
     by_head: Collection[str] = (),
     tokens_split: bool = False,
 ) -> Plan:
-    """Find what can be sliced over `parts` ranks.
+    """Find the modules that can be sliced over `parts` ranks.
 
-    `blocks` are the names of the repeated layers. What `given` says (name or pattern -> role) goes before the plan
-    that a transformers model brings, and that before what is found. What `left_whole` names (module -> why) stays
-    whole, and so does an attention whose heads the ranks can't share out. The columns in `by_head` fuse queries, keys
-    and values head by head instead of one after the other. Where there is no attention nor pair of layers to slice,
-    each layer's outputs are computed in slices; where these go wrong in a model of nothing but parametrized layers,
-    all of them stay whole. With `tokens_split` layers that take the tokens of all samples in one row,
-    [batch * tokens, features], stay whole: there is no dimension of tokens to gather. Raises LayoutError for a wrong
-    `given`, and where nothing can be sliced.
+    `blocks` are the names of the repeated layers. `given` (name or pattern -> role) overrides the plan of a
+    transformers model, which overrides what is found here. Modules in `left_whole` (module -> reason) stay whole, and
+    so does an attention whose heads can't be divided over the ranks (`Heads.why_whole`). The columns in `by_head`
+    fuse queries, keys and values head by head instead of one matrix after the other.
+
+    A model without an attention or a pair of layers to slice computes each layer's outputs in slices. If these fail
+    in a model that has only parametrized layers, all of its layers stay whole.
+
+    With `tokens_split`, layers that take flattened samples, [batch * tokens, features], stay whole, since their input
+    has no token dimension to gather. Raises LayoutError for a wrong `given`, and if nothing can be sliced.
     """
     said = named(model, given or {})
     vocabulary = _vocabulary(model, trace)
@@ -206,7 +209,7 @@ def make_plan(
         and (name in forced or (_rows(module) == vocabulary and finder.block_of(name) is None))
     ]
     large = _tied_alike(model, large, {call.name for call in trace.calls})
-    # The way of last resort: a gather after every layer, which saves memory and computation but no message.
+    # The last resort is a gather after every layer: it saves memory and computation, but no communication.
     alone = not (units or multiheads or tokens_split)
     gathered = tuple(_gathered(model, trace, parts, forced, large)) if alone else ()
     plan = Plan(
@@ -223,19 +226,22 @@ def make_plan(
 
 
 def _base_name(name: str, linear: nn.Module) -> str:
-    """What holds the weight and the bias of a linear layer, by its name in the model."""
+    """The name of the module that holds a linear layer's weight and bias: with adapters, its base layer."""
     layer = adapted(linear)
     return f"{name}.{layer.base}" if layer is not None and layer.base else name
 
 
 def _updates(linear: nn.Module) -> Sequence[Update]:
-    """The low-rank updates of a linear with adapters."""
+    """The low-rank updates of a linear layer; empty without adapters."""
     layer = adapted(linear)
     return () if layer is None else layer.updates
 
 
 def even_ranges(pieces: Sequence[int], parts: int, step: int = 1) -> list[list[Range]]:
-    """Each rank's ranges of a dimension in which pieces stand one after the other, each of some steps."""
+    """Each rank's ranges along a dimension of concatenated pieces.
+
+    A piece of n units has n * `step` indices; each rank gets an even share of the units of every piece.
+    """
     ranges: list[list[Range]] = [[] for _ in range(parts)]
     start = 0
     for piece in pieces:
@@ -247,19 +253,19 @@ def even_ranges(pieces: Sequence[int], parts: int, step: int = 1) -> list[list[R
 
 
 def vocabulary_ranges(rows: int, parts: int) -> list[list[Range]]:
-    """Each rank's rows of a vocabulary: as many for all but the last, which is how DTensor cuts a dimension."""
-    # ceil(rows / parts) for each rank but the last, as torch.chunk does: the loss on slices is DTensor's.
+    """Each rank's rows of a vocabulary, split as DTensor splits a dimension: equal but for the last ranks."""
+    # ceil(rows / parts) per rank, as torch.chunk has it, since the loss on slices is computed by DTensor.
     size = -(-rows // parts)
     return [[(min(rows, rank * size), min(rows, (rank + 1) * size))] for rank in range(parts)]
 
 
 def _divides(rows: int, parts: int) -> bool:
-    """Whether every rank would get rows of a vocabulary."""
+    """Whether every rank would get at least one row of a vocabulary."""
     return all(first < last for ranges in vocabulary_ranges(rows, parts) for first, last in ranges)
 
 
 def _vocabulary(model: nn.Module, trace: Trace) -> int | None:
-    """The size of the vocabulary: as a configuration says, or the rows of the largest table that input goes into."""
+    """The vocabulary size: the configuration's, or else the rows of the largest embedding that takes model inputs."""
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     if isinstance(size, int):
         return size
@@ -275,7 +281,7 @@ def _vocabulary(model: nn.Module, trace: Trace) -> int | None:
 
 
 def _rows(module: nn.Module) -> int:
-    """Rows of a table or an output layer that can be cut by the vocabulary; 0 for anything else."""
+    """Rows of an embedding or an output layer that can be sliced by the vocabulary; 0 for any other module."""
     if isinstance(module, nn.Embedding) and is_embedding(module):
         return module.num_embeddings
     plain = is_linear(module) and adapted(module) is None
@@ -283,7 +289,7 @@ def _rows(module: nn.Module) -> int:
 
 
 def _can_slice(module: nn.Module) -> bool:
-    """Whether nn.MultiheadAttention has nothing that stands across its heads."""
+    """Whether a module is an nn.MultiheadAttention without parameters or keys that span its heads."""
     return (
         isinstance(module, nn.MultiheadAttention)
         and is_multihead(module)
@@ -295,7 +301,7 @@ def _can_slice(module: nn.Module) -> bool:
 def _gathered(
     model: nn.Module, trace: Trace, parts: int, forced: Mapping[str, Role], others: Collection[str]
 ) -> Iterator[str]:
-    """Layers that can compute their outputs in slices, and whose parameters no other module has."""
+    """Layers that can compute their outputs in slices, and share no parameter with another module."""
     called = {call.name for call in trace.calls}
     layers = adapted_layers(model)
     holders = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
@@ -303,9 +309,9 @@ def _gathered(
         whole = name in others or forced.get(name) == "whole"
         if whole or name not in called or gathered_dims(module) is None:
             continue
-        if any(name.startswith(f"{layer}.") for layer in layers):  # the layer is sliced with what is in it
+        if any(name.startswith(f"{layer}.") for layer in layers):  # an adapted layer is sliced with its inner modules
             continue
-        # A weight that is computed from uneven slices may fail on one rank alone, and the others would wait for it.
+        # Computing a weight from uneven slices may fail on one rank only, and the others would wait for that rank.
         if computes_own_weight(module) and outputs_of(module) % parts:
             continue
         if outputs_of(module) >= parts and all(holders[id(p)] == 1 for p in module.parameters()):
@@ -313,7 +319,7 @@ def _gathered(
 
 
 def _tied_alike(model: nn.Module, names: Sequence[str], called: set[str]) -> list[str]:
-    """Those of the modules that are called, and whose weight no module has that is sliced otherwise."""
+    """The modules of `names` that are called, and whose parameters are not shared with a module outside `names`."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -322,13 +328,13 @@ def _tied_alike(model: nn.Module, names: Sequence[str], called: set[str]) -> lis
     def alike(name: str) -> bool:
         for parameter in model.get_submodule(name).parameters(recurse=False):
             for other in holders[id(parameter)]:
-                # A module may also hold the bias of the output layer inside it.
+                # A parent module may also hold its output layer's bias.
                 if other not in names and not name.startswith(other + "."):
                     return False
         return True
 
     def is_called(name: str) -> bool:
-        """Or is but a name of a weight that others are called with."""
+        """Whether the module, or another one that holds the same weight, is called."""
         weight = model.get_submodule(name).get_parameter("weight")
         return any(other in called for other in holders[id(weight)])
 
@@ -336,7 +342,7 @@ def _tied_alike(model: nn.Module, names: Sequence[str], called: set[str]) -> lis
 
 
 def _used_elsewhere(model: nn.Module, trace: Trace) -> list[str]:
-    """Modules of which another module's forward uses a parameter, which wants it whole."""
+    """Modules with a parameter that another module's forward reads, and so needs whole."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     holders: dict[nn.Parameter, list[str]] = {}
     for module_name, module in model.named_modules():
@@ -351,7 +357,10 @@ def _used_elsewhere(model: nn.Module, trace: Trace) -> list[str]:
 
 
 def _check(plan: Plan, model: nn.Module, said: Mapping[str, Role], flat: Sequence[tuple[str, Sequence[int]]]) -> None:
-    """Raise LayoutError where a given role can't be had, or nothing is sliced; `flat`: layers without tokens."""
+    """Raise LayoutError for a given role that is not possible, and if nothing is sliced.
+
+    `flat`: layers whose input has no token dimension, with its shape.
+    """
     found = plan.roles()
     for name, role in said.items():
         if role != "whole" and found.get(name) != role:
@@ -364,7 +373,7 @@ def _check(plan: Plan, model: nn.Module, said: Mapping[str, Role], flat: Sequenc
             f'layout "tp{plan.parts} sequence=split": {first} takes {list(shape)}, which is not [samples, tokens, '
             f"features], so there is no dimension of tokens to split; use tp{plan.parts}, which slices it"
         )
-    # A model of parametrized layers alone is right with all of them whole, and its user is told so.
+    # A model that has only parametrized layers is correct with all of them whole; `apply` reports that to the user.
     whole = [model.get_submodule(name) for name in plan.left_whole]
     if not (found or plan.gathered) and not (whole and all(map(computes_own_weight, whole))):
         computed = next((name for name, module in model.named_modules() if computes_weight(module)), None)
@@ -382,7 +391,7 @@ def _check(plan: Plan, model: nn.Module, said: Mapping[str, Role], flat: Sequenc
 
 
 def _why_not(module: nn.Module, role: Role) -> str:
-    """Why a module can't have the role that a user gave it."""
+    """The reason why a module can't have the role that a user gave it."""
     if role == "column":
         return "no row layer takes what it makes, or that is not the queries, keys and values of whole heads"
     if role == "row":

@@ -1,17 +1,17 @@
-"""Sequence parallel: between the sliced layers of the blocks, each rank of the group has a part of the tokens.
+"""Sequence parallel: outside the sliced layers of the blocks, each tensor rank holds a part of the tokens.
 
-What works token by token there (norms, dropout, residuals) is neither computed nor kept p times.
-(Korthikanti et al. 2022, section 4.2.)
+Token-wise work there (norms, dropout, residuals) is then computed, and its activations kept, once over the group
+instead of on each of its p ranks (Korthikanti et al. 2022, section 4.2).
 
 Hidden states between blocks are [batch, tokens of this rank, features]. At each sliced unit in a block:
 
     enter   all-gather along the tokens (backward: reduce-scatter, as each rank's gradient is of its own features)
     leave   reduce-scatter along the tokens (backward: all-gather)
 
-which together send what the two all-reduces of plain tensor parallel send. Parameters that work on split tokens
-(norms, biases after a row layer) are whole on every rank and get gradients of its tokens alone, which
-`ShardTable.sum_gradients` adds up after backward. What comes into a block whole (masks, an encoder's output) is used
-by each rank for its part, so its gradient is summed where the block begins.
+which together send as much as the two all-reduces of plain tensor parallel. Parameters that are applied to split
+tokens (norms, biases after a row layer) are whole on every rank, and their gradients on a rank come from its tokens
+only; `ShardTable.sum_gradients` sums them after backward. An input that enters a block whole (a mask, an encoder's
+output) is used by each rank for its own part, so its gradient is summed where the block begins.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,37 +42,40 @@ from samestep.parallel.context.gathered import Gathered, Messages, find_gathered
 from samestep.parallel.context.hidden import keeps_tokens, used_between
 from samestep.parallel.exact.forward_context import ForwardContext, NotesTokens, Portion
 
-Key = int | str  # a position or a keyword
+Key = int | str  # position or keyword of an argument
 
 
 class Stream:
-    """The tokens that flow through one list of blocks."""
+    """The split tokens of one list of blocks, and the hooks that split, count and gather them."""
 
     def __init__(self, names: Sequence[str], trace: Trace, group: dist.ProcessGroup, dim: int, layout: str) -> None:
         self.names = names
         self.dim = dim  # of the tokens in the hidden states
-        self.total = 0  # tokens over all ranks, in the block that runs
-        self.gathered: list[Gathered] = []  # modules of the blocks that get all tokens
+        self.total = 0  # tokens over all ranks, in the block that is running
+        self.gathered: list[Gathered] = []  # modules in the blocks that get all tokens
         self._group = group
         self._calls = [_only_call(name, trace, layout) for name in names]
-        # Which argument of a block, and which leaf of a block's output, is the hidden state.
+        # The argument of a block, and the leaf of a block's output, that is the hidden state.
         self._key, self._leaf = _find_hidden(self._calls, layout)
         self._outside = {
             name: {seen.identity for seen in call.inputs()} - {_given(call, self._key).identity}
             for name, call in zip(names, self._calls, strict=True)
         }
-        # Of these, what one block has made and hands on to the next beside the hidden state, such as a bias of heads.
+        # Tensors that a block returns besides the hidden state, for the next block, such as attention biases.
         self._handed = {seen.identity for call in self._calls for seen in call.outputs()}
         self._summed = [self._places_summed(call) for call in self._calls]
         _check_passed_on(self._calls, self._key, layout)
 
     def holds(self, name: str) -> bool:
-        """Whether a module works on this rank's tokens."""
+        """Whether a module computes on this rank's tokens only."""
         everything = any(f"{name}.".startswith(f"{each.name}.") for each in self.gathered)
         return self._block_of(name) is not None and not everything
 
     def find_gathered(self, trace: Trace, slices: Sequence[str]) -> None:
-        """Find the modules in which tokens meet: but attentions that are in slices, which gather them themselves."""
+        """Find the modules that combine tokens, other than sliced attentions, which gather all tokens themselves.
+
+        `slices`: the names of the sliced modules.
+        """
         if self.dim != 1:
             return
         for block in self._calls:
@@ -82,16 +85,16 @@ class Stream:
             self.gathered += [each for each in found if not any(f"{s}.".startswith(f"{each.name}.") for s in slices)]
 
     def is_outside(self, name: str, identity: int | None) -> bool:
-        """Whether what a module in a block is given came into the block whole (a mask, an encoder's output)."""
+        """Whether a module's input entered the block whole (a mask, an encoder's output)."""
         block = self._block_of(name)
         return block is None or identity in self._outside[block]
 
     def is_summed(self, name: str, identity: int | None) -> bool:
-        """Whether the gradients of all uses of an input are added up over the ranks where its block begins."""
+        """Whether the gradient of an input is summed over the ranks where its block begins, for all of its uses."""
         return self._block_of(name) is not None and self.is_outside(name, identity) and identity not in self._handed
 
     def _places_summed(self, call: Call) -> frozenset[Any]:
-        """Where in a block's arguments stands what came from before the blocks, whole: masks, an encoder's output."""
+        """The pytree paths in a block's arguments of tensors from before the blocks, which are whole: masks, say."""
         hidden = _given(call, self._key).identity
         leaves = pytree.tree_leaves_with_path(
             (call.arguments, dict(call.keywords)), is_leaf=lambda value: isinstance(value, Seen)
@@ -109,7 +112,7 @@ class Stream:
         return reduce_scatter_to_region(x, Slices.even(x.shape[self.dim], self._group), self.dim)
 
     def attach(self, model: nn.Module, now: ForwardContext) -> None:
-        """Split the tokens where the first block begins, and put them together where the last one ends."""
+        """Add the hooks that split the tokens before the first block and gather them after the last one."""
         blocks = [model.get_submodule(name) for name in self.names]
         blocks[0].register_forward_pre_hook(NotesTokens(self._note), with_kwargs=True)
         blocks[0].register_forward_pre_hook(self._split, with_kwargs=True)
@@ -120,25 +123,27 @@ class Stream:
             own=self._own,
             gather=self._gather_tokens,
             split=self._split_tokens,
-            # The gradients of parameters in the block are summed, and those of what came from before the blocks.
+            # Gradients of the block's parameters and of tensors from before the blocks are summed over the ranks
+            # afterwards, so each rank takes a share of the gradient.
             share=lambda whole, handed: whole if handed else divide_gradient(whole, self._group),
         )
         for each in self.gathered:
             give_all_tokens(model.get_submodule(each.name), each, messages, now)
-        # First of the hooks, as the split is the last: what others split at the first block they gather after it.
+        # The split is the last pre-hook of the first block, so the gather is the first hook of the last block: other
+        # hooks that split the hidden state before this one gather it after.
         blocks[-1].register_forward_hook(self._gather_output, prepend=True)
 
     def _wrap(self, block: nn.Module, summed: frozenset[Any], now: ForwardContext) -> None:
-        """A block's forward that learns how many tokens there are, and tells draws which of them are here."""
+        """Wrap a block's forward: sets the number of tokens, and the position of this rank's for random draws."""
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
 
-        # The number comes as an argument, so that a block that is computed again in backward gets its own.
+        # The number is passed as an argument, so that a block that is recomputed in backward gets its own.
         def forward(inner: Callable[..., Any], *arguments: Any, samestep_tokens: int, **keywords: Any) -> Any:
             self.total = samestep_tokens
             arguments, keywords = self._sum_gradients(arguments, keywords, summed)
             if not block.training:
                 return inner(*arguments, **keywords)
-            # Where this rank's tokens begin, for what draws by position.
+            # The position of this rank's first token, for draws that depend on the position.
             first, _ = bounds(samestep_tokens, rank, ranks)
             with now.holding(Portion(activations={self.dim: first})):
                 return inner(*arguments, **keywords)
@@ -148,7 +153,11 @@ class Stream:
     def _sum_gradients(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any], places: frozenset[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What every rank has whole and uses for its own tokens, heads or features: gradients come in parts."""
+        """Sum, in backward, the gradients of the tensors at `places` over the ranks.
+
+        Every rank has these tensors whole and uses them for its own tokens, heads or features, so its gradient is a
+        part of the sum.
+        """
         if not torch.is_grad_enabled():
             return arguments, keywords
         done: dict[int, Tensor] = {}
@@ -156,7 +165,7 @@ class Stream:
         def summed(path: Any, leaf: Any) -> Any:
             if path not in places or not isinstance(leaf, Tensor) or not leaf.requires_grad:
                 return leaf
-            # One all-reduce for a tensor that stands in several places.
+            # One all-reduce per tensor, also where it is passed several times.
             return done.setdefault(id(leaf), copy_to_region(leaf, self._group))
 
         return pytree.tree_map_with_path(summed, (arguments, keywords))
@@ -170,7 +179,7 @@ class Stream:
         return scatter_to_region(whole, Slices.even(whole.shape[dim], self._group), dim)
 
     def _own(self) -> int:
-        """How many tokens this rank has of the block that runs."""
+        """The number of this rank's tokens in the block that is running."""
         first, last = bounds(self.total, dist.get_rank(self._group), dist.get_world_size(self._group))
         return last - first
 
@@ -178,16 +187,16 @@ class Stream:
         self.total = argument(arguments, keywords, self._key).shape[self.dim]
 
     def _split(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """A hook before the first block: its hidden state cut to this rank's tokens."""
+        """Forward pre-hook of the first block: replaces the hidden state by this rank's tokens of it."""
         hidden = argument(arguments, keywords, self._key)
         return replaced(arguments, keywords, self._key, self._split_tokens(hidden, self.dim))
 
     def _tell_total(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """A hook before every block: hands the number of tokens on as an argument."""
+        """Forward pre-hook of every block: passes the total number of tokens as an argument."""
         return arguments, {**keywords, "samestep_tokens": self.total}
 
     def _gather_output(self, block: nn.Module, arguments: Any, output: Any) -> Any:
-        """A hook after the last block: the hidden state of all tokens again."""
+        """Forward hook of the last block: gathers the hidden state of all tokens."""
         leaves, form = pytree.tree_flatten(output)
         leaves[self._leaf] = self._gather_tokens(leaves[self._leaf], self.dim)
         return pytree.tree_unflatten(leaves, form)
@@ -197,10 +206,10 @@ class Stream:
 
 
 def find_lists(model: nn.Module, blocks: Sequence[str], trace: Trace, layout: str) -> list[list[str]]:
-    """The lists of blocks that hand on hidden states of [batch, tokens, features], by their names.
+    """Find the lists of blocks that pass on hidden states [batch, tokens, features]; returns the blocks' names.
 
-    Where the blocks of a list hand on something else, lists in its blocks may do so, such as the layers of a stage.
-    Raises LayoutError where there is none.
+    If the blocks of a list pass on something else, the lists inside its blocks are tried, such as the layers of a
+    stage. Raises LayoutError if no list qualifies.
     """
     names = {module: name for name, module in model.named_modules()}
     callable_blocks = [names[block] for block in with_forward([model.get_submodule(name) for name in blocks])]
@@ -231,7 +240,7 @@ def find_lists(model: nn.Module, blocks: Sequence[str], trace: Trace, layout: st
 
 
 def _check_list(model: nn.Module, names: Sequence[str], blocks: Sequence[str], trace: Trace, layout: str) -> None:
-    """Raise LayoutError where the tokens of a list can't be split."""
+    """Raise LayoutError if the tokens of a list of blocks can't be split."""
     used_outside = trace.used_outside(model, [*names, *blocks])
     if used_outside is not None:
         raise LayoutError(
@@ -254,27 +263,27 @@ def _check_list(model: nn.Module, names: Sequence[str], blocks: Sequence[str], t
 
 
 def argument(arguments: Sequence[Any], keywords: Mapping[str, Any], key: Key) -> Any:
-    """One argument of a call; None where it has none there."""
+    """An argument of a call by its position or keyword; None if the call doesn't have it."""
     if isinstance(key, str):
         return keywords.get(key)
     return arguments[key] if key < len(arguments) else None
 
 
 def replaced(arguments: tuple[Any, ...], keywords: Mapping[str, Any], key: Key, value: Any) -> Any:
-    """A call's arguments with one of them replaced."""
+    """The arguments of a call with the one at `key` replaced by `value`."""
     if isinstance(key, str):
         return arguments, {**keywords, key: value}
     return (*arguments[:key], value, *arguments[key + 1 :]), dict(keywords)
 
 
 def keys_of(call: Call, identity: int | None) -> list[Key]:
-    """The positions and keywords under which a module was given a tensor."""
+    """The positions and keywords at which a call was given a tensor."""
     given: list[tuple[Key, Any]] = [*enumerate(call.arguments), *call.keywords.items()]
     return [key for key, value in given if isinstance(value, Seen) and value.identity == identity]
 
 
 def _only_call(name: str, trace: Trace, layout: str) -> Call:
-    """The one call of a block. Raises LayoutError where there are more, or none."""
+    """The only call of a block in the trace. Raises LayoutError if it has none or several."""
     calls = trace.of(name)
     if len(calls) != 1:
         raise LayoutError(
@@ -285,7 +294,10 @@ def _only_call(name: str, trace: Trace, layout: str) -> Call:
 
 
 def _find_hidden(calls: Sequence[Call], layout: str) -> tuple[Key, int]:
-    """Which argument of a block is the hidden states, and which leaf of what the block before it gave."""
+    """Find the block argument that is the hidden state, and the leaf of the previous block's output that it is.
+
+    Raises LayoutError if the blocks do not pass on a tensor [batch, tokens, features].
+    """
     before, block = calls[0], calls[1]
     leaves = pytree.tree_leaves(before.output, is_leaf=lambda value: isinstance(value, Seen))
     for index, seen in enumerate(leaves):
@@ -301,7 +313,7 @@ def _find_hidden(calls: Sequence[Call], layout: str) -> tuple[Key, int]:
 
 
 def _hands_on(before: Call, block: Call, key: Key, index: int) -> bool:
-    """Whether a block is given, as its hidden state, the very tensor that the block before gave."""
+    """Whether a block's argument `key` is the very tensor that is leaf `index` of the previous block's output."""
     leaves = pytree.tree_leaves(before.output, is_leaf=lambda value: isinstance(value, Seen))
     taken = _given(block, key)
     made = leaves[index] if index < len(leaves) else None
@@ -309,7 +321,7 @@ def _hands_on(before: Call, block: Call, key: Key, index: int) -> bool:
 
 
 def _check_passed_on(calls: Sequence[Call], key: Key, layout: str) -> None:
-    """Raise LayoutError where blocks pass on what has a gradient and came from before them, as it was."""
+    """Raise LayoutError if blocks return, unchanged, an input from before the blocks that has a gradient."""
     given = {seen.identity for seen in calls[0].inputs() if seen.source is not None} - {
         _given(calls[0], key).identity
     }
@@ -326,7 +338,7 @@ def _given(call: Call, key: Key) -> Any:
 
 
 def token_dim(model: nn.Module, names: Sequence[str]) -> int:
-    """0 where PyTorch's attention takes [tokens, batch, features], else 1."""
+    """The dimension of tokens: 0 if the blocks have an nn.MultiheadAttention without `batch_first`, else 1."""
     attentions = [
         m for name in names for m in model.get_submodule(name).modules() if isinstance(m, nn.MultiheadAttention)
     ]

@@ -1,9 +1,9 @@
-"""The output layer sliced by the vocabulary, and the loss computed on slices of the logits.
+"""Vocabulary parallel: slices the output layer by the vocabulary, and computes the loss on slices of the logits.
 
-Logits [batch, tokens, vocabulary] are often a model's largest tensor. With slices [batch, tokens, vocabulary / p]
-cross-entropy needs of the other ranks the largest logit, the sum of exponentials and the logit of the target, each
-[batch, tokens] (Shoeybi et al. 2019, section 3). PyTorch's `loss_parallel` computes it on DTensors. Whether a task's
-own loss works on DTensors is tried once, in the first step, on all ranks alike.
+Logits [batch, tokens, vocabulary] are often a model's largest tensor. With slices [batch, tokens, vocabulary / p],
+cross-entropy needs only three values per token from the other ranks, each [batch, tokens]: the largest logit, the sum
+of exponentials, and the target's logit (Shoeybi et al. 2019, section 3). PyTorch's `loss_parallel` computes it on
+DTensors. All ranks try once, in the first step, whether the task's own loss works on DTensors.
 """
 
 import inspect
@@ -37,14 +37,14 @@ Backward = Callable[[Tensor], None]
 
 
 class Vocabulary:
-    """How output layers hand on their logits: whole, or in training as slices that know that they are some."""
+    """Decides whether output layers return whole logits or, in training, slices of them as DTensors."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh  # of the tensor dimension
+        self._mesh = mesh  # of the tensor axis
         self._group = mesh.get_group()
         self._decided = False
-        self.able = False  # whether the model's own forward can have its logits in slices
-        self.slices = False  # whether training forwards give logits in slices
+        self.able = False  # whether the model's own forward works with logits in slices
+        self.slices = False  # whether training forwards return logits in slices
 
     def output(self, linear: nn.Module, lengths: list[int]) -> None:
         """Make an output layer compute its slice of the logits."""
@@ -56,23 +56,23 @@ class Vocabulary:
             logits = with_bias(product(collectives.copy_to_region(x, self._group)), linear)
             if self.slices and torch.is_grad_enabled():
                 shape = torch.Size([*logits.shape[:-1], sum(lengths)])  # of the whole logits
-                # `from_local` asks for the stride as well where a shape is given.
+                # `from_local` needs the stride as well if a shape is given.
                 stride = torch.empty(shape, device="meta").stride()
-                # Cut as DTensor itself cuts, so it needs no look at the other ranks' slices.
+                # The slices are DTensor's own, so it needs no message to learn the other ranks' sizes.
                 return DTensor.from_local(logits, self._mesh, [Shard(-1)], shape=shape, stride=stride)
             return collectives.gather_from_region(logits, slices, -1)
 
         replace_forward(linear, forward)
 
     def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
-        """A loss and a backward that can take slices of logits; from here on training forwards give some."""
+        """Wrap a loss and a backward to accept slices of logits; training forwards return slices from then on."""
         self.slices = self.able
         return partial(self._loss, loss), partial(_in_slices, backward)
 
     def _loss(self, loss: Loss, output: Any, batch: Batch) -> tuple[Tensor, Tensor | int]:
-        """A task's loss, on slices where that was found to work, else on whole logits."""
+        """Compute a task's loss: on slices if it was found to work on them, else on whole logits."""
         leaves = pytree.tree_leaves(output)
-        if any(isinstance(leaf, ChunkedLogits) for leaf in leaves):  # of slices, where the output layer gives some
+        if any(isinstance(leaf, ChunkedLogits) for leaf in leaves):  # chunks of slices, if the output layer is sliced
             return _plain(_in_slices(loss, output, batch))
         if not any(isinstance(leaf, DTensor) for leaf in leaves):
             return loss(output, batch)
@@ -84,7 +84,7 @@ class Vocabulary:
         return _plain(_in_slices(loss, output, batch))
 
     def _can_take_slices(self, loss: Loss, output: Any, batch: Batch) -> bool:
-        """Whether the loss of slices and its gradient are those of whole logits. Tried, since any loss may come."""
+        """Try whether a loss and its gradient are the same on slices as on whole logits; the same on all ranks."""
         apart = pytree.tree_map_only(Tensor, _apart, output)
         together = pytree.tree_map_only(Tensor, lambda tensor: _apart(whole(tensor.detach())), apart)
         try:
@@ -93,7 +93,7 @@ class Vocabulary:
             found, _ = _plain(_in_slices(loss, apart, batch))
             _in_slices(found.backward)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
-            alike = False  # PyTorch can't compute it on slices; or not at all, which whole logits will show
+            alike = False  # it fails on slices, or on whole logits too, which then raise in the step
         else:
             gradients = [
                 (mine.grad, other.grad)
@@ -107,11 +107,11 @@ class Vocabulary:
 
 
 def near(mine: Tensor, other: Tensor) -> bool:
-    """Whether two computations of one thing differ by rounding alone, in the precision in which they were made."""
+    """Whether two computations of the same values differ by rounding only, in their dtype; True without values."""
     if not (has_values(mine) and has_values(other)):
         return True
-    # About 2e-10 in float64, 6e-4 in float32: above what sums in another order differ by, below what a wrong slice
-    # does.
+    # About 2e-10 in float64 and 6e-4 in float32: larger than the difference of sums in another order, smaller than
+    # that of a wrong slice.
     tolerance = 100 * torch.finfo(mine.dtype).eps ** 0.75
     apart = torch.where(mine == other, 0.0, mine - other).abs()  # masked logits are infinite in both
     size = other.abs().masked_fill(other.isinf(), 0.0)
@@ -119,19 +119,19 @@ def near(mine: Tensor, other: Tensor) -> bool:
 
 
 def agree(mine: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks of a group say yes."""
+    """Whether `mine` is True on all ranks of a group; a collective."""
     return largest([int(not mine)], group, device.type) == [0]
 
 
 def _in_slices(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call with PyTorch's cross-entropy on slices, in forward and in backward."""
+    """Call a function with PyTorch's cross-entropy computed on slices, in forward and in backward."""
     context: AbstractContextManager[Any] = loss_parallel()
     with context, _TargetsInRange():
         return function(*arguments)
 
 
 class _TargetsInRange(TorchFunctionMode):
-    """Raises IndexError for a class that isn't there, as a cross-entropy of whole logits does."""
+    """Makes cross-entropy raise IndexError for a target out of range, as it does on whole logits."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -145,9 +145,9 @@ class _TargetsInRange(TorchFunctionMode):
 
 
 def _check_targets(logits: Tensor, target: Tensor, ignored: int) -> None:
-    """Raise IndexError for a class outside of the vocabulary, whose slice no rank has."""
+    """Raise IndexError for a target outside the vocabulary, which is in no rank's slice."""
     classes = logits.shape[1 if logits.ndim > 1 else 0]
-    if target.is_floating_point() or target.device.type != "cpu":  # probabilities; or an accelerator would wait
+    if target.is_floating_point() or target.device.type != "cpu":  # probabilities, or the check would synchronize
         return
     target = whole(target)
     if not has_values(target):
@@ -158,7 +158,7 @@ def _check_targets(logits: Tensor, target: Tensor, ignored: int) -> None:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """The same values, cut from the graph that made them, with a gradient of their own."""
+    """The tensor detached from its graph, as a leaf with its own gradient if it is floating-point."""
     tensor = tensor.detach()
     return tensor.requires_grad_() if tensor.is_floating_point() else tensor
 
@@ -168,6 +168,6 @@ def _whole(output: Any) -> Any:
 
 
 def _plain(loss: Any) -> tuple[Tensor, Tensor | int]:
-    """Sum and count as plain tensors."""
+    """The sum and the count of a loss as plain tensors."""
     loss_sum, count = sum_and_count(loss)
     return _whole(loss_sum), _whole(count)
