@@ -1,4 +1,4 @@
-"""What one host's agent tells of its rounds, however its looks at the ranks fall."""
+"""Faults that one host's agent reports of its rounds, whenever it polls the ranks' status."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -19,7 +19,7 @@ LAYOUT = "dp2"
 
 
 class OneHost:
-    """A host that is alone, with what it posts."""
+    """The rendezvous of a single host, which keeps what is posted to the store."""
 
     node = 0
     name = "host-a"
@@ -58,14 +58,14 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts back what a round tells its ranks."""
+    """Restores the environment variables that a round sets for its ranks."""
     for name in ("SAMESTEP_ROUND", "SAMESTEP_ROUND_FOLDER", "SAMESTEP_RUN_FOLDER", "SAMESTEP_MEMORY_FOLDER"):
         monkeypatch.setenv(name, "")
 
 
 @pytest.fixture
 def rounds(tmp_path: Path, run: Path, told: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeRounds]:
-    """After a first round in which rank 0 was killed in step 3; the second one has begun."""
+    """Rounds after a first one in which rank 0 was killed in step 3; the second one has begun."""
     monkeypatch.setattr(watchdog, "_AFTER_A_DEATH", 3600.0)  # the rank that fails here is this very process
     monkeypatch.setattr(watchdog, "_LAST_WORDS", 3600.0)
     host: Any = OneHost()
@@ -83,7 +83,7 @@ def rounds(tmp_path: Path, run: Path, told: None, monkeypatch: pytest.MonkeyPatc
 
 
 def say(folder: Path, run: Path, *, steps: list[int], begins: int | None = None) -> None:
-    """What the rank of a round says when it takes these steps."""
+    """Write the status of a round's rank as if it had taken these steps."""
     write_job_info(folder, 0, JobInfo(hang_limit=None, grace_period=0.0, layout=LAYOUT, run_folder=str(run)))
     beat = RankStatus(folder, 0)
     for step in steps:
@@ -127,7 +127,7 @@ def test_a_fault_has_its_rounds_layout_though_the_ranks_said_nothing_and_fewer_g
     rounds = NodeRounds(host, tmp_path / "agent", tmp_path / "memory", None, known=lambda: known[-1])
     host.meet(0)
     rounds.begin([0, 1, 2])
-    known.append(replace(known[0], layout="dp2"))  # one of them is lost for good
+    known.append(replace(known[0], layout="dp2"))  # one rank is lost for good
     rounds.end(RanksEnded(rank=2, reason="it was ended by SIGKILL", at=0.0))
     host.meet(1)
     rounds.begin([0, 1])

@@ -137,7 +137,7 @@ def table(rows: Sequence[PredictedRow]) -> list[GroupErrors]:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossValidation:
-    """Mean errors for a kind of device, with efficiencies fitted to the same models, to the others, and as shipped."""
+    """Mean errors for a kind of device: efficiencies fitted to the same models, to the other half, and as shipped."""
 
     kind: str
     rows: int

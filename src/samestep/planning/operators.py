@@ -185,7 +185,7 @@ def head_backward(model: Transformer, piece: Piece, software: Software) -> list[
 
 
 def embedding(model: Transformer, piece: Piece) -> list[Operator]:
-    """The kernels of the embedding's forward and backward, which read, write and add rows, and of the batch's masks."""
+    """The kernels of the embedding's forward and backward (rows read, written, added), and of the batch's masks."""
     rows = _rows(piece)
     whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
     return [Operator(name="embedding", traffic=(8 if model.dropout else 5) * whole, launches=50)]

@@ -1,11 +1,11 @@
-"""TensorBoard's writer, without TensorFlow, for which it looks: loading that takes seconds and half a gigabyte."""
+"""TensorBoard's event writer, imported without TensorFlow, which takes seconds and half a gigabyte to import."""
 
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-# The module by which TensorBoard is told to write files by itself: where there is one, it does not import TensorFlow.
+# If a module of this name is in sys.modules, TensorBoard writes files itself and does not import TensorFlow.
 _MARKER = "tensorboard.compat.notf"
 
 _marked = _MARKER not in sys.modules
@@ -20,14 +20,14 @@ finally:
 
 
 class Board:
-    """Writes curves for TensorBoard into a folder."""
+    """Writes scalar curves for TensorBoard into a folder."""
 
     def __init__(self, folder: Path, *, purge_step: int | None = None) -> None:
-        """`purge_step`: what the folder has of this step and later ones, by another run, is not shown any more."""
+        """`purge_step`: hide what an earlier run wrote into the folder for this step and later ones."""
         self._writer = SummaryWriter(folder, purge_step=purge_step)
 
     def draw(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point to each curve. One event for all of them: each one costs a change of threads."""
+        """Add a point to each curve. They share one event, since each event costs a thread switch."""
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         if points and self._writer.file_writer is not None:
             self._writer.file_writer.add_summary(Summary(value=points), step)

@@ -1,8 +1,9 @@
 """Evaluation: every held-out sample once over all ranks, and metrics that are exactly those of one process.
 
-Chunks are of `evaluation.batch` samples whatever the number of ranks, so each chunk's outputs are the same for every
-layout; chunk k goes to data rank k modulo their number, and ranks without one compute a zero-weight chunk.
-Predictions are exchanged, and every rank updates its metrics with those of all chunks in the order of the data set.
+Chunks have `evaluation.batch` samples for any number of ranks, so each chunk's outputs are the same for every layout.
+Chunk k goes to data rank k modulo their number; in the last round, ranks without a chunk compute a zero-weight one, whose
+outputs are dropped, so that all ranks run the same number of forwards. Ranks exchange predictions, and every rank
+updates its metrics with those of all chunks in the order of the data set.
 """
 
 import copy
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def named_parts(metric: Any, value: Any) -> Any:
-    """A curve's value as {"precision", "recall", "thresholds"}, or the like; any other value as it is."""
-    if "torchmetrics" not in sys.modules:  # then it is none of torchmetrics', whose import takes seconds
+    """Convert a curve's tuple to a dict such as {"precision", "recall", "thresholds"}; keep other values."""
+    if "torchmetrics" not in sys.modules:  # then the metric isn't torchmetrics', whose import takes seconds
         return value
     from torchmetrics.classification import (
         BinaryPrecisionRecallCurve,
@@ -52,10 +53,10 @@ def named_parts(metric: Any, value: Any) -> Any:
 
 
 def switch_off(model: nn.Module) -> None:
-    """Set every dropout probability of a model to zero: modules', and those kept as plain numbers.
+    """Set all dropout probabilities of a model to zero: those of dropout modules, and those stored as plain numbers.
 
-    Attention keeps its probability as a number of its own or in the model's configuration, under names such as
-    `dropout`, `attention_dropout` and `hidden_dropout_prob`. A task may make its next model of the same
+    Attention modules store the probability as an attribute or in the model's configuration, under names such as
+    `dropout`, `attention_dropout` and `hidden_dropout_prob`. A task may build its next model from the same
     configuration, so the modules get a copy of it.
     """
     copies: dict[int, Any] = {}
@@ -73,7 +74,7 @@ def switch_off(model: nn.Module) -> None:
 
 
 def _zero_floats(holder: Any) -> None:
-    """Set what is called dropout in an object or a dictionary; also where the class refuses to set attributes."""
+    """Set the floats whose names contain "drop" to 0 in an object or a dict; also if the class forbids setattr."""
     values = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
     for name, value in values.items():
         if "drop" in str(name) and isinstance(value, float):
@@ -96,10 +97,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Update metrics with every rank's chunks in the order of the data set, and return their values.
 
-    Ranks exchange predictions rather than sums of metrics, so every metric sees the calls, and their order,
-    that it would see in one process. The values are plain numbers, lists and dicts, the same on every rank.
-    Ranks that get no output from `predict` take the others' scores. They exchange them after `at_once` chunks, so
-    that the stages of a pipeline need not wait for each other after every one.
+    Ranks exchange predictions rather than sums of metrics, so every metric gets the same calls in the same order as
+    in one process. The values are plain numbers, lists and dicts, the same on every rank. Ranks for which `predict`
+    returns no output use the others' scores. The exchange is after every `at_once` chunks, so that pipeline stages
+    need not wait for each other after each chunk.
     """
     check_metrics(metrics)
     if not metrics:
@@ -121,7 +122,7 @@ def evaluate(
 
 
 def check_metrics(metrics: Any) -> None:
-    """Raise UserError for what is not a mapping of objects that update and compute as those of torchmetrics do."""
+    """Raise UserError unless `metrics` maps names to objects with torchmetrics' `update` and `compute`."""
     if not isinstance(metrics, Mapping):
         raise UserError(f"metrics are a {type(metrics).__name__}; use a dict of torchmetrics objects by name")
     for name, metric in metrics.items():
@@ -130,7 +131,7 @@ def check_metrics(metrics: Any) -> None:
 
 
 def apart(metric: Any) -> None:
-    """Keep a metric of torchmetrics from exchanging its state with other ranks: the samples are gathered already."""
+    """Disable torchmetrics' own synchronization over ranks: every rank has the scores of all samples."""
     metric.distributed_available_fn = _alone
 
 
@@ -139,14 +140,14 @@ def _alone() -> bool:
 
 
 def _batched(chunks: Iterable[Chunk], count: int) -> Iterator[list[Chunk]]:
-    """Chunks in groups of `count`; each is loaded when it is looked at."""
+    """Yield groups of `count` chunks; a chunk is loaded when its group is built."""
     iterator = iter(chunks)
     while some := list(islice(iterator, count)):
         yield some
 
 
 def on_cpu(scores: Any) -> tuple[Tensor, Tensor]:
-    """Scores as metrics take them. Raises UserError for what is not a pair of tensors."""
+    """Detach scores and move them to the CPU. Raises UserError if they are not a pair of tensors."""
     if not (isinstance(scores, (tuple, list)) and len(scores) == 2 and all(isinstance(x, Tensor) for x in scores)):
         given = ", ".join(type(each).__name__ for each in scores) if isinstance(scores, (tuple, list)) else ""
         what = f"({given})" if given else f"a {type(scores).__name__}"
@@ -156,14 +157,14 @@ def on_cpu(scores: Any) -> tuple[Tensor, Tensor]:
 
 
 def _gather(mine: list[tuple[Tensor, Tensor] | None], group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
-    """Some chunks' scores of every rank: the first of each, in the order of the ranks, then the second of each."""
+    """All-gather the scores of some chunks: those of every rank's first chunk, in rank order, then of the second."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=group)
     return [pair for same in zip(*gathered, strict=True) for pair in same if pair is not None]
 
 
 def plain(value: Any, class_names: Sequence[str] | None = None) -> Any:
-    """Tensors as numbers and lists; one value a class as a dict by its name."""
+    """Convert tensors to numbers and lists; a list with one value per class becomes a dict by class name."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner, class_names) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -180,5 +181,5 @@ def plain(value: Any, class_names: Sequence[str] | None = None) -> Any:
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are one number each."""
+    """The metrics that are single numbers."""
     return {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}

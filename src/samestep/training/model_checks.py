@@ -1,7 +1,7 @@
 """Checks of a model before its first step: that a layout can train it, and that all ranks have built the same one.
 
-`check_model` and `check_memory` refuse what no layout could train, `materialize` gives lazy layers their shapes, and
-`check_same_task` compares the task that each rank has built for itself from the same arguments.
+`check_model` and `check_memory` refuse models that no layout can train, `materialize` gives lazy layers their shapes,
+and `check_same_task` compares the tasks that the ranks have built from the same arguments.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _WRAPPERS = (DataParallel, DistributedDataParallel)
 
 
 def check_model(model: Any, what: str) -> None:
-    """Raise UserError for what is not a plain module, or can't be trained. `what` gave it."""
+    """Raise UserError if `model` is not a plain module or can't be trained. `what`: its origin, for messages."""
     if not isinstance(model, nn.Module):
         given = "None" if model is None else f"a {type(model).__name__}"
         raise UserError(f"{what} gave {given}; use an nn.Module, a new one in each call")
@@ -44,7 +44,7 @@ def check_model(model: Any, what: str) -> None:
 
 
 def check_memory(model: nn.Module, what: str) -> None:
-    """Raise UserError for parameters and buffers on the meta device, which have no values."""
+    """Raise UserError for a parameter or buffer on the meta device, which has no values."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
         if tensor.is_meta:
@@ -52,7 +52,7 @@ def check_memory(model: nn.Module, what: str) -> None:
 
 
 def lazy_modules(model: nn.Module) -> list[str]:
-    """The modules that get their shapes in the first forward: "name (type)" of each."""
+    """The modules that get their shapes in the first forward, each as "name (type)"."""
     return [
         f"{name or 'the model'} ({type(module).__name__})"
         for name, module in model.named_modules()
@@ -63,8 +63,8 @@ def lazy_modules(model: nn.Module) -> list[str]:
 def materialize(model: nn.Module, inputs_of: Callable[[], Any], what: str) -> None:
     """Give lazy layers their shapes by one forward; their values are drawn from torch's generator.
 
-    The forward is in evaluation mode: statistics stay as they are, and dropout draws nothing. Raises UserError where
-    the forward fails, or a layer has no shape after it. `what` gave the model.
+    The forward is in evaluation mode, so statistics don't change and dropout draws no numbers. Raises UserError if
+    the forward fails, or a layer has no shape after it. `what`: the model's origin, for messages.
     """
     lazy = lazy_modules(model)
     if not lazy:
@@ -90,15 +90,15 @@ def materialize(model: nn.Module, inputs_of: Callable[[], Any], what: str) -> No
         )
 
 
-_ELEMENTS = 4096  # of a tensor that are compared
+_ELEMENTS = 4096  # elements of a tensor that are compared
 
 
 def check_same_task(samples: Samples, model: nn.Module) -> None:
-    """Raise UserError, on every rank, where one has other samples or other initial weights than rank 0.
+    """Raise UserError, on every rank, if a rank has other samples or other initial weights than rank 0.
 
-    The first sample and the last are compared, and those parameters and buffers that a rank holds whole. Numbers
-    from a generator without a seed, and the order of a set of strings, differ in every process. Every rank must call
-    this.
+    Compares the number of samples, the first and the last of them, and the parameters and buffers with values. The
+    usual causes are a generator without a seed and the order of a set of strings, which differ between processes. A
+    collective: every rank must call it.
     """
     if dist.get_world_size() == 1:
         return
@@ -128,14 +128,14 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def _digest(value: Any) -> str:
-    """A hash of any nest of numbers, tensors and names, the same in every process."""
+    """A hash of a nest of numbers, tensors and names, the same in every process."""
     found = hashlib.sha256()
     _add(found, value)
     return found.hexdigest()
 
 
 def _add(found: Any, value: Any) -> None:
-    """Add a nest of values to a digest; of what is not a tensor, a number or text, the type alone."""
+    """Add a nest of values to a digest; of values that are no tensor, number or text, only the type."""
     if isinstance(value, Tensor):
         found.update(f"{tuple(value.shape)} {value.dtype}".encode())
         if value.layout is torch.strided and not value.is_meta:

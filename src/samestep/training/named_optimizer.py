@@ -1,4 +1,4 @@
-"""An optimizer of a recipe that is named by its class or function: found, and its arguments checked."""
+"""Finds the optimizer that a recipe names by class or function, and checks its arguments."""
 
 import importlib
 import inspect
@@ -21,9 +21,9 @@ _WHAT = "a class or function such as torch.optim.Muon, package.module:function o
 
 
 def maker_of(spec: NamedOptimizer, where: str) -> Make:
-    """What makes the optimizer of groups of parameters. `where` is the key of the recipe, for messages.
+    """The function that makes the optimizer from parameter groups. `where`: the key in the recipe, for messages.
 
-    Raises UserError where there is no such class or function, or it doesn't take the arguments.
+    Raises UserError if there is no such class or function, or it doesn't accept the arguments.
     """
     function = _find(spec.name, f"{where}.name")
     settings: dict[str, Any] = {
@@ -39,12 +39,12 @@ def maker_of(spec: NamedOptimizer, where: str) -> Make:
 
 
 def try_out() -> list[Shapes]:
-    """A small matrix, with which an optimizer is tried before there is a model."""
+    """The shape of a small matrix, with which an optimizer is tried before a model is built."""
     return [Shapes(settings={}, shapes=[torch.Size((4, 3))])]
 
 
 def takes(spec: NamedOptimizer, argument: str, where: str) -> bool:
-    """Whether an optimizer takes an argument, such as a weight decay, and so its groups do."""
+    """Whether an optimizer, and so its groups, accept an argument such as weight_decay."""
     parameters = _parameters(_find(spec.name, f"{where}.name"))
     return argument in parameters or _takes_any(parameters)
 
@@ -52,7 +52,7 @@ def takes(spec: NamedOptimizer, argument: str, where: str) -> bool:
 def _made(
     function: Callable[..., Any], arguments: dict[str, Any], where: str, shown: str, groups: Sequence[dict[str, Any]]
 ) -> Optimizer:
-    """Make it. Raises UserError for what it raises, for what is no optimizer, and for groups without a rate."""
+    """Make the optimizer. Raises UserError if that fails, gives no optimizer, or a group without a learning rate."""
     try:
         made = function(list(groups), **arguments)
     except UserError:
@@ -84,7 +84,7 @@ def _shown(spec: NamedOptimizer) -> str:
 
 
 def _find(name: Any, where: str) -> Callable[..., Any]:
-    """A class or function by "package.name", "package:name" or "file.py:name"."""
+    """Find a class or function by "package.name", "package:name" or "file.py:name"."""
     if not isinstance(name, str):
         return name
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
@@ -109,10 +109,10 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The named parameters of a callable; none where Python can't tell."""
+    """The named parameters of a callable; empty if Python can't inspect it."""
     try:
         return dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # written in another language than Python
+    except (TypeError, ValueError):  # not written in Python
         return {}
 
 
@@ -121,7 +121,10 @@ def _takes_any(parameters: dict[str, inspect.Parameter]) -> bool:
 
 
 def _checked(function: Callable[..., Any], given: dict[str, tuple[str, Any]], shown: str) -> dict[str, Any]:
-    """The arguments as the function's type hints want them, all but the parameters that it steps."""
+    """Check the arguments, except the parameters to step, and convert them to the function's type hints.
+
+    `given`: name -> (key in the recipe, value).
+    """
     parameters = _parameters(function)
     hints = hints_of(function.__init__ if isinstance(function, type) else function)
     known = list(parameters)[1:]

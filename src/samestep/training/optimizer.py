@@ -130,10 +130,10 @@ class OptimizerPlan:
     """Makes the optimizer of the parameters that a rank holds, given by their names in the whole model."""
 
     def __init__(self, recipe: Recipe, model: nn.Module, turn: Turn | None = None, *, fused: bool = True) -> None:
-        """`model` is whole; its parameters may be on the meta device. `turn`: the one whose parameters it steps.
+        """`model` is whole; its parameters may be on the meta device. `turn`: the turn whose parameters it steps.
 
-        `fused`: whether fused kernels may step. On a CPU they round the last few numbers of a parameter otherwise
-        than the rest, and which ones these are depends on how it is sharded.
+        `fused`: whether fused kernels may be used. On a CPU they round the last few elements of a tensor differently
+        from the rest, and which elements these are depends on the sharding.
 
         Raises UserError for a group that matches no parameter, and for an optimizer that can't be made.
         """
@@ -152,10 +152,10 @@ class OptimizerPlan:
             self._check(part)
 
     def _planned(self, recipe: Recipe, model: nn.Module) -> list[_Part]:
-        """Which optimizers there are, and which sections of parameters each steps.
+        """Plan the optimizers, and which sections of parameters each steps.
 
-        A part is one optimizer; groups that name the same one share it. Those that no group matches go to the
-        recipe's own.
+        A part is one optimizer; groups that name the same one share it. Parameters that no group matches go to the
+        recipe's own optimizer.
         """
         taken: dict[str, int] = {}
         every_name: dict[str, list[str]] = {}
@@ -180,7 +180,7 @@ class OptimizerPlan:
         return [part for part in parts if any(section.names for section in part.sections)] or parts[:1]
 
     def _check(self, part: _Part) -> None:
-        """Make an optimizer of empty parameters of the same shapes, which says what it can't take."""
+        """Make an optimizer of empty parameters with the same shapes, so that it raises for those it can't step."""
         spec = part.spec
         if isinstance(spec, NamedOptimizer):
             for section in part.sections:
@@ -320,7 +320,7 @@ def _part(spec: Spec, where: str, names: Sequence[str]) -> _Part:
 
 
 def _settings(group: Group) -> dict[str, Any]:
-    """What a group changes: its rate, its schedule."""
+    """The settings that a group changes: its learning rate and its schedule."""
     settings: dict[str, Any] = {} if group.lr is None else {"lr": group.lr}
     return settings if group.schedule is None else {**settings, SCHEDULE: group.schedule}
 
@@ -348,7 +348,7 @@ def _check_found(
     taken: Mapping[str, int],
     every_name: Mapping[str, Sequence[str]],
 ) -> None:
-    """Raise UserError for a pattern without a parameter, or a group of which other groups have everything."""
+    """Raise UserError for a pattern that matches no parameter, or a group whose parameters earlier groups have."""
     known = [name for names in every_name.values() for name in names]
     for pattern in group.parameters:
         if not any(fnmatchcase(name, pattern) for name in known):
@@ -373,21 +373,21 @@ _SHOWN = 12  # names of parameters in a message
 
 
 def _some(pattern: str, known: Sequence[str]) -> str:
-    """A hint at a similar name, and how many there are."""
+    """A hint for a message: a similar name, or some of the names."""
     if len(known) <= _SHOWN:
         return closest(pattern, known)
     return f"{closest(pattern, known[:_SHOWN])}, and {len(known) - _SHOWN} more"
 
 
 def check_turns_optimizers(turns: Sequence[Turn], job: Job, layout: Layout) -> None:
-    """Raise UserError for a turn's optimizer that can't be had with this layout or job."""
+    """Raise UserError for a turn's optimizer that this layout or job doesn't support."""
     for turn in turns:
         if isinstance(turn.optimizer, NamedOptimizer):
             _check_named(turn.optimizer, where_of(turn), job, layout)
 
 
 def check_average_start(recipe: Recipe, samples: int) -> None:
-    """Raise UserError where the average of the weights begins after the last step. `samples`: of the training set."""
+    """Raise UserError if the average of the weights starts after the last step. `samples`: the training set's size."""
     steps = recipe.total_steps(-(-samples // recipe.batch))
     if recipe.average is not None and recipe.average.start >= steps:
         raise UserError(
@@ -397,9 +397,9 @@ def check_average_start(recipe: Recipe, samples: int) -> None:
 
 
 def check_optimizers(job: Job, engine: Engine, layout: Layout) -> None:
-    """Raise UserError for optimizers, groups or an average that can't be had with this engine, layout or job.
+    """Raise UserError for optimizers, groups or an average that this engine, layout or job doesn't support.
 
-    An optimizer that is named is found, its arguments are checked, and it takes steps of a small matrix.
+    A named optimizer is looked up, its arguments are checked, and it steps a small matrix.
     """
     recipe, able = job.recipe, engine.abilities
     check_average(recipe.average, engine)
@@ -427,7 +427,7 @@ def check_optimizers(job: Job, engine: Engine, layout: Layout) -> None:
 
 
 def _check_rounded(spec: AdamW, where: str, job: Job, engine: Engine, layout: Layout) -> None:
-    """Raise UserError where the averages of Adam can't be kept rounded with this engine, layout or job."""
+    """Raise UserError if this engine, layout or job doesn't support Adam's averages in low precision."""
     said = f"{where}.state is {spec.state}"
     if not engine.abilities.own_optimizers:
         raise UserError(f'{said}, which engine "{engine.name}" does not have; use engine native')
@@ -443,10 +443,10 @@ def _check_rounded(spec: AdamW, where: str, job: Job, engine: Engine, layout: La
 
 
 def _check_named(spec: NamedOptimizer, where: str, job: Job, layout: Layout) -> None:
-    """Raise UserError for an optimizer of one's own that a checkpoint or a layout can't have."""
+    """Raise UserError for a named optimizer that checkpoints or the layout don't support."""
     make = maker_of(spec, where)
     if device_of(0, job.run.device).type != "cpu":
-        return  # its options may be for the accelerator, which the ranks alone use
+        return  # its options may need the accelerator, which only the ranks use
     member = Member(title=f"{where} ({spec.name})", make=make, groups=try_out(), optimizer=None)
     kind = member.kind(layout)
     if kind.settings_change and job.run.checkpoint is not None:

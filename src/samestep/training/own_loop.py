@@ -1,4 +1,4 @@
-"""What a loop of one's own hands to its session: checked, and its optimizers made again for the spread model."""
+"""Checks what a custom training loop passes to its session, and remakes its optimizers for the spread model."""
 
 import inspect
 from collections.abc import Iterator, Sequence, Sized
@@ -40,7 +40,7 @@ def check_prepared(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer])
 
 
 def check_dealt(samples: Any, collate: Any, what: str, **numbers: Any) -> None:
-    """Raise UserError for samples, a collate or numbers above 0 with which no batches can be made."""
+    """Raise UserError for samples or a collate from which no batches can be made, and for `numbers` below 1."""
     check_samples(samples, f"{what}(samples)")
     if not callable(collate):
         raise UserError(f"{what}: collate is {_named(collate)}; use a function from samples to samestep.Batch")
@@ -50,10 +50,10 @@ def check_dealt(samples: Any, collate: Any, what: str, **numbers: Any) -> None:
 
 
 def check_lengths(lengths: Any, samples: Sized, what: str) -> NDArray[np.int64]:
-    """The samples' lengths as an array; raises UserError where they are not a whole number for each sample."""
+    """Convert the samples' lengths to an array. Raises UserError unless they are one integer per sample."""
     try:
         found = np.asarray(lengths)
-    except ValueError:  # rows of unlike lengths
+    except ValueError:  # rows of different lengths
         found = np.empty((), dtype=object)
     if found.shape != (len(samples),) or not np.issubdtype(found.dtype, np.integer) or (found < 0).any():
         raise UserError(
@@ -64,7 +64,7 @@ def check_lengths(lengths: Any, samples: Sized, what: str) -> NDArray[np.int64]:
 
 
 def check_step(batch: Any, loss: Any) -> None:
-    """Raise UserError for what is not a batch of the session's, or no loss."""
+    """Raise UserError if `batch` is not from the session's batches, or `loss` is not a function."""
     if not isinstance(batch, StepBatch):
         raise UserError(
             f"session.step: the batch is {_named(batch)}; use what `for batch in session.batches(...)` gives"
@@ -80,7 +80,7 @@ def _named(value: Any) -> str:
 
 
 class OwnOptimizers:
-    """Optimizers of the whole model's parameters; called with those that a rank then holds, it gives one of them."""
+    """The custom loop's optimizers; called with the parameters that a rank holds, returns one optimizer of them."""
 
     def __init__(self, given: Optimizer | Sequence[Optimizer], model: nn.Module) -> None:
         self._given = [given] if isinstance(given, Optimizer) else list(given)
@@ -101,13 +101,13 @@ class OwnOptimizers:
         self._shapes = shapes
 
     def __call__(self, parameters: Iterator[tuple[str, nn.Parameter]]) -> Optimizer:
-        """Point the optimizers' groups to the parameters that now stand under the same names."""
+        """Replace the parameters in the optimizers' groups by those that now have the same names."""
         now = dict(parameters)
         members = []
         for optimizer, names in zip(self._given, self._names, strict=True):
             settings = [{n: v for n, v in group.items() if n != "params"} for group in optimizer.param_groups]
             for group, held in zip(optimizer.param_groups, names, strict=True):
-                group["params"] = [now[name] for name in held if name in now]  # a pipeline's rank holds some of them
+                group["params"] = [now[name] for name in held if name in now]  # a pipeline rank holds only some
             whole = [
                 Shapes(settings=each, shapes=[self._shapes[name] for name in held])
                 for each, held in zip(settings, names, strict=True)
@@ -122,7 +122,7 @@ class OwnOptimizers:
 
 
 def _again(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
-    """An optimizer of the same class and settings, of other parameters."""
+    """Make an optimizer of the same class and settings over other parameters."""
     accepted = inspect.signature(type(optimizer)).parameters
     settings: dict[str, Any] = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     try:
@@ -135,4 +135,4 @@ def _again(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
 
 
 def no_schedule(optimizer: Optimizer) -> None:
-    """A loop of one's own advances its schedule itself."""
+    """No schedule: a custom loop advances its own."""

@@ -137,7 +137,7 @@ class Session:
 
     @property
     def trainer(self) -> Trainer:
-        """Raises UserError before `prepare` was called."""
+        """The trainer. Raises UserError before `prepare` was called."""
         if self._trainer is None:
             raise UserError("session.prepare(model, optimizer) must come before the first step")
         return self._trainer
@@ -152,11 +152,11 @@ class Session:
     ) -> tuple[nn.Module, OneOrSeveral]:
         """Spread a model and its optimizer, which must not have stepped yet, and return both.
 
-        Several optimizers are a list of them, such as Muon of the hidden matrices and AdamW of the rest.
+        Several optimizers are given as a list, such as Muon for the hidden matrices and AdamW for the rest.
 
-        The model must be the same on every rank: build it under `torch.manual_seed(...)`. Tensor, pipeline,
-        context and expert parallel layouts want an `example` too: what the model may be called with, a few samples.
-        `batch_buffers` is as in `Task.batch_buffers`.
+        The model must be the same on every rank: build it under `torch.manual_seed(...)`. Tensor, pipeline, context
+        and expert parallel layouts also need an `example`: inputs of the model for a few samples. `batch_buffers` is
+        as in `Task.batch_buffers`.
         """
         check_prepared(model, optimizer)
         if not isinstance(optimizer, Optimizer) and not self.engine.abilities.own_optimizers:
@@ -180,16 +180,16 @@ class Session:
         details: Details,
         recipe: Recipe | None = None,
     ) -> Trainer:
-        """Spread a model, with an optimizer and a schedule made from the parameters that this rank then holds.
+        """Spread a model, and make its optimizer and schedule from the parameters that this rank then holds.
 
-        `recipe`: the model's, where it has one.
+        `recipe`: the model's recipe, if it has one.
         """
         self.adapter = facts_of(model, recipe)
         _check_complex(model, self.engine)
         move(model, self.world.device, parameter_dtype(self._precision, master_weights=self._master_weights))
         if details.example is not None:
             details = replace(details, example=to_device(details.example, self.world.device, self._dtype))
-        with index_errors_explained("the first samples"):  # with which some layouts try the model
+        with index_errors_explained("the first samples"):  # some layouts run the model with them
             self._trainer = self.engine.prepare(
                 model,
                 Preparation(
@@ -206,8 +206,8 @@ class Session:
                     master_weights=self._master_weights,
                 ),
             )
-        # For randomness of the model's own, which no layout makes the same: data ranks hold other samples, so they
-        # draw other numbers. Dropout takes none of these.
+        # The seed of the model's own random numbers, which are not the same for all layouts: data ranks have
+        # different samples, so they draw different numbers. Dropout does not use this generator.
         torch.manual_seed(self._seed * 1_000_003 + self.mesh.data_place.index)
         return self._trainer
 
@@ -223,9 +223,9 @@ class Session:
         shuffle: bool = True,
         lengths: Sequence[int] | None = None,
     ) -> Loader:
-        """This rank's part of each global batch of `batch` samples, for `steps` steps or else `epochs` epochs.
+        """A loader of this rank's part of each global batch of `batch` samples, for `steps` steps or `epochs` epochs.
 
-        `lengths`: of each sample; a rank's micro-batches are then of samples of like length, with less padding.
+        `lengths`: the length of each sample, by which a rank's micro-batches then group samples, for less padding.
         """
         check_dealt(samples, collate, "session.batches", batch=batch, steps=steps, epochs=epochs)
         self.layout.check_batch(batch, self.details.micro_batch)
@@ -254,12 +254,12 @@ class Session:
         )
 
     def save(self, folder: str | Path, *, step: int, extra: Mapping[str, Any] | None = None) -> None:
-        """Save the training as it is after `step` steps into `folder/step-<step>`; every rank must call.
+        """Save the training's state after `step` steps into `folder/step-<step>`; every rank must call it.
 
-        The call waits for a copy in memory; the files are written beside the next steps. Frozen parameters of a
-        model with adapters (PEFT's) are left out, and a loop that resumes builds them again. `extra` is what JSON can
-        hold, such as a schedule's state, and comes back from `resume`. Raises CheckpointError where this checkpoint
-        or the one before can't be written.
+        The call returns once the state is copied in memory; files are written in the background of the next steps.
+        Frozen parameters of a model with adapters (PEFT's) are not saved, so a loop that resumes must build them
+        again. `extra` is any value that JSON can hold, such as a schedule's state, and `resume` returns it. Raises
+        CheckpointError if this checkpoint or the previous one can't be written.
         """
         folder = Path(folder)
         if folder not in self._savers:
@@ -278,10 +278,10 @@ class Session:
         )
 
     def resume(self, place: str | Path) -> Resumed:
-        """Go on from a checkpoint, or from the newest in a folder, whichever layout saved it; every rank must call.
+        """Load a checkpoint, or the newest one in a folder, saved under any layout; every rank must call it.
 
-        Returns how many steps it had taken and its `extra`; 0 steps where there is no checkpoint. Raises
-        CheckpointError where it is damaged, or another model's.
+        Returns the number of steps that it had taken and its `extra`; 0 steps if there is no checkpoint. Raises
+        CheckpointError if it is damaged or of another model.
         """
         trainer = self._checkpointed("resume")
         self._find_base(trainer)
@@ -319,7 +319,7 @@ class Session:
         return self._group
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
-        """Forward, backward, clip, update. `loss(output, batch)` gives a sum and a count, never a mean."""
+        """Run forward, backward, clipping and update. `loss(output, batch)` returns a sum and a count, not a mean."""
         check_step(batch, loss)
         check_gather(loss, self.engine, self._communication)
         return self.trainer.step(batch, loss)
@@ -335,7 +335,7 @@ class Session:
         class_names: Sequence[str] | None = None,
         bar: Bar | None = None,
     ) -> dict[str, Any]:
-        """Metrics over all ranks, each sample seen once; the same values on every rank."""
+        """Evaluate metrics over all ranks, each sample once; returns the same values on every rank."""
         check_dealt(samples, collate, "session.evaluate", batch=batch)
         chunks = Chunks(
             samples,
@@ -386,10 +386,10 @@ def session(
     sparse_rows: SparseRows = "auto",
     average: Average | None = None,
 ) -> Iterator[Session]:
-    """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
+    """Open a session in a custom script; under torchrun, this process is the rank that torchrun started.
 
-    Without torchrun the process is alone, and a layout without a size ("ddp") is one process.
-    Raises LayoutError where the layout doesn't fit the number of processes.
+    Without torchrun it is the only process, and a layout without a size ("ddp") has one rank. Raises LayoutError if
+    the layout doesn't fit the number of processes.
     """
     ranks = environment.ranks()
     processes = ranks.world_size if ranks else 1
@@ -429,14 +429,14 @@ def session(
 
 
 def _check_complex(model: nn.Module, engine: Engine) -> None:
-    """Raise UserError for a complex parameter where the engine would lose its imaginary part."""
+    """Raise UserError for a complex parameter if the engine would lose its imaginary part."""
     name = first_complex(model)
     if name is not None and not engine.abilities.complex_parameters:
         raise UserError(f'engine "{engine.name}": the parameter {name} is complex; use engine native')
 
 
 def _parse(layout: str | Layout, processes: int, *, started: bool) -> Layout:
-    """The layout for this number of processes. Raises LayoutError where they are none or too few."""
+    """The layout for this number of processes. Raises LayoutError if it doesn't fit, or needs torchrun."""
     if isinstance(layout, str):
         layout = Layout.parse(layout, processes if unsized(layout) else None)
     if layout.size > 1 and not started:

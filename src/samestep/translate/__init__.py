@@ -1,6 +1,7 @@
-"""Other tools' configurations to job files, and back: a reader or a writer a file, a line each in `translation`.
+"""Translates other tools' configurations to job files, and back.
 
-Read `base` first (what readers and writers share), then `translation` (which format a file has, and the whole way),
-then a format: `torchrun`, `accelerate`, `deepspeed` with `deepspeed_optimizer`, `sagemaker`. `unsaid`: what another
-tool can't say, and why.
+Each format has a file with its reader and its writer, and an entry in the tables of `translation`. Read `base` first
+(what readers and writers share), then `translation` (finds a file's format and runs reader and writer), then a
+format: `torchrun`, `accelerate`, `deepspeed` with `deepspeed_optimizer`, `sagemaker`. `unsaid` lists the keys of a
+job that other tools' configurations can't express, with the reasons.
 """

@@ -1,4 +1,4 @@
-"""The YAML that `accelerate config` writes to a job, and a job to what `accelerate launch --config_file` takes."""
+"""Translates the YAML of `accelerate config` to a job, and a job to a file for `accelerate launch --config_file`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -43,7 +43,7 @@ _FSDP_REASONS = {
     "fsdp_ignored_modules": "every parameter is sharded",
 }
 
-# FSDP1's strategies: what is sharded, and whether over a machine only.
+# FSDP1's sharding strategies: the ZeRO stage, and whether only over the ranks of a machine.
 _STRATEGIES = {
     "FULL_SHARD": (3, False),
     "SHARD_GRAD_OP": (2, False),
@@ -52,7 +52,7 @@ _STRATEGIES = {
     "HYBRID_SHARD_ZERO2": (2, True),
 }
 
-# Devices that PyTorch knows by other names count as accelerators here.
+# All other types that begin with MULTI_, such as MULTI_GPU and MULTI_XPU, are accelerators.
 _KINDS = ("NO", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 _KINDS_OF_SAGEMAKER = ("DATA_PARALLEL", "MODEL_PARALLEL")
 
@@ -71,7 +71,7 @@ class ReadAccelerate(Reader):
             raise UserError(f"distributed_type is {kind}; use {', '.join(_KINDS)} or MULTI_GPU")
         if keys.word("compute_environment", ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")) == "AMAZON_SAGEMAKER":
             draft.remark("compute_environment", "AMAZON_SAGEMAKER", "a distribution dictionary can be translated")
-        processes = keys.whole("num_processes", least=-1)  # -1: said by who starts it
+        processes = keys.whole("num_processes", least=-1)  # -1: given at the start
         if processes is not None and processes > 0 and asked.processes not in (None, processes):
             raise UserError(f"num_processes is {processes}, and --processes says {asked.processes}; give one of them")
         processes = asked.processes or (processes if processes and processes > 0 else None)
@@ -110,7 +110,7 @@ def _read_fsdp(keys: Keys, draft: Draft, hosts: int) -> Sizes:
     raw = keys.take("fsdp_config") or {}
     if not isinstance(raw, Mapping):
         raise UserError(f"fsdp_config is {raw!r}; it should be a section of keys and values")
-    # Both spellings are accelerate's: with and without the prefix.
+    # accelerate accepts these keys with and without the prefix.
     section = Keys(
         {k if str(k).startswith("fsdp_") else f"fsdp_{k}": v for k, v in raw.items()}, draft, "fsdp_config"
     )
@@ -134,7 +134,7 @@ def _read_fsdp(keys: Keys, draft: Draft, hosts: int) -> Sizes:
 
 
 def _strategy(place: str, given: Any) -> tuple[int, bool]:
-    """FSDP1's strategy, by its name or its number from 1."""
+    """FSDP1's sharding strategy, from its name or its number, which counts from 1."""
     names = list(_STRATEGIES)
     name = names[int(given) - 1] if str(given) in {"1", "2", "3", "4", "5"} else str(given).upper()
     if name not in _STRATEGIES:
@@ -204,12 +204,12 @@ def _read_megatron(keys: Keys, draft: Draft, hosts: int) -> Sizes:
     return sizes
 
 
-# How each kind of training reads its section; all others replicate the model.
+# The function that reads the section of each `distributed_type`; all others replicate the model.
 _SIZES = {"FSDP": _read_fsdp, "DEEPSPEED": _read_deepspeed, "MEGATRON_LM": _read_megatron}
 
 
 def _parallelism(keys: Keys, draft: Draft, sizes: Sizes) -> Sizes:
-    """Sizes of the mesh that `parallelism_config` gives."""
+    """The mesh sizes with those of `parallelism_config`, if there is one."""
     raw = keys.take("parallelism_config") or {}
     if not isinstance(raw, Mapping):
         raise UserError(f"parallelism_config is {raw!r}; it should be a section of keys and values")
@@ -235,7 +235,7 @@ def _parallelism(keys: Keys, draft: Draft, sizes: Sizes) -> Sizes:
 
 
 def _filled(sizes: Sizes, processes: int | None) -> Sizes:
-    """The data ranks that are left of the processes."""
+    """Fill in the number of data ranks from the number of processes. Raises UserError if they don't divide."""
     if processes is None:
         return sizes
     taken = sizes.model * (sizes.replicas or 1) * (sizes.data or 1)
@@ -246,7 +246,7 @@ def _filled(sizes: Sizes, processes: int | None) -> Sizes:
 
 def _precision(keys: Keys, draft: Draft) -> None:
     given = str(keys.take("mixed_precision") or "no").lower()
-    if keys.switch("fp16"):  # as older versions wrote it
+    if keys.switch("fp16"):  # the key of older versions
         given = "fp16"
     if given in ("bf16", "fp16"):
         draft.set("recipe.precision", given)
@@ -297,7 +297,7 @@ class WriteAccelerate(Writer):
 
 
 def _kind(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dict[str, Any]:
-    """How accelerate trains: pipelines are Megatron-LM's, ZeRO-1 and disks are DeepSpeed's, other shards FSDP2's."""
+    """The `distributed_type` and its section: Megatron-LM for pipelines, DeepSpeed for ZeRO-1 and disks, or FSDP2."""
     if layout.size == 1:
         return {}
     if layout.pipeline > 1:
@@ -327,7 +327,7 @@ def _written_fsdp(layout: Layout, remarks: list[str]) -> dict[str, Any]:
     config: dict[str, Any] = {"distributed_type": "FSDP", "fsdp_config": shards}
     if layout.replicate > 1 or layout.tensor * layout.context > 1:
         shard, replicate = layout.shard, layout.replicate
-        if layout.zero < 2:  # accelerate composes replicas with nothing but shards
+        if layout.zero < 2:  # accelerate combines tensor and context parallel only with shards
             shard, replicate = shard * replicate, 1
             remarks.append(
                 f'run.layout "{layout}": beside tp and cp accelerate shards the data ranks as fsdp{shard} does'
@@ -383,7 +383,7 @@ def _written_megatron(job: Job, layout: Layout, remarks: list[str], said: set[st
 
 
 def _options(layout: Layout, kind: str, remarks: list[str]) -> None:
-    """Options of the layout that this kind of training has no key for."""
+    """Add a remark for each option of the layout for which this `distributed_type` has no key."""
     known = {
         "FSDP": {"recompute=full", "offload=parameters", "attention=ring"},
         "DEEPSPEED": {"offload=optimizer", "offload=optimizer-disk"},

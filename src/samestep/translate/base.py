@@ -1,7 +1,7 @@
 """What readers and writers of other tools' configurations share.
 
-A Draft has the keys of a job that were found, and a remark for everything that has none; Keys reads a section key by
-key, so that none is passed over in silence.
+A `Draft` collects the keys of a job that a reader found, and a remark for every value that has no counterpart. `Keys`
+reads a section and tracks which of its keys were read, so that none is ignored silently.
 """
 
 from abc import ABC, abstractmethod
@@ -16,18 +16,18 @@ from samestep.job import Job
 from samestep.layout import Layout, Offload
 from samestep.validation import checked, closest, shown
 
-# What shares out the data, by what ZeRO shards, and its text where the size is not known.
+# The layout part for the data ranks, by ZeRO stage; without a number if their size is not known.
 _DATA = {0: "dp{}", 1: "zero1x{}", 2: "zero2x{}", 3: "fsdp{}"}
 _ORDER_OF_OFFLOADS = get_args(Offload)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Mesh sizes; one of `data` and `replicas` may be None: the number of processes left by the others."""
+    """Mesh sizes. One of `data` and `replicas` may be None: it follows from the number of processes."""
 
     pipeline: int = 1
-    replicas: int | None = 1  # of the shards, where both are asked for
-    data: int | None = None  # ranks that share out the data: shards, or replicas where zero is 0
+    replicas: int | None = 1  # replicas of the shards, if there are both
+    data: int | None = None  # shards, or replicas if `zero` is 0
     zero: int = 0
     context: int = 1
     tensor: int = 1
@@ -36,12 +36,12 @@ class Sizes:
 
     @property
     def model(self) -> int:
-        """Ranks that work on the same samples."""
+        """The number of ranks that compute on the same samples."""
         return self.pipeline * self.context * self.tensor
 
 
 def text_of(sizes: Sizes) -> str:
-    """The layout as text, as short as it can be."""
+    """The layout in its shortest text."""
     named = {"pp{}": sizes.pipeline, "dp{}": sizes.replicas, _DATA[sizes.zero]: sizes.data}
     named |= {"cp{}": sizes.context, "tp{}": sizes.tensor}
     parts = [part.format(size or "") for part, size in named.items() if size != 1]
@@ -53,7 +53,7 @@ def text_of(sizes: Sizes) -> str:
 
 
 def _together(offloads: Collection[str]) -> list[str]:
-    """Parameters take the optimizer's state along, and a disk what memory would have held."""
+    """Remove implied offloads: those of parameters include the optimizer's, and those to disk replace memory's."""
     wanted = set(offloads)
     if "parameters-disk" in wanted:
         wanted -= {"parameters"}
@@ -64,18 +64,18 @@ def _together(offloads: Collection[str]) -> list[str]:
     return [name for name in _ORDER_OF_OFFLOADS if name in wanted]
 
 
-# What no other tool's configuration says.
+# The task of a translated job, which no other tool's configuration names.
 UNKNOWN_TASK = "my_task.py:MyTask"
 
-# In the order in which docs/recipes-and-layouts.md has them.
+# The order of keys in a job file, as in docs/recipes-and-layouts.md.
 _ORDER = ("task", "seed", "batch", "steps", "epochs", "optimizer", "schedule", "clip", "precision")
-_LONGEST = 116  # characters of a line; a comment that makes it longer goes above the line
+_LONGEST = 116  # characters per line; a comment that would make a line longer goes above it
 
 _TASK_REMARK = "not in the source: your task; its data and model go beside it"
 
 
 class Draft:
-    """Keys of a job with their reasons, and remarks on what has no key in a job."""
+    """The keys of a job with comments on their origin, and remarks on values that have no key in a job."""
 
     def __init__(self) -> None:
         self._values: dict[str, dict[str, Any]] = {"recipe": {}, "run": {}}
@@ -84,7 +84,7 @@ class Draft:
         self.remarks: list[str] = []
 
     def set(self, key: str, value: Any, why: str = "") -> None:
-        """A key such as recipe.optimizer.lr, and where its value comes from, if that isn't plain."""
+        """Set a key such as recipe.optimizer.lr; `why`: a comment on the value's origin, if that isn't obvious."""
         *path, last = key.split(".")
         here = self._values
         for part in path:
@@ -98,7 +98,7 @@ class Draft:
         self.set("run.layout", text_of(sizes), why)
 
     def tried_layout(self) -> str:
-        """The layout, with a size for what the number of processes is yet to fill in."""
+        """The layout with size 2 where the number of processes is not known yet."""
         return text_of(replace(self._sizes, data=self._sizes.data or 2, replicas=self._sizes.replicas or 2))
 
     def get(self, key: str) -> Any:
@@ -116,11 +116,11 @@ class Draft:
         return {"recipe": _in_order(recipe), **({"run": self._values["run"]} if self._values["run"] else {})}
 
     def job(self) -> Job:
-        """Raises UserError where the source's values can't stand in a job."""
+        """The checked job. Raises UserError for values that a job can't have."""
         return checked(Job, self.values())
 
     def text(self, title: str) -> str:
-        """The job file: keys with their reasons, then the remarks."""
+        """The text of the job file: keys with their comments, then the remarks."""
         lines = [f"# Translated from {title}."]
         reasons = {"recipe.task": _TASK_REMARK, **self._reasons}
         _write(self.values(), (), reasons, lines)
@@ -149,12 +149,12 @@ def _write(values: Mapping[str, Any], path: tuple[str, ...], reasons: Mapping[st
 
 
 def one_line(value: Any) -> str:
-    """A value as YAML, in one line."""
+    """A value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-# What transformers' Trainer and accelerate fill in from their own arguments.
+# The value that transformers' Trainer and accelerate replace from their own arguments.
 AUTO = "auto"
 _SWITCHES = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
@@ -180,7 +180,7 @@ class Keys:
         return f"{self._place}.{key}" if self._place else key
 
     def take(self, key: str) -> Any:
-        """The value as it stands; None where there is none, and with a remark where it is left to be filled in."""
+        """Read a value unchanged; None if it is missing, or is "auto", which gets a remark."""
         value = self._left.pop(key, self._values.get(key))
         if value == AUTO:
             self._draft.remark(self.place(key), AUTO, "filled in by the script's own arguments; write their value")
@@ -213,7 +213,7 @@ class Keys:
         return found
 
     def word(self, key: str, choices: Collection[str]) -> str | None:
-        """One of several words, whatever its case: as it stands in `choices`."""
+        """Read one of several words in any case; returns it as written in `choices`."""
         value = self.take(key)
         if value is None:
             return None
@@ -223,12 +223,12 @@ class Keys:
         raise UserError(f"{self.place(key)} is {shown(value)}; {closest(str(value), choices)}")
 
     def section(self, key: str) -> "Keys":
-        """A section of this one; an empty one where there is none."""
+        """Read an inner section; an empty one if it is missing."""
         value = self._left.pop(key, {})
         return Keys({} if value is None else value, self._draft, self.place(key))
 
     def enabled(self, key: str) -> "Keys":
-        """A section that has a switch `enabled`; an empty one, with a remark, where it is off."""
+        """Read an inner section with a switch `enabled`; an empty one, with a remark, if that is off."""
         section = self.section(key)
         if section and not section.switch("enabled"):
             self._draft.remark(self.place(key), None, "not enabled")
@@ -236,13 +236,13 @@ class Keys:
         return section
 
     def remark(self, key: str, why: str) -> None:
-        """Take a key that has no counterpart, and say why."""
+        """Read a key that has no counterpart, and add a remark with the reason."""
         if key in self._values:
             self._left.pop(key, None)
             self._draft.remark(self.place(key), self._values[key], why)
 
     def leave(self, reasons: Mapping[str, str], otherwise: str) -> None:
-        """A remark for each key that was not read."""
+        """Add a remark for each key that was not read: the reason in `reasons`, or else `otherwise`."""
         for key in list(self._left):
             self.remark(key, reasons.get(key, otherwise))
 
@@ -251,7 +251,7 @@ class Keys:
 
 
 def _number(value: Any) -> float | None:
-    """A number, also one that stands in quotes, as YAML reads 1e-5 and as such files often have it."""
+    """Convert a value to a number, also from text: YAML reads 1e-5 as text, and such files often have quotes."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -263,7 +263,7 @@ def _number(value: Any) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class GivenSizes:
-    """What the command line says, and many of these files don't: sizes of the whole training."""
+    """Sizes of the whole training from the command line, which many of these files don't contain."""
 
     processes: int | None = None
     batch: int | None = None
@@ -271,34 +271,34 @@ class GivenSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A file's text, and remarks on what it can't express."""
+    """The text of a written file, and remarks on what it can't express."""
 
     text: str
     remarks: Sequence[str] = ()
 
 
 class Reader(ABC):
-    """Makes a job's draft of another tool's configuration."""
+    """Reads another tool's configuration into the draft of a job."""
 
-    title: str  # of such a file, in messages and comments
+    title: str  # name of such a file in messages and comments
 
     @abstractmethod
     def recognises(self, given: Any) -> bool:
-        """Whether this content is of the format: what the file holds (a dictionary, say), or its text."""
+        """Whether a file's content is of this format: its parsed value (a dictionary, say), or its text."""
 
     @abstractmethod
     def read(self, given: Any, asked: GivenSizes) -> Draft:
-        """Raises UserError for values that are wrong or contradict each other."""
+        """Read the content. Raises UserError for values that are wrong or contradict each other."""
 
 
 class Writer(ABC):
-    """Makes another tool's configuration of a job."""
+    """Writes a job as another tool's configuration."""
 
     @abstractmethod
     def write(self, job: Job, layout: Layout) -> Written:
-        """Raises UserError for what the tool could not run as the job says."""
+        """Write the configuration. Raises UserError for a job that the tool could not run."""
 
 
 def has_any(content: Any, keys: Sequence[str]) -> bool:
-    """Whether the content is a section with one of these keys."""
+    """Whether the content is a section with at least one of these keys."""
     return isinstance(content, Mapping) and any(key in content for key in keys)

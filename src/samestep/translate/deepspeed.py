@@ -1,6 +1,6 @@
-"""DeepSpeed's JSON (https://www.deepspeed.ai/docs/config-json) to a job, and back.
+"""Translates DeepSpeed's JSON (https://www.deepspeed.ai/docs/config-json) to a job, and back.
 
-`deepspeed_optimizer` has the sections of optimizer and schedule.
+`deepspeed_optimizer` translates the sections of the optimizer and the schedule.
 """
 
 import json
@@ -15,7 +15,7 @@ from samestep.translate.base import Draft, GivenSizes, Keys, Reader, Sizes, Writ
 from samestep.translate.deepspeed_optimizer import read_optimizer, written_optimizer, written_schedule
 from samestep.translate.unsaid import unsaid
 
-# A file with one of these is DeepSpeed's.
+# A file with one of these keys is recognised as DeepSpeed's.
 _ITS_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -94,7 +94,7 @@ class ReadDeepSpeed(Reader):
 
 
 def _sizes(keys: Keys, draft: Draft) -> Sizes:
-    """What is split, but for the number of data ranks."""
+    """Read the mesh sizes, except the number of data ranks."""
     tensor_keys = keys.section("tensor_parallel")
     tensor = tensor_keys.whole("autotp_size", least=0) or 1
     for name in ("tp", "tensor_parallel"):
@@ -132,9 +132,9 @@ def _sizes(keys: Keys, draft: Draft) -> Sizes:
 
 
 def _zero(keys: Keys, draft: Draft) -> tuple[int, list[str]]:
-    """The stage, and what is offloaded."""
+    """Read the ZeRO stage and the offloads."""
     given = keys.take("zero_optimization")
-    if isinstance(given, bool):  # as the oldest versions had it
+    if isinstance(given, bool):  # the oldest versions' form
         return int(given), []
     section = Keys(given or {}, draft, "zero_optimization")
     stage = stage_of({"zero_optimization": {"stage": section.whole("stage", least=0)}}) or 0
@@ -163,9 +163,10 @@ def _zero(keys: Keys, draft: Draft) -> tuple[int, list[str]]:
 
 
 def read_batch(keys: Keys, draft: Draft, sizes: Sizes, asked: GivenSizes) -> int | None:
-    """Set batch and micro-batch; the number of data ranks, where it is known.
+    """Set batch and micro-batch size; returns the number of data ranks, or None if it is not known.
 
-    DeepSpeed holds train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks.
+    DeepSpeed requires train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks.
+    Raises UserError for numbers that contradict this.
     """
     batch = keys.whole("train_batch_size")
     micro = keys.whole("train_micro_batch_size_per_gpu")
@@ -243,7 +244,7 @@ def _clip(keys: Keys, draft: Draft) -> None:
 
 
 def _read_precision(keys: Keys, draft: Draft) -> None:
-    """Precision is autocast over float32 parameters, which is torch_autocast; fp16 and bf16 are near it."""
+    """Set the precision: torch_autocast is samestep's autocast over float32 parameters; fp16 and bf16 come close."""
     fp16 = keys.enabled("fp16")
     bf16 = keys.enabled("bf16" if "bf16" in keys else "bfloat16")
     autocast = keys.enabled("torch_autocast")
@@ -286,7 +287,7 @@ class WriteDeepSpeed(Writer):
         config = _batch(job, layout)
         config |= written_optimizer(recipe, remarks)
         config |= written_schedule(recipe, remarks, said)
-        config["gradient_clipping"] = recipe.clip or 0.0  # left out, DeepSpeed would clip to 1.0
+        config["gradient_clipping"] = recipe.clip or 0.0  # without the key, DeepSpeed would clip to 1.0
         config |= _written_precision(recipe, remarks)
         config |= _layout(job, layout, remarks, said)
         config["tensorboard"] = {"enabled": job.run.tensorboard}
@@ -295,9 +296,9 @@ class WriteDeepSpeed(Writer):
 
 
 def micro_batch_of(job: Job, layout: Layout) -> int:
-    """The largest micro-batch that a rank's samples are a multiple of, and no larger than the job's.
+    """The largest micro-batch size that divides a rank's samples and is not larger than the job's.
 
-    Raises UserError where data ranks don't share the batch evenly, as most tools want it.
+    Raises UserError if the data ranks don't divide the batch, which most tools require.
     """
     batch, ranks = job.recipe.batch, layout.data_ranks
     samples, rest = divmod(batch, ranks)
@@ -310,7 +311,7 @@ def micro_batch_of(job: Job, layout: Layout) -> int:
         )
     wanted = job.run.micro_batch or samples
     if job.run.micro_batch is None and layout.pipeline > 1:
-        wanted = max(1, samples // (2 * layout.pipeline))  # as many micro-batches as samestep's pipelines take
+        wanted = max(1, samples // (2 * layout.pipeline))  # as many micro-batches as samestep's default for pipelines
     return max(size for size in range(1, min(wanted, samples) + 1) if samples % size == 0)
 
 
@@ -324,7 +325,7 @@ def _batch(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _written_precision(recipe: Recipe, remarks: list[str]) -> dict[str, Any]:
-    """Autocast over float32 parameters, which is what samestep's bf16 and fp16 are."""
+    """The section of the precision: samestep's bf16 and fp16 are autocast over float32 parameters."""
     names = {"bf16": "bfloat16", "fp16": "float16"}
     if recipe.precision in names:
         return {"torch_autocast": {"enabled": True, "dtype": names[recipe.precision]}}
@@ -372,7 +373,7 @@ def _layout(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dic
 
 
 def _offload(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dict[str, Any]:
-    """Where ZeRO puts what is offloaded. It can do so only with what it shards."""
+    """ZeRO's sections of offloads; ZeRO can only offload what it shards, and the rest gets a remark."""
     wanted = set(layout.offload.split("+")) - {"none", "activations"}
     if not wanted:
         return {}

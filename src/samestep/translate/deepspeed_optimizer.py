@@ -1,4 +1,4 @@
-"""DeepSpeed's `optimizer` and `scheduler` sections to a recipe's optimizer and schedule, and back."""
+"""Translates DeepSpeed's `optimizer` and `scheduler` sections to a recipe's optimizer and schedule, and back."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ _OTHER_OPTIMIZER = "recipe.optimizer can be adamw or sgd; until you say it is ad
 _OTHER_SCHEDULE = "recipe.schedule has a linear warm-up and a linear or cosine decay"
 _DECAY_ALL = "DeepSpeed decays biases and norms too, where the script hands it no groups"
 
-# DeepSpeed's schedules, and how they decay.
+# DeepSpeed's schedules, with their kind of decay.
 _SCHEDULES = {"WarmupLR": "none", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
 def read_optimizer(keys: Keys, draft: Draft) -> None:
-    """Set the recipe's optimizer, schedule and, where a schedule says it, the number of steps."""
+    """Set the recipe's optimizer and schedule and, if the schedule has it, the number of steps."""
     optimizer = keys.section("optimizer")
     name = optimizer.take("type")
     parameters = optimizer.section("params")
@@ -123,7 +123,7 @@ _DEFAULT = "DeepSpeed's default"
 
 
 def _highest(rate: float, why: str, given: Keys, draft: Draft) -> None:
-    """The rate that the schedule reaches, which is the recipe's."""
+    """Set the recipe's learning rate to the highest of the schedule."""
     if draft.get("recipe.optimizer.name") is None:
         draft.remark(given.place("warmup_max_lr"), rate, "write it as recipe.optimizer.lr")
     else:
@@ -170,7 +170,7 @@ def written_optimizer(recipe: Recipe, remarks: list[str]) -> dict[str, Any]:
 
 
 def written_schedule(recipe: Recipe, remarks: list[str], said: set[str]) -> dict[str, Any]:
-    """DeepSpeed counts warm-up and decay in steps, so it must be known how many there are."""
+    """Write the schedule's section. DeepSpeed counts warm-up and decay in steps, so it needs the number of steps."""
     given, steps = recipe.schedule, recipe.steps
     if not given.warmup and given.decay == "none":
         return {}

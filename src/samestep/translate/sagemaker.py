@@ -1,4 +1,4 @@
-"""From the `distribution` dictionary of a SageMaker estimator to a job.
+"""Translates the `distribution` dictionary of a SageMaker estimator to a job.
 
 Keys are those of smdistributed.modelparallel 1.x and 2.x, smdistributed.dataparallel, and the launchers.
 """
@@ -9,7 +9,7 @@ from typing import Any
 from samestep.errors import UserError
 from samestep.translate.base import Draft, GivenSizes, Keys, Reader, Sizes, has_any
 
-# What starts the ranks, and what became of it.
+# Keys of the launchers that start the ranks; some of them have no counterpart.
 _LAUNCHERS = ("torch_distributed", "pytorchddp", "mpi", "parameter_server", "multi_worker_mirrored_strategy")
 _NO_COUNTERPART = {
     "parameter_server": "there is no parameter server; replicas average their gradients",
@@ -17,7 +17,7 @@ _NO_COUNTERPART = {
 }
 _RANKS = "an instance; the layout takes as many ranks as there are: torchrun ... -m samestep train JOB.yaml"
 
-# Letters of a placement, outermost first, and the layout's dimensions for each.
+# The mesh axes for each letter of a placement, outermost first.
 _PLACED = {"D": "dp.fsdp", "P": "pp", "T": "cp.tp"}
 _PLACEMENTS = {"cluster": "DPT", "spread": "TPD"}
 
@@ -92,7 +92,7 @@ def _launchers(keys: Keys, draft: Draft) -> None:
 
 
 def _model_parallel(keys: Keys, draft: Draft, asked: GivenSizes) -> Sizes:
-    """Sizes and options of smdistributed.modelparallel."""
+    """Read the sizes and options of smdistributed.modelparallel."""
     pipeline = _either(keys, "pipeline_parallel_degree", "partitions") or 1
     tensor = keys.whole("tensor_parallel_degree") or 1
     context = keys.whole("context_parallel_degree") or 1
@@ -119,7 +119,7 @@ def _model_parallel(keys: Keys, draft: Draft, asked: GivenSizes) -> Sizes:
 
 
 def _either(keys: Keys, *names: str) -> int | None:
-    """A size that has several names."""
+    """Read a size that has several names. Raises UserError if they have different values."""
     found = {name: size for name in names if (size := keys.whole(name)) is not None}
     if len(set(found.values())) > 1:
         raise UserError(" and ".join(f"{name} is {size}" for name, size in found.items()) + "; they mean the same")
@@ -127,7 +127,7 @@ def _either(keys: Keys, *names: str) -> int | None:
 
 
 def _pipeline(keys: Keys, draft: Draft, pipeline: int) -> dict[str, str]:
-    """Options of the stages. SageMaker's `interleaved` runs backwards as early as it can, which is 1F1B."""
+    """Read the pipeline's options. SageMaker's `interleaved` runs backwards as early as possible, which is 1F1B."""
     schedule = keys.word("pipeline", ("interleaved", "simple"))
     balance = keys.word("optimize", ("speed", "memory"))
     if pipeline == 1:
@@ -141,10 +141,10 @@ def _pipeline(keys: Keys, draft: Draft, pipeline: int) -> dict[str, str]:
 
 
 def _data_ranks(keys: Keys, draft: Draft, sizes: Sizes, asked: GivenSizes) -> int | None:
-    """Ranks that see other samples: one where nothing asks for replicas, else what is left of the processes."""
+    """The number of data ranks: 1 without replicas, else from the number of processes; None if that is not known."""
     replicas = keys.switch("ddp") or keys.switch("horovod")
     if asked.processes is None:
-        # Version 1.x has replicas where it is told so; 2.x, which has no pipelines, always.
+        # Version 1.x has replicas if they are switched on; 2.x, which has no pipelines, always has them.
         first_version = "partitions" in keys or "pipeline_parallel_degree" in keys
         shares = sizes.zero or "sharded_data_parallel_degree" in keys
         return 1 if first_version and not replicas and not shares else None
@@ -156,12 +156,12 @@ def _data_ranks(keys: Keys, draft: Draft, sizes: Sizes, asked: GivenSizes) -> in
 
 
 def _shards(keys: Keys, sizes: Sizes, data: int | None) -> Sizes:
-    """Shards of parameters over part of the data ranks, or all of them."""
+    """Read how parameters are sharded: over all data ranks or a part of them."""
     place = keys.place("hybrid_shard_degree")
     first, second = keys.whole("sharded_data_parallel_degree"), keys.whole("hybrid_shard_degree", least=0)
     if first is not None and second is not None:
         raise UserError(f"sharded_data_parallel_degree and {place} are both given; they are of versions 1.x and 2.x")
-    if second == 0:  # as the script's FSDP has it, which shards over all ranks by default
+    if second == 0:  # left to the script's FSDP, which shards over all ranks by default
         return replace(sizes, zero=3, data=data)
     degree = first or second or 1
     if degree == 1:
@@ -172,7 +172,7 @@ def _shards(keys: Keys, sizes: Sizes, data: int | None) -> Sizes:
 
 
 def _order(keys: Keys, sizes: Sizes) -> str | None:
-    """The order of the mesh over the ranks; None where one dimension is split, and any order does."""
+    """The order of the mesh axes over the ranks; None if only one axis is split, where all orders are the same."""
     given = keys.take("placement_strategy")
     letters = str(given if given is not None else "cluster")
     letters = _PLACEMENTS.get(letters.lower(), letters.upper())
@@ -196,7 +196,7 @@ def _precision(keys: Keys, draft: Draft) -> None:
 
 
 def _micro_batch(keys: Keys, draft: Draft, sizes: Sizes) -> None:
-    """A number of micro-batches there is a size of one here, which takes the batch to know."""
+    """Set the micro-batch size from the number of micro-batches, if the batch is known; else add a remark."""
     count = keys.whole("microbatches")
     if count is None:
         return

@@ -1,4 +1,4 @@
-"""From the words of torchrun or torch.distributed.launch to a job."""
+"""Translates a command of torchrun or torch.distributed.launch to a job."""
 
 import io
 import re
@@ -19,7 +19,7 @@ _REASONS = {
     "log_dir": "torchrun writes its logs just so around samestep",
 }
 _OTHERWISE = "stays torchrun's: torchrun ... -m samestep train JOB.yaml"
-# What a script or a launch is; said by other remarks.
+# Options for the script and the kind of launch, which other remarks cover.
 _SCRIPT = ("training_script", "training_script_args", "module", "no_python", "run_path", "use_env")
 
 
@@ -57,11 +57,11 @@ class ReadTorchrun(Reader):
 
 
 def _lines(text: str) -> list[list[str]]:
-    """The words of each command of a text; lines that end in a backslash go on in the next."""
+    """The words of each command in a text; a line that ends in a backslash continues on the next."""
     try:
         split = (shlex.split(line, comments=True) for line in re.sub(r"\\\r?\n", " ", text).splitlines())
         return [words for words in split if words]
-    except ValueError:  # a quote that isn't closed
+    except ValueError:  # an unclosed quote
         return []
 
 
@@ -70,7 +70,7 @@ def _is_launch(words: Sequence[str]) -> bool:
 
 
 def _variables(words: Sequence[str], draft: Draft) -> list[str]:
-    """The launcher's own words; variables before it are set, and what else stands there is passed over."""
+    """The launcher's arguments. Reads the environment variables before it, and ignores all other words there."""
     start = next(index for index, word in enumerate(words) if word.rpartition("/")[2] in _LAUNCHERS)
     for word in words[:start]:
         match = _VARIABLE.fullmatch(word)
@@ -84,22 +84,22 @@ def _variables(words: Sequence[str], draft: Draft) -> list[str]:
 
 
 def _parse(words: Sequence[str]) -> tuple[Namespace, Namespace]:
-    """What the words say to PyTorch's own parser, and what the shortest ones would."""
+    """Parse the arguments with PyTorch's own parser; returns them, and those of a command with only a script."""
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    parser.add_argument("--use-env", "--use_env", action="store_true")  # of torch.distributed.launch
+    parser.add_argument("--use-env", "--use_env", action="store_true")  # torch.distributed.launch has it
     told = io.StringIO()
     try:
         with redirect_stderr(told), redirect_stdout(io.StringIO()):
             return parser.parse_args(list(words)), parser.parse_args(["script.py"])
-    except SystemExit:  # the parser's way to refuse words
+    except SystemExit:  # argparse exits on errors
         message = told.getvalue().strip().rpartition(": error: ")[2]
         raise UserError(f"torchrun: {message or 'these words start nothing'}") from None
 
 
 def _processes(options: Namespace, draft: Draft) -> int | None:
-    """Ranks in all; None where the machines will say it."""
+    """The number of ranks; None if it is only known on the machines."""
     hosts, a_host = str(options.nnodes), str(options.nproc_per_node)
     least, _, most = hosts.partition(":")
     if not least.isdecimal() or (most and not most.isdecimal()) or int(least) < 1:

@@ -1,4 +1,4 @@
-"""A translation: find the format, read it into a job, and write that as a job file or in another tool's format."""
+"""Translates a configuration: finds its format, reads it into a job, and writes a job file or another tool's file."""
 
 import ast
 import json
@@ -40,15 +40,18 @@ STANDARD_INPUT = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What was given, its name in messages, and the file where it is one."""
+    """The configuration to translate, its name in messages, and its file if it is one."""
 
     name: str
-    content: Any  # what the JSON, Python literal or YAML says; a text where it is none of these
+    content: Any  # the value of the JSON, Python literal or YAML; the text itself if it is none of these
     file: Path | None = None
 
 
 def source_of(words: Sequence[str]) -> Source:
-    """One word is a file, or - for standard input; several are a command. Raises UserError."""
+    """Read the source: one word is a file, or - for standard input; several are a command.
+
+    Raises UserError if it can't be read.
+    """
     if not words:
         raise UserError("nothing to translate; write a FILE, - for standard input, or a command behind --")
     if len(words) > 1:
@@ -76,7 +79,7 @@ def _text_of(file: Path) -> str:
 
 
 def _content(name: str, text: str) -> Any:
-    """JSON, a Python literal (also `distribution = {...}`), YAML, or the text itself; in this order."""
+    """Parse a text as JSON, a Python literal (also `distribution = {...}`) or YAML, in this order; else the text."""
     if not text.strip():
         raise UserError(f"{name} is empty")
     if text.lstrip()[0] not in "{[":
@@ -88,7 +91,7 @@ def _content(name: str, text: str) -> Any:
         literal = _python_literal(name, text)
         if literal is not None:
             return literal
-        try:  # JSON with comments, which DeepSpeed takes too, is YAML
+        try:  # JSON with comments, which DeepSpeed accepts too, is YAML
             return yaml.load(text, _Loader)
         except yaml.YAMLError:
             raise UserError(f"{name}:{error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
@@ -97,7 +100,7 @@ def _content(name: str, text: str) -> Any:
 
 
 def _python_literal(name: str, text: str) -> Any:
-    """A dictionary as Python writes it; None where the text is something else."""
+    """Parse a dictionary in Python's syntax; None if the text is something else."""
     try:
         tree = ast.parse(text.strip(), mode="exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -128,7 +131,7 @@ def _unique(name: str, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's reader, which refuses a key that stands twice."""
+    """A YAML loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value]
@@ -141,12 +144,12 @@ class _Loader(yaml.SafeLoader):
 
 
 def _yaml(name: str, text: str) -> Any:
-    """What the YAML says. A text that isn't YAML, or just words, stays a text."""
+    """Parse YAML. A text that isn't YAML, or is just words, is returned unchanged."""
     try:
         value = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         first = text.lstrip().partition("\n")[0]
-        if ":" not in first:  # a command, which is no YAML either
+        if ":" not in first:  # a command, not YAML
             return text
         at = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{name}{at}: not YAML: {error.problem}") from None
@@ -159,7 +162,10 @@ JOB = "job"
 
 
 def translate(words: Sequence[str], from_: str | None, to: str, asked: GivenSizes) -> Written:
-    """What was given, in the other format, and what could not be said in it. Raises UserError."""
+    """Translate a configuration; returns the text, with remarks on what the other format can't express.
+
+    Raises UserError for an unknown or ambiguous format, and for a source that can't be read or translated.
+    """
     if to != JOB and to not in WRITERS:
         raise UserError(f'--to is "{to}"; {closest(to, [JOB, *WRITERS])}')
     if from_ is not None and from_ != JOB and from_ not in READERS:
@@ -170,7 +176,7 @@ def translate(words: Sequence[str], from_: str | None, to: str, asked: GivenSize
         raise UserError(f"{source.name} is a job file already; use --to {' or --to '.join(WRITERS)}")
     job, draft = (_job_of(source), None) if form == JOB else _read(form, source, asked)
     if to == JOB:
-        assert draft is not None  # a job file alone has none, and is refused above
+        assert draft is not None  # only a job file has none, and that is refused above
         return Written(text=draft.text(f"{READERS[form].title} ({source.name})"))
     layout = Layout.parse(job.run.layout, asked.processes or job.run.processes)
     written = WRITERS[to].write(job, layout)
@@ -179,7 +185,7 @@ def translate(words: Sequence[str], from_: str | None, to: str, asked: GivenSize
 
 
 def _assumed(draft: Draft) -> list[str]:
-    """What a source leaves open, and a file of another tool can't."""
+    """Remarks on values that the source doesn't have but the written file needs."""
     return [
         f"{key}: not in the source, so samestep's default is taken; {fix}"
         for key, fix in (("recipe.batch", "--batch says another"), ("recipe.optimizer", "write yours"))
@@ -188,7 +194,7 @@ def _assumed(draft: Draft) -> list[str]:
 
 
 def _read(form: str, source: Source, asked: GivenSizes) -> tuple[Job, Draft]:
-    """The job of a source. What keeps it from running as it is becomes a remark."""
+    """Read a source into a job. If samestep would refuse the job, adds a remark with the reason."""
     try:
         draft = READERS[form].read(source.content, asked)
         job = draft.job()
@@ -200,7 +206,7 @@ def _read(form: str, source: Source, asked: GivenSizes) -> tuple[Job, Draft]:
 
 
 def _refusal(job: Job, draft: Draft) -> str | None:
-    """Why samestep's own engine would refuse a job; None where it wouldn't."""
+    """The reason why samestep's own engine would refuse a job; None if it would not."""
     from samestep.engines import registry as engines
 
     layout = Layout.parse(draft.tried_layout())
@@ -220,7 +226,7 @@ def _job_of(source: Source) -> Job:
 
 
 def _format_of(source: Source) -> str:
-    """The format that the content is of. Raises UserError where it could be none or several."""
+    """The format of a source's content. Raises UserError if no format or several recognise it."""
     content = source.content
     if isinstance(content, Mapping) and ("recipe" in content or "run" in content):
         return JOB

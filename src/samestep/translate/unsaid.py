@@ -1,4 +1,4 @@
-"""What of a job another tool's configuration does not say, key by key, with the reason."""
+"""The keys of a job that other tools' configurations can't express, with the reasons."""
 
 from collections.abc import Collection
 from dataclasses import fields
@@ -11,7 +11,7 @@ from samestep.validation import shown
 _SCRIPT = "the script says it"
 _LAUNCHER = "the tool's launcher says it"
 
-# Every key of a job that a writer may leave out. A key that is in no writer and not here fails the tests.
+# All keys of a job that a writer may omit. The tests fail for a key that is neither in a writer nor here.
 REASONS = {
     "recipe.task": _SCRIPT,
     "recipe.data": _SCRIPT,
@@ -73,7 +73,7 @@ REASONS = {
 
 
 def unsaid(job: Job, said: Collection[str]) -> list[str]:
-    """A remark for each key that is not its default and that the written file doesn't say."""
+    """A remark for each key that differs from its default and is not in the written file."""
     given = {"recipe": (job.recipe, Recipe(task=None)), "run": (job.run, Run())}
     remarks = []
     for section, (own, plain) in given.items():
