@@ -1,11 +1,11 @@
-"""What saving costs a training: asynchronous, synchronous, torch.save on rank 0, and none, side by side in one run.
+"""Measures the cost of saving: asynchronous, synchronous, torch.save on rank 0, and none, in turns in one training.
 
     python benchmarks/checkpoints.py [--layout dp2] [--every 20] [--rounds 7] [--json FILE]
 
-One training is cut into blocks of `--every` steps. Before each block the state (model and optimizer) is saved in one
-of four ways, in turns; a block's time is that of its steps and of all that the training waits for saving.
-Of each way the median block is taken, and its ratio to the median block without saving. All have the disk keep
-what they wrote before they call it saved; samestep also makes checksums and renames the folder.
+The training is divided into blocks of `--every` steps. Before each block the state (model and optimizer) is saved in
+one of the four ways, in turns; a block's time is that of its steps and of all waiting for the save. The result of a
+way is its median block, and the ratio to the median block without saving. All ways sync their files to disk before
+they count as saved; samestep also computes checksums and renames the folder.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def rank(job: Job, layout: Layout, every: int, rounds: int, folder: str) -> dict[str, Any]:
-    """Train on this rank; rank 0's seconds of each block, by way."""
+    """Train on this rank; returns rank 0's seconds of each block, by way."""
     with join(threads=1) as world:
         training = Training(job, resolve(job.recipe), world, layout)
         savers: list[Saver] = []
@@ -81,10 +81,10 @@ def rank(job: Job, layout: Layout, every: int, rounds: int, folder: str) -> dict
                 began = time.perf_counter()
                 ways[name](done)
                 take(steps, every)
-                for saver in savers:  # what is still written is no other block's burden
+                for saver in savers:  # finish pending writes, so that they don't slow the next block
                     saver.wait()
                 dist.barrier()
-                if number:  # the first round allocates memory and makes files
+                if number:  # the first round allocates memory and creates files, and does not count
                     seconds[name].append(time.perf_counter() - began)
                 done += every
         numbers = sum(parameter.numel() for _, parameter in training.session.trainer.parameters())
@@ -118,7 +118,7 @@ def ways_of(training: Training, layout: Layout, folder: Path, savers: list[Saver
         "asynchronous": by_samestep(asynchronous=True),
         "synchronous": by_samestep(asynchronous=False),
     }
-    if layout.replicate == layout.size:  # elsewhere rank 0 has not all of it
+    if layout.replicate == layout.size:  # under other layouts rank 0 does not have the whole state
         ways["torch.save on rank 0"] = by_torch
     return ways
 

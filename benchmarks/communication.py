@@ -1,10 +1,10 @@
-"""What a back end has, and what collectives take through each transport: the tables of docs/communication.md.
+"""Collectives that each backend supports, and their times by transport: the tables of docs/communication.md.
 
     python benchmarks/communication.py [--processes 2,4] [--sizes 1KB,64KB,1MB,25MB,100MB] [--docs]
 
-Runs `samestep comm` with each number of processes and `samestep comm support`, and prints their tables as Markdown:
-every collective for the first number, and for the others what shared memory takes over from gloo. `--docs` writes
-them into docs/communication.md and docs/zh/communication.md.
+Runs `samestep comm` with each number of processes, and `samestep comm support`, and prints their tables as Markdown:
+all collectives for the first number of processes, and for the others those that shared memory replaces gloo in.
+`--docs` writes them into docs/communication.md and docs/zh/communication.md.
 """
 
 import argparse
@@ -49,7 +49,7 @@ FASTER = Words("times as fast as {}", "是 {} 的几倍快")
 BUS = Words("bus bandwidth, GB/s", "总线带宽，GB/s")
 COPY = Words("memory copy, GB/s", "内存拷贝，GB/s")
 RANKS = Words("{} ranks:", "{} 个 rank：")
-TAKEN_OVER = "all-reduce,reduce,reduce-scatter,all-gather,broadcast,barrier"  # by shared memory, from gloo
+TAKEN_OVER = "all-reduce,reduce,reduce-scatter,all-gather,broadcast,barrier"  # where shared memory replaces gloo
 FITS = (
     COLLECTIVE,
     TRANSPORT,
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def command(*words: str) -> Mapping[str, Any]:
-    """What `samestep comm` writes for programs."""
+    """Run `samestep comm` and return its JSON."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         program = [sys.executable, "-m", "samestep", "comm", *words, "--json", str(file)]
@@ -89,7 +89,7 @@ def command(*words: str) -> Mapping[str, Any]:
 
 
 def support_table(found: Mapping[str, Any], language: int) -> str:
-    """A line for each transport, device and collective, a column for each dtype."""
+    """The support table: a row per transport, device and collective, a column per dtype."""
     names = [short(dtype) for dtype in DTYPES]
     titles = [f"{TRANSPORT[language]}", COLLECTIVE[language], *map(dtype_in_short, names)]
     cells: dict[tuple[str, str], dict[str, str]] = {}
@@ -103,7 +103,7 @@ def support_table(found: Mapping[str, Any], language: int) -> str:
 
 
 def times_table(measured: Mapping[str, Any], language: int) -> str:
-    """A line for each collective and size; for each transport the median, and in brackets 10 % and 90 %."""
+    """The table of times: a row per collective and size, and per transport the median (10th and 90th percentile)."""
     first, *others = measured["transports"]
     sizes: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
     for row in measured["rows"]:

@@ -1,14 +1,14 @@
-"""What a training reaches for the bytes and the time that it takes, with each method of `recipe.communication`.
+"""Measures what a training reaches, and its bytes and time, with each method of `recipe.communication`.
 
     python benchmarks/compression.py examples/reviews.yaml [--steps 300] [--every 50] [--layout dp2] [--seeds 0,1,2]
         [--methods none,bf16,diloco] [--set recipe.data.limit=3000] [--json build/reviews.json]
 
-Every method trains the same recipe for the same number of steps, one after the other, with each of the seeds, and is
-evaluated every so many steps. Bytes are those that rank 0 sends; with plain data parallelism ("none") the bytes of
-its third step times the steps. Seconds are those of the steps, without start and evaluations. The JSON file holds the
-curves: a list of [step, seconds, bytes, value] for each method and seed. compression_tables.py makes tables and
-pictures of it, and with what compression_links.py measures the time over slow links. It is written after each
-training, and trainings that it has already are not taken again, so a run that was broken off goes on.
+The methods train one after the other, with the same recipe, number of steps and seeds, and evaluate every `--every`
+steps. Bytes are those that rank 0 sends; with plain data parallelism ("none"), the bytes of its third step times the
+number of steps. Seconds are those of the steps, without start and evaluations. The JSON file has the curves: a list
+of [step, seconds, bytes, value] for each method and seed. compression_tables.py turns it into tables and pictures
+and, with the measurements of compression_links.py, computes the time over slow links. The file is written after each
+training, and trainings that it already has are skipped, so an interrupted run can be continued.
 """
 
 import argparse
@@ -44,21 +44,22 @@ METHODS: Mapping[str, Callable[[int], Mapping[str, Any] | None]] = {
     "diloco": lambda steps: DILOCO,
     "diloco-streaming": lambda steps: {**DILOCO, "fragments": 4, "overlap": 2},
 }
-VALUES = ("accuracy", "perplexity", "loss")  # the first of these that an evaluation gives is shown
+VALUES = ("accuracy", "perplexity", "loss")  # the first of these that an evaluation has is shown
 PLAIN = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What one method did with one job and one seed."""
+    """One training: a job with one method and one seed."""
 
     job: str
     method: str
     seed: int
     communication: Mapping[str, Any] | None
-    value: str  # what is measured
+    value: str  # name of the metric
     curve: Sequence[tuple[int, float, int, float]]  # step, seconds, bytes that one rank sent, value
-    # For each number of bytes that a step sent (as text: JSON has no other keys), such steps up to each evaluation.
+    # For each number of bytes that steps sent (as text, since JSON keys are), the count of such steps up to each
+    # evaluation.
     kinds: Mapping[str, Sequence[int]]
     step_seconds: float  # median
 
@@ -113,21 +114,21 @@ def measured(options: argparse.Namespace, methods: Sequence[str]) -> list[Traine
 
 
 def kept(file: Path | None) -> list[Trained]:
-    """The trainings that a file has."""
+    """Read the trainings in a file; empty without a file."""
     if file is None or not file.exists():
         return []
     return [Trained(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
 
 
 def overrides(method: str, steps: int, folder: Path, further: Sequence[str]) -> list[tuple[str, str]]:
-    """What a job that is trained with a method has otherwise than its file; `further` are KEY=VALUE."""
+    """The keys that a method's training changes in the job file; `further` are KEY=VALUE."""
     return [
         ("recipe.epochs", "null"),
         ("recipe.steps", str(steps)),
         ("recipe.communication", json.dumps(METHODS[method](steps))),
         ("run.folder", str(folder)),
         ("run.tensorboard", "false"),
-        ("run.sparse_rows", "off"),  # whole gradients are what all else is held against
+        ("run.sparse_rows", "off"),  # whole gradients are the baseline
         *((key, value) for key, _, value in (each.partition("=") for each in further)),
     ]
 

@@ -1,14 +1,14 @@
-"""How long a step takes over a slow link, with each method of `recipe.communication`.
+"""Measures the time of a step over slow links, with each method of `recipe.communication`.
 
     python benchmarks/compression_links.py examples/reviews.yaml [--links 1gbit,100mbit,100mbit+20ms] [--steps 38]
         [--methods none,diloco] [--set KEY=VALUE] [--json build/links.json]
 
-Each method trains for a few steps on two hosts of one rank each, made of Linux namespaces (root needed; see
-tools/testbed), whose link carries so many bits a second each way and, with `+20ms`, holds everything up for so long
-each way. A method takes steps of several kinds, which differ in what they send (a warm-up's, those of an exchange,
-those between two): the JSON file has the seconds of each step, by the number of bytes that it sent.
-compression_tables.py makes of their means, and of how many steps of each kind a whole training took, its time over
-the link. Means, since where messages are on their way while steps go on, other steps wait for them.
+Each method trains for a few steps on two hosts with one rank each, made from Linux namespaces (root needed; see
+tools/testbed). Their link has the given rate in each direction and, with `+20ms`, that delay in each direction. A
+method takes steps of several kinds, which differ in what they send (warm-up, exchange, between two exchanges), so the
+JSON file has the seconds of each step by the number of bytes that it sent. From the mean of each kind, and the number
+of such steps in a whole training, compression_tables.py computes the training's time over the link. It takes means
+because messages that overlap later steps slow those steps instead.
 """
 
 import argparse
@@ -36,12 +36,12 @@ TIME_LIMIT = 400.0  # seconds of one training
 
 @dataclass(frozen=True, kw_only=True)
 class OverLink:
-    """The steps of a method over a link."""
+    """The measured steps of a method over a link."""
 
     job: str
     method: str
     link: str
-    kinds: Mapping[str, Sequence[float]]  # bytes that rank 0 sent in a step, and the seconds of each such step
+    kinds: Mapping[str, Sequence[float]]  # bytes that rank 0 sent in a step -> seconds of each such step
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def made_hosts(link: str) -> tuple[Testbed, str | None]:
-    """Two hosts that are joined by the link, and the rate that is still to be set."""
+    """Make two hosts joined by the link; returns them, and the rate if it is still to be set."""
     rate, _, delay = link.partition("+")
     if not delay:
         return Testbed(2, ssh=False), rate
@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace, method: str, link: str) -> OverLink:
     with TemporaryDirectory(prefix="samestep-links-") as place:
         folder = Path(place) / "run"
         given = overrides(method, options.steps, folder, options.set)
-        # All hosts share this machine's cores, of which each would give all to its rank.
+        # All hosts share this machine's cores, and each would otherwise give all of them to its rank.
         given += [("recipe.evaluation.at_end", "false"), ("run.layout", "dp2"), ("run.threads", "1")]
         settings = [word for key, value in given for word in ("--set", f"{key}={value}")]
         hosts, rate = made_hosts(link)

@@ -1,14 +1,15 @@
-"""Tables and pictures of what compression.py and compression_links.py have measured.
+"""Tables and pictures of the measurements of compression.py and compression_links.py.
 
     python benchmarks/compression_tables.py build/reviews-*.json [--links build/links-*.json] [--docs]
     python benchmarks/compression_tables.py docs/curves/compression-reviews-486.json --links build/links.json --docs
 
-A table for each job and number of steps: bytes, the last value as mean over the seeds with the least and the most,
-and whether the mean is within what plain data parallelism has over the seeds. With `--links` also the seconds of all
-steps over each link: how many steps of each kind the training took, times what such a step takes over the link; start
-and evaluations are not in it. `--docs` writes the tables of these jobs into docs/less-communication.md and its
-Chinese page, where each job has a part of its own, and into docs/curves a picture of each table's curves and what was
-measured, as JSON. Such a file of docs/curves can be given again, with or without new links.
+There is a table for each job and number of steps: bytes, the last value (mean over the seeds, with minimum and
+maximum), and whether the mean is within the range of plain data parallelism over the seeds. With `--links`, also the
+seconds of all steps over each link: the sum over the kinds of steps of their number in the training times the time of
+such a step over the link, without start and evaluations. `--docs` writes the tables of these jobs into
+docs/less-communication.md and its Chinese page, where each job has a part of its own, and writes a picture of each
+table's curves and the measurements as JSON into docs/curves. Such a JSON file can be given as input again, with or
+without new links.
 """
 
 import argparse
@@ -74,28 +75,28 @@ Rows = Mapping[str, Sequence[Trained]]  # the trainings of one job and number of
 
 
 class Links:
-    """What steps take over links."""
+    """The measured steps over all links."""
 
     def __init__(self, found: Sequence[OverLink]) -> None:
         self._found = {(each.job, each.method, each.link): each for each in found}
         self._kinds = {key: each.kinds for key, each in self._found.items()}
 
     def measured(self, rows: Rows) -> Iterator[OverLink]:
-        """What was measured of a table's job and methods, each link and method as it was measured last."""
+        """The measurements of a table's job and methods; of each link and method the last one."""
         ((first, *_), *_) = rows.values()
         return (each for (job, method, _), each in self._found.items() if job == first.job and method in rows)
 
     def of(self, rows: Rows) -> list[str]:
-        """The links that methods of a table were measured over."""
+        """The links over which methods of a table were measured."""
         return list(dict.fromkeys(each.link for each in self.measured(rows)))
 
     def over(self, rows: Rows, link: str) -> Rows:
-        """The methods of a table that were measured over a link."""
+        """The rows of a table with the methods that were measured over a link."""
         ((first, *_), *_) = rows.values()
         return {method: trained for method, trained in rows.items() if (first.job, method, link) in self._kinds}
 
     def seconds(self, trained: Trained, link: str) -> list[float]:
-        """Of all steps up to each evaluation."""
+        """Seconds of all steps up to each evaluation."""
         times = {kind: self._step(trained, link, int(kind)) for kind in trained.kinds}
         return [
             sum(counts[number] * times[kind] for kind, counts in trained.kinds.items())
@@ -103,9 +104,9 @@ class Links:
         ]
 
     def _step(self, trained: Trained, link: str, sent: int) -> float:
-        """Seconds of a step that sends so many bytes.
+        """Seconds of a step that sends `sent` bytes.
 
-        A warm-up's step may not have been measured with the method itself: it is that of plain data parallelism.
+        A step of a warm-up may not have been measured with the method itself: it is one of plain data parallelism.
         """
         measured = self._kinds[trained.job, trained.method, link]
         known = {**self._kinds.get((trained.job, PLAIN, link), {}), **measured}
@@ -126,7 +127,7 @@ def main() -> None:
 
 
 def read(files: Sequence[Path], of_links: Sequence[Path]) -> tuple[list[Trained], Links]:
-    """What compression.py, compression_links.py and this program have written; later files' links come first."""
+    """Read files of compression.py, compression_links.py and this program; links of later files come first."""
     trained: list[Trained] = []
     links: list[OverLink] = []
     for file in files:
@@ -155,14 +156,14 @@ def heads(rows: Rows, links: Links, words: Mapping[str, str]) -> list[str]:
 
 
 def in_words(link: str, words: Mapping[str, str]) -> str:
-    """A link as compression_links.py names it, such as "100mbit+20ms", for a reader."""
+    """The title of a link that compression_links.py calls "100mbit+20ms", say."""
     rate, _, delay = link.partition("+")
     shown = words[rate[-4:]].format(rate=rate[:-4])
     return words["delay"].format(link=shown, delay=delay.removesuffix("ms")) if delay else shown
 
 
 def cells(rows: Rows, links: Links, method: str, words: Mapping[str, str]) -> list[str]:
-    """Bytes, how many times fewer, the last value over the seeds, whether its mean is within plain's, and times."""
+    """A method's cells: bytes, their ratio, the last value over the seeds, whether it is in plain's range, times."""
     mine, plain = rows[method], rows.get(PLAIN)
     sent = statistics.mean(each.sent for each in mine)
     last = [each.reached for each in mine]
@@ -195,7 +196,7 @@ def _more(value: float, limit: float) -> bool:
 
 
 def _better(value: str) -> Callable[[float, float], bool]:
-    """How a value compares with the worst that plain data parallelism has: accuracies are to be high, losses low."""
+    """The comparison by which a value is at least as good as another: accuracies should be high, losses low."""
     return _more if value == "accuracy" else _less
 
 
@@ -214,7 +215,7 @@ def show(rows: Rows, links: Links) -> None:
 
 
 def write_docs(trainings: Sequence[Rows], links: Links) -> None:
-    """Write these jobs' parts of both pages, their pictures and what was measured; other jobs' stay as they are."""
+    """Write these jobs' parts of both pages, their pictures and measurements; other jobs' are not changed."""
     for language, page in PAGES.items():
         parts: dict[str, list[str]] = {}
         for rows in trainings:
@@ -228,7 +229,7 @@ def write_docs(trainings: Sequence[Rows], links: Links) -> None:
 
 
 def measured_json(rows: Rows, links: Links) -> str:
-    """What a table and its picture were made of, a training or a link in a line; `read` takes it."""
+    """The measurements behind a table and its picture as JSON, one training or link per line; `read` reads it."""
     lists = {"trained": [each for trained in rows.values() for each in trained], "links": list(links.measured(rows))}
     parts = (
         f'"{name}": [\n' + ",\n".join(json.dumps(asdict(each)) for each in found) + "\n]"
@@ -258,7 +259,7 @@ def picture_name(rows: Rows) -> str:
 
 
 def picture(rows: Rows, links: Links) -> str:
-    """The means over the seeds of each method, over bytes, and over seconds of each link."""
+    """The SVG with each method's mean over the seeds, over bytes and over the seconds of each link."""
     ((first, *_), *_) = rows.values()
     title = f"{first.job}, {first.steps} steps: {first.value}"
     panels = [
@@ -279,7 +280,7 @@ def _panel(title: str, rows: Rows, across: Scale, of: Callable[[Trained], Sequen
         columns = zip(*(of(each) for each in trained), strict=True)
         values = zip(*([point[3] for point in each.curve] for each in trained), strict=True)
         points = [(statistics.mean(x), statistics.mean(y)) for x, y in zip(columns, values, strict=True)]
-        colour = list(METHODS).index(method) % len(COLOURS)  # a method's own, whatever others are shown
+        colour = list(METHODS).index(method) % len(COLOURS)  # the method's own, whichever others are shown
         curves.append(Curve(name=method, colour=colour, dash=0, points=points))
     return Panel(title=title, curves=curves, across=across, up=Scale(base=None))
 

@@ -1,10 +1,11 @@
-"""What this machine's accelerators do: right, in how many bytes, and how fast beside a hand-written compiled loop.
+"""Checks and measures samestep on this machine's accelerators: results, memory, and speed beside a compiled loop.
 
     python benchmarks/gpu.py [--only SECTION ...] [--small] [--seconds 470] [--json FILE] [--docs]
 
-Takes whatever accelerators there are, one included, and less than 8 minutes. Each section runs in a process of its
-own and is left behind where it takes too long. Without an accelerator it runs what it can, with small models, and
-says what it left out. `--docs` writes the tables into docs/gpu.md and docs/zh/gpu.md, with the machine named.
+Uses all accelerators of the machine, at least one, and takes less than 8 minutes. The loop to compare with is
+hand-written, its model compiled. Each section runs in its own process and is skipped if it takes too long. Without an
+accelerator it runs the sections that a CPU can run, with small models, and reports those it skipped. `--docs` writes
+the tables into docs/gpu.md and docs/zh/gpu.md, with the machine named.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from samestep.launch.device import accelerator_names, accelerators, build
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
 
-# What each section shows, in both languages, in the order in which they run.
+# The sections in the order in which they run, with their titles in both languages.
 TITLES: Mapping[str, tuple[str, str]] = {
     "doctor": ("What the machine has", "机器有什么"),
     "proofs": ("Layouts beside one process, in float64", "各布局与单进程的对照（float64）"),
@@ -44,18 +45,18 @@ TITLES: Mapping[str, tuple[str, str]] = {
 
 Result = Mapping[str, Any]  # titles, rows, left_out
 
-KEPT_FOR_EACH = 25.0  # seconds, of those that sections before it could take
+KEPT_FOR_EACH = 25.0  # seconds reserved for each later section
 
 
 def machine() -> str:
-    """The machine of the figures, in a line."""
+    """A line that describes the machine."""
     names = accelerator_names()
     what = f"{len(names)} x {names[0]}" if names else f"no accelerator, {torch.get_num_threads()} threads of a CPU"
     return f"{what}; PyTorch {torch.__version__} ({build()})"
 
 
 def run(section: str, size: str, seconds: float) -> Result:
-    """A section in a process of its own; where that fails or takes too long, why."""
+    """Run a section in its own process; if that fails or takes too long, the result has the reason."""
     command = [sys.executable, str(HERE / "gpu.py"), "--section", section, "--size", size]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
@@ -69,7 +70,7 @@ def run(section: str, size: str, seconds: float) -> Result:
 
 
 def limit(left: float, *, later: int) -> float:
-    """Seconds that a section may take of those that are left, of which each later one keeps some."""
+    """Seconds that a section may take of those left, with some reserved for each later section."""
     return max(left / (later + 1), left - KEPT_FOR_EACH * later, 1.0)
 
 
@@ -87,7 +88,7 @@ def show(console: Console, section: str, result: Result, seconds: float) -> None
 
 
 def page(results: Mapping[str, Result], language: int) -> str:
-    """The measured part of a page, in English (0) or Chinese (1)."""
+    """The generated part of the page, in English (0) or Chinese (1)."""
     of_machine, left = (("Measured on", "Left out"), ("测量机器：", "未做"))[language]
     lines = [f"{of_machine} {machine()}.", ""]
     for section, result in results.items():

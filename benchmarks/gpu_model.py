@@ -15,7 +15,7 @@ SAMPLES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A Llama, and how many samples of how many tokens a step has."""
+    """The sizes of a Llama, and the number of samples and tokens per step."""
 
     layers: int
     hidden: int
@@ -28,14 +28,14 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Of the layers' matrices and the one table of embeddings and output."""
+        """Parameters of the layers' matrices and of the tied embedding and output."""
         head = self.hidden // self.heads
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.key_value_heads * head
         return self.layers * (attention + 3 * self.hidden * self.feed_forward) + self.vocabulary * self.hidden
 
     @property
     def flops(self) -> float:
-        """Of a sample's forward and backward: 6 a parameter and token, and attention (Chowdhery et al. 2022, B)."""
+        """FLOPs of a sample, forward and backward: 6 a weight and token, and attention (Chowdhery et al. 2022, B)."""
         return self.length * (6 * self.parameters + 12 * self.layers * self.hidden * self.length)
 
 
@@ -60,7 +60,7 @@ SIZES: Mapping[str, Size] = {
 
 
 class Tokens(samestep.Task):
-    """A Llama that learns random tokens: what counts is how long a step takes."""
+    """A Llama on random tokens, since only the time of a step matters."""
 
     def __init__(self, size: Size) -> None:
         self._size = size

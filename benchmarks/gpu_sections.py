@@ -1,4 +1,4 @@
-"""The sections of benchmarks/gpu.py: each measures one thing in a process of its own, and says what it left out."""
+"""The sections of benchmarks/gpu.py. Each measures one subject in its own process, and reports what it skipped."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ NO_ACCELERATOR = "no accelerator"
 
 @dataclass(kw_only=True)
 class Section:
-    """What came of a section: a table, and what it left out."""
+    """The result of a section: a table, and what was skipped."""
 
     titles: tuple[str, ...]
     rows: list[list[str]] = field(default_factory=list)
@@ -65,7 +65,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _seconds(steps: Iterator[Any], device: torch.device, count: int = STEPS) -> float:
-    """Of a step: between two waits for the device, after the first steps."""
+    """Seconds per step, between two synchronizations of the device, after the first steps."""
     for _ in range(WARM_UP):
         next(steps)
     _wait(device)
@@ -78,7 +78,7 @@ def _seconds(steps: Iterator[Any], device: torch.device, count: int = STEPS) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """A training in this process: seconds a step, the loss after the last one, bytes at the peak."""
+    """A training in this process: seconds per step, the last step's loss, peak bytes."""
 
     seconds: float
     loss: float
@@ -86,7 +86,7 @@ class Timed:
 
 
 def _timed(job: Job, *, compiled_loop: bool = False) -> Timed:
-    """Ours, or the hand-written loop, of which the whole model is compiled."""
+    """Time samestep's training, or the hand-written loop, whose whole model is compiled."""
     layout = Layout.parse(job.run.layout)
     with _world(job) as world:
         if world.device.type != "cpu":
@@ -104,7 +104,7 @@ def _timed(job: Job, *, compiled_loop: bool = False) -> Timed:
 
 
 def doctor(_: str) -> Section:
-    """What the machine has, and what `samestep doctor` says of it."""
+    """The machine, and the findings of `samestep doctor`."""
     section = Section(titles=("check", "verdict", "what"))
     for finding in examine(ExaminationRequest(), limit=60):
         section.rows.append([finding.subject, finding.verdict, finding.text])
@@ -112,12 +112,12 @@ def doctor(_: str) -> Section:
 
 
 def proofs(size: str) -> Section:
-    """Layouts that fit, held against one process in float64."""
+    """Layouts that fit this machine, compared with one process in float64."""
     section = Section(titles=("layout", "loss", "gradient norm", "parameters", "verdict"))
     layouts = FAST if size == "tiny" else (*ALL, "cp2 attention=ring", "dp2 cp4 attention=ring")
     wanted = 2 if size == "tiny" else 8
     job = jobfile.load(PROOF_JOB, []).job
-    if 0 < accelerators() < 8:  # ranks then share a device, whose messages go through the host's memory
+    if 0 < accelerators() < 8:  # ranks then share a device, and their messages go through the host's memory
         job = replace(job, run=replace(job.run, transport="gloo"))
     fitting = [each for each in layouts if Layout.parse(each).size <= wanted]
     section.left_out += [f"{each}: {Layout.parse(each).size} ranks" for each in layouts if each not in fitting]
@@ -132,7 +132,7 @@ def proofs(size: str) -> Section:
 
 
 def precisions(_: str) -> Section:
-    """Each precision, eager and compiled: the loss beside float32's, and the time of a step."""
+    """Each precision, eager and compiled: the loss compared with float32's, and the time of a step."""
     section = Section(titles=("precision", "blocks", "loss after 15 steps", "apart from fp32", "ms a step"))
     ways = [("fp32", "highest"), ("fp32", "high"), ("bf16", "highest"), ("fp16", "highest")]
     base: float | None = None
@@ -155,7 +155,7 @@ def precisions(_: str) -> Section:
 
 
 def attention(size: str) -> Section:
-    """Flash attention beside plain products, in bf16: how far apart, and how long forward and backward take."""
+    """Flash attention compared with plain products, in bf16: the difference, and the time of forward and backward."""
     section = Section(titles=("tokens", "kernel", "apart from float64", "ms"))
     device = device_of(0)
     for tokens in (128,) if size == "tiny" else (2048, 8192):
@@ -175,7 +175,7 @@ def attention(size: str) -> Section:
 
 
 def _of_ring(given: Sequence[torch.Tensor], device: torch.device) -> tuple[float, float]:
-    """Ring attention's kernel: how far its output and gradients are from float64, and seconds of both."""
+    """Ring attention's kernel: the difference of output and gradients from float64, and seconds of both passes."""
     query, key, value = given
     block = Block(query=query, key=key, value=value, causal=True, scale=query.shape[-1] ** -0.5)
     leaves = [each.double().requires_grad_() for each in given]
@@ -212,7 +212,7 @@ def _of_attention(given: list[torch.Tensor], device: torch.device) -> float:
 
 
 def memory(size: str) -> Section:
-    """The allocator's peak beside what samestep counts."""
+    """The allocator's peak compared with the memory that samestep counts."""
     section = Section(titles=("model", "layout", "counted, MiB", "allocator's peak, MiB", "ratio"))
     if not there():
         section.left_out.append(f"the allocator's peak: {NO_ACCELERATOR}")
@@ -234,7 +234,7 @@ def memory(size: str) -> Section:
 
 
 def throughput(size: str) -> Section:
-    """Tokens a second beside a hand-written loop whose model is compiled, on the same device."""
+    """Tokens per second compared with a hand-written loop whose model is compiled, on the same device."""
     section = Section(titles=("model", "loop", "tokens/s", "of the measured peak", "times hand-written"))
     names = ("tiny",) if size == "tiny" else ("350M", "1B")
     if size == "tiny":
@@ -254,7 +254,7 @@ def throughput(size: str) -> Section:
 
 
 def _peak(device: torch.device) -> float:
-    """Operations a second of large products in bf16."""
+    """FLOPs per second of large matrix products in bf16."""
     size = 512 if device.type == "cpu" else 8192
     one = torch.randn(size, size, device=device).bfloat16()
     for _ in range(WARM_UP):
@@ -268,7 +268,7 @@ def _peak(device: torch.device) -> float:
 
 
 def offload(size: str) -> Section:
-    """What each offload costs, and leaves on the device."""
+    """The cost of each offload, and the memory that remains on the device."""
     section = Section(titles=("model", "layout", "ms a step", "peak, MiB"))
     if not there():
         section.left_out.append(f"what offloads leave on the device: {NO_ACCELERATOR}")
@@ -280,7 +280,7 @@ def offload(size: str) -> Section:
 
 
 def checkpoints(size: str) -> Section:
-    """How long a training stands still to be saved: for the copy alone, and until all is on disk."""
+    """Seconds that a save blocks the training: for the copy, and until all is on disk."""
     section = Section(titles=("model", "saved", "seconds of standing still, a checkpoint"))
     for asynchronous in (True, False):
         with TemporaryDirectory(prefix="samestep-gpu-") as folder:
@@ -293,7 +293,7 @@ def checkpoints(size: str) -> Section:
 
 
 def waits(size: str) -> Section:
-    """How often the host waits for the device in a step, by the profiler."""
+    """The number of host-device synchronizations in a step, from the profiler."""
     section = Section(titles=("model", "layout", "waits a step", "which"))
     if not there():
         section.left_out.append(f"waits for the device: {NO_ACCELERATOR}")

@@ -1,10 +1,10 @@
-"""Hosts break in the middle of a training, under torchrun and under samestep: who goes on, and how soon.
+"""Recovery from faults of hosts during a training, under torchrun and under samestep: whether, and how fast.
 
     python benchmarks/hosts.py --runs 3 --json hosts.json --docs
 
-Makes hosts of its own out of Linux namespaces (root needed; see tools/testbed), three that train with a rank each, in
-steps of 50 ms or more that are all saved, and a fourth one for samestep's controller. A run has recovered where ranks
-that were started after the fault take a step; after a break of 3 s any step after it will do. Seconds are from the
+Makes its hosts from Linux namespaces (root needed; see tools/testbed): three that train with a rank each, in steps of
+50 ms or more that are all saved, and a fourth for samestep's controller. A run has recovered once ranks that were
+started after the fault take a step; after an interruption of 3 s, once any rank takes a step. Seconds are from the
 fault to that step. With `--docs` the table is written into docs/elastic.md and docs/zh/elastic.md.
 """
 
@@ -28,7 +28,7 @@ from notes import Process, noted  # noqa: E402
 from page_parts import markdown_table, write_parts  # noqa: E402
 from testbed import Host, Running, Testbed, why_not  # noqa: E402
 
-STEPS = 100_000  # more than any run takes
+STEPS = 100_000  # more than any run completes
 BATCH = 24
 STEP_SECONDS = 0.05  # at least
 FAULT_AFTER = 10  # steps
@@ -45,13 +45,13 @@ DOCS = (HERE.parent / "docs" / "elastic.md", HERE.parent / "docs" / "zh" / "elas
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training on hosts of which one broke."""
+    """One training during which a host failed."""
 
     recovered: bool
     seconds: float | None  # from the fault to the next step
-    ended: float | None  # from the fault to the job's end, where it ended
-    said: str | None  # the last line that told why
-    resumed: bool | None = None  # whether it went on when it was started again on the hosts that were left
+    ended: float | None  # from the fault to the job's end, if it ended
+    said: str | None  # the last line of output with a reason
+    resumed: bool | None = None  # whether it continued when it was started again on the remaining hosts
 
 
 class Job:
@@ -77,7 +77,7 @@ class Job:
         )
 
     def steps(self) -> Mapping[Process, list[float]]:
-        """When each process took its steps."""
+        """The times of each process's steps."""
         return noted(self.folder)
 
     def wait_for_steps(self) -> None:
@@ -88,11 +88,11 @@ class Job:
             time.sleep(0.05)
 
     def runs(self) -> bool:
-        """Whether any process on a host that is up still does."""
+        """Whether a process of the job still runs on a host that is up."""
         return any(each.poll() is None for name, each in self.running.items() if self.bed[name].is_up)
 
     def said(self) -> str | None:
-        """The last line of samestep's own, else the last that tells of an error."""
+        """samestep's last line of output, or else the last line with an error."""
         lines = [line for each in self.running.values() for line in each.text.splitlines()]
         own = [line for line in lines if line.startswith("samestep:")]
         found = own or [line for line in lines if "Error" in line]
@@ -119,7 +119,7 @@ def torchrun_best(job: Job, hosts: Sequence[Host]) -> None:
 
 
 def train(job: Job, *options: str) -> list[str]:
-    """The command of the ranks."""
+    """The training command of the ranks."""
     values = {
         "recipe": {
             "task": f"{HERE}/noted_task.py:Slow",
@@ -208,7 +208,7 @@ def take(bed: Testbed, way: str, fault: str, limit: float) -> Run:
 def _next_step(
     job: Job, before: Collection[Process], at: float, limit: float, *, restarted: bool
 ) -> tuple[float | None, float | None]:
-    """Seconds to the next step, and to the job's end where that came first."""
+    """Seconds to the next step, and to the job's end if that was first."""
     since = at if restarted else at + BREAK
     while time.time() - at < limit:
         later = [
@@ -226,7 +226,7 @@ def _next_step(
 
 
 def _goes_on_again(job: Job, limit: float) -> bool:
-    """Start the job again on the hosts that are left, from its last checkpoint."""
+    """Start the job again on the remaining hosts, from its last checkpoint; returns whether it takes steps."""
     left = [host for host in job.workers if host.is_up]
     before, at = job.steps().keys(), time.time()
     agents(job, left, nodes=str(len(left)))
@@ -234,7 +234,7 @@ def _goes_on_again(job: Job, limit: float) -> bool:
 
 
 def cell(runs: Sequence[Run]) -> str:
-    """How many recovered, and the seconds: median (least - most)."""
+    """A table cell: the number of runs that recovered, and the seconds as median (minimum - maximum)."""
     if not runs:
         return ""
     text = f"{sum(run.recovered for run in runs)} of {len(runs)}"
@@ -275,10 +275,10 @@ def main() -> None:
     with Testbed(4) as bed:
         for _ in range(options.runs):
             for fault in options.faults:
-                for way in options.ways:  # in turn, so that what else the machine does hits all
+                for way in options.ways:  # in turns, so that other load on the machine affects all ways
                     try:
                         run = take(bed, way, fault, options.time_limit)
-                    except RuntimeError as error:  # before anything was broken
+                    except RuntimeError as error:  # it failed before the fault
                         print(f"{fault}, {way}: not counted: {error}", file=sys.stderr, flush=True)
                         continue
                     found[way].setdefault(fault, []).append(run)

@@ -1,10 +1,10 @@
-"""What counting alone reaches on a language model's held-out text: perplexities to hold those of a training against.
+"""Baseline perplexities of counting models on a language model's held-out text, to compare a training's with.
 
     python benchmarks/language_baselines.py [JOB.yaml]
 
-Three guesses of the next token: equal chances for every token, by the frequencies of tokens in the training set, and
-by counts of pairs of tokens, smoothed by those frequencies: (pairs + s * frequency) / (tokens + s). Of several s the
-one is taken that is best on the last tenth of the training set, when the rest is counted.
+Three predictions of the next token: uniform; by the frequencies of tokens in the training set; and by counts of
+bigrams, smoothed by those frequencies: (pairs + s * frequency) / (tokens + s). Of several s it uses the best one on
+the last tenth of the training set, with counts of the rest.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from samestep.tasks.registry import resolve
 STRENGTHS = (3, 10, 30, 100, 300, 1000)
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "language.yaml"
 
-Pairs = NDArray[np.int64]  # (pairs, 2): a token and the one behind it
+Pairs = NDArray[np.int64]  # [pairs, 2]: a token and the next one
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def of_pairs(train: Pairs, held_out: Pairs, tokens: int, strength: float) -> flo
 
 
 def _frequencies(train: Pairs, tokens: int) -> NDArray[np.float64]:
-    """Each token's share of the targets, with one more of each, so that none has no chance."""
+    """Each token's share of the targets, with one added to each count, so that none is zero."""
     counts = np.bincount(train[:, 1], minlength=tokens) + 1.0
     return counts / counts.sum()
 

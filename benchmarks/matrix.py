@@ -1,11 +1,11 @@
-"""Every layout on every kind of model, each held against one process in float64: the tables of docs/matrix.md.
+"""Proves all layouts on all kinds of models, each compared with one process in float64: the tables of docs/matrix.md.
 
     python benchmarks/matrix.py [--layouts all] [--json FILE] [--docs]
 
-The jobs are the small ones of examples/proof, and five models of transformers that samestep was not made for, of
-tiny random configurations; and for a table of their own, with layouts of their own, mixtures of experts. `--docs`
-writes the tables whose jobs were all run, and the reasons of what is refused, into docs/matrix.md and
-docs/zh/matrix.md. With some of the layouts alone it writes their lines and leaves the others as they stand.
+The jobs are the small ones of examples/proof, and five transformers models for which samestep has no special code, in
+tiny random configurations; mixtures of experts have their own table and layouts. `--docs` writes the tables whose
+jobs were all run, with the reasons of refused layouts, into docs/matrix.md and docs/zh/matrix.md. With only some of
+the layouts, it writes their rows and keeps the others.
 """
 
 import argparse
@@ -37,7 +37,7 @@ REFUSED = {"en": "refused", "zh": "拒绝"}
 ALL = [*SHIPPED, *UNTUNED, *MIXTURES]
 PAGES = {"en": ROOT / "docs" / "matrix.md", "zh": ROOT / "docs" / "zh" / "matrix.md"}
 
-Cells = dict[str, dict[str, str]]  # by layout and job, a number, or why the layout was refused
+Cells = dict[str, dict[str, str]]  # by layout and job: a number, or the reason why the layout was refused
 
 
 def jobs() -> list[Job]:
@@ -46,7 +46,7 @@ def jobs() -> list[Job]:
 
 
 def untuned(name: str) -> Job:
-    """A model of transformers on random data, in batches that the ranks don't divide."""
+    """A job of a transformers model on random data, in batches that the ranks don't divide."""
     task = f"{ROOT / 'tests' / 'tiny_models.py'}:Tiny"
     if name in MIXTURES:
         task = f"{ROOT / 'tests' / 'expert_models.py'}:Words"
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def measured(rows: Sequence[Row]) -> Cells:
-    """The largest relative difference of all that is compared, or the reason of a refusal."""
+    """The cells of rows: the largest relative difference of all comparisons, or the reason of a refusal."""
     found: Cells = {}
     for row in rows:
         found.setdefault(row.layout, {})[row.job] = _cell(row)
@@ -94,7 +94,7 @@ def measured(rows: Sequence[Row]) -> Cells:
 
 
 def known(page: Path, first: int, refused: str) -> Cells:
-    """What stands in a page: its table and, in the part behind it, the reasons."""
+    """The cells in a page: from its table and, in the part after it, the reasons."""
     reasons = dict(line.split(". ", 1) for line in read_part(page, f"part {first + 1}").splitlines())
     titles, _, *lines = ([each.strip() for each in line.split("|")[1:-1]] for line in _lines(page, first))
     found: Cells = {}
@@ -109,7 +109,7 @@ def _lines(page: Path, first: int) -> list[str]:
 
 
 def told(cells: Cells, refused: str) -> tuple[str, str]:
-    """The table, a line a layout and a column a job, with numbers of the reasons; and the list of these."""
+    """The table, a row per layout and a column per job, with numbers for the reasons; and the list of reasons."""
     titles = list(next(iter(cells.values())))
     given = [of_layout[name] for name in titles for of_layout in cells.values()]
     numbers = {reason: n for n, reason in enumerate(dict.fromkeys(each for each in given if " " in each), 1)}
@@ -129,7 +129,7 @@ def _cell(row: Row) -> str:
 
 
 def _reason(row: Row) -> str:
-    """Why a layout was refused, without the layout's own name, which differs from line to line."""
+    """The reason why a layout was refused, without the layout's own name, which differs from row to row."""
     return re.sub(r'^layout "[^"]*": ', "", row.reason or "")
 
 

@@ -1,12 +1,13 @@
-"""What a rank holds and sends under each way to share the data out: measured beside the formulas.
+"""Memory and traffic of a rank under each kind of data parallelism: measured, compared with the formulas.
 
     python benchmarks/memory.py [--ranks 1 2 4 8] [--json FILE] [--docs]
 
-The model is 64 square layers of 128 (1,048,576 parameters, no biases, 8 ranks share every one of them evenly), with
-Adam, so that rounding and small parts don't blur the figures. A rank takes three steps, and the third is measured
-(see `samestep.training.usage`); of all ranks the one with the most counts. Beside the ZeRO paper, which counts no
-layer under way, it is 256 layers of 64, as many parameters, of which one rank of N is rehearsed (see
-`samestep.training.rehearsal`). `--docs` writes the tables into docs/memory.md and docs/zh/memory.md.
+The model has 64 square layers of width 128 (1,048,576 parameters, no biases; 8 ranks divide each layer evenly), with
+Adam, so that rounding and small tensors don't blur the figures. A rank takes three steps, of which the third is
+measured (see `samestep.training.usage`); the figure is that of the rank with the most. For the comparison with the
+ZeRO paper, which does not count the layer being computed, the model has 256 layers of width 64, with as many
+parameters, and one rank of N is rehearsed (see `samestep.training.rehearsal`). `--docs` writes the tables into
+docs/memory.md and docs/zh/memory.md.
 """
 
 import argparse
@@ -38,7 +39,7 @@ BLOCKS_BESIDE_PAPER, WIDTH_BESIDE_PAPER = 256, 64
 PARAMETERS = BLOCKS * WIDTH * WIDTH
 assert PARAMETERS == BLOCKS_BESIDE_PAPER * WIDTH_BESIDE_PAPER**2
 
-# A way to share out -> its layout for n ranks.
+# Kind of data parallelism -> its layout for n ranks.
 LAYOUTS: Mapping[str, Callable[[int], str]] = {
     "dpN": lambda n: f"dp{n}",
     "zero1xN": lambda n: f"zero1x{n}",
@@ -50,15 +51,15 @@ PRECISIONS = ("fp32", "bf16")
 
 
 class Formula:
-    """A formula of N, the number of ranks: as it is written, and its value."""
+    """A formula in N, the number of ranks: its text, and its value."""
 
     def __init__(self, text: str, value: Callable[[int], float]) -> None:
         self.text = text
         self.value = value
 
 
-# Bytes a parameter that a rank keeps from step to step: float32 parameters (4), gradients (4), Adam's averages (8).
-# With bf16 it is the same: autocast and FSDP2 both keep float32, and make bf16 copies of it when they compute.
+# Bytes per parameter that a rank keeps between steps: float32 parameters (4), gradients (4), Adam's averages (8).
+# With bf16 they are the same: autocast and FSDP2 both keep float32, and make bf16 copies to compute with.
 KEPT = {
     "dpN": Formula("16", lambda n: 16),
     "zero1xN": Formula("8 + 8/N", lambda n: 8 + 8 / n),
@@ -66,8 +67,8 @@ KEPT = {
     "fsdpN": Formula("16/N", lambda n: 16 / n),
 }
 
-# Bytes a parameter that are gathered at the peak. zero2xN: all parameters, from forward to backward, and the messages
-# of two blocks of L. fsdpN: the block that computes, the next one, and the messages of both where they last.
+# Bytes per parameter gathered at the peak. zero2xN: all parameters, from forward to backward, and the messages of two
+# blocks of L. fsdpN: the block being computed, the next one, and the messages of both while they last.
 GATHERED = {
     ("zero2xN", "fp32"): Formula("4 + 8/L", lambda n: 4 + 8 / BLOCKS),
     ("fsdpN", "fp32"): Formula("up to 16/L", lambda n: 16 / BLOCKS),
@@ -75,7 +76,7 @@ GATHERED = {
     ("fsdpN", "bf16"): Formula("up to 8/L", lambda n: 8 / BLOCKS),
 }
 
-# What Rajbhandari et al. 2020 (section 3, table 1) give for bf16 parameters and gradients with a float32 copy.
+# Figures of Rajbhandari et al. 2020 (section 3, table 1) for bf16 parameters and gradients with a float32 copy.
 PAPER = {
     "dpN": Formula("16", lambda n: 16),
     "zero1xN": Formula("4 + 12/N", lambda n: 4 + 12 / n),
@@ -84,7 +85,7 @@ PAPER = {
 }
 
 
-# Bytes a parameter that a rank sends in a step. An all-gather or a reduce-scatter of b bytes a parameter is
+# Bytes per parameter that a rank sends in a step. An all-gather or a reduce-scatter of b bytes per parameter sends
 # b(N-1)/N, an all-reduce twice that (Thakur et al. 2005, section 4).
 def _sent(text: str, bytes_in_all: float) -> Formula:
     return Formula(f"{text} × (N-1)/N", lambda n: bytes_in_all * (n - 1) / n)
@@ -103,7 +104,7 @@ SENT = {
 
 
 class Stack(samestep.Task):
-    """Square layers on random vectors, learning to give them back."""
+    """Square layers that learn to reproduce random vectors."""
 
     def __init__(self, blocks: int, width: int) -> None:
         self.blocks = blocks
@@ -121,15 +122,15 @@ class Stack(samestep.Task):
         return (output.float() - batch.targets).square().sum(), len(output)
 
 
-Measured = Mapping[str, float]  # bytes a parameter, of the rank with the most of each
+Measured = Mapping[str, float]  # bytes per parameter, each of the rank with the most
 
 
 def measure(n: int) -> Mapping[tuple[str, str], Measured]:
-    """Every way and precision, one after the other in one start of n ranks."""
+    """Measure each kind and precision, one after the other in one start of n ranks."""
     if n > 1:
         return local.start(in_a_rank, [n], n)
     alone = {precision: in_a_rank(1, ["dpN"])["dpN", precision] for precision in PRECISIONS}
-    # One rank alone is the same whatever is shared out.
+    # With one rank, all kinds are the same.
     return {(name, precision): alone[precision] for name in LAYOUTS for precision in PRECISIONS}
 
 
@@ -155,7 +156,7 @@ def job(precision: Any) -> samestep.Job:
 
 
 def rehearsed(n: int) -> Mapping[tuple[str, str], Measured]:
-    """Every way with master weights, of one rank of n."""
+    """Rehearse one rank of n for each kind, with master weights."""
     found: dict[tuple[str, str], Measured] = {}
     for name, layout in LAYOUTS.items():
         run = samestep.Run(layout=layout(n), threads=1, check=False)
@@ -197,7 +198,7 @@ def main() -> None:
 
 PAGES = {"en": DOCS / "memory.md", "zh": DOCS / "zh" / "memory.md"}
 
-# The words of the tables.
+# The tables' titles.
 TITLES = {
     "en": {
         "layout": "layout",

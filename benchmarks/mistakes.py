@@ -1,9 +1,10 @@
-"""What the classic mistakes of distributed training do to a step: each is planted, and held against one process.
+"""Effects of the classic mistakes of distributed training on a step, each injected and compared with one process.
 
     python benchmarks/mistakes.py [--json FILE]
 
-Most are planted in the native engine, and `samestep.verify` compares the first steps on two processes with those
-of one. Evaluation is no engine's doing; its mistake is made with PyTorch's own sampler, on a model of the task.
+Most are injected into the native engine, and `samestep.verify` compares the first steps on two processes with those
+of one. The mistake in evaluation, which is not part of an engine, is made with PyTorch's own sampler, on a model of
+the task.
 """
 
 import argparse
@@ -34,7 +35,7 @@ ADAMW = samestep.AdamW(lr=0.01)
 
 
 class Phrases(samestep.Task):
-    """Points in three classes; each is a phrase of 1 to 8 words, and counts as often as it has words."""
+    """Points in three classes; each stands for a phrase of 1 to 8 words, and its weight is the number of words."""
 
     def __init__(self, *, words: bool = False, held_out: int = 101) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -72,7 +73,7 @@ class SummedTrainer(NativeTrainer):
 
 
 class MeanTrainer(NativeTrainer):
-    """Gives a mean where a sum and a count belong, as `loss.mean()` under plain data parallelism does."""
+    """Returns a mean instead of a sum and a count, as `loss.mean()` under plain data parallelism does."""
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         def mean(output: Any, part: samestep.Batch) -> tuple[Tensor, int]:
@@ -83,7 +84,7 @@ class MeanTrainer(NativeTrainer):
 
 
 class PaddedTrainer(NativeTrainer):
-    """A rank with a sample less than others repeats one of its own, as a padded sampler does."""
+    """Repeats a sample on a rank that has one less than the others, as a padded sampler does."""
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         ranks = dist.get_world_size()
@@ -109,14 +110,14 @@ class ForgottenScheduleTrainer(NativeTrainer):
 
 
 class UndividedTrainer(NativeTrainer):
-    """Adds up the micro-batches' means and forgets to divide by the number of micro-batches."""
+    """Adds up the means of micro-batches without dividing by their number."""
 
     def gradient_scale(self, batch: StepBatch) -> float:
         return super().gradient_scale(batch) * len(batch.micro_batches)
 
 
 class Mistaken(Native):
-    """The native engine with another trainer. It is sent to the ranks, so it is a class and no closure."""
+    """The native engine with another trainer. A class instead of a closure, since it is pickled for the ranks."""
 
     def __init__(self, trainer: type[NativeTrainer]) -> None:
         self.trainer_class = trainer
@@ -124,7 +125,7 @@ class Mistaken(Native):
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    """A mistake, and the job in which it shows."""
+    """An injected mistake, and the job in which it shows."""
 
     name: str
     trainer: type[NativeTrainer]
@@ -161,7 +162,7 @@ PLANTED = (
 
 
 def counted_twice(ranks: int = 2) -> dict[str, float]:
-    """Accuracy over the samples that PyTorch's sampler deals out, which repeats some until all ranks have as many."""
+    """Accuracy over the samples of PyTorch's DistributedSampler, which repeats some until all ranks have as many."""
     task = Phrases()
     torch.manual_seed(0)
     model = task.model()

@@ -1,4 +1,4 @@
-"""What hosts.py, recovery.py and soak.py start by torchrun: DistributedDataParallel as its tutorials have it.
+"""The script that hosts.py, recovery.py and soak.py start by torchrun: DistributedDataParallel as in its tutorials.
 
 The state is saved after every step.
 
@@ -19,7 +19,7 @@ from torch import nn
 
 def main(folder: Path, *, steps: int, batch: int, step_seconds: float, group_limit: float | None) -> None:
     torch.set_num_threads(1)
-    # A start may end before it has taken a step.
+    # Written first, since a start may end before it takes a step.
     (folder / f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}").touch()
     dist.init_process_group("gloo", timeout=timedelta(seconds=group_limit) if group_limit is not None else None)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -41,7 +41,7 @@ def main(folder: Path, *, steps: int, batch: int, step_seconds: float, group_lim
         loss = nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
-        if (asked := folder.with_name(f"{folder.name}-raise-{rank}")).exists():  # by benchmarks/soak.py
+        if (asked := folder.with_name(f"{folder.name}-raise-{rank}")).exists():  # benchmarks/soak.py creates it
             asked.unlink()
             raise ArithmeticError("planted")
         optimizer.step()

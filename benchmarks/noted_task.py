@@ -1,4 +1,4 @@
-"""The small job of benchmarks/hosts.py and benchmarks/recovery.py, whose ranks note when they take each step."""
+"""The small task of benchmarks/hosts.py and benchmarks/recovery.py, whose ranks record the time of each step."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import samestep
 
 
 class Slow(samestep.Task):
-    """A dense net on random samples; with a folder, each step is noted there, and takes `seconds` at least."""
+    """A dense net on random samples; with a folder, each step is recorded there, and takes at least `seconds`."""
 
     def __init__(self, *, folder: str | None = None, seconds: float = 0.0) -> None:
         generator = torch.Generator().manual_seed(0)

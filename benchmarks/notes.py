@@ -1,4 +1,4 @@
-"""Notes that the ranks of a benchmark leave: when each process took its steps."""
+"""Records of a benchmark's ranks: the times at which each process took its steps."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Process(NamedTuple):
-    """One that takes steps; a rank that is started again is another one."""
+    """A process that takes steps; a rank that is started again is a new one."""
 
     host: str
     rank: int
@@ -17,14 +17,14 @@ class Process(NamedTuple):
 
 
 def note(folder: Path, rank: int, step: int, seconds: float) -> None:
-    """Wait for so many seconds, and leave a line in this process's file: when, which step."""
+    """Wait for `seconds`, then append the time and the step to this process's file."""
     time.sleep(seconds)
     with (folder / f"steps-{socket.gethostname()}-{rank}-{os.getpid()}").open("a", encoding="ascii") as file:
         file.write(f"{time.time()} {step}\n")
 
 
 def noted(folder: Path) -> Mapping[Process, list[float]]:
-    """When each process took its steps, in seconds since 1970; those that began first come first."""
+    """The times of each process's steps, in seconds since 1970, in the order in which processes began."""
     found: dict[Process, list[float]] = {}
     for file in folder.glob("steps-*"):
         host, rank, pid = file.name.removeprefix("steps-").rsplit("-", 2)
@@ -35,7 +35,7 @@ def noted(folder: Path) -> Mapping[Process, list[float]]:
 
 
 def last_step(folder: Path) -> int:
-    """The last step that any process has noted; -1: none yet. The ends of the files are read alone."""
+    """The last step that any process has recorded; -1 if none yet. Reads only the ends of the files."""
     found = -1
     for file in folder.glob("steps-*"):
         with file.open("rb") as content:

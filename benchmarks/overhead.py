@@ -1,15 +1,15 @@
-"""What samestep's step costs beside a hand-written PyTorch loop: the same job, side by side, in turns.
+"""Measures samestep's overhead over a hand-written PyTorch loop: the same job, blocks of steps in turns.
 
     python benchmarks/overhead.py [--pairs 5] [--steps 60] [--dropout 0 0.1] [--json FILE]
 
 A pair is one start of one process (or two), in which the hand-written loop and samestep train a model each and
-take blocks of steps in turns: whatever slows the machine for a second slows both. Of each pair the median step of
-either is taken, without the first ones of all and the first of each block, and their ratio; of all pairs the median
-ratio. Both wait for data, log every step, and compute the same batches.
+take blocks of steps in turns, so that other load on the machine slows both. A pair gives the ratio of their median
+steps, without the first steps of the run and the first step of each block; the result is the median ratio over all
+pairs. Both wait for data, log every step, and compute the same batches.
 
 samestep's blocks are supervised as `samestep train` supervises its ranks: each rank publishes its status in every
 step and its heartbeat from a thread, and a watchdog in another process reads them. During the hand-written loop's
-blocks the threads have ended and the watchdog is stopped, so that what they cost is counted on samestep's side only.
+blocks the threads have ended and the watchdog is stopped, so their cost is counted on samestep's side only.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def shorten(job: Path, steps: int, folder: Path, dropout: float | None = None) -> None:
-    """Write the job with so many steps, and few held-out samples: evaluation is not what is timed."""
+    """Write the job with `steps` steps and few held-out samples, since evaluation is not timed."""
     values = yaml.safe_load(job.read_text(encoding="utf-8"))
     recipe = values["recipe"]
     recipe.pop("epochs", None)
@@ -82,7 +82,7 @@ def shorten(job: Path, steps: int, folder: Path, dropout: float | None = None) -
 
 
 def pair(processes: int, steps: int, folder: Path) -> tuple[float, float]:
-    """The median step of the hand-written loop and of samestep, in seconds, in one start of so many processes."""
+    """Seconds of the median step of the hand-written loop and of samestep, in one start of `processes` processes."""
     start = [sys.executable]
     if processes > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -104,8 +104,8 @@ def _watch(folder: Path, processes: int) -> None:
 
 @contextmanager
 def watchdog(folder: Path, processes: int) -> Iterator[None]:
-    """A process whose watchdog reads the ranks' status; rank 0 stops and continues it by its id."""
-    shutil.rmtree(folder / "round", ignore_errors=True)  # a former pair's ranks have ended, which this one's have not
+    """Context with a process whose watchdog reads the ranks' status; rank 0 stops and continues it by its id."""
+    shutil.rmtree(folder / "round", ignore_errors=True)  # the previous pair's ranks are recorded there as ended
     (folder / "round").mkdir()
     process = multiprocessing.get_context("spawn").Process(target=_watch, args=(folder, processes), daemon=True)
     process.start()
@@ -119,7 +119,7 @@ def watchdog(folder: Path, processes: int) -> Iterator[None]:
 
 @contextmanager
 def watched(folder: Path, rank: int, supervision: Any) -> Iterator[None]:
-    """Context in which a rank is supervised and the pair's watchdog runs; outside of it its process is stopped."""
+    """Context in which a rank is supervised and the pair's watchdog runs; outside it, the watchdog is stopped."""
     pid = int((folder / "watchdog").read_text(encoding="ascii")) if rank == 0 else None
     if pid is not None:
         os.kill(pid, signal.SIGCONT)
@@ -130,7 +130,7 @@ def watched(folder: Path, rank: int, supervision: Any) -> Iterator[None]:
 
 
 def take_turns(folder: Path, steps: int) -> None:
-    """One rank of a pair: both train, and take blocks of steps in turns."""
+    """One rank of a pair: runs both trainings, blocks of steps in turns."""
     from samestep.fault_tolerance.rank import RankSupervision, Round
     from samestep.handwritten.loop import Loop
     from samestep.jobfile import load
@@ -152,13 +152,13 @@ def take_turns(folder: Path, steps: int) -> None:
         }
         seconds: dict[str, list[float]] = {name: [] for name in runners}
         for number, begin in enumerate(range(0, steps, BLOCK)):
-            # Whoever comes second may find warmer caches: they take turns in that too.
+            # The second one may find warmer caches, so the order alternates.
             for name in sorted(runners, reverse=number % 2 == 1):
                 with watched(folder, world.rank, supervision) if name == "samestep" else nullcontext():
                     for step in range(begin, min(begin + BLOCK, steps)):
                         began = time.perf_counter()
                         next(runners[name])
-                        # The first step of a block finds the other loop's data in the caches.
+                        # In the first step of a block the caches still hold the other loop's data.
                         if step >= SETTLE and step > begin:
                             seconds[name].append(time.perf_counter() - began)
         if world.rank == 0:
@@ -166,7 +166,7 @@ def take_turns(folder: Path, steps: int) -> None:
 
 
 def handwritten(loop: Any, folder: Path | None) -> Iterator[None]:
-    """What an expert's own loop does in a step, with one line in a file for each."""
+    """The steps of a hand-written loop, with one line in a file for each."""
     with (folder / "handwritten.jsonl" if folder else Path(os.devnull)).open("w", buffering=1) as log:
         for step, report in enumerate(loop.steps()):
             values = {"step": step, "loss": report.loss.item(), "grad_norm": report.grad_norm.item()}
@@ -175,7 +175,7 @@ def handwritten(loop: Any, folder: Path | None) -> Iterator[None]:
 
 
 def samestep(training: Any, folder: Path | None, supervision: Any = None) -> Iterator[None]:
-    """What `samestep train` does in a step, with its records, and with the rank's supervision if it is given."""
+    """The steps of `samestep train`, with its records, and with the rank's supervision if it is given."""
     from samestep.fault_tolerance.nonfinite import NonFinite
     from samestep.training.loop import Readout, StepLog
     from samestep.training.metrics_log import Bar, Records, Tally

@@ -1,11 +1,12 @@
-"""Synchronous and asynchronous parameter servers beside all-reduce: time and accuracy, also with one slow worker.
+"""Compares synchronous and asynchronous parameter servers with all-reduce: time and accuracy, also with slow workers.
 
     python benchmarks/parameter_server.py [--workers 2] [--servers 1] [--epochs 5] [--slow 0.05] [--repeats 1]
                                           [--json FILE] [--markdown FILE]
 
-The job is examples/digits.yaml. All-reduce has as many ranks as the others have workers. Three times: as it is; with
-one worker that sleeps so many seconds in every step; and with workers that do so in turns, each for a few steps, as
-where other jobs disturb one host and then another. The methods take turns; of several repeats the median counts.
+The job is examples/digits.yaml. All-reduce has as many ranks as the servers have workers. There are three cases: no
+delay; one worker that sleeps `--slow` seconds in every step; and workers that do so in turns, each for a few steps,
+as if other jobs disturbed one host after the other. The methods take turns, and the result is the median of the
+repeats.
 """
 
 import argparse
@@ -32,16 +33,16 @@ from samestep.tasks.image_classification import ImageClassification, ImageData, 
 DIGITS = Path(__file__).resolve().parent.parent / "examples" / "digits.yaml"
 
 
-TURN = 2  # steps that a worker is slow in its turn
+TURN = 2  # steps for which a worker is slow in its turn
 
 
 class Disturbed(ImageClassification):
-    """Image classification with a loss that takes its time on some workers in some steps."""
+    """Image classification with a loss that sleeps on some workers in some steps."""
 
     def __init__(
         self, *, data: ImageData, model: ImageModel, slow: str, seconds: float, first: int, workers: int
     ) -> None:
-        """`slow`: nobody, one worker or all in turns; `first` is the first worker's rank."""
+        """`slow`: no worker, one worker, or all in turns; `first`: the first worker's rank."""
         super().__init__(data=data, model=model)
         ranks = environment.ranks()
         self._worker = ranks.rank - first if ranks is not None else -1
@@ -63,7 +64,7 @@ NONE, ONE, TURNS = "none", "one", "in turns"
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What takes the steps; without settings it is all-reduce."""
+    """A method to compare: all-reduce, or parameter servers with these settings."""
 
     name: str
     settings: Mapping[str, Any] | None = None
@@ -131,7 +132,7 @@ HEADINGS = (
 
 
 def measure(method: Method, options: argparse.Namespace, slow: str) -> dict[str, Any]:
-    """Train once, and say how long a step took and what was reached."""
+    """Train once; returns the time of a step and the result."""
     job = jobfile.load(DIGITS).job
     serves = method.settings is not None
     with TemporaryDirectory(prefix="samestep-parameter-server-") as folder:
@@ -163,7 +164,7 @@ def measure(method: Method, options: argparse.Namespace, slow: str) -> dict[str,
 
 
 def summary(name: str, slow: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The medians of a method's runs as a row."""
+    """A table row with the medians of a method's runs."""
 
     def median(key: str) -> float:
         return statistics.median(run[key] for run in runs)
@@ -185,7 +186,7 @@ def summary(name: str, slow: str, runs: Sequence[Mapping[str, Any]]) -> tuple[st
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The table as it stands in the documentation."""
+    """The table as it is in the documentation."""
     lines = [HEADINGS, ["---"] * len(HEADINGS), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

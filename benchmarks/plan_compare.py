@@ -1,10 +1,10 @@
-"""A plan beside what `samestep compare` then measures: BERT-base on this machine, and whether their order agrees.
+"""Compares a plan with the measurements of `samestep compare`: BERT-base on this machine, and whether orders agree.
 
     samestep plan benchmarks/bert_base.yaml --measure 3 --json plan.json
     samestep compare benchmarks/bert_base.yaml --methods "native:single, native:dp2" --repeats 1 --json compare.json
     python benchmarks/plan_compare.py plan.json compare.json [...]     # the table of docs/planning.md
 
-Methods may be compared in several runs, each with a file of its own.
+The methods may be compared in several runs, each with its own file.
 """
 
 import argparse

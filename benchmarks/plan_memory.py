@@ -1,14 +1,14 @@
-"""The memory that a plan counts beside what ranks really hold: every layout x task of the proof's matrix.
+"""Compares the memory that a plan predicts with that of real ranks: every layout x task of the proof's matrix.
 
     python benchmarks/plan_memory.py FILE [--jobs text gpt2 ...] [--layouts "tp4,pp2"]    # counts, kept in FILE
     python benchmarks/plan_memory.py FILE --recount [--jobs ...]    # plans alone once more, beside what ranks held
     python benchmarks/plan_memory.py FILE --docs                    # the table of docs/planning.md, in both languages
 
-Each call replaces the jobs and layouts that it is given, and leaves the others in FILE and in the table as they are.
+Each call replaces the given jobs and layouts, and keeps the others in FILE and in the table.
 
-Predicted are the ranks that `samestep train --dry-run --world N` rehearses, in one process and without memory: one of
-each pipeline stage, three at most. Measured are the same ranks, which run and count every tensor in their third step;
-and the fullest rank of all, which may hold more where parameters are shared out unevenly.
+Predictions are of the ranks that `samestep train --dry-run --world N` rehearses, in one process and without memory:
+one of each pipeline stage, at most three. Measured are the same ranks, which run and count every tensor in their
+third step, and the rank with the most memory, which may hold more if parameters are divided unevenly.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from samestep.training.usage import Usage
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"en": ROOT / "docs" / "planning.md", "zh": ROOT / "docs" / "zh" / "planning.md"}
 REFUSED = {"en": "refused", "zh": "拒绝"}
-UNLIKE = {"en": "not refused", "zh": "未拒绝"}  # by the plan, of what the ranks refuse
-# Of the ranks that were rehearsed, and of all.
+UNLIKE = {"en": "not refused", "zh": "未拒绝"}  # the plan does not refuse what the ranks refuse
+# Sentences about the rehearsed ranks, and about all.
 SUMMARY = {
     "en": (
         "{rows} rows; mean error {mean:.2%}, largest {largest:.1%}; {within} within 3 %, {exact} to the byte.",
@@ -45,7 +45,7 @@ SUMMARY = {
 }
 NAMES = (*SHIPPED, *UNTUNED)
 
-Row = Mapping[str, Any]  # job, layout, and bytes by rank, predicted and measured, or why there are none
+Row = Mapping[str, Any]  # job, layout, and bytes by rank, predicted and measured, or the reason why there are none
 
 
 def main() -> None:
@@ -77,14 +77,14 @@ def main() -> None:
 
 
 def merged(known: Sequence[Row], found: Sequence[Row]) -> list[Row]:
-    """The rows, those of one job and layout replaced by what was found now, in the order of jobs and layouts."""
+    """The known rows, with those of the same job and layout replaced by `found`, in the order of jobs and layouts."""
     rows = {(row["job"], row["layout"]): row for row in (*known, *found)}
     layouts = layouts_of("all")
     return sorted(rows.values(), key=lambda row: (NAMES.index(row["job"]), layouts.index(row["layout"])))
 
 
 def rows_of(job: Job, layouts: Sequence[str]) -> list[Row]:
-    """Each layout of a job, predicted and measured."""
+    """Predict and measure each layout of a job."""
     really = dry_run_layouts(job, layouts)
     return [
         {"job": job.name, "layout": text, "predicted": predicted(job, text), "measured": measured(really[text])}
@@ -98,7 +98,7 @@ def predicted(job: Job, text: str) -> dict[str, int] | str:
         ranks = rehearse_job(replace(job, run=run), Layout.parse(text).size)
     except UserError as error:
         return str(error)
-    except Exception as error:  # a row of its own; the others hold
+    except Exception as error:  # it becomes the row's result, and the other rows are still measured
         return f"failed, {type(error).__name__}: {error}"
     return {str(each.rank): peak_of(each.usage) for each in ranks}
 
@@ -108,7 +108,7 @@ def measured(ranks: Sequence[Usage] | str) -> dict[str, int] | str:
 
 
 def error_of(row: Row, *, of_all: bool = False) -> float | None:
-    """Of the fullest rehearsed rank, relative to what the same ranks (or all) held; None where it was refused."""
+    """The relative error for the rehearsed rank with the most memory, of the same ranks (or all); None if refused."""
     if isinstance(row["predicted"], str) or isinstance(row["measured"], str):
         return None
     found = row["measured"] if of_all else {rank: row["measured"][rank] for rank in row["predicted"]}
@@ -141,7 +141,7 @@ def cell(row: Row, language: str) -> str:
 
 
 def table(rows: Sequence[Row], language: str, before: str) -> str:
-    """Cells of the rows, and of others those that the table had before."""
+    """The table with the cells of `rows`, and the others as in the table before."""
     cells = cells_of(before) | {(row["job"], row["layout"]): cell(row, language) for row in rows}
     names = [name for name in NAMES if any(job == name for job, _ in cells)]
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' --: |' * len(names)}"]
@@ -151,7 +151,7 @@ def table(rows: Sequence[Row], language: str, before: str) -> str:
 
 
 def cells_of(text: str) -> dict[tuple[str, str], str]:
-    """The cells of a table of a page, by job and layout."""
+    """The cells of a page's table, by job and layout."""
     lines = [[each.strip() for each in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     if not lines:
         return {}
@@ -164,7 +164,7 @@ def cells_of(text: str) -> dict[tuple[str, str], str]:
 
 
 def summary_of_cells(text: str, language: str) -> str:
-    """What cells tell, to a tenth of a percent, of a table some of whose rows are in no file."""
+    """The summary computed from the table's cells, to a tenth of a percent, if some rows are in no file."""
     values = [value.strip("*").rstrip("%") for value in cells_of(text).values()]
     errors = [abs(float(value)) / 100 for value in values if value.lstrip("+-").replace(".", "").isdigit()]
     return SUMMARY[language][0].format(

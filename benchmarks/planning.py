@@ -1,12 +1,13 @@
-"""What `samestep plan JOB.yaml` predicts beside what steps then take: small Llamas on 2 and 4 ranks of this machine.
+"""Compares the predictions of `samestep plan JOB.yaml` with measured steps: small Llamas on 2 and 4 ranks.
 
     python benchmarks/planning.py all FILE            # the three below, one after the other
-    python benchmarks/planning.py rehearse FILE       # rehearses every layout, and keeps what was counted in FILE
-    python benchmarks/planning.py measure FILE        # takes their steps; wants a machine that does nothing else
+    python benchmarks/planning.py rehearse FILE       # rehearses every layout, and keeps the counts in FILE
+    python benchmarks/planning.py measure FILE        # takes their steps; needs a machine without other load
     python benchmarks/planning.py write FILE          # the table of docs/planning.md, in both languages
 
-The rates are measured for seconds, those of messages as by `samestep comm`, and corrected by steps of one job
-(CALIBRATION), as by `--measure`. The steps of the other jobs are predicted by them, and took no part in it.
+The rates are measured for a few seconds, those of messages as `samestep comm` does, and corrected by steps of one job
+(CALIBRATION), as `--measure` does. The steps of the other jobs are predicted from these rates, and are not used to
+correct them.
 """
 
 import argparse
@@ -39,7 +40,7 @@ HEADS: Mapping[str, Sequence[str]] = {
     "en": ("job", "layout", "predicted, s", "measured, s", "error", "MB predicted", "MB measured"),
     "zh": ("作业", "布局", "预测（秒）", "实测（秒）", "误差", "MB 预测", "MB 实测"),
 }
-# Of all rows, and of one job.
+# Sentences about all rows, and about one job.
 SUMMARY: Mapping[str, tuple[str, str, str]] = {
     "en": (
         "{rows} rows: mean error {mean:.1%}, median {median:.1%}, largest {largest:.0%}; {within} within 10 %. "
@@ -64,7 +65,7 @@ JOBS: Mapping[str, tuple[int, int, int, int, Sequence[str]]] = {
 }
 CALIBRATION = "3 x 192"
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "all-to-all", "send/recv")
-STEPS, TURNS = 8, 4  # steps of a start, of which the median counts; starts of a layout, of which the fastest counts
+STEPS, TURNS = 8, 4  # steps per start, whose median counts; starts per layout, of which the fastest counts
 
 
 def main() -> None:
@@ -95,16 +96,16 @@ def main() -> None:
 
 
 def messages(file: Path) -> Path:
-    """What `samestep comm --processes 2 --json FILE` measures of the collectives that trainings use."""
+    """Measure the collectives that trainings use, as `samestep comm --processes 2 --json FILE` does."""
     sizes, kinds = parse_sizes("1KB,64KB,1MB,16MB"), tuple(kind for kind in COLLECTIVES if kind in _KINDS)
     report = comm_measured(CommRequest(sizes=sizes, device="cpu", collectives=kinds), 2)
-    assert report is not None  # this process is no rank
+    assert report is not None  # this process is not a rank
     file.write_text(json.dumps(report.to_json()), encoding="utf-8")
     return file
 
 
 def measured(rehearsed: Mapping[str, Any], text: Path) -> dict[str, dict[str, tuple[float, int]]]:
-    """One turn of all layouts: another program that runs meanwhile disturbs one turn of a layout, not all."""
+    """Measure all layouts once. Turns keep another program's load from affecting all starts of one layout."""
     return {
         name: {layout: timed(job_of(name, text), layout) for layout in layouts} for name, layouts in rehearsed.items()
     }
@@ -146,7 +147,7 @@ def job_with(job: Job, layout: str) -> Job:
 
 
 def timed(job: Job, layout: str) -> tuple[float, int]:
-    """Seconds of the slowest rank's median step, and the fullest rank's bytes."""
+    """Seconds of the slowest rank's median step, and bytes of the rank with the most memory."""
     ranks = time_steps_job(job_with(job, layout), steps=STEPS)
     print(f"{layout}: {max(rank.seconds for rank in ranks):.3f} s", flush=True)
     return max(rank.seconds for rank in ranks), max(peak_of(rank.usage) for rank in ranks)
@@ -221,7 +222,7 @@ def summary(rows: Sequence[tuple[str, Measured]], language: str) -> str:
 
 
 def spread(found: Mapping[str, Any], names: Sequence[str], language: str) -> str:
-    """How far starts of one layout lie from each other: no plan errs less than that by more than chance."""
+    """A sentence on the spread of starts of one layout, below which a plan's error is chance."""
     turns = found["turns"]
     each = [
         max(seconds) / min(seconds) - 1

@@ -1,8 +1,8 @@
-"""What bf16 gains beside float32 on this machine: the same training, step by step in turns, in one process.
+"""Compares bf16 with float32 on this machine: the same training, one step of each in turns, in one process.
 
     python benchmarks/precision.py [--steps 20] [--layers 4] [--hidden 512] [--json FILE]
 
-Two trainings of one encoder on random texts of 128 tokens, 16 a step, with AdamW. Of each the median step counts,
+Two trainings of one encoder on random texts of 128 tokens, 16 per step, with AdamW. The results are the median steps,
 after the first three.
 """
 
@@ -30,7 +30,7 @@ SETTLE = 3  # steps until memory is allocated
 
 
 class Texts(samestep.Task):
-    """Random texts, in random classes: what is timed is the step."""
+    """Random texts in random classes, since only the step is timed."""
 
     def __init__(self, *, layers: int, hidden: int) -> None:
         self.layers, self.hidden = layers, hidden
@@ -85,7 +85,7 @@ def take_turns(task: samestep.Task, steps: int) -> dict[str, list[float]]:
             runs[precision] = Training(Job(recipe=recipe), task, world, Layout()).steps()
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         for step in range(steps):
-            # Whoever comes second may find warmer caches: they take turns in that too.
+            # The second one may find warmer caches, so the order alternates.
             for name in sorted(runs, reverse=step % 2 == 1):
                 began = time.perf_counter()
                 next(runs[name])

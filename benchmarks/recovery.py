@@ -1,10 +1,10 @@
-"""A rank is killed in the middle of a training, under torchrun and under samestep: who goes on, and how soon.
+"""Recovery after a rank is killed during a training, under torchrun and under samestep: whether, and how fast.
 
     python benchmarks/recovery.py --runs 8
 
 Both train a small net on two ranks, in steps of at least 20 ms that are all saved, with three restarts. Rank 1 is
-killed by SIGKILL after some steps. A run has recovered where it came to its end; a restart more than the one that was
-needed is wasted. Seconds are from the kill to the next step that a rank has taken.
+killed by SIGKILL after some steps. A run has recovered if it completes; restarts beyond the one that is needed count
+as wasted. Seconds are from the kill to the next step of a rank.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from samestep import subprocess_group
 HERE = Path(__file__).resolve().parent
 STEPS = 40
 BATCH = 32
-STEP_SECONDS = 0.02  # at least, so that a kill hits the step that it is meant for
+STEP_SECONDS = 0.02  # at least, so that a kill hits the intended step
 KILLED_AFTER = 15
 RESTARTS = 3
 
@@ -40,7 +40,7 @@ Command = Callable[[Path], Sequence[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training of which a rank was killed."""
+    """One training in which a rank was killed."""
 
     recovered: bool
     restarts: int
@@ -79,12 +79,12 @@ WAYS: dict[str, Command] = {"torchrun --standalone": torchrun, "samestep train":
 
 
 def steps_of_rank_1(folder: Path) -> list[tuple[float, int]]:
-    """When each of its steps was taken, and by which process."""
+    """The time of each step of rank 1, and the process that took it."""
     return sorted((at, who.pid) for who, times in noted(folder).items() if who.rank == 1 for at in times)
 
 
 def kill(folder: Path, killed: list[float], limit: float, started: subprocess.Popen[bytes]) -> None:
-    """Kill rank 1 when it has taken its steps, and wait until another process takes one."""
+    """Kill rank 1 after its first steps, and wait until another process takes a step."""
     until = time.monotonic() + limit
     victim = None
     while time.monotonic() < until and started.poll() is None:
@@ -125,7 +125,7 @@ def main() -> None:
     options = parser.parse_args()
     found: dict[str, list[Run]] = {name: [] for name in options.ways}
     for _ in range(options.runs):
-        for name in options.ways:  # in turn, so that what else the machine does hits both
+        for name in options.ways:  # in turns, so that other load on the machine affects both
             found[name].append(take(WAYS[name], options.time_limit))
             print(f"{name}: {found[name][-1]}", file=sys.stderr)
     table = Table(title=f"rank 1 of 2 killed after {KILLED_AFTER} steps")

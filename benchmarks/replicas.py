@@ -1,12 +1,13 @@
-"""Replicas that send rows of embeddings (`run.sparse_rows`) or share a copy (`run.share_replicas`), and plain ones.
+"""Compares plain replicas with those that send embedding rows (`run.sparse_rows`) or share one copy of parameters.
 
     python benchmarks/replicas.py recommender --ways dense,rows,shared       # two ranks on this host
     python benchmarks/replicas.py examples/reviews.yaml --set recipe.data.limit=4000
     python benchmarks/replicas.py wide --memory                             # resident memory of 2, 3 and 4 ranks
 
-On several hosts a launcher starts it on every rank; rank 0 prints. All ways are trained in the same ranks by the same
-recipe, a few steps of each in turn, so what else the machine does falls on all alike. A way's time is the median over
-rounds of the slowest rank's time of a step, and its ratio the median of the rounds' ratios to the first way.
+`shared` is `run.share_replicas`. On several hosts a launcher starts this script on every rank; rank 0 prints. All
+ways train in the same ranks with the same recipe, a few steps of each in turns, so that other load on the machine
+affects all. A way's time is the median over rounds of the slowest rank's time per step, and its ratio is the median
+of the rounds' ratios to the first way.
 """
 
 import argparse
@@ -38,7 +39,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Recommender(nn.Module):
-    """Scores of a user for an item, from an embedding of each: 150,000 x 64 numbers and a small net."""
+    """Scores a user and an item from an embedding of each: 150,000 x 64 numbers and a small net."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Recommender(nn.Module):
 
 
 class Clicks(samestep.Task):
-    """Whether a user clicks on an item, at random; popular ones come up more often."""
+    """Random clicks of users on items; popular items come up more often."""
 
     kind: type[nn.Module] = Recommender
 
@@ -80,7 +81,7 @@ class Clicks(samestep.Task):
 
 
 class Wide(nn.Sequential):
-    """28 million numbers in matrices, on the ids as two numbers."""
+    """28 million parameters in matrices; the input is the two ids as numbers."""
 
     def __init__(self) -> None:
         layers = [layer for _ in range(6) for layer in (nn.Linear(2160, 2160), nn.ReLU())]
@@ -116,11 +117,11 @@ def trainings(options: argparse.Namespace, world: Any) -> dict[str, tuple[Traini
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """On each rank: by way, seconds of a step in each round, and what the ranks hold and send."""
+    """Measure on this rank, by way: seconds per step in each round, and the bytes that ranks hold and send."""
     with join(device="cpu", threads=1, transport=options.transport) as world:
         made = trainings(options, world)
         for _, steps in made.values():
-            for _ in range(4):  # the third is counted
+            for _ in range(4):  # the third is measured
                 next(steps)
         seconds: dict[str, list[float]] = {way: [] for way in made}
         for _ in range(options.rounds):
@@ -137,7 +138,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def memory(options: argparse.Namespace) -> list[float]:
-    """Each rank's proportional set size (MiB) after a few steps of one way: a shared page counts in parts."""
+    """Each rank's proportional set size (MiB), which divides shared pages, after a few steps of one way."""
     with join(device="cpu", threads=1, transport=options.transport) as world:
         ((_, steps),) = trainings(options, world).values()
         for _ in range(4):

@@ -1,15 +1,15 @@
-"""A long training under faults at random moments, by torchrun at its best settings and by samestep.
+"""A long training under faults at random times, by torchrun with its best settings and by samestep.
 
     python benchmarks/soak.py --faults 20 --between 2 --seed 1 --json build/soak-torchrun.json --docs
 
 Both train the same small net on two ranks in steps of 20 ms or more, and get the same faults, drawn beforehand, each
-some time after the training has recovered from the one before. samestep's is the soak of `samestep drill --soak`. The
-script of torchrun saves after every step and resumes by itself; torchrun has as many restarts as it wants,
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which a restart with gloo may read the old round's addresses, and a
-process group that gives up after 10 s, samestep's own limit for hangs in a soak. Faults that end the whole job start
-it again by the same command, for both. Where torchrun ends by itself, or takes no step for 150 s, somebody has to
-step in: that is counted, what is left is killed, and the same command is run once more. With `--docs` the table is
-written into docs/faults.md and docs/zh/faults.md.
+some time after the training has recovered from the previous one. samestep runs the soak of `samestep drill --soak`.
+torchrun's script saves after every step and resumes by itself. torchrun has unlimited restarts,
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (without it, a restart with gloo may read the old round's addresses), and a
+process group timeout of 10 s, samestep's own limit for hangs in a soak. After faults that end the whole job, both are
+started again by the same command. If torchrun ends by itself, or takes no step for 150 s, an operator would have to
+intervene: that is counted, the remaining processes are killed, and the same command is run once more. With `--docs`
+the table is written into docs/faults.md and docs/zh/faults.md.
 """
 
 import argparse
@@ -43,9 +43,9 @@ from samestep.drill.under_faults import UnderFaults, planned  # noqa: E402
 
 BATCH, STEP_SECONDS = 16, 0.02  # at least
 GROUP_LIMIT = 10.0  # seconds
-# Seconds without a step, after which somebody steps in: above samestep's limit for hangs in a round that begins.
+# Seconds without a step after which an operator intervenes: above samestep's limit for hangs at the start of a round.
 STUCK = 150.0
-MARGIN = 1.5  # of steps, as in samestep's soak
+MARGIN = 1.5  # factor on the number of steps, as in samestep's soak
 PROCESSES = 2
 
 DOCS = {"en": HERE.parent / "docs" / "faults.md", "zh": HERE.parent / "docs" / "zh" / "faults.md"}
@@ -53,23 +53,23 @@ DOCS = {"en": HERE.parent / "docs" / "faults.md", "zh": HERE.parent / "docs" / "
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What came of one way's run under faults."""
+    """The result of one way's run under faults."""
 
     way: str
     faults: Mapping[str, int]  # by kind
-    alone: int  # faults before the first time that somebody had to step in
-    stepped_in: int  # how often
+    alone: int  # faults before the first intervention
+    stepped_in: int  # number of interventions
     ended: bool
-    same_weights: bool  # bit for bit those of the same way's undisturbed run
+    same_weights: bool  # whether the weights are bit for bit those of the same way's undisturbed run
     goodput: float  # seconds of the undisturbed run / seconds of this one
-    recoveries: Sequence[float]  # seconds from a fault to a step that was not taken before it
+    recoveries: Sequence[float]  # seconds from a fault to the first step that was not taken before it
     left_processes: int
     seconds: float
     last_words: str
 
 
 class Workers(Processes):
-    """torchrun and its workers, which are the ranks."""
+    """The processes of torchrun and of its workers, which are the ranks."""
 
     def __init__(self, started: subprocess.Popen[bytes], folder: Path) -> None:
         super().__init__(started, folder, PROCESSES)
@@ -84,7 +84,7 @@ class Workers(Processes):
 
 
 def _rank_of(pid: int) -> int | None:
-    """The rank of a worker; None for another process."""
+    """The rank of a worker process; None for any other process."""
     with suppress(psutil.Error, KeyError):
         process = psutil.Process(pid)
         if any(word.endswith("noted_plain.py") for word in process.cmdline()):
@@ -164,7 +164,7 @@ def torchrun(place: Path, settings: Settings) -> Row:
 
 
 def _end(job: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """What is left of it, also workers that were stopped: all that have this folder among their arguments."""
+    """Kill the job's remaining processes, also stopped workers: all with this folder among their arguments."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if str(folder) in process.cmdline():
@@ -191,7 +191,7 @@ def samestep(place: Path, settings: Settings) -> Row:
         way="samestep",
         faults=found.faults,
         alone=faults if found.ended else max(0, faults - 1),
-        stepped_in=0,  # where it ends by itself, or takes no step, its soak has failed
+        stepped_in=0,  # if samestep ends by itself or takes no step, its soak has failed
         ended=found.ended,
         same_weights=found.same_weights,
         goodput=found.goodput,

@@ -1,12 +1,12 @@
-"""A soak over several hosts: ranks fail, hosts die and come back, cables are pulled, beside an undisturbed run.
+"""A soak over several hosts: ranks fail, hosts die and return, links go down; compared with an undisturbed run.
 
     python benchmarks/soak_hosts.py --faults 40 --between 15 --seed 1 --json build/soak-hosts/40.json
 
-Makes hosts of its own out of Linux namespaces (root needed; see tools/testbed): those that train with a rank each,
-and one more for samestep's controller, which starts a small job on the others with `samestep launch`, elastic, with
-ordered sums. The faults and what is reported are those of `samestep drill --soak`, and `host` and `cable` besides.
-`gone` takes the power from all hosts at once. Exit code 1 where bits differ, or anything is lost or left.
-`python benchmarks/soak_tables.py --hosts FILE --docs` writes the table in docs/faults.md.
+Makes its hosts from Linux namespaces (root needed; see tools/testbed): some that train with a rank each, and one more
+for samestep's controller, which starts a small elastic job with ordered sums on the others with `samestep launch`.
+The faults and the report are those of `samestep drill --soak`, plus `host` and `cable`; `gone` takes the power from
+all hosts at once. The exit code is 1 if bits differ, steps are lost, or processes or files are left behind. `python
+benchmarks/soak_tables.py --hosts FILE --docs` writes the table in docs/faults.md.
 """
 
 import argparse
@@ -38,12 +38,12 @@ from samestep.errors import UserError  # noqa: E402
 from samestep.fault_tolerance.scratch import left_in  # noqa: E402
 from samestep.job import Job  # noqa: E402
 
-BATCH, VIRTUAL_RANKS, STEP_SECONDS = 24, 6, 0.05  # a step takes so many seconds at least
-_STATUS = re.compile(r"/samestep-agent-[^/]+/round-\d+/rank-(\d+)$")  # a rank holds its own open
+BATCH, VIRTUAL_RANKS, STEP_SECONDS = 24, 6, 0.05  # a step takes at least STEP_SECONDS
+_STATUS = re.compile(r"/samestep-agent-[^/]+/round-\d+/rank-(\d+)$")  # the status file that each rank keeps open
 
 
 class Bed:
-    """The hosts of a testbed: the last one has the controller, the others train."""
+    """The hosts of a testbed: the last one runs the controller, the others train."""
 
     def __init__(self, bed: Testbed) -> None:
         self.controller = bed.hosts[-1]
@@ -71,7 +71,7 @@ class Bed:
             self.workers[host].plug()
 
     def crash_all(self) -> None:
-        """All hosts lose their power at once, and are up again."""
+        """Crash all hosts at once, and boot them again."""
         hosts = [*self.workers.values(), self.controller]
         for host in hosts:
             host.crash()
@@ -84,17 +84,17 @@ class Bed:
         self._standing[host.name] = set(_processes(host))
 
     def ranks_on(self, host: Host) -> Mapping[int, int]:
-        """The processes of the ranks that a host has, by rank, by their numbers outside it."""
+        """The process ids, outside the host's namespace, of the ranks on a host, by rank."""
         found = ((_rank_of(pid), pid) for pid in self.tree_on(host))
         return {rank: pid for rank, pid in found if rank is not None}
 
     def tree_on(self, host: Host) -> Sequence[int]:
-        """All processes of a host but those that it has had since it is up."""
+        """The processes of a host, except those that it had right after it booted."""
         return [pid for pid in _processes(host) if pid not in self._standing[host.name]]
 
 
 def _processes(host: Host) -> list[int]:
-    """All processes of a host, by their numbers outside it."""
+    """The ids of all processes of a host, outside its namespace."""
     if not host.is_up:
         return []
     try:
@@ -110,7 +110,7 @@ def _processes(host: Host) -> list[int]:
 
 
 def _rank_of(pid: int) -> int | None:
-    """The rank whose status a process holds open; None for one that is no rank."""
+    """The rank whose status file a process keeps open; None if the process is not a rank."""
     with suppress(OSError):
         for each in (Path("/proc") / str(pid) / "fd").iterdir():
             with suppress(OSError):
@@ -146,7 +146,7 @@ class Launched:
         return [pid for host in hosts for pid in self._bed.tree_on(host)]
 
     def terminate(self) -> None:
-        # The process outside, which ends as the command does, would not wait for it.
+        # The process outside the namespace ends with the command, but does not wait for it.
         with suppress(psutil.Error):
             for child in psutil.Process(self._running.pid).children():
                 child.send_signal(signal.SIGTERM)
@@ -156,7 +156,7 @@ class Launched:
 
 
 class OnHosts:
-    """A soak's runs on the hosts of a testbed."""
+    """Runs a soak's jobs on the hosts of a testbed."""
 
     def __init__(self, bed: Bed, place: Path) -> None:
         self._bed, self._place = bed, place
@@ -187,11 +187,11 @@ class OnHosts:
     def left_files(self) -> set[Path]:
         hosts = [host for host in (*self._bed.workers.values(), self._bed.controller) if host.is_up]
         places = [Path("/proc") / str(host.pid) / "root" / "dev" / "shm" for host in hosts]
-        return set(left_in([*places, Path("/tmp")]))  # hosts have a /dev/shm of their own each, and the same /tmp
+        return set(left_in([*places, Path("/tmp")]))  # each host has its own /dev/shm; all share /tmp
 
 
 def job_of(place: Path, hosts: int, faults: int) -> Job:
-    """A small job of samestep's over the hosts, replicas that may get fewer."""
+    """A small job over the hosts, with replicas whose number may shrink."""
     values: Mapping[str, Any] = {
         "recipe": {
             "task": f"{HERE}/noted_task.py:Slow",

@@ -1,12 +1,12 @@
-"""The record of soaks in docs/faults.md and docs/zh/faults.md, from what `samestep drill --soak` has written.
+"""The tables of soaks in docs/faults.md and docs/zh/faults.md, from the JSON files of `samestep drill --soak`.
 
     samestep drill job.yaml --layout dp2 --soak 1200 --between 5s --json build/soak/1200.json
     samestep drill job.yaml --layout dp2 --soak 40 --between 15s --json build/soak/15s.json
     samestep drill job.yaml --layout dp2 --soak 20 --between 60s --json build/soak/60s.json
     python benchmarks/soak_tables.py build/soak/*.json [--docs]
 
-A row for each file, the one with the most faults first. What benchmarks/soak_hosts.py has written is a table of its
-own, with --hosts.
+The table has a row for each file, the one with the most faults first. With `--hosts`, it is the table of files of
+benchmarks/soak_hosts.py.
 """
 
 import argparse
@@ -71,7 +71,7 @@ WORDS = {
 
 
 def row(soaked: Mapping[str, Any], language: str) -> list[str]:
-    """A line of the table, of one soak."""
+    """The table row of one soak."""
     words = WORDS[language]
     count = sum(soaked["faults"].values())
     bits = [words["same" if soaked[name] else "other"] for name in ("same_weights", "same_losses")]
@@ -92,7 +92,7 @@ def row(soaked: Mapping[str, Any], language: str) -> list[str]:
 
 
 def text(soaks: Sequence[Mapping[str, Any]], language: str) -> str:
-    """The table, and which kinds of faults the longest soak had."""
+    """The table, and the kinds of faults of the longest soak."""
     ordered = sorted(soaks, key=lambda soaked: -sum(soaked["faults"].values()))
     words, most = WORDS[language], ordered[0]["faults"]
     kinds = words[", "].join(f"`{kind}` {count:,}" for kind, count in sorted(most.items()))

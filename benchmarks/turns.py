@@ -1,18 +1,18 @@
-"""Steps of hand-written PyTorch, other libraries and samestep in the same ranks, in turns, beside their limit.
+"""Times steps of hand-written PyTorch, other libraries and samestep in the same ranks, in turns, beside their limit.
 
     pip install --no-deps lightning -c constraints.txt                     # for the way "fabric"
     python benchmarks/turns.py examples/language.yaml --processes 2 --starts 5 --json turns.json
     python benchmarks/turns.py examples/reviews.yaml --hosts 2 --rate 1gbit --ways alone,ddp,accelerate,samestep
 
-Whatever slows the machine for a second slows all ways alike, and all have the heap that samestep's ranks have.
-"alone" is the hand-written loop on as many samples a rank without any communication: what that computation costs at
-least. All others take the step of the global batch, which is checked: their last losses agree. Hand-written loops and
-libraries send over gloo, samestep as it would by itself (ways.py). A way's ratio is the median over starts of its
-median step by that of hand-written DDP.
+Other load on the machine slows all ways alike, and all use the memory allocator settings of samestep's ranks. "alone"
+is the hand-written loop with as many samples per rank and no communication: the least that the computation costs. All
+others take the step of the global batch, which is checked by comparing their last losses. Hand-written loops and
+libraries use gloo, samestep the transport that it chooses (ways.py). A way's ratio is the median over starts of its
+median step divided by that of hand-written DDP.
 
-With `--hosts`, the processes are those of each of so many hosts, made of Linux namespaces (root needed;
-tools/testbed), whose links carry `--rate` each way. With `--heap`, what that heap is worth: each way starts by
-itself, in turns with it and with the heap as it comes.
+With `--hosts`, `--processes` is the number per host; the hosts are made from Linux namespaces (root needed; see
+tools/testbed), and their links have the rate `--rate` in each direction. `--heap` measures the effect of the
+allocator settings: each way runs by itself, with and without them in turns.
 """
 
 import argparse
@@ -47,9 +47,9 @@ from samestep.tasks.registry import resolve
 SETTLE = 5  # steps until memory is allocated and caches are warm
 BASE = "ddp"
 TIME_LIMIT = 1800.0  # seconds of a start
-# How far last losses may be from hand-written DDP's: rounding, which Adam magnifies.
+# The largest difference of a last loss from hand-written DDP's: rounding, which Adam magnifies.
 SAME = {"fp32": 1e-3, "bf16": 3e-2}
-RECORDS = ("metrics.jsonl", "handwritten.jsonl", "peer.jsonl")  # of steps; a way writes one of them
+RECORDS = ("metrics.jsonl", "handwritten.jsonl", "peer.jsonl")  # records of steps; a way writes one of them
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--ways", default="alone,ddp,samestep,shared", help=f"of {', '.join(WAYS)}, by commas")
     parser.add_argument("--heap", action="store_true", help="time each way by itself, with its heap and as it comes")
     parser.add_argument("--json", type=Path)
-    # The folder of the start that this rank is of.
+    # The folder of the start to which this rank belongs.
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     ways = [way.strip() for way in options.ways.split(",")]
@@ -91,9 +91,9 @@ def main() -> None:
 
 
 def start(options: argparse.Namespace, ways: Sequence[str], folder: Path, **variables: str) -> Mapping[str, float]:
-    """The median step of every way in one start of all ranks, in seconds.
+    """Seconds of each way's median step in one start of all ranks.
 
-    `variables` are added to the environment; ranks that find the allocator set up there leave it as it is.
+    `variables` are added to the environment; ranks keep allocator settings that they find there.
     """
     mine = [str(Path(__file__).resolve()), str(options.job.resolve()), "--precision", options.precision]
     command = [f"--nproc-per-node={options.processes}", *mine, "--rank-of", str(folder), "--ways", ",".join(ways)]
@@ -109,7 +109,7 @@ def start(options: argparse.Namespace, ways: Sequence[str], folder: Path, **vari
 
 
 def on_hosts(options: argparse.Namespace, command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> None:
-    """Start the ranks of every host of a new testbed, and wait for their good end."""
+    """Start the ranks of every host of a new testbed, and wait until they end; raises if one fails."""
     from testbed import Testbed
 
     given = {"OMP_NUM_THREADS": "1", **variables}
@@ -125,7 +125,7 @@ def on_hosts(options: argparse.Namespace, command: Sequence[str], folder: Path, 
 
 
 def heap(options: argparse.Namespace, ways: Sequence[str], folder: Path) -> Mapping[str, float]:
-    """The median step of every way alone, with the heap that ranks have and, as "way, system", as it comes."""
+    """Each way's median step by itself, with the ranks' allocator settings and, as "way, system", without them."""
     found: dict[str, float] = {}
     for way in ways:
         found[way] = start(options, [way], folder)[way]
@@ -134,7 +134,7 @@ def heap(options: argparse.Namespace, ways: Sequence[str], folder: Path) -> Mapp
 
 
 def take_turns(folder: Path, precision: str, ways: Sequence[str]) -> None:
-    """One rank: every way trains, and they take their steps in turns, each time beginning with another one."""
+    """One rank: runs all ways, which take their steps in turns; each round begins with another way."""
     job = load(folder / "job.yaml").job
     job = replace(job, recipe=replace(job.recipe, precision=precision))
     task = resolve(job.recipe)
@@ -155,7 +155,7 @@ def take_turns(folder: Path, precision: str, ways: Sequence[str]) -> None:
             turn = step % len(ways)
             for way in [*ways[turn:], *ways[:turn]]:
                 with default_group(gloo if WAYS[way].over_gloo else dist.group.WORLD):
-                    dist.barrier(gloo)  # all ranks begin each way's step together
+                    dist.barrier(gloo)  # all ranks start each way's step together
                     began = time.perf_counter()
                     next(runners[way])
                     moments[way].append((began, time.perf_counter()))
@@ -168,10 +168,10 @@ def take_turns(folder: Path, precision: str, ways: Sequence[str]) -> None:
 
 
 def median_step(of_ranks: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Seconds of a step, from the moment when the first rank began it to that when the last one ended it.
+    """Median seconds of a step, from the first rank's start of it to the last rank's end.
 
-    All ranks run on this machine and read one clock. Where they are more than the cores, a rank may get to run only
-    when another has finished: by its own times alone, ways without messages would seem to take half as long.
+    All ranks run on this machine and read one clock. If there are more ranks than cores, a rank may run only after
+    another has finished; by its own times alone, ways without messages would seem to take half as long.
     """
     steps = list(zip(*of_ranks, strict=True))[SETTLE:]
     return statistics.median(max(end for _, end in step) - min(begin for begin, _ in step) for step in steps)
@@ -179,7 +179,7 @@ def median_step(of_ranks: Sequence[Sequence[tuple[float, float]]]) -> float:
 
 @contextmanager
 def default_group(group: Any) -> Iterator[None]:
-    """The group that libraries find as the default one: they can't be handed theirs."""
+    """Make a group the default process group, for libraries that accept no other."""
     before = dist.group.WORLD
     dist.distributed_c10d._update_default_pg(group)
     try:
@@ -189,7 +189,7 @@ def default_group(group: Any) -> Iterator[None]:
 
 
 def check_losses(folder: Path, precision: str, ways: Sequence[str]) -> None:
-    """Raise ValueError where a way has not come where hand-written DDP has: it took other steps."""
+    """Raise ValueError if a way's last loss differs from hand-written DDP's: it took other steps."""
     losses: dict[str, dict[int, float]] = {}
     for number, way in enumerate(ways):
         (file,) = (file for name in RECORDS if (file := folder / str(number) / name).exists())

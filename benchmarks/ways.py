@@ -1,8 +1,8 @@
-"""The ways to train that turns.py lets take their steps in turns: hand-written loops, other libraries, samestep.
+"""The ways to train that turns.py compares: hand-written loops, other libraries, samestep.
 
-Each is a generator that takes one step whenever it is asked to. The libraries stand here as their users write them,
-with a record of every step's global loss, as samestep and the hand-written loop keep one. All take the samples of the
-same global batches, from the same initial weights, with the same optimizer, schedule and clipping.
+Each is a generator that takes one step per iteration. The libraries are used as their users write them, with a record
+of every step's global loss, as samestep and the hand-written loop have. All train on the same global batches from the
+same initial weights, with the same optimizer, schedule and clipping.
 """
 
 import json
@@ -30,12 +30,12 @@ from samestep.training.fit import Training
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a way has on its rank."""
+    """The arguments of a way on its rank."""
 
     job: Job
     task: Task
     world: World
-    local_ranks: int  # of this host
+    local_ranks: int  # ranks on this host
     folder: Path | None  # for its records, on rank 0
 
 
@@ -48,11 +48,11 @@ class Way:
 
     title: str
     steps: Steps
-    over_gloo: bool = True  # its default group is gloo's; samestep's own ways have what samestep would choose
+    over_gloo: bool = True  # its default group is gloo; samestep's own ways use the transport that samestep chooses
 
 
 def no_messages(**settings: Any) -> Steps:
-    """A rank's samples of every step, and an update by their gradient alone."""
+    """Trains on the rank's own samples of each step, and updates with their gradient, without communication."""
 
     def steps(place: Place) -> Iterator[None]:
         recipe, world = place.job.recipe, place.world
@@ -76,7 +76,7 @@ def _peer(place: Place) -> PeerJob:
 
 
 def _records(job: PeerJob, place: Place, norms: Iterator[Any]) -> Iterator[None]:
-    """Write down the loss and the gradient norm of each step that is taken."""
+    """Record the loss and the gradient norm of each step."""
     job.begin()
     with (place.folder / "peer.jsonl" if place.folder else Path(os.devnull)).open("w", buffering=1) as log:
         for number, norm in enumerate(norms):
@@ -101,7 +101,7 @@ def accelerate(place: Place) -> Iterator[None]:
         mixed_precision="bf16" if job.recipe.precision == "bf16" else "no",
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
-    # The loader deals the samples by ranks already, and the schedule counts steps: neither is prepared.
+    # The loader already deals samples to ranks, and the schedule counts steps, so neither is prepared.
     model, optimizer = accelerator.prepare(job.model, job.optimizer)
 
     def step(pair: Any) -> Any:
@@ -159,7 +159,7 @@ def deepspeed(stage: int) -> Steps:
 
 
 def trainer(place: Place) -> Iterator[None]:
-    """The Trainer of transformers, whose loop runs in a thread that waits between two steps."""
+    """transformers' Trainer, whose loop runs in a thread that waits between two steps."""
     from transformers import TrainerCallback
 
     from benchmarks.peers.hf_trainer import JobTrainer, settings_of
@@ -175,7 +175,7 @@ def trainer(place: Place) -> Iterator[None]:
 
     def train() -> None:
         try:
-            torch.set_num_threads(world.threads)  # of this thread
+            torch.set_num_threads(world.threads)  # the setting is per thread
             settings = settings_of(job, place.folder or Path(os.devnull))
             JobTrainer(job, args=settings, train_dataset=job.samples, callbacks=[Turns()]).train()
         except BaseException as error:
@@ -190,12 +190,12 @@ def trainer(place: Place) -> Iterator[None]:
         raise failed[0]
 
     threading.Thread(target=train, daemon=True).start()
-    done.acquire()  # it has been built, and asks for its first step
+    done.acquire()  # wait until it is built and asks for its first step
     return _records(job, place, norms())
 
 
 def native(layout: str = "dp{n}", **run: Any) -> Steps:
-    """samestep with these keys of a job's `run:` section; {n} stands for the number of ranks."""
+    """samestep with these keys of a job's `run:` section; {n} is replaced by the number of ranks."""
 
     def steps(place: Place) -> Iterator[None]:
         chosen = Layout.parse(layout.format(n=place.world.world_size))

@@ -1,4 +1,4 @@
-"""Lightning Fabric and the Trainer of transformers beside plain PyTorch and samestep: one job, in one table.
+"""Compares Lightning Fabric and transformers' Trainer with plain PyTorch and samestep: one job, in one table.
 
 pip install lightning "samestep[accelerate]" -c constraints.txt
 python benchmarks/peers/compare.py examples/reviews.yaml --processes 2 --repeats 3 --json peers.json

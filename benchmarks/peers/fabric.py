@@ -1,4 +1,4 @@
-"""Lightning Fabric trains a job, as its users write it: one process, or ranks that torchrun started.
+"""Trains a job with Lightning Fabric, as its users write it: in one process, or in ranks that torchrun starts.
 
 pip install lightning -c constraints.txt
 torchrun --nproc-per-node=2 benchmarks/peers/fabric.py examples/reviews.yaml --folder runs/fabric
@@ -22,7 +22,7 @@ from samestep.tasks.base import call
 
 
 def launched(job: PeerJob, devices: int, nodes: int) -> Any:
-    """Fabric on the ranks that there are."""
+    """Launch Fabric on the existing ranks."""
     fabric = Fabric(
         devices=devices,
         num_nodes=nodes,
@@ -34,7 +34,7 @@ def launched(job: PeerJob, devices: int, nodes: int) -> Any:
 
 
 def step_of(job: PeerJob, fabric: Any) -> Callable[[Any], Any]:
-    """What takes a step with a batch and gives the gradient norm."""
+    """The function that takes a step with a batch and returns the gradient norm."""
     model, optimizer = fabric.setup(job.model, job.optimizer)
 
     def step(pair: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The Trainer of transformers trains a job: one process, or ranks that torchrun started.
+"""Trains a job with transformers' Trainer: in one process, or in ranks that torchrun starts.
 
 pip install "samestep[accelerate]"
 torchrun --nproc-per-node=2 benchmarks/peers/hf_trainer.py examples/reviews.yaml --folder runs/hf-trainer
@@ -23,7 +23,7 @@ from samestep.tasks.base import call
 
 
 class JobTrainer(Trainer):
-    """Takes a job's batches, in their order, and its loss."""
+    """A Trainer with a job's batches, in their order, and its loss."""
 
     def __init__(self, job: PeerJob, **options: Any) -> None:
         self.job = job
@@ -53,7 +53,7 @@ class JobTrainer(Trainer):
 
 
 def settings_of(job: PeerJob, folder: Path) -> TrainingArguments:
-    """The Trainer without what is not compared: checkpoints, reports, progress bars."""
+    """The Trainer's arguments, without what is not compared: checkpoints, reports, progress bars."""
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=job.total_steps,

@@ -1,4 +1,4 @@
-"""What the peers share: a job's task, initial weights, order of samples, metrics, and the files of a run."""
+"""Code that the peers share: a job's task, initial weights, order of samples, metrics, and the files of a run."""
 
 import json
 import time
@@ -55,11 +55,11 @@ class PeerJob:
         self.losses: list[float] = []
         self._total = torch.zeros((), dtype=torch.float64)
         self._sending: dist.Work | None = None
-        self._moments: list[float] = []  # the beginning, the moment when each step's loss was known, and the end
-        torch.manual_seed(self.recipe.seed + rank)  # dropout draws other numbers on every rank
+        self._moments: list[float] = []  # the times of the start, of each step's known loss, and of the end
+        torch.manual_seed(self.recipe.seed + rank)  # dropout draws different numbers on every rank
 
     def loader(self, collate: Callable[[Any], Any] | None = None) -> DataLoader[Any]:
-        """This rank's slice of every global batch, in their order."""
+        """A loader of this rank's slice of every global batch, in order."""
         steps = (self.order.shares(step, self.place, None)[0] for step in range(self.total_steps))
         return DataLoader(
             self.samples,  # pyright: ignore[reportArgumentType]  (a length and an index are all it needs)
@@ -69,31 +69,31 @@ class PeerJob:
         )
 
     def begin(self) -> None:
-        """Training begins here."""
+        """Record the start of the training."""
         self._moments = [time.perf_counter()]
 
     def finish(self) -> None:
-        """Training ends here; what comes then is evaluation."""
-        self._moments[-1] = time.perf_counter()  # the last step ends with it
+        """Record the end of the training, before evaluation."""
+        self._moments[-1] = time.perf_counter()  # the last step ends here
 
     def global_samples(self, step: int) -> int:
         return len(self.order.global_batch(step))
 
     def count(self, terms: int | Tensor, batch: Batch, samples: int) -> float:
-        """The terms of a global batch of so many samples, as many in each; this rank's batch has `terms`."""
+        """The number of terms in a global batch of `samples` samples, if each has as many as in this rank's batch."""
         each, rest = divmod(int(terms), len(batch.targets))
         if rest:
             raise SystemExit("the samples of this job have unlike numbers of loss terms, which the peers don't weigh")
         return each * samples
 
     def send_loss(self, loss: Tensor) -> None:
-        """Begin to add up, over all ranks, the loss that each has summed over its samples, while backward runs."""
+        """Start the all-reduce of the loss that this rank has summed over its samples; it overlaps backward."""
         self._total = loss.detach().double().clone()
         if self.place.of > 1:
             self._sending = dist.all_reduce(self._total, async_op=True)
 
     def note_loss(self, terms: float) -> float:
-        """The mean loss over the terms of the global batch, which `send_loss` began to add up; it is noted."""
+        """Wait for `send_loss`'s all-reduce; records and returns the mean loss over the global batch's terms."""
         if self._sending is not None:
             self._sending.wait()
         self.losses.append(self._total.item() / terms)
@@ -102,7 +102,7 @@ class PeerJob:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, device: torch.device, autocast: Callable[[], Any]) -> dict[str, Any]:
-        """Metrics of the held-out samples, each seen once."""
+        """Evaluate the metrics of the held-out samples, each once."""
         samples = self.task.eval_set()
         if samples is None or len(samples) == 0:
             return {}
@@ -119,7 +119,7 @@ class PeerJob:
             dist.all_gather_object(everyone, mine)
         metrics = self.task.metrics()
         for metric in metrics.values():
-            apart(metric)  # predictions are gathered here; states need not be
+            apart(metric)  # predictions are gathered here, so states need not be
             for predictions, targets in (pair for rank in everyone for pair in rank):
                 metric.update(predictions, targets)
         names = self.task.class_names()
@@ -131,7 +131,7 @@ class PeerJob:
         return (range(first, min(stop, first + batch)) for first in range(start, stop, batch))
 
     def write(self, folder: Path, *, engine: str, metrics: dict[str, Any], device: torch.device) -> None:
-        """Write report.json and metrics.jsonl as a run of samestep has them; every rank must call it."""
+        """Write report.json and metrics.jsonl in the format of samestep's runs; every rank must call it."""
         peaks: list[Any] = [peak_memory(device)]
         if self.place.of > 1:
             peaks = [None] * self.place.of

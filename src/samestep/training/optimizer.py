@@ -387,7 +387,7 @@ def check_turns_optimizers(turns: Sequence[Turn], job: Job, layout: Layout) -> N
 
 
 def check_average_start(recipe: Recipe, samples: int) -> None:
-    """Raise UserError if the average of the weights starts after the last step. `samples`: the training set's size."""
+    """Raise UserError if the average of the weights starts after the last step. `samples`: in the training set."""
     steps = recipe.total_steps(-(-samples // recipe.batch))
     if recipe.average is not None and recipe.average.start >= steps:
         raise UserError(
