@@ -93,7 +93,7 @@ MISTAKES = {
         "train good.yaml --layout tp2|dp --processes 3",
         r'layout "tp2 dp" was given 3 processes, .* no multiple of the 2 .*; use 2, 4 or 6',
     ),
-    "a dimension that an engine does not split": (
+    "an axis that an engine does not split": (
         "train good.yaml --layout dp2 --engine data-parallel",
         r'layout "dp2": engine "data-parallel" does not split replicate yet; it splits nothing',
     ),

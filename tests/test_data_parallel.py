@@ -19,7 +19,7 @@ def test_without_accelerators_it_says_so_and_takes_the_same_step(capsys: pytest.
     assert "engine data-parallel: 0 accelerators here; it runs on one device, cpu" in capsys.readouterr().err
 
 
-def test_it_splits_no_dimension() -> None:
+def test_it_splits_no_axis() -> None:
     with pytest.raises(samestep.LayoutError, match='engine "data-parallel" does not split replicate'):
         samestep.verify(recipe(), layout="dp2", engine="data-parallel")
 

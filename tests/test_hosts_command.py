@@ -106,7 +106,7 @@ def test_slurm_is_found_and_shown(
 )
 def test_groups_that_cross_hosts(shown: Any, hostfile: Path, layout: str, across: dict[str, tuple[int, int]]) -> None:
     found = shown("--hostfile", str(hostfile), "--layout", layout)
-    assert {each["dimension"]: (each["inside"], each["across"]) for each in found["dimensions"]} == across
+    assert {each["axis"]: (each["inside"], each["across"]) for each in found["axes"]} == across
     assert bool(found["warnings"]) == (across.get("tensor", (0, 0))[1] > 0)
 
 

@@ -80,7 +80,7 @@ def test_parts_may_stand_in_any_order(parts: list[str]) -> None:
         ("pp2 schedule=interleaved-1f1b stages=2", Layout(pipeline=2, schedule="interleaved-1f1b", stages=2)),
     ],
 )
-def test_each_part_sets_its_dimension(text: str, layout: Layout) -> None:
+def test_each_part_sets_its_axis(text: str, layout: Layout) -> None:
     assert Layout.parse(text) == layout
 
 
@@ -131,7 +131,7 @@ def test_the_mesh_is_outermost_first_and_holds_every_process(sizes: tuple[int, i
     assert layout.size == len(places)
     assert layout.data_ranks == len({place[1:4] for place in places})
     varying = [len({place[axis] for place in places}) > 1 for axis in range(6)]
-    assert layout.split_dimensions() == tuple(itertools.compress(names, varying))
+    assert layout.split_axes() == tuple(itertools.compress(names, varying))
 
 
 UNKNOWN = "write parts such as pp2 dp2 fsdp2 ep2 cp2 tp2 zero1x4, or one of " + ", ".join(PRESETS)

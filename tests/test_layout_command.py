@@ -23,7 +23,7 @@ from samestep.cli.main import main
 from samestep.comm.mesh import build_mesh
 from samestep.launch import local
 from samestep.launch.world import join
-from samestep.layout import MESH_DIMENSIONS, Layout
+from samestep.layout import MESH_AXES, Layout
 from samestep.parallel.apply import spread
 from samestep.parallel.parallel_model import Details
 from samestep.parallel.spread_optimizer import spread_optimizer
@@ -86,8 +86,8 @@ def one_of(size: int, rank: int = 0) -> Iterator[None]:
 def test_ranks_and_groups_are_those_of_the_mesh(text: str, shown: Any) -> None:
     layout = Layout.parse(text)
     found = shown(text)
-    groups = {group["dimension"]: group["ranks"] for group in found["groups"]}
-    assert tuple(groups) == layout.split_dimensions()
+    groups = {group["axis"]: group["ranks"] for group in found["groups"]}
+    assert tuple(groups) == layout.split_axes()
     for rank in range(layout.size):
         with one_of(layout.size, rank):
             mesh = build_mesh(layout, "cpu")
@@ -96,7 +96,7 @@ def test_ranks_and_groups_are_those_of_the_mesh(text: str, shown: Any) -> None:
             data = mesh.data_place
         entry = found["ranks"][rank]
         assert entry["rank"] == rank
-        assert [entry["coordinates"][name] for name in MESH_DIMENSIONS] == list(place or ())
+        assert [entry["coordinates"][name] for name in MESH_AXES] == list(place or ())
         assert entry["samples"] == {"index": data.index, "of": data.of}
         for name, ranks in own.items():
             assert ranks in groups[name]

@@ -50,7 +50,7 @@ def test_a_layout_that_fails_is_a_row_and_the_others_go_on(
     ranks = api._on_ranks
 
     def fail(function: object, job: object, layout: Layout, *arguments: object) -> object:
-        if layout.size == 2 and "replicate" in layout.split_dimensions():
+        if layout.size == 2 and "replicate" in layout.split_axes():
             raise RankFailedError(1, "ValueError: planted")
         return ranks(function, job, layout, *arguments)  # pyright: ignore[reportArgumentType]
 

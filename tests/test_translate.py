@@ -74,7 +74,7 @@ def test_a_python_dictionary_and_yaml_say_the_same_as_json(translated: Any) -> N
 
 # What AWS's page on ranks gives for 8 ranks: (data, pipeline, tensor) rank of each, or the groups of a model.
 @pytest.mark.parametrize(
-    ("placement", "sizes", "dimension", "groups"),
+    ("placement", "sizes", "axis", "groups"),
     [
         ("cluster", {"partitions": 2}, "pipeline", [[0, 1], [2, 3], [4, 5], [6, 7]]),
         ("spread", {"partitions": 2}, "pipeline", [[0, 4], [1, 5], [2, 6], [3, 7]]),
@@ -85,13 +85,13 @@ def test_a_python_dictionary_and_yaml_say_the_same_as_json(translated: Any) -> N
     ],
 )
 def test_ranks_stand_where_the_placement_puts_them(
-    placement: str, sizes: dict[str, int], dimension: str, groups: list[list[int]], translated: Any, tmp_path: Path
+    placement: str, sizes: dict[str, int], axis: str, groups: list[list[int]], translated: Any, tmp_path: Path
 ) -> None:
     text = translated(smp(**sizes, ddp=True, placement_strategy=placement), "--processes", "8")
     layout = said(text)["run.layout"]
     assert main(["layout", layout, "--json", str(tmp_path / "shown.json"), "--force"]) == 0
     shown = json.loads((tmp_path / "shown.json").read_text(encoding="utf-8"))
-    assert sorted({group["dimension"]: group["ranks"] for group in shown["groups"]}[dimension]) == groups
+    assert sorted({group["axis"]: group["ranks"] for group in shown["groups"]}[axis]) == groups
 
 
 COMMANDS = {

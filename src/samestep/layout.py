@@ -14,10 +14,10 @@ SequenceOption = Literal["whole", "split"]
 AttentionOption = Literal["ulysses", "ring"]
 Balance = Literal["speed", "memory"]
 
-# Mesh dimensions, outermost first: the chattiest gets the nearest ranks.
-MESH_DIMENSIONS = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+# Mesh axes, outermost first: the axis with the most communication gets the nearest ranks.
+MESH_AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 
-# How a dimension is written in a layout's text.
+# How an axis is written in a layout's text.
 _LETTERS = {
     "pp": "pipeline",
     "dp": "replicate",
@@ -43,12 +43,12 @@ _FEWEST_STAGES: Mapping[str, int] = {"interleaved-1f1b": 2, "zbv-zero-bubble": 2
 _OFFLOADS_TOGETHER = [["activations", other] for other in get_args(Offload) if other not in ("none", "activations")]
 
 # An order need not name ep, whose ranks then stand within those of fsdp.
-DEFAULT_ORDER = ".".join(_SHORT[name] for name in MESH_DIMENSIONS if name != "expert")
+DEFAULT_ORDER = ".".join(_SHORT[name] for name in MESH_AXES if name != "expert")
 
 # Orders with a name, as SageMaker's placement_strategy has them: a model's ranks side by side, or replicas.
 PLACEMENTS: Mapping[str, str] = {"cluster": "dp.fsdp.pp.cp.tp", "spread": "cp.tp.pp.dp.fsdp"}
 
-# A preset is a layout whose unsized dimension takes the processes that are left.
+# A preset is a layout with an axis of unknown size, which takes the processes that are left.
 PRESETS: Mapping[str, str] = {
     "single": "",
     "ddp": "dp",
@@ -77,7 +77,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Into how many parts each mesh dimension is split, and with which options."""
+    """The size of each mesh axis, and the options of the layout."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -94,11 +94,11 @@ class Layout:
     # How tokens that context parallel splits meet: ranks exchange heads for tokens, or pass on keys and values.
     attention: AttentionOption = "ulysses"
     balance: Balance = "speed"  # what is equal for pipeline stages: the time they take, or the memory they fill
-    order: str = DEFAULT_ORDER  # of the mesh dimensions over the ranks, outermost first; or a name in PLACEMENTS
+    order: str = DEFAULT_ORDER  # of the mesh axes over the ranks, outermost first; or a name in PLACEMENTS
 
     def __post_init__(self) -> None:
         """Raise LayoutError for sizes and options that no layout has; none of this depends on a model."""
-        for name in (*MESH_DIMENSIONS, "stages"):
+        for name in (*MESH_AXES, "stages"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"layout: {name} is {getattr(self, name)}; it must be 1 or more")
         for name in _OPTIONS:
@@ -168,15 +168,15 @@ class Layout:
         return self.offloads("parameters") or self.offloads("parameters-disk")
 
     def mesh_shape(self) -> tuple[int, ...]:
-        return tuple(getattr(self, name) for name in MESH_DIMENSIONS)
+        return tuple(getattr(self, name) for name in MESH_AXES)
 
     @property
     def placement(self) -> tuple[str, ...]:
-        """The mesh dimensions in the order in which ranks are numbered, outermost first."""
+        """The mesh axes in the order in which ranks are numbered, outermost first."""
         return tuple(_LETTERS[letters] for letters in _whole_order(self.order))
 
-    def split_dimensions(self) -> tuple[str, ...]:
-        return tuple(name for name in MESH_DIMENSIONS if getattr(self, name) > 1)
+    def split_axes(self) -> tuple[str, ...]:
+        return tuple(name for name in MESH_AXES if getattr(self, name) > 1)
 
     def __str__(self) -> str:
         """The text that `parse` reads back to the same layout; sizes of 1 and defaults are left out."""
@@ -244,9 +244,9 @@ class Layout:
                 f"{shape.layers} stages or fewer"
             )
 
-    def _check_divides(self, dimension: str, total: int | None, what: str, divisible: int | None) -> None:
-        """Refuse a dimension that doesn't divide `total`; the error names parts that divide `divisible`."""
-        parts, letters = getattr(self, dimension), _SHORT[dimension]
+    def _check_divides(self, axis: str, total: int | None, what: str, divisible: int | None) -> None:
+        """Refuse an axis that doesn't divide `total`; the error names parts that divide `divisible`."""
+        parts, letters = getattr(self, axis), _SHORT[axis]
         if total is None or divisible is None or total % parts == 0:
             return
         divisors = [n for n in range(1, divisible + 1) if divisible % n == 0]
@@ -271,9 +271,9 @@ def _either(choices: Sequence[str]) -> str:
     return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
 
 
-def axis_in_words(dimension: str) -> str:
+def axis_in_words(axis: str) -> str:
     """A mesh axis by its letters in a layout and its name: fsdp (shard)."""
-    return f"{_SHORT[dimension]} ({dimension})"
+    return f"{_SHORT[axis]} ({axis})"
 
 
 def unsized(text: str) -> bool:
@@ -282,24 +282,24 @@ def unsized(text: str) -> bool:
 
 
 def _read(text: str) -> tuple[dict[str, int | str], str | None]:
-    """The values that a layout's text gives, and the dimension that it leaves without a size."""
+    """The values in a layout's text, and the axis that has no size there."""
     values: dict[str, int | str] = {}
     without_size: str | None = None
     for part in _expand(text.split()):
-        dimension, size = _read_part(text, part, values)
-        if dimension is None:
+        axis, size = _read_part(text, part, values)
+        if axis is None:
             continue
-        if dimension in values or dimension == without_size:
-            also = " (zero and fsdp are two ways to write it)" if dimension == "shard" else ""
-            raise LayoutError(f'layout "{text}": {axis_in_words(dimension)} is given twice; give it once{also}')
+        if axis in values or axis == without_size:
+            also = " (zero and fsdp are two ways to write it)" if axis == "shard" else ""
+            raise LayoutError(f'layout "{text}": {axis_in_words(axis)} is given twice; give it once{also}')
         if size is not None:
-            values[dimension] = size
+            values[axis] = size
         elif without_size is None:
-            without_size = dimension
+            without_size = axis
         else:
             raise LayoutError(
-                f'layout "{text}": {axis_in_words(without_size)} and {axis_in_words(dimension)} both have no size; '
-                f"give one of them a size, such as {_SHORT[dimension]}2"
+                f'layout "{text}": {axis_in_words(without_size)} and {axis_in_words(axis)} both have no size; '
+                f"give one of them a size, such as {_SHORT[axis]}2"
             )
     return values, without_size
 
@@ -310,7 +310,7 @@ def _expand(parts: Sequence[str]) -> list[str]:
 
 
 def _read_part(text: str, part: str, values: dict[str, int | str]) -> tuple[str | None, int | None]:
-    """The dimension and size of one part; an option goes into `values` and gives (None, None)."""
+    """The axis and size of one part; adds an option to `values` and returns (None, None)."""
     if "=" in part:
         name, _, value = part.partition("=")
         if name in values:
@@ -319,16 +319,16 @@ def _read_part(text: str, part: str, values: dict[str, int | str]) -> tuple[str 
         return None, None
     if match := _ZERO.fullmatch(part):
         values["zero"] = int(match[1])
-        dimension, digits = "shard", match[2]
+        axis, digits = "shard", match[2]
     elif match := _SIZED.fullmatch(part):
-        dimension, digits = _LETTERS[match[1]], match[2]
-        if dimension == "shard":
+        axis, digits = _LETTERS[match[1]], match[2]
+        if axis == "shard":
             values["zero"] = 3
     else:
         raise LayoutError(f'layout "{text}": "{part}" is not a part of a layout; {_EXAMPLES}')
     if digits and int(digits) < 1:
         raise LayoutError(f'layout "{text}": "{part}" has size {digits}; it must be 1 or more')
-    return dimension, int(digits) if digits else None
+    return axis, int(digits) if digits else None
 
 
 def _read_option(text: str, name: str, value: str) -> int | str:
@@ -359,7 +359,7 @@ def _wrong_choice(name: str, value: str) -> str | None:
 def _left_over(text: str, values: Mapping[str, int | str], processes: int) -> int:
     """Processes that are left for the part without a size. Raises LayoutError where they don't divide."""
     taken = 1
-    for name in MESH_DIMENSIONS:
+    for name in MESH_AXES:
         taken *= int(values.get(name, 1))
     if processes < 1 or processes % taken:
         why = "" if taken == 1 else f", which is no multiple of the {taken} that its sized parts take"

@@ -8,7 +8,7 @@ from samestep.errors import UserError
 from samestep.layout import Layout
 from samestep.proof import Proof
 
-# Every dimension alone, every schedule, and their hybrids up to eight ranks.
+# Every axis alone, every schedule, and their hybrids up to eight ranks.
 ALL = (
     "dp2",
     "dp3",
@@ -38,10 +38,10 @@ ALL = (
     "pp2 fsdp2 tp2",
 )
 
-# Every dimension once, and two hybrids.
+# Every axis once, and two hybrids.
 FAST = ("dp2", "zero1x2", "fsdp2", "tp2", "pp2", "cp2", "fsdp2 tp2", "pp2 tp2")
 
-# For mixtures of experts: every dimension once, and experts shared out alone and with each other dimension.
+# For mixtures of experts: every axis once, and the expert axis alone and with each other axis.
 EXPERTS = (
     "dp2",
     "fsdp2",

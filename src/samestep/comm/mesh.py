@@ -1,4 +1,4 @@
-"""Mesh: the ranks of a layout as a grid, and the process group of each dimension."""
+"""Mesh: the ranks of a layout as a grid, and the process group of each axis."""
 
 import warnings
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from samestep.data.order import Place
-from samestep.layout import MESH_DIMENSIONS, Layout
+from samestep.layout import MESH_AXES, Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,50 +22,50 @@ class Mesh:
     data_place: Place  # which slice of a global batch this rank takes
     loss_group: dist.ProcessGroup  # ranks whose losses add up: of all samples, and of all pipeline stages
 
-    def size(self, dimension: str) -> int:
-        return self.grid.size(MESH_DIMENSIONS.index(dimension))
+    def size(self, axis: str) -> int:
+        return self.grid.size(MESH_AXES.index(axis))
 
-    def coordinate(self, dimension: str) -> int:
-        """This rank's position in a dimension."""
-        return self.grid.get_local_rank(dimension)
+    def coordinate(self, axis: str) -> int:
+        """This rank's position in an axis."""
+        return self.grid.get_local_rank(axis)
 
-    def group(self, *dimensions: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in these dimensions only. Every rank asks for the same ones."""
-        split = [name for name in MESH_DIMENSIONS if name in dimensions and self.size(name) > 1]
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The group of the ranks that differ from this one along these axes only; a collective."""
+        split = [name for name in MESH_AXES if name in axes and self.size(name) > 1]
         if len(split) < 2:
-            return self.grid.get_group(split[0] if split else dimensions[0])
+            return self.grid.get_group(split[0] if split else axes[0])
         return self.grid[tuple(split)]._flatten("+".join(split)).get_group()
 
     def shards(self, *, of_experts: bool) -> DeviceMesh:
-        """The grid over whose last dimension parameters are sharded, [replicate, shard] or [shard].
+        """The grid over whose last axis parameters are sharded, [replicate, shard] or [shard]; a collective.
 
-        Experts are sharded over the ranks that hold the same ones; what is no expert also over the expert dimension,
-        along which all ranks hold it. Every rank asks for the same ones.
+        Experts are sharded over the ranks that hold the same ones; other parameters also over the expert axis, along
+        which all ranks hold them.
         """
         last = "shard"
         if self.size("expert") > 1 and not of_experts:
             last = "shard+expert"
             self.grid["shard", "expert"]._flatten(last)
-        with warnings.catch_warnings():  # PyTorch would have a flattened dimension sliced from another mesh
+        with warnings.catch_warnings():  # PyTorch warns that a flattened axis should be sliced from another mesh
             warnings.simplefilter("ignore")
             return self.grid["replicate", last] if self.size("replicate") > 1 else self.grid[last]
 
-    def ranks(self, dimension: str) -> list[int]:
-        """The global ranks of this rank's line along a dimension, in the order of their positions."""
-        return self.grid[dimension].mesh.tolist()
+    def ranks(self, axis: str) -> list[int]:
+        """The global ranks of this rank's line along an axis, in the order of their positions."""
+        return self.grid[axis].mesh.tolist()
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Make the grid of the ranks of the process group, which must be as many as the layout's size."""
-    grid = DeviceMesh(device_type, rank_grid(layout), mesh_dim_names=MESH_DIMENSIONS)
-    # These three axes differ in samples: their product is over how many ranks gradients are averaged.
+    """Make the grid of all ranks, whose number must be the layout's size."""
+    grid = DeviceMesh(device_type, rank_grid(layout), mesh_dim_names=MESH_AXES)
+    # Ranks along these three axes have different samples: gradients are averaged over the product of their sizes.
     data = grid["replicate", "shard", "expert"]._flatten("data")
     return Mesh(
         grid=grid,
         data_group=data.get_group(),
         data_place=Place(index=data.get_local_rank(), of=data.size()),
-        # With the pipeline axis, as only last stages have a loss and the other ranks add zeros; without context and
-        # tensor ranks, which all have the same loss.
+        # It includes the pipeline axis, since only last stages have a loss (the other ranks add zeros), but neither
+        # the context nor the tensor axis, whose ranks all have the same loss.
         loss_group=grid["pipeline", "replicate", "shard", "expert"]._flatten("loss").get_group(),
     )
 
@@ -80,8 +80,8 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
 
 
 def rank_grid(layout: Layout) -> torch.Tensor:
-    """Which rank stands where: numbered along the layout's order, the outermost dimension first."""
+    """The number of the rank at each position of the mesh; ranks are numbered along the layout's order of axes."""
     order: Sequence[str] = layout.placement
     sizes = [getattr(layout, name) for name in order]
-    # The axes of the result are those of MESH_DIMENSIONS.
-    return torch.arange(layout.size).reshape(sizes).permute([order.index(name) for name in MESH_DIMENSIONS])
+    # The axes of the result are those of MESH_AXES.
+    return torch.arange(layout.size).reshape(sizes).permute([order.index(name) for name in MESH_AXES])

@@ -36,7 +36,7 @@ class RankPlace:
 class Crossing:
     """How many groups of a mesh axis stay inside a host, and how many span hosts."""
 
-    dimension: str
+    axis: str
     inside: int
     across: int
 
@@ -56,7 +56,7 @@ class HostsShown:
         return [
             _warning(self.found.cluster, self.layout, crossing)
             for crossing in self.crossings
-            if self.layout is not None and crossing.dimension in _CHATTY and crossing.across
+            if self.layout is not None and crossing.axis in _CHATTY and crossing.across
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class HostsShown:
             "world_size": cluster.world_size,
             "ranks": [asdict(rank) for rank in self.ranks],
             "layout": None if self.layout is None else str(self.layout),
-            "dimensions": [asdict(crossing) for crossing in self.crossings],
+            "axes": [asdict(crossing) for crossing in self.crossings],
             "warnings": self.warnings,
         }
 
@@ -88,14 +88,14 @@ def hosts_shown(found: FoundCluster, layout: str | None = None, cores: Sequence[
         return HostsShown(found=found, ranks=_places(cluster, cores))
     fitting = _fitting(layout, cluster)
     held = holdings(fitting)
-    split = fitting.split_dimensions()
+    split = fitting.split_axes()
     coordinates = [{name: each.coordinates[name] for name in split} for each in held.ranks]
     places = _places(cluster, cores, coordinates)
     crossings = []
     for groups in held.groups:
         across = sum(len({places[rank].node_rank for rank in group}) > 1 for group in groups.ranks)
         inside = len(groups.ranks) - across
-        crossings.append(Crossing(dimension=groups.dimension, inside=inside, across=across))
+        crossings.append(Crossing(axis=groups.axis, inside=inside, across=across))
     return HostsShown(found=found, ranks=places, layout=fitting, crossings=tuple(crossings))
 
 
@@ -134,11 +134,11 @@ def _places(
 def _warning(cluster: Cluster, layout: Layout, crossing: Crossing) -> str:
     """Describe groups that communicate in every block and span hosts, and what to change."""
     groups = crossing.inside + crossing.across
-    said = f"{crossing.across} of {groups} {crossing.dimension} groups cross hosts, and they talk in every block"
+    said = f"{crossing.across} of {groups} {crossing.axis} groups cross hosts, and they talk in every block"
     fewest = min(host.slots for host in cluster.hosts)
-    size = getattr(layout, crossing.dimension)
+    size = getattr(layout, crossing.axis)
     if size > fewest:
-        return f"{said}; a host has {fewest} slots, so {crossing.dimension} {fewest} or less stays inside one"
+        return f"{said}; a host has {fewest} slots, so {crossing.axis} {fewest} or less stays inside one"
     if fewest % size:
         return f"{said}; {size} ranks don't divide the {fewest} slots of a host: --num-procs {fewest // size * size}"
     if layout.order != DEFAULT_ORDER:
@@ -190,7 +190,7 @@ def _count(number: int, what: str) -> str:
 def _ranks(shown: HostsShown) -> Table:
     """A row a rank. Without an accelerator a rank's device is the CPU, and its slot stands for cores."""
     title = _count(len(shown.ranks), "rank") + ("" if shown.layout is None else f" as {shown.layout}")
-    split = () if shown.layout is None else shown.layout.split_dimensions()
+    split = () if shown.layout is None else shown.layout.split_axes()
     with_cores = any(rank.cores is not None for rank in shown.ranks)
     device = {"accelerators": "device", "cores": "slot (CPU)", "listed": "device\nor slot"}[shown.found.slots_from]
     columns = [
@@ -211,6 +211,6 @@ def _cells(rank: RankPlace, *, with_cores: bool) -> list[str]:
 
 def _crossings(shown: HostsShown) -> Table:
     """For each mesh axis, groups inside a host and across hosts."""
-    rows = [[crossing.dimension, str(crossing.inside), str(crossing.across)] for crossing in shown.crossings]
+    rows = [[crossing.axis, str(crossing.inside), str(crossing.across)] for crossing in shown.crossings]
     columns = [*texts("along"), *numbers("inside a host", "across hosts")]
     return table(columns, rows, title="groups of ranks that exchange messages")

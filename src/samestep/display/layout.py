@@ -14,7 +14,7 @@ from rich.console import Console
 from samestep.data.order import bounds
 from samestep.display.tables import Table, numbers, plain_console, table, texts
 from samestep.errors import LayoutError, UserError
-from samestep.layout import MESH_DIMENSIONS, Layout
+from samestep.layout import MESH_AXES, Layout
 
 # The model state that a rank keeps, and the ZeRO stage from which the shard axis splits it (Rajbhandari et al. 2020,
 # section 5).
@@ -63,7 +63,7 @@ class Exchange:
 class Groups:
     """The groups of ranks along one mesh axis, and what they exchange."""
 
-    dimension: str
+    axis: str
     ranks: tuple[tuple[int, ...], ...]
     exchanges: tuple[Exchange, ...]
 
@@ -92,7 +92,7 @@ class Holdings:
         return {
             "layout": str(self.layout),
             "processes": self.layout.size,
-            "mesh": dict(zip(MESH_DIMENSIONS, self.layout.mesh_shape(), strict=True)),
+            "mesh": dict(zip(MESH_AXES, self.layout.mesh_shape(), strict=True)),
             "batch": self.batch,
             "stages": self.stages,
             "parameters_stay_gathered": self.parameters_stay_gathered,
@@ -122,15 +122,15 @@ def holdings(layout: Layout, batch: int | None = None) -> Holdings:
     # Ranks are numbered in the layout's order, with the last axis fastest.
     order = layout.placement
     places = (dict(zip(order, at, strict=True)) for at in product(*(range(getattr(layout, name)) for name in order)))
-    grid: list[Mapping[str, int]] = [{name: place[name] for name in MESH_DIMENSIONS} for place in places]
+    grid: list[Mapping[str, int]] = [{name: place[name] for name in MESH_AXES} for place in places]
     return Holdings(
         layout=layout,
         batch=batch,
         stages=layout.pipeline * per_rank,
         ranks=tuple(_holding(layout, batch, per_rank, rank, place) for rank, place in enumerate(grid)),
         groups=tuple(
-            Groups(dimension=name, ranks=_groups(grid, name), exchanges=_EXCHANGES[name](layout))
-            for name in layout.split_dimensions()
+            Groups(axis=name, ranks=_groups(grid, name), exchanges=_EXCHANGES[name](layout))
+            for name in layout.split_axes()
         ),
     )
 
@@ -140,7 +140,7 @@ def _holding(layout: Layout, batch: int | None, per_rank: int, rank: int, place:
     data_rank = (place["replicate"] * layout.shard + place["shard"]) * layout.expert + place["expert"]
     samples = EqualPart(index=data_rank, of=layout.data_ranks)
     shard = EqualPart(index=place["shard"], of=layout.shard)
-    if layout.zero >= 2:  # what is not an expert is sharded over both dimensions, and a rank's experts over one
+    if layout.zero >= 2:  # what is not an expert is sharded over both axes, and a rank's experts over one
         shard = EqualPart(index=place["shard"] * layout.expert + place["expert"], of=layout.shard * layout.expert)
     return Holding(
         rank=rank,
@@ -175,11 +175,11 @@ def _stages(layout: Layout, per_rank: int, rank: int) -> tuple[int, ...]:
     return tuple(rank + layout.pipeline * turn for turn in range(per_rank))
 
 
-def _groups(grid: Sequence[Mapping[str, int]], dimension: str) -> tuple[tuple[int, ...], ...]:
+def _groups(grid: Sequence[Mapping[str, int]], axis: str) -> tuple[tuple[int, ...], ...]:
     """Yield groups of ranks whose coordinates differ along one axis only."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(grid):
-        others = tuple(place[name] for name in MESH_DIMENSIONS if name != dimension)
+        others = tuple(place[name] for name in MESH_AXES if name != axis)
         found.setdefault(others, []).append(rank)
     return tuple(tuple(ranks) for ranks in found.values())
 
@@ -279,7 +279,7 @@ def _columns(shown: Holdings) -> dict[str, Callable[[Holding], str]]:
         "context\ntokens": lambda holding: words(holding.tokens),
         "tensor\nmatrices": lambda holding: words(holding.matrices),
     }
-    split = {name: cell for name, cell in columns.items() if name.split()[0] in shown.layout.split_dimensions()}
+    split = {name: cell for name, cell in columns.items() if name.split()[0] in shown.layout.split_axes()}
     return {
         "rank": lambda holding: str(holding.rank),
         **split,
@@ -295,7 +295,7 @@ def share_words(share: Fraction) -> str:
 
 
 def _talks(shown: Holdings) -> Table:
-    rows = [[groups.dimension, _listed(groups), "\n".join(map(str, groups.exchanges))] for groups in shown.groups]
+    rows = [[groups.axis, _listed(groups), "\n".join(map(str, groups.exchanges))] for groups in shown.groups]
     return table(texts("along", "ranks", "what is sent"), rows, title="who talks to whom")
 
 

@@ -130,15 +130,15 @@ def _heading(drawing: Drawing, shown: Holdings) -> float:
     layout = shown.layout
     drawing.text("layout", 20, 36, str(layout))
     ranks = f"{layout.size} rank{'' if layout.size == 1 else 's'}"
-    sizes = " × ".join(f"{name} {getattr(layout, name)}" for name in layout.split_dimensions())
+    sizes = " × ".join(f"{name} {getattr(layout, name)}" for name in layout.split_axes())
     batch = f"; a global batch of {shown.batch} samples" if shown.batch else ""
     drawing.text("quiet", 20, 56, f"{ranks}{' = ' if sizes else ''}{sizes}{batch}")
     return 84
 
 
 def _ranks(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
-    """The coordinates as brackets over the ranks, outermost dimension on top, and the ranks' numbers."""
-    for name in shown.layout.split_dimensions():
+    """The coordinates as brackets over the ranks, outermost axis on top, and the ranks' numbers."""
+    for name in shown.layout.split_axes():
         drawing.text(f"name {name}", 20, y + 4, name)
         start = 0
         for rank in range(1, len(shown.ranks) + 1):
@@ -250,11 +250,11 @@ def _draw_grid(drawing: Drawing, grid: _Grid, x: float, y: float, width: float, 
         for row, column in cells:
             drawing.rect(kind, x + column * wide, y + row * tall, wide, tall)
     if tall >= _FINE:
-        for row, dimension in list(enumerate(grid.rows))[1:]:
-            drawing.line(f"cut {dimension}", x, y + row * tall, x + width, y + row * tall)
+        for row, axis in list(enumerate(grid.rows))[1:]:
+            drawing.line(f"cut {axis}", x, y + row * tall, x + width, y + row * tall)
     if wide >= _FINE:
-        for column, dimension in list(enumerate(grid.columns))[1:]:
-            drawing.line(f"cut {dimension}", x + column * wide, y, x + column * wide, y + height)
+        for column, axis in list(enumerate(grid.columns))[1:]:
+            drawing.line(f"cut {axis}", x + column * wide, y, x + column * wide, y + height)
     drawing.rect("frame", x, y, width, height)
 
 
@@ -295,13 +295,13 @@ def _talks(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> fl
     drawing.text("quiet", _LEFT, y + 14, "ranks on one line send each other:")
     y += 34
     for groups in shown.groups:
-        drawing.text(f"name {groups.dimension}", 20, y + 12, groups.dimension)
+        drawing.text(f"name {groups.axis}", 20, y + 12, groups.axis)
         levels = _levels(groups)
         for ranks, level in zip(groups.ranks, levels, strict=True):
             line = y + 8 + level * 12
-            drawing.line(f"link {groups.dimension}", columns.middle(ranks[0]), line, columns.middle(ranks[-1]), line)
+            drawing.line(f"link {groups.axis}", columns.middle(ranks[0]), line, columns.middle(ranks[-1]), line)
             for rank in ranks:
-                drawing.dot(f"dot {groups.dimension}", columns.middle(rank), line, 4.5)
+                drawing.dot(f"dot {groups.axis}", columns.middle(rank), line, 4.5)
         y += 12 * max(levels) + 32
         for exchange in groups.exchanges:
             drawing.text("quiet", _LEFT, y, str(exchange))
@@ -322,7 +322,7 @@ def _levels(groups: Groups) -> list[int]:
     return levels
 
 
-def _style(dimensions: Sequence[str]) -> str:
+def _style(axes: Sequence[str]) -> str:
     """Build the style sheet; colours follow the reader's light or dark theme."""
     shapes = """
 text { font: 12px system-ui, "Segoe UI", "Helvetica Neue", "Noto Sans", "DejaVu Sans", sans-serif; }
@@ -341,16 +341,16 @@ text { font: 12px system-ui, "Segoe UI", "Helvetica Neue", "Noto Sans", "DejaVu 
         {"text": "#f0f6fc", "quiet": "#9198a1", "paper": "#0d1117", "empty": "#21262d", "frame": "#484f58"}
         | {"own": "#c9d1d9", "gathered": "#6e7681"},
     )
-    light, dark = (_palette(colors, theme, dimensions) for theme, colors in enumerate(plain))
+    light, dark = (_palette(colors, theme, axes) for theme, colors in enumerate(plain))
     return f"{shapes}{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"
 
 
-def _palette(colors: dict[str, str], theme: int, dimensions: Sequence[str]) -> str:
+def _palette(colors: dict[str, str], theme: int, axes: Sequence[str]) -> str:
     """Styles of one theme."""
     lines = [f"text {{ fill: {colors['text']}; }}", f".quiet {{ fill: {colors['quiet']}; }}"]
     lines += [f".{kind} {{ fill: {colors[kind]}; }}" for kind in ("paper", "empty", "own", "gathered")]
     lines += [f".frame, .rule {{ stroke: {colors['frame']}; }}"]
-    for name in dimensions:
+    for name in axes:
         pair = _COLORS[name]
         lines += [
             f"text.{name}, circle.{name} {{ fill: {pair[theme]}; }}",

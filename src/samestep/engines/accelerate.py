@@ -143,12 +143,12 @@ def _check_type(path: Path, config: Any, layout: Layout) -> None:
 
 def _check_sizes(path: Path, sizes: Mapping[str, Any], layout: Layout) -> None:
     """Raise UserError where the file's parallelism_config has other sizes than the layout."""
-    for key, dimension in _SIZES.items():
-        asked = sizes.get(f"parallelism_config_{key}", getattr(layout, dimension))
-        if asked != getattr(layout, dimension):
+    for key, axis in _SIZES.items():
+        asked = sizes.get(f"parallelism_config_{key}", getattr(layout, axis))
+        if asked != getattr(layout, axis):
             raise UserError(
                 f'{path}: parallelism_config_{key} is {asked}, and layout "{layout}" has '
-                f"{getattr(layout, dimension)}; they have to agree"
+                f"{getattr(layout, axis)}; they have to agree"
             )
 
 
@@ -215,7 +215,7 @@ class Accelerate(Engine):
 
     name = "accelerate"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"replicate", "shard"}),
+        axes=frozenset({"replicate", "shard"}),
         precisions=frozenset({"fp64", "fp32", "bf16"}),
         checkpoints=True,
         adapters=True,

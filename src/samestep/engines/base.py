@@ -43,7 +43,7 @@ ScheduleOf = Callable[[Optimizer], LRScheduler | None]
 class Abilities:
     """What an engine can do. A job that asks for more is refused before any process starts."""
 
-    dimensions: frozenset[str]  # mesh axes that it supports
+    axes: frozenset[str]  # mesh axes that it supports
     precisions: frozenset[str]
     recompute: frozenset[str] = frozenset({"none"})
     offload: frozenset[str] = frozenset({"none"})

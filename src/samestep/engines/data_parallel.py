@@ -25,7 +25,7 @@ class DataParallel(Engine):
 
     name = "data-parallel"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset(),
+        axes=frozenset(),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         checkpoints=True,
         complex_parameters=True,

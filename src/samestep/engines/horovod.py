@@ -133,7 +133,7 @@ class Horovod(Engine):
 
     name = "horovod"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"replicate"}),
+        axes=frozenset({"replicate"}),
         precisions=frozenset({"fp64", "fp32", "bf16"}),
         checkpoints=True,
         config="a YAML file with compression, fusion_threshold_mb, cycle_time_ms, messages",

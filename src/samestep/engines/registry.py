@@ -42,11 +42,11 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
     for module, command in able.packages.items():
         if importlib.util.find_spec(module) is None:
             raise UserError(f'engine "{engine.name}" needs {module}, which is not installed; {command}')
-    for name in layout.split_dimensions():
-        if name not in able.dimensions:
+    for name in layout.split_axes():
+        if name not in able.axes:
             raise LayoutError(
                 f'layout "{layout}": engine "{engine.name}" does not split {name} yet; '
-                f"it splits {', '.join(map(axis_in_words, sorted(able.dimensions))) or 'nothing'}"
+                f"it splits {', '.join(map(axis_in_words, sorted(able.axes))) or 'nothing'}"
             )
     for option in ("recompute", "offload", "attention"):
         for value in getattr(layout, option).split("+"):

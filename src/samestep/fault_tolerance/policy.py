@@ -64,10 +64,10 @@ def again(job: Job) -> Job:
 
 def smaller(layout: Layout, fewest: int) -> Iterator[Layout]:
     """The layouts with fewer data ranks and at least `fewest` processes, the largest first."""
-    dimension = "replicate" if layout.replicate > 1 else "shard"
-    size = getattr(layout, dimension)
+    axis = "replicate" if layout.replicate > 1 else "shard"
+    size = getattr(layout, axis)
     for parts in range(size - 1, 0, -1):
-        found = replace(layout, **{dimension: parts})
+        found = replace(layout, **{axis: parts})
         if found.size < fewest:
             return
         yield found

@@ -7,7 +7,7 @@ from typing import Any
 from samestep.job import Job
 from samestep.job_plan.machine import CAUSES, COMPUTE, Machine, Rates
 from samestep.launch.affinity import threads_of
-from samestep.layout import MESH_DIMENSIONS, Layout
+from samestep.layout import MESH_AXES, Layout
 from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.planning import collectives, pipeline_events
 from samestep.planning.collectives import Group
@@ -133,7 +133,7 @@ def _message_seconds(layout: Layout, cluster: Cluster, each: Collectives) -> flo
     The rehearsal gives what a rank sends; `sent * part` is the whole message again, since a rank sends (n - 1) / n of
     it (of an all-reduce twice that).
     """
-    axes = [axis for axis in each.axis.split("+") if axis in MESH_DIMENSIONS]
+    axes = [axis for axis in each.axis.split("+") if axis in MESH_AXES]
     group = data_group(layout, axes) if axes else Group(size=each.ranks, stride=1)
     if group.size < 2:
         return 0.0

@@ -28,7 +28,7 @@ from samestep.engines.precision import parameter_dtype
 from samestep.errors import UserError, described, place_of
 from samestep.job import Job
 from samestep.launch.world import World
-from samestep.layout import MESH_DIMENSIONS, Layout
+from samestep.layout import MESH_AXES, Layout
 from samestep.parallel.deferred_init import InitialModel, forget_values, new_objects_alone
 from samestep.parallel.nests import tensors_in
 from samestep.parallel.parallel_model import Details, Findings
@@ -311,9 +311,7 @@ class _ByAxis(Traffic):
         """The mesh axes along which `ranks` differ, joined by "+", and the number of ranks."""
         first, *others = (self._coordinates[rank] for rank in ranks)
         differing = [
-            name
-            for number, name in enumerate(MESH_DIMENSIONS)
-            if any(other[number] != first[number] for other in others)
+            name for number, name in enumerate(MESH_AXES) if any(other[number] != first[number] for other in others)
         ]
         return "+".join(differing), len(ranks)
 

@@ -40,7 +40,7 @@ class DeepSpeed(Engine):
 
     name = "deepspeed"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"pipeline", "replicate", "shard"}),
+        axes=frozenset({"pipeline", "replicate", "shard"}),
         precisions=frozenset({"fp32", "bf16", "fp16"}),
         offload=frozenset({"none", "optimizer", "optimizer-disk", "parameters"}),
         config="a ds_config.json",

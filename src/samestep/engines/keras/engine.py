@@ -168,7 +168,7 @@ class Mirrored(KerasEngine):
 
     name = "keras-mirrored"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset(), precisions=frozenset({"fp64", "fp32"}), packages=PACKAGES, float32_matmul=False
+        axes=frozenset(), precisions=frozenset({"fp64", "fp32"}), packages=PACKAGES, float32_matmul=False
     )
 
     def _start(self, precision: str, device: torch.device) -> tuple[Tools, Any]:
@@ -190,7 +190,7 @@ class MultiWorker(KerasEngine):
 
     name = "keras-multi-worker"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"replicate"}),
+        axes=frozenset({"replicate"}),
         precisions=frozenset({"fp64", "fp32"}),
         packages=PACKAGES,
         float32_matmul=False,

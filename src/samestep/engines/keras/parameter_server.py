@@ -42,7 +42,7 @@ class ParameterServer(Engine):
 
     name = "keras-parameter-server"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"replicate"}),
+        axes=frozenset({"replicate"}),
         precisions=frozenset({"fp64", "fp32"}),
         packages=PACKAGES,
         same_step=False,

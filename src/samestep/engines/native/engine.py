@@ -18,7 +18,7 @@ class Native(Engine):
 
     name = "native"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"pipeline", "replicate", "shard", "expert", "context", "tensor"}),
+        axes=frozenset({"pipeline", "replicate", "shard", "expert", "context", "tensor"}),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset(get_args(Offload)),

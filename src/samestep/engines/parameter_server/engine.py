@@ -35,7 +35,7 @@ class ParameterServer(Engine):
 
     name = "parameter-server"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"replicate"}),
+        axes=frozenset({"replicate"}),
         precisions=frozenset({"fp64", "fp32", "bf16"}),
         recompute=frozenset({"none", "selective", "full"}),
         config="a YAML file with servers, staleness, delay_compensation, sparse_rows, worker_restarts",
