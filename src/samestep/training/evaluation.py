@@ -1,9 +1,9 @@
 """Evaluation: every held-out sample once over all ranks, and metrics that are exactly those of one process.
 
 Chunks have `evaluation.batch` samples for any number of ranks, so each chunk's outputs are the same for every layout.
-Chunk k goes to data rank k modulo their number; in the last round, ranks without a chunk compute a zero-weight one, whose
-outputs are dropped, so that all ranks run the same number of forwards. Ranks exchange predictions, and every rank
-updates its metrics with those of all chunks in the order of the data set.
+Chunk k goes to data rank k modulo their number; in the last round, ranks without a chunk compute a zero-weight one,
+whose outputs are dropped, so that all ranks run the same number of forwards. Ranks exchange predictions, and every
+rank updates its metrics with those of all chunks in the order of the data set.
 """
 
 import copy
