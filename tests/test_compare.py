@@ -250,12 +250,13 @@ def test_asynchronous_methods_say_so_and_fail_nothing(capsys: pytest.CaptureFixt
 
 
 def test_the_default_table_fits_120_columns() -> None:
-    rows = [measured(method.name, 12345.678, 1.0, 2.0) for method in chosen(None, 2)]
+    rows = [measured(method.name, 1234.567, 1.0, 2.0) for method in chosen(None, 2)]
     same = SameStep(precision="fp64", losses=[1.0], reference=[1.0 + 1e-12])
     console = Console(width=120, record=True, file=io.StringIO())
     print_comparison(comparison(*(replace(row, same_step=same) for row in rows)), console)
     lines = console.export_text().splitlines()
     assert all(len(line) <= 120 for line in lines)
+    assert all(line.endswith("│") for line in lines if line.startswith("│"))  # no column is cut off
     assert sum("ddp-torchrun" in line for line in lines) == 2  # no name is broken
 
 

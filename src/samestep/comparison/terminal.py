@@ -26,11 +26,11 @@ def _times(found: Comparison) -> Table:
         "seconds",
         "min - max",
         "x single",
-        "x one core",
+        "x one\ncore",
         "samples/s",
         "steps",
         "ms a step",
-        "start-up, s",
+        "start-up,\ns",
     )
     columns = [*texts("method", least=17), *numbers(*figures, whole=True)]
     rows = [[row.method.name, *_time_cells(found, row)] for row in found.rows]
