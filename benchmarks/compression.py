@@ -26,7 +26,7 @@ from samestep.api import train_job
 
 # A few tens of outer steps, which is too few for a momentum.
 DILOCO: Mapping[str, Any] = {"kind": "diloco", "every": 15, "bits": 4, "outer_lr": 1.0, "outer_momentum": 0.0}
-# Options that fit a training of so many steps.
+# The options of each method for a training of the given number of steps.
 METHODS: Mapping[str, Callable[[int], Mapping[str, Any] | None]] = {
     "none": lambda steps: None,
     "bf16": lambda steps: {"kind": "bf16"},

@@ -52,7 +52,7 @@ class Link:
     source: str
 
 
-_MOST_DEVICES = 2**20  # a plan for so many takes some seconds; they are ten times the largest cluster there is
+_MOST_DEVICES = 2**20  # ten times the largest existing cluster; a plan for it takes some seconds
 
 
 @dataclass(frozen=True, kw_only=True)
