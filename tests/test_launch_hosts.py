@@ -26,6 +26,7 @@ from samestep.launch.handshake import Handshake
 from samestep.launch.network import store_at
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import Limits
+from samestep.launch.starter import agent_command
 
 pytestmark = [
     pytest.mark.usefixtures("folder_of_its_own"),
@@ -248,7 +249,7 @@ def test_another_samestep_at_the_far_end_says_so(changes: Mapping[str, Any], say
     first, second = remote_agent.request([part(0, 1, host="a")], ".", {}).splitlines()
     asked = json.dumps({**json.loads(second), **changes}).encode()
     done = subprocess.run(
-        remote_agent.agent_command([sys.executable]),
+        agent_command([sys.executable]),
         input=b"\n".join([first, asked, b""]),
         capture_output=True,
         timeout=60,
