@@ -27,7 +27,7 @@ from samestep.api import verify_layouts
 from samestep.display.proofs import print_matrix
 from samestep.job import Job, Run
 from samestep.matrix import ALL as ALL_LAYOUTS
-from samestep.matrix import EXPERTS, Row, layouts_of
+from samestep.matrix import EXPERTS, MatrixRow, layouts_of
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("text", "language", "images", "regression")
@@ -64,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [job for job in jobs() if job.name in options.jobs]
     layouts = layouts_of(options.layouts)
-    rows: list[Row] = []
+    rows: list[MatrixRow] = []
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("jobs", total=len(chosen))
         for job in chosen:
@@ -85,7 +85,7 @@ def main() -> None:
                     write_parts(page, {f"part {first}": lines, f"part {first + 1}": reasons})
 
 
-def measured(rows: Sequence[Row]) -> Cells:
+def measured(rows: Sequence[MatrixRow]) -> Cells:
     """The cells of rows: the largest relative difference of all comparisons, or the reason of a refusal."""
     found: Cells = {}
     for row in rows:
@@ -121,14 +121,14 @@ def told(cells: Cells, refused: str) -> tuple[str, str]:
     return markdown_table(["", *titles], lines), "\n".join(f"{n}. {reason}" for reason, n in numbers.items())
 
 
-def _cell(row: Row) -> str:
+def _cell(row: MatrixRow) -> str:
     if row.proof is not None:
         largest = f"{max(row.proof.max_relative_difference.values()):.0e}"
         return largest if row.proof.same_step else f"**{largest}**"
     return _reason(row) if row.reason else "**failed**"
 
 
-def _reason(row: Row) -> str:
+def _reason(row: MatrixRow) -> str:
     """The reason why a layout was refused, without the layout's own name, which differs from row to row."""
     return re.sub(r'^layout "[^"]*": ', "", row.reason or "")
 

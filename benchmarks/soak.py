@@ -38,7 +38,7 @@ from page_parts import markdown_table, write_parts  # noqa: E402
 
 from samestep import jobfile  # noqa: E402
 from samestep.drill.disturbances import Processes, kinds_of  # noqa: E402
-from samestep.drill.soak import OneHost, Settings, soak, soaked_job  # noqa: E402
+from samestep.drill.soak import OneHost, SoakSettings, soak, soaked_job  # noqa: E402
 from samestep.drill.under_faults import UnderFaults, planned  # noqa: E402
 
 BATCH, STEP_SECONDS = 16, 0.02  # at least
@@ -116,7 +116,7 @@ def weights(folder: Path) -> Mapping[str, torch.Tensor]:
     return torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
 
 
-def torchrun(place: Path, settings: Settings) -> Row:
+def torchrun(place: Path, settings: SoakSettings) -> Row:
     steps = max(40, int(MARGIN * settings.faults * settings.between / STEP_SECONDS))
     quiet, folder = place / "undisturbed", place / "soak"
     for each in (quiet, folder):
@@ -172,7 +172,7 @@ def _end(job: "subprocess.Popen[bytes]", folder: Path) -> None:
     job.wait()
 
 
-def samestep(place: Path, settings: Settings) -> Row:
+def samestep(place: Path, settings: SoakSettings) -> Row:
     values = {
         "recipe": {
             "task": f"{HERE}/noted_task.py:Slow",
@@ -253,7 +253,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row; other ways' stay")
     parser.add_argument("--docs", action="store_true", help="write the table into the docs")
     given = parser.parse_args()
-    settings = Settings(
+    settings = SoakSettings(
         faults=given.faults,
         kinds=kinds_of(given.kinds),
         seed=given.seed,

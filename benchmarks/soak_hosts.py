@@ -33,7 +33,7 @@ from samestep import jobfile  # noqa: E402
 from samestep.drill.disturbances import Hosts, Target, kinds_of, last_step_in, raise_file  # noqa: E402
 from samestep.drill.drill import Left  # noqa: E402
 from samestep.drill.run import print_soak  # noqa: E402
-from samestep.drill.soak import Settings, Soaked, soak, soaked_job  # noqa: E402
+from samestep.drill.soak import Soaked, SoakSettings, soak, soaked_job  # noqa: E402
 from samestep.errors import UserError  # noqa: E402
 from samestep.fault_tolerance.scratch import left_in  # noqa: E402
 from samestep.job import Job  # noqa: E402
@@ -207,7 +207,7 @@ def job_of(place: Path, hosts: int, faults: int) -> Job:
     return replace(job, run=replace(job.run, elastic=True))
 
 
-def soaked(bed: Bed, settings: Settings) -> Soaked:
+def soaked(bed: Bed, settings: SoakSettings) -> Soaked:
     with TemporaryDirectory(prefix="samestep-soak-", ignore_cleanup_errors=True) as place:
         job = job_of(Path(place), len(bed.workers), settings.faults)
         return soak(OnHosts(bed, Path(place)), job, settings)
@@ -228,7 +228,7 @@ def main() -> int:
     if reason is not None:
         sys.exit(f"no hosts can be made here: {reason}")
     try:
-        settings = Settings(
+        settings = SoakSettings(
             faults=given.faults,
             kinds=kinds_of(given.kinds, hosts=True),
             seed=given.seed,

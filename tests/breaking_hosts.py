@@ -8,9 +8,9 @@ from on_hosts import VARIABLES, python
 from small_jobs import steps_in, wait_until
 from testbed import Running, Testbed
 
-from samestep.launch.options import Limits
+from samestep.launch.options import LaunchTimeouts
 
-_LIMITS = Limits()
+_LIMITS = LaunchTimeouts()
 _GATHER = f"hosts gather for {_LIMITS.later_join_timeout:g} s"
 
 # What governs how soon a job goes on after a host has crashed, and after one has fallen silent.

@@ -31,7 +31,7 @@ def second_transport() -> Iterator[None]:
         del table["slow"]
 
 
-def _slow_group(place: transports.Place) -> dist.ProcessGroup:
+def _slow_group(place: transports.TransportContext) -> dist.ProcessGroup:
     group = transports.TABLE["gloo"].group(place)
     _SLOW.add(id(group))
     return group

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
-from samestep.doctor.findings import Finding
+from samestep.doctor.findings import DoctorFinding
 
 GIB = 2**30
 
 
-def only(findings: Iterable[Finding]) -> Finding:
+def only(findings: Iterable[DoctorFinding]) -> DoctorFinding:
     (finding,) = findings
     return finding
 

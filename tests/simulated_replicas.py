@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 import samestep
-from samestep.data.order import Place, SampleOrder
+from samestep.data.order import DataPlace, SampleOrder
 
 Tensors = dict[str, Tensor]
 LR, BETAS, EPS, DECAY = 0.05, (0.9, 0.999), 1e-8, 0.1
@@ -64,7 +64,7 @@ class Simulation:
         for _ in range(steps):
             sums, counts, losses = [], [], []
             for number, rank in enumerate(self.ranks):
-                (share,) = self.order.shares(self.done, Place(index=number, of=len(self.ranks)), None)
+                (share,) = self.order.shares(self.done, DataPlace(index=number, of=len(self.ranks)), None)
                 loss, count, gradient = self._backward(rank.x, [] if share.zero_weight else share.samples.tolist())
                 sums.append(gradient)
                 counts.append(count)

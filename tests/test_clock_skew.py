@@ -12,14 +12,14 @@ from samestep.launch.clock_skew import Difference
 from samestep.launch.handshake import Handshake
 from samestep.launch.network import store_at
 from samestep.launch.node_spec import NodeSpec
-from samestep.launch.options import Limits
+from samestep.launch.options import LaunchTimeouts
 
 pytestmark = pytest.mark.quick
 
 
 def host(number: int, port: int, **values: object) -> NodeSpec:
     known = {"job": "one", "fewest": 2, "most": 2, "num_procs": 1, "command": ("x",)}
-    where = {"address": "127.0.0.1", "port": port, "node_rank": number, "limits": Limits(start_timeout=20.0)}
+    where = {"address": "127.0.0.1", "port": port, "node_rank": number, "limits": LaunchTimeouts(start_timeout=20.0)}
     return NodeSpec(**{"host": f"host-{'ab'[number]}", **known, **where, **values})  # pyright: ignore
 
 

@@ -22,7 +22,7 @@ from samestep.comm.correctness import attempt, difference, known_values
 from samestep.comm_bench import request, support
 from samestep.comm_bench.display import console, dtype_in_short, print_report, seconds_in_words, write_plot
 from samestep.comm_bench.request import CommRequest
-from samestep.comm_bench.results import Limits, Report
+from samestep.comm_bench.results import BandwidthLimits, Report
 from samestep.launch import local
 from samestep.launch.world import join
 
@@ -122,7 +122,7 @@ def test_the_picture_has_a_line_for_each_collective_and_the_limit(folder: Path, 
 def made_up(*transports: str) -> Report:
     """Times of an all-reduce that follow a model."""
     rows = [
-        measure.Row(
+        measure.CollectiveTiming(
             collective="all-reduce",
             bytes=size,
             ranks=4,
@@ -144,7 +144,7 @@ def made_up(*transports: str) -> Report:
         checks=[],
         rows=rows,
         fits=measure.fits(rows),
-        limits=Limits(copies={KB: 1e9, MB: 2e9}, interface="eth0", stream=1.25e8),
+        limits=BandwidthLimits(copies={KB: 1e9, MB: 2e9}, interface="eth0", stream=1.25e8),
     )
 
 
@@ -337,10 +337,19 @@ def test_every_collective_is_shown_with_its_transport(
 
 def test_a_job_gets_shared_memory_where_ranks_share_a_host_and_else_the_devices_back_end() -> None:
     cpu, device = torch.device("cpu"), torch.device("meta")
-    assert transports.default(transports.Place(hosts=("a", "a"), device=cpu, backend="gloo")) == "shared-memory"
-    assert transports.default(transports.Place(hosts=("a", "a", "b"), device=cpu, backend="gloo")) == "shared-memory"
-    assert transports.default(transports.Place(hosts=("a", "b"), device=cpu, backend="gloo")) == "gloo"
-    assert transports.default(transports.Place(hosts=("a", "a"), device=device, backend="nccl")) == "accelerator"
+    assert (
+        transports.default(transports.TransportContext(hosts=("a", "a"), device=cpu, backend="gloo"))
+        == "shared-memory"
+    )
+    assert (
+        transports.default(transports.TransportContext(hosts=("a", "a", "b"), device=cpu, backend="gloo"))
+        == "shared-memory"
+    )
+    assert transports.default(transports.TransportContext(hosts=("a", "b"), device=cpu, backend="gloo")) == "gloo"
+    assert (
+        transports.default(transports.TransportContext(hosts=("a", "a"), device=device, backend="nccl"))
+        == "accelerator"
+    )
 
 
 def test_a_transport_that_is_unavailable_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from samestep.cli.main import main
 from samestep.comparison import results
 from samestep.comparison.compare import _turns, entries
 from samestep.comparison.methods import METHODS, PUBLISHED, Method, chosen
-from samestep.comparison.results import Comparison, Row
+from samestep.comparison.results import Comparison, ComparisonRow
 from samestep.comparison.same_step import BFLOAT16_TOLERANCE, SameStep
 from samestep.comparison.terminal import print_comparison
 from samestep.display.page import json_in_html
@@ -195,7 +195,7 @@ def job(**recipe: Any) -> Job:
     return Job(recipe=samestep.Recipe(task="regression", **recipe), run=Run(device="cpu"))
 
 
-def measured(name: str, *seconds: float, **row: Any) -> Row:
+def measured(name: str, *seconds: float, **row: Any) -> ComparisonRow:
     runs = [
         results.Figures(
             seconds=each,
@@ -216,10 +216,10 @@ def measured(name: str, *seconds: float, **row: Any) -> Row:
     ]
     (method,) = chosen([name], 2)
     values = {"processes": 2, "threads": 1, "precision": "fp32", "status": "measured", **row}
-    return Row(method=method, runs=runs, **values)
+    return ComparisonRow(method=method, runs=runs, **values)
 
 
-def comparison(*rows: Row) -> Comparison:
+def comparison(*rows: ComparisonRow) -> Comparison:
     machine = {"system": "", "processor": "", "cores": 2, "accelerators": "none", "packages": {}}
     return Comparison(job=job(), processes=2, cores=2, repeats=3, rows=rows, machine=machine)
 
@@ -306,7 +306,7 @@ def test_published_methods_are_in_the_table() -> None:
     assert len(names) == len(METHODS)
 
 
-def entry_of(method: Method, **recipe: Any) -> Row:
+def entry_of(method: Method, **recipe: Any) -> ComparisonRow:
     (entry,) = entries(job(**recipe), Regression(samples=20, held_out=2), [method], budget=4)
     return entry.row
 

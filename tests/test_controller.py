@@ -10,7 +10,7 @@ import pytest
 
 from samestep.launch import controller
 from samestep.launch.controller import AgentEnded, AgentMessage, Controller, Event
-from samestep.launch.failure import Failure, Outcome
+from samestep.launch.failure import Failure, JobOutcome
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import RankOptions
 from samestep.launch.starter import AgentCommand
@@ -19,10 +19,10 @@ TRIES = 5
 GONE = "gone"  # the host is never reached
 REACHING = "reaching"  # nothing is known of it yet
 LOST = "lost"  # it was reached, and is lost
-DONE = Outcome()
+DONE = JobOutcome()
 
 # What a host says, the first time that it is brought up, the second time, ...; None: its ranks work.
-Says = Outcome | str | None
+Says = JobOutcome | str | None
 
 
 class Reached:
@@ -49,7 +49,7 @@ class Reached:
             if says in (GONE, REACHING):
                 continue
             self._tell(host, started=True)
-            if isinstance(says, Outcome):
+            if isinstance(says, JobOutcome):
                 self._tell(host, outcome=says.to_json())
             elif says is None:
                 self._works.add(host)
@@ -64,7 +64,7 @@ class Reached:
     def _end(self) -> None:
         self._events.put(AgentEnded(link=self))  # pyright: ignore[reportArgumentType]
 
-    def work_ends(self, outcome: Outcome = DONE) -> None:
+    def work_ends(self, outcome: JobOutcome = DONE) -> None:
         for host in self._works:
             self._tell(host, outcome=outcome.to_json())
         self._works = set()
@@ -75,7 +75,7 @@ class Reached:
 
     def order(self, text: str) -> None:
         self.orders.append(text)
-        self.work_ends(Outcome(exit_code=143, message="stopped by signal 15"))
+        self.work_ends(JobOutcome(exit_code=143, message="stopped by signal 15"))
 
     def why(self, hosts: Sequence[str]) -> str:
         if hosts[0] in self.started:
@@ -87,14 +87,14 @@ class Reached:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., JobOutcome]:
     """Run a job whose hosts say so; it ends when worker-2, or what is given, has been tried so often."""
     monkeypatch.setattr(controller, "AgentConnection", Reached)
     monkeypatch.setattr(controller, "_FIRST_WAIT", 0.1)
     monkeypatch.setattr(controller, "_LONGEST_WAIT", 0.4)
     monkeypatch.setattr(controller, "_AFTER_END", 0.1)
 
-    def run(says: Mapping[str, Sequence[Says]], *, tries: int = 1, together: bool = False) -> Outcome:
+    def run(says: Mapping[str, Sequence[Says]], *, tries: int = 1, together: bool = False) -> JobOutcome:
         monkeypatch.setattr(Reached, "says", says, raising=False)
         monkeypatch.setattr(Reached, "tries", {}, raising=False)
         monkeypatch.setattr(Reached, "working", [], raising=False)
@@ -131,7 +131,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
 
 
 def test_a_dead_host_is_told_once_and_tried_less_and_less_often(
-    run: Callable[..., Outcome], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., JobOutcome], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run({"worker-1": [None], "worker-2": [*[GONE] * (TRIES - 1), None]}, tries=TRIES) == DONE
     assert capfd.readouterr().err.count("worker-2 can't be reached; the others go on") == 1
@@ -143,16 +143,16 @@ def test_a_dead_host_is_told_once_and_tried_less_and_less_often(
 
 
 def test_a_host_that_is_lost_again_after_it_came_back_is_told_again(
-    run: Callable[..., Outcome], capfd: pytest.CaptureFixture[str]
+    run: Callable[..., JobOutcome], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run({"worker-1": [None], "worker-2": [LOST, LOST, None]}, tries=3) == DONE
     assert capfd.readouterr().err.count("worker-2 was lost in the middle of the job; the others go on") == 2
 
 
 def test_a_host_that_is_told_to_stop_leaves_the_others_and_is_tried_again_late(
-    run: Callable[..., Outcome], capfd: pytest.CaptureFixture[str]
+    run: Callable[..., JobOutcome], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stopped = Outcome(exit_code=143, message="stopped by signal 15")
+    stopped = JobOutcome(exit_code=143, message="stopped by signal 15")
     assert run({"worker-1": [None], "worker-2": [stopped, None]}, tries=2) == DONE
     said = capfd.readouterr().err
     assert said == "samestep: worker-2: stopped by signal 15; the others go on, and it is tried again\n"
@@ -161,9 +161,9 @@ def test_a_host_that_is_told_to_stop_leaves_the_others_and_is_tried_again_late(
 
 
 def test_a_host_that_is_told_to_stop_once_more_after_it_has_worked_is_told_again(
-    run: Callable[..., Outcome], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., JobOutcome], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped = Outcome(exit_code=143, message="stopped by signal 15")
+    stopped = JobOutcome(exit_code=143, message="stopped by signal 15")
     began = Reached.__init__
 
     def long_ago(self: Reached, *given: Any) -> None:
@@ -175,16 +175,16 @@ def test_a_host_that_is_told_to_stop_once_more_after_it_has_worked_is_told_again
     assert capfd.readouterr().err.count("worker-2: stopped by signal 15; the others go on") == 2
 
 
-def test_a_host_that_is_still_being_reached_is_none_that_goes_on(run: Callable[..., Outcome]) -> None:
-    stopped = Outcome(exit_code=143, message="stopped by signal 15")
+def test_a_host_that_is_still_being_reached_is_none_that_goes_on(run: Callable[..., JobOutcome]) -> None:
+    stopped = JobOutcome(exit_code=143, message="stopped by signal 15")
     assert run({"worker-1": [REACHING], "worker-2": [stopped]}, tries=TRIES).exit_code == 143
 
 
 @pytest.mark.parametrize("exit_code", [1, 2])
 def test_a_host_that_comes_back_unready_ends_nobodys_job(
-    run: Callable[..., Outcome], capfd: pytest.CaptureFixture[str], exit_code: int
+    run: Callable[..., JobOutcome], capfd: pytest.CaptureFixture[str], exit_code: int
 ) -> None:
-    unready = Outcome(exit_code=exit_code, message="worker-2: the folder /shared: No such file or directory")
+    unready = JobOutcome(exit_code=exit_code, message="worker-2: the folder /shared: No such file or directory")
     assert run({"worker-1": [None], "worker-2": [LOST, unready, unready, unready, None]}, tries=5) == DONE
     said = capfd.readouterr().err.splitlines()
     assert said == [
@@ -195,27 +195,27 @@ def test_a_host_that_comes_back_unready_ends_nobodys_job(
     assert all(waited >= wanted for waited, wanted in zip(apart, (0.1, 0.1, 0.2, 0.4), strict=True))
 
 
-def test_a_mistake_at_the_start_ends_the_job_on_all_hosts(run: Callable[..., Outcome]) -> None:
-    mistake = Outcome(exit_code=2, message="worker-2: no script train.py")
+def test_a_mistake_at_the_start_ends_the_job_on_all_hosts(run: Callable[..., JobOutcome]) -> None:
+    mistake = JobOutcome(exit_code=2, message="worker-2: no script train.py")
     assert run({"worker-1": [None], "worker-2": [mistake]}, tries=TRIES) == mistake
     assert [each.orders for each in Reached.working] == [["signal 15"]]
 
 
-def test_the_last_host_that_gives_up_ends_the_job(run: Callable[..., Outcome]) -> None:
-    cut_off = Outcome(exit_code=1, message="worker-2: the job's store can't be reached")
+def test_the_last_host_that_gives_up_ends_the_job(run: Callable[..., JobOutcome]) -> None:
+    cut_off = JobOutcome(exit_code=1, message="worker-2: the job's store can't be reached")
     assert run({"worker-2": [cut_off]}, tries=TRIES) == cut_off
 
 
 @pytest.mark.parametrize(
-    "says", [Outcome(exit_code=1, message="cut off"), Outcome(exit_code=143, message="stopped"), LOST]
+    "says", [JobOutcome(exit_code=1, message="cut off"), JobOutcome(exit_code=143, message="stopped"), LOST]
 )
-def test_behind_one_process_too_the_others_do_the_job(run: Callable[..., Outcome], says: Says) -> None:
+def test_behind_one_process_too_the_others_do_the_job(run: Callable[..., JobOutcome], says: Says) -> None:
     assert run({"worker-1": [None], "worker-2": [says], "worker-3": [None]}, together=True) == DONE
 
 
-def test_behind_one_process_too_the_host_that_was_lost_is_named(run: Callable[..., Outcome]) -> None:
+def test_behind_one_process_too_the_host_that_was_lost_is_named(run: Callable[..., JobOutcome]) -> None:
     lost_it = Failure(host="worker-1", rank=0, exit_code=1, reason="closed", log="x", at=0.0, follows=True)
-    follows = Outcome(exit_code=1, message="rank 0 on worker-1 failed first", failure=lost_it)
-    cut_off = Outcome(exit_code=1, message="cut off")
+    follows = JobOutcome(exit_code=1, message="rank 0 on worker-1 failed first", failure=lost_it)
+    cut_off = JobOutcome(exit_code=1, message="cut off")
     found = run({"worker-1": [follows], "worker-2": [LOST], "worker-3": [cut_off]}, together=True)
     assert (found.exit_code, found.message) == (1, "worker-2 was lost in the middle of the job")

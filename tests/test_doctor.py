@@ -21,7 +21,7 @@ from samestep.cli.main import main
 from samestep.comm_bench import try_ranks
 from samestep.comm_bench.try_ranks import read_notes
 from samestep.doctor import collectives, examine, machine
-from samestep.doctor.findings import ExaminationRequest, Finding, ok
+from samestep.doctor.findings import DoctorFinding, ExaminationRequest, ok
 
 TESTS = Path(__file__).parent
 
@@ -112,14 +112,14 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_check_that_hangs_or_raises_is_named_and_the_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
 
-    def hangs(asked: ExaminationRequest) -> Iterator[Finding]:
+    def hangs(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
         yield ok("before", "this was found")
         over.wait()
 
-    def raises(asked: ExaminationRequest) -> Iterator[Finding]:
+    def raises(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
         raise ValueError("planted")
 
-    def works(asked: ExaminationRequest) -> Iterator[Finding]:
+    def works(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
         yield ok("works", "well")
 
     began = time.monotonic()

@@ -9,7 +9,7 @@ import pytest
 from findings import only
 
 from samestep.doctor import findings, network
-from samestep.doctor.findings import ExaminationRequest, Host
+from samestep.doctor.findings import ExaminationRequest, HostAddress
 
 
 def test_hosts_are_read_from_a_list_and_from_a_file(tmp_path: Path) -> None:
@@ -48,13 +48,13 @@ def test_a_host_is_reached_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     fake_ssh(tmp_path, monkeypatch, "exit 255")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         number = listening.getsockname()[1]
-        reached, _ = network.reached(Host(name="127.0.0.1", port=number))
+        reached, _ = network.reached(HostAddress(name="127.0.0.1", port=number))
     assert reached.verdict == "ok"
     assert 0 < reached.values["round_trip_seconds"] < 1
-    closed = only(network.reached(Host(name="127.0.0.1", port=number)))
+    closed = only(network.reached(HostAddress(name="127.0.0.1", port=number)))
     assert closed.verdict == "problem"
     assert "Connection refused" in closed.text
-    unknown = only(network.reached(Host(name="no-such-host.invalid")))
+    unknown = only(network.reached(HostAddress(name="no-such-host.invalid")))
     assert unknown.verdict == "problem"
     assert "does not resolve" in unknown.text
 
@@ -73,7 +73,7 @@ def test_the_clocks_of_hosts_are_compared(
     fake_ssh(tmp_path, monkeypatch, f'date -d "{apart:+d} seconds" +%s.%N')
     with socket.create_server(("127.0.0.1", 0)) as listening:
         number = listening.getsockname()[1]
-        _, clock = network.reached(Host(name="127.0.0.1", port=number))
+        _, clock = network.reached(HostAddress(name="127.0.0.1", port=number))
     assert clock.verdict == verdict
     assert clock.values["seconds_apart"] == pytest.approx(apart, abs=1)
     arguments = (tmp_path / "arguments").read_text(encoding="utf-8")
@@ -84,7 +84,7 @@ def test_the_clocks_of_hosts_are_compared(
 def test_a_clock_behind_a_password_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_ssh(tmp_path, monkeypatch, "exit 255")
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        _, clock = network.reached(Host(name="127.0.0.1", port=listening.getsockname()[1]))
+        _, clock = network.reached(HostAddress(name="127.0.0.1", port=listening.getsockname()[1]))
     assert clock.verdict == "ok"
     assert "not compared" in clock.text
 
@@ -102,7 +102,7 @@ def test_the_own_name_leads_to_this_host(
 ) -> None:
     monkeypatch.setattr(network, "_addresses", lambda name: addresses)
     assert only(network.own_name(ExaminationRequest())).verdict == alone
-    assert only(network.own_name(ExaminationRequest(hosts=(Host(name="b"),)))).verdict == with_others
+    assert only(network.own_name(ExaminationRequest(hosts=(HostAddress(name="b"),)))).verdict == with_others
 
 
 def test_a_chosen_interface_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,4 +111,4 @@ def test_a_chosen_interface_must_be_there(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.verdict == "problem"
     assert "no-such-0" in found.text
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", socket.if_nameindex()[0][1])
-    assert only(network.own_name(ExaminationRequest(hosts=(Host(name="b"),)))).verdict == "ok"
+    assert only(network.own_name(ExaminationRequest(hosts=(HostAddress(name="b"),)))).verdict == "ok"

@@ -16,7 +16,7 @@ from small_tasks import Points
 
 import samestep
 from samestep.cli.main import main
-from samestep.doctor.findings import Finding
+from samestep.doctor.findings import DoctorFinding
 from samestep.doctor.run import CHECKS, read
 
 Steps = list[dict[str, Any]]
@@ -65,7 +65,7 @@ def write_run(
     return folder
 
 
-def odd(findings: Sequence[Finding]) -> list[tuple[str, str]]:
+def odd(findings: Sequence[DoctorFinding]) -> list[tuple[str, str]]:
     return [(each.subject, each.verdict) for each in findings if each.verdict != "ok"]
 
 

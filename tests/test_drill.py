@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from samestep.cli.main import main
-from samestep.drill.drill import Drill, Left, Outcome, row_of
+from samestep.drill.drill import Drill, FaultOutcome, Left, row_of
 from samestep.drill.faults import DRILLS
 
 TESTS = Path(__file__).parent
@@ -66,10 +66,10 @@ def left(folder: Path, loss: float, weights: bytes) -> Left:
     ("loss", "weights", "passed"), [(1.0, b"same", True), (1.1, b"same", False), (1.0, b"", False)]
 )
 def test_a_run_with_another_result_has_not_passed(tmp_path: Path, loss: float, weights: bytes, passed: bool) -> None:
-    drill = Drill(name="fire", does="fire", run=lambda runs: Outcome(survived=True, happened="", left=mine))
+    drill = Drill(name="fire", does="fire", run=lambda runs: FaultOutcome(survived=True, happened="", left=mine))
     undisturbed, mine = left(tmp_path / "undisturbed", 1.0, b"same"), left(tmp_path / "fire", loss, weights)
-    assert row_of(drill, Outcome(survived=True, happened="", left=mine), undisturbed).passed == passed
-    assert not row_of(drill, Outcome(survived=False, happened="", left=mine), undisturbed).passed
+    assert row_of(drill, FaultOutcome(survived=True, happened="", left=mine), undisturbed).passed == passed
+    assert not row_of(drill, FaultOutcome(survived=False, happened="", left=mine), undisturbed).passed
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from samestep.errors import StartError
 from samestep.launch.handshake import Handshake
 from samestep.launch.network import store_at
 from samestep.launch.node_spec import NodeSpec
-from samestep.launch.options import Limits
+from samestep.launch.options import LaunchTimeouts
 
 pytestmark = pytest.mark.quick
 
@@ -95,7 +95,7 @@ def part(node_rank: int, port: int) -> NodeSpec:
         command=("x",),
         address="127.0.0.1",
         port=port,
-        limits=Limits(start_timeout=20.0, rejoin_timeout=2.0),
+        limits=LaunchTimeouts(start_timeout=20.0, rejoin_timeout=2.0),
     )
 
 

@@ -104,9 +104,9 @@ def _broadcast(settings: Any) -> list[Any]:
 
 
 def test_state_is_broadcast_where_there_is_one_and_never_made_by_a_step() -> None:
-    from samestep.engines.horovod import Settings
+    from samestep.engines.horovod import HorovodSettings
 
-    (untouched, first), (also_untouched, second) = local.start(_broadcast, (Settings(),), 2)
+    (untouched, first), (also_untouched, second) = local.start(_broadcast, (HorovodSettings(),), 2)
     assert untouched
     assert also_untouched
     for a, b in zip(first, second, strict=True):

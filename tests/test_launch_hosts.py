@@ -25,7 +25,7 @@ from samestep.launch import remote_agent
 from samestep.launch.handshake import Handshake
 from samestep.launch.network import store_at
 from samestep.launch.node_spec import NodeSpec
-from samestep.launch.options import Limits
+from samestep.launch.options import LaunchTimeouts
 from samestep.launch.starter import agent_command
 
 pytestmark = [
@@ -81,7 +81,7 @@ def test_hosts_that_differ_do_not_begin(port: int, capfd: pytest.CaptureFixture[
 
 
 def part(node_rank: int, port: int, **values: object) -> NodeSpec:
-    known = {"job": "one", "fewest": 2, "most": 2, "num_procs": 1, "limits": Limits(start_timeout=20.0)}
+    known = {"job": "one", "fewest": 2, "most": 2, "num_procs": 1, "limits": LaunchTimeouts(start_timeout=20.0)}
     where = {"address": "127.0.0.1", "port": port, "serves": node_rank == 0, "node_rank": node_rank}
     return NodeSpec(**{"host": f"host-{'ab'[node_rank]}", "command": ("x",), **known, **where, **values})  # pyright: ignore
 
@@ -146,10 +146,10 @@ def test_another_jobs_store_is_no_place_to_meet_and_is_not_disturbed(port: int) 
 
 def test_hosts_that_do_not_come_are_named(port: int) -> None:
     with pytest.raises(StartError, match=r"only 1 of 2 hosts came within 1 s: host-a; not host-b$"):
-        Handshake(part(0, port, limits=Limits(start_timeout=0.6), hosts=("host-a", "host-b"))).agree()
+        Handshake(part(0, port, limits=LaunchTimeouts(start_timeout=0.6), hosts=("host-a", "host-b"))).agree()
     says = f"host-b waited 1 s for the job's store at 127.0.0.1:{port}: Connection refused; host-a is to serve it"
     with pytest.raises(StartError, match=says):
-        Handshake(part(1, port, limits=Limits(start_timeout=0.6), hosts=("host-a", "host-b")))
+        Handshake(part(1, port, limits=LaunchTimeouts(start_timeout=0.6), hosts=("host-a", "host-b")))
 
 
 def test_a_taken_port_is_named_with_its_holder(capfd: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +165,7 @@ def test_an_address_of_another_host_is_no_place_for_the_store(port: int) -> None
     with pytest.raises(UserError, match="--master-addr is to be an address of the host with --node-rank 0"):
         Handshake(part(0, port, address="203.0.113.1"))
     with pytest.raises(UserError, match=r"the name no.such.host.invalid does not resolve"):
-        Handshake(part(1, port, address="no.such.host.invalid", limits=Limits(start_timeout=0.6)))
+        Handshake(part(1, port, address="no.such.host.invalid", limits=LaunchTimeouts(start_timeout=0.6)))
 
 
 def test_what_listens_may_be_no_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch.distributed import TCPStore
 
 from samestep.launch.network import store_at
 from samestep.launch.node_heartbeat import NodeHeartbeat, Peer
-from samestep.launch.options import Limits
+from samestep.launch.options import LaunchTimeouts
 
 SILENCE = 2.0
 
@@ -18,7 +18,7 @@ SILENCE = 2.0
 def hosts() -> Iterator[tuple[NodeHeartbeat, NodeHeartbeat]]:
     """Two hosts whose ranks run."""
     store = store_at("127.0.0.1")
-    limits = Limits(heartbeat_timeout=SILENCE)
+    limits = LaunchTimeouts(heartbeat_timeout=SILENCE)
     both = [NodeHeartbeat("127.0.0.1", store.port, job="one", node=node, limits=limits) for node in (0, 1)]
     for node, alive in enumerate(both):
         other = both[1 - node]

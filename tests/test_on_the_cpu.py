@@ -15,7 +15,7 @@ from samestep.launch import agent, consistency
 from samestep.launch.affinity import cores
 from samestep.launch.environments.base import OwnHost, PlaceInputs
 from samestep.launch.environments.registry import find
-from samestep.launch.failure import Outcome
+from samestep.launch.failure import JobOutcome
 from samestep.launch.filters import apply
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import HostOptions, LaunchRequest, RankOptions
@@ -138,9 +138,9 @@ def test_a_job_of_samesteps_says_its_device_to_the_launch(
     Path("job.yaml").write_text(yaml.safe_dump({**JOB, "run": {**JOB["run"], **run}}), encoding="utf-8")
     asked: list[LaunchRequest] = []
 
-    def start(found: object, wanted: LaunchRequest, variables: object) -> Outcome:
+    def start(found: object, wanted: LaunchRequest, variables: object) -> JobOutcome:
         asked.append(wanted)
-        return Outcome()
+        return JobOutcome()
 
     monkeypatch.setattr(samestep.launch.launcher, "launch", start)
     assert main(["train", "job.yaml", "--num-procs", "2", *words]) == 0

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding
 
 from samestep.data.loader import Chunks, Loader, StepBatch, to_device
-from samestep.data.order import Place, SampleOrder, Share
+from samestep.data.order import DataPlace, SampleOrder, Share
 from samestep.data.types import Batch
 from samestep.errors import UserError
 from samestep.tasks.base import Task
@@ -46,7 +46,7 @@ def own(shares: Sequence[Share]) -> list[int]:
 def test_the_ranks_micro_batches_make_exactly_the_global_batch_in_order(
     order: SampleOrder, ranks: int, micro_batch: int | None, step: int
 ) -> None:
-    by_rank = [order.shares(step, Place(index=rank, of=ranks), micro_batch) for rank in range(ranks)]
+    by_rank = [order.shares(step, DataPlace(index=rank, of=ranks), micro_batch) for rank in range(ranks)]
     assert [sample for shares in by_rank for sample in own(shares)] == order.global_batch(step).tolist()
 
 
@@ -54,7 +54,7 @@ def test_the_ranks_micro_batches_make_exactly_the_global_batch_in_order(
 def test_every_rank_has_as_many_micro_batches_and_none_is_empty_or_too_large(
     order: SampleOrder, ranks: int, micro_batch: int | None, step: int
 ) -> None:
-    by_rank = [order.shares(step, Place(index=rank, of=ranks), micro_batch) for rank in range(ranks)]
+    by_rank = [order.shares(step, DataPlace(index=rank, of=ranks), micro_batch) for rank in range(ranks)]
     largest = micro_batch or order.batch
     assert len({len(shares) for shares in by_rank}) == 1
     assert all(1 <= len(share.samples) <= largest for shares in by_rank for share in shares)
@@ -71,12 +71,12 @@ def test_by_length_it_is_the_same_global_batch_and_ranks_have_alike_shares(
     lengths = np.random.default_rng(seed).integers(1, 100, order.size)
     grouped = replace(order, lengths=lengths)
     assert np.array_equal(grouped.global_batch(step), order.global_batch(step))
-    by_rank = [grouped.shares(step, Place(index=rank, of=ranks), micro_batch) for rank in range(ranks)]
+    by_rank = [grouped.shares(step, DataPlace(index=rank, of=ranks), micro_batch) for rank in range(ranks)]
     assert Counter(sample for shares in by_rank for sample in own(shares)) == Counter(
         order.global_batch(step).tolist()
     )
     assert [len(shares) for shares in by_rank] == [
-        len(order.shares(step, Place(index=rank, of=ranks), micro_batch)) for rank in range(ranks)
+        len(order.shares(step, DataPlace(index=rank, of=ranks), micro_batch)) for rank in range(ranks)
     ]
     each = [[int(lengths[sample]) for sample in own(shares)] for shares in by_rank]
     assert all(rank == sorted(rank, reverse=True) for rank in each)
@@ -90,7 +90,7 @@ def test_micro_batches_of_like_lengths_have_less_padding() -> None:
     orders = [SampleOrder(size=640, batch=64, seed=0, lengths=given) for given in (None, lengths)]
 
     def padded(order: SampleOrder) -> int:
-        shares = [order.shares(step, Place(index=rank, of=2), 8) for step in range(10) for rank in range(2)]
+        shares = [order.shares(step, DataPlace(index=rank, of=2), 8) for step in range(10) for rank in range(2)]
         return sum(len(each.samples) * int(lengths[each.samples].max()) for share in shares for each in share)
 
     apart, together = (padded(order) for order in orders)
@@ -103,7 +103,7 @@ def test_only_a_rank_without_a_sample_left_is_lent_one_of_the_batch(
 ) -> None:
     batch = order.global_batch(step).tolist()
     for rank in range(ranks):
-        shares = order.shares(step, Place(index=rank, of=ranks), micro_batch)
+        shares = order.shares(step, DataPlace(index=rank, of=ranks), micro_batch)
         weightless = [share for share in shares if share.zero_weight]
         assert all(share.samples.tolist() == [batch[0]] for share in weightless)
         if weightless:  # the others hold one sample each: there were fewer samples than micro-batches
@@ -180,7 +180,7 @@ def collate(samples: Sequence[tuple[float, int]]) -> tuple[torch.Tensor, torch.T
 
 
 def loader(order: SampleOrder, start: int, stop: int, **options: Any) -> Loader:
-    options = {"place": Place(), "device": CPU, "dtype": torch.float32} | options
+    options = {"place": DataPlace(), "device": CPU, "dtype": torch.float32} | options
     return Loader(Numbers(order.size), collate, order, start=start, stop=stop, **options)  # pyright: ignore[reportArgumentType]
 
 
@@ -203,7 +203,7 @@ def test_a_loader_gives_each_rank_its_shares_and_the_ranks_together_the_batch(
 ) -> None:
     stop = start + 3
     by_rank = [
-        list(loader(order, start, stop, place=Place(index=rank, of=ranks), micro_batch=micro_batch))
+        list(loader(order, start, stop, place=DataPlace(index=rank, of=ranks), micro_batch=micro_batch))
         for rank in range(ranks)
     ]
     for offset, steps in enumerate(zip(*by_rank, strict=True)):
@@ -223,7 +223,7 @@ def test_a_loader_gives_each_rank_its_shares_and_the_ranks_together_the_batch(
 def test_a_loader_started_again_at_any_step_gives_the_same_rest(
     order: SampleOrder, micro_batch: int | None, start: int
 ) -> None:
-    place = Place(index=1, of=3)
+    place = DataPlace(index=1, of=3)
     whole = loader(order, 0, 8, place=place, micro_batch=micro_batch)
     rest = loader(order, start, 8, place=place, micro_batch=micro_batch)
     assert content(list(rest)) == content(list(whole))[start:]
@@ -233,7 +233,7 @@ def test_a_loader_started_again_at_any_step_gives_the_same_rest(
 @pytest.mark.processes
 def test_worker_processes_give_the_same_as_none() -> None:
     order = SampleOrder(size=23, batch=8, seed=3)
-    place = Place(index=2, of=3)
+    place = DataPlace(index=2, of=3)
     alone = loader(order, 2, 9, place=place, micro_batch=2)
     helped = loader(order, 2, 9, place=place, micro_batch=2, workers=2)
     assert content(list(helped)) == content(list(alone))
@@ -284,10 +284,10 @@ def test_loading_processes_inherit_no_garbage_that_waits_for_threads() -> None:
     try:
         Held()  # garbage that is not collected yet
         order = SampleOrder(size=9, batch=4, seed=5)
-        steps = Loader(Collects(), collate, order, place=Place(), start=0, stop=2, **options)  # pyright: ignore[reportArgumentType]
+        steps = Loader(Collects(), collate, order, place=DataPlace(), start=0, stop=2, **options)  # pyright: ignore[reportArgumentType]
         assert len(list(steps)) == 2
         Held()
-        chunks = Chunks(Collects(), collate, size=3, place=Place(), **options)  # pyright: ignore[reportArgumentType]
+        chunks = Chunks(Collects(), collate, size=3, place=DataPlace(), **options)  # pyright: ignore[reportArgumentType]
         assert len(list(chunks)) == 3
     finally:
         gc.enable()
@@ -354,7 +354,7 @@ def test_chunks_hold_every_sample_once_and_the_same_ones_together_for_any_ranks(
                 Numbers(samples),
                 collate,  # pyright: ignore[reportArgumentType]
                 size=size,
-                place=Place(index=rank, of=ranks),
+                place=DataPlace(index=rank, of=ranks),
                 device=CPU,
                 dtype=torch.float32,
             )

@@ -16,7 +16,7 @@ from sparse_row_ranks import Branches, Ids, Tied
 from torch import Tensor, nn
 
 import samestep
-from samestep.data.order import Place, virtual_shares
+from samestep.data.order import DataPlace, virtual_shares
 from samestep.errors import UserError
 from samestep.layout import Layout
 from samestep.parallel.ordered import held_sums, total, total_of_halves
@@ -163,9 +163,9 @@ def test_halves_are_a_sum_that_knows_no_other_rows() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_virtual_ranks_have_the_same_samples_whoever_holds_them(size: int, ranks: int) -> None:
     batch = np.arange(100, 100 + size)
-    alone = [each.samples.tolist() for each in virtual_shares(batch, Place(), 8) if not each.zero_weight]
+    alone = [each.samples.tolist() for each in virtual_shares(batch, DataPlace(), 8) if not each.zero_weight]
     assert list(chain.from_iterable(alone)) == batch.tolist()
-    shares = [virtual_shares(batch, Place(index=rank, of=ranks), 8) for rank in range(ranks)]
+    shares = [virtual_shares(batch, DataPlace(index=rank, of=ranks), 8) for rank in range(ranks)]
     assert len({len(each) for each in shares}) == 1
     assert [each.samples.tolist() for rank in shares for each in rank if not each.zero_weight] == alone
 

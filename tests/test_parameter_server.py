@@ -26,7 +26,7 @@ from samestep.engines.parameter_server.engine import ParameterServer
 from samestep.engines.parameter_server.member import ServerSetup
 from samestep.engines.parameter_server.messages import Answer, Kind, PointToPoint, Push, Pushed, Told
 from samestep.engines.parameter_server.server import AsynchronousServer
-from samestep.engines.parameter_server.settings import Roles, Settings
+from samestep.engines.parameter_server.settings import ParameterServerSettings, Roles
 from samestep.engines.parameter_server.shards import Chunk, FlatParameters, bounds_of, boxes, chunks_of, spans_of
 from samestep.engines.precision import Precision
 from samestep.engines.setup import TrainerSetup
@@ -267,7 +267,9 @@ def _pushed(gradient: torch.Tensor, chunks: Sequence[Chunk]) -> Pushed:
 
 @contextmanager
 def served(
-    settings: Settings, model: nn.Module, pushes: Callable[[Sequence[Chunk]], Sequence[tuple[int, Pushed]]]
+    settings: ParameterServerSettings,
+    model: nn.Module,
+    pushes: Callable[[Sequence[Chunk]], Sequence[tuple[int, Pushed]]],
 ) -> Iterator[tuple[AsynchronousServer, Scripted]]:
     """A server of SGD with a rate of 0.1 and workers 1 and 2, to whom comes what `pushes` makes of its chunks."""
     with join(alone=True, device="cpu", threads=1) as world:
@@ -315,7 +317,7 @@ def test_a_late_gradient_is_compensated_and_the_fast_worker_waits() -> None:
     def pushes(chunks: Sequence[Chunk]) -> Sequence[tuple[int, Pushed]]:
         return [(fast, _pushed(a, chunks)), (fast, _pushed(b, chunks)), (slow, _pushed(c, chunks))]
 
-    settings = Settings(staleness=1, delay_compensation=0.7)
+    settings = ParameterServerSettings(staleness=1, delay_compensation=0.7)
     with served(settings, nn.Linear(3, 2, dtype=torch.float64), pushes) as (server, wire):
         before = server.flat.values.clone()
         _serve_step(server, 0)
@@ -353,7 +355,9 @@ def test_nobody_waits_for_a_worker_that_is_away() -> None:
             (here, six),  # now it has done the step of the lost one too
         ]
 
-    with served(Settings(staleness=1, worker_restarts=1), nn.Linear(3, 2, dtype=torch.float64), pushes) as (
+    with served(
+        ParameterServerSettings(staleness=1, worker_restarts=1), nn.Linear(3, 2, dtype=torch.float64), pushes
+    ) as (
         server,
         wire,
     ):
@@ -381,7 +385,7 @@ def test_a_lost_worker_has_its_answer_before_ranks_meet_though_none_is_present()
         first = [(lost, leaves), (lost, is_lost), (present, gradient)]
         return [*first, (lost, is_lost), (present, leaves), (present, misses)]
 
-    settings = Settings(staleness=1, worker_restarts=1)
+    settings = ParameterServerSettings(staleness=1, worker_restarts=1)
     with served(settings, nn.Linear(3, 2, dtype=torch.float64), pushes) as (server, wire):
         # The second step has no loss of its own, and shows that of the first.
         assert [_serve_step(server, step) for step in range(2)] == [1.0, 1.0]
@@ -433,7 +437,7 @@ def test_a_range_of_elements_is_rectangular_parts(shape: tuple[int, ...]) -> Non
 
 def test_workers_share_a_batch_out_and_servers_take_none() -> None:
     order = SampleOrder(size=50, batch=11, seed=3)
-    roles = Roles.of(Settings(servers=2), 5)
+    roles = Roles.of(ParameterServerSettings(servers=2), 5)
     taken: list[int] = []
     for rank in range(5):
         shares = order.shares(1, roles.place(rank), micro_batch=2)

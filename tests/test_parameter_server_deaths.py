@@ -21,7 +21,7 @@ from test_parameter_server import ENGINE, RUN, Tokens, measured_by, settings_fil
 from torch import Tensor, nn
 
 import samestep
-from samestep.engines.parameter_server.settings import Settings, check_place
+from samestep.engines.parameter_server.settings import ParameterServerSettings, check_place
 
 _LIMIT = 60.0  # seconds that one waits for the others
 
@@ -356,5 +356,5 @@ def test_it_is_no_key_of_a_job() -> None:
 )
 def test_places_where_no_process_can_be_forked_are_refused(place: tuple[str, str, int], message: str) -> None:
     with pytest.raises(samestep.UserError, match=message):
-        check_place(Settings(staleness=1, worker_restarts=2), *place)
-    check_place(Settings(staleness=1), *place)
+        check_place(ParameterServerSettings(staleness=1, worker_restarts=2), *place)
+    check_place(ParameterServerSettings(staleness=1), *place)

@@ -25,7 +25,7 @@ from samestep.planning.module_memory import module_memory
 from samestep.planning.pipeline_events import StageTimes
 from samestep.planning.price import Price
 from samestep.planning.published import PredictedRow, kendall_tau, predict, read_rows
-from samestep.planning.search import Plan, candidates, minimum, plan, usual_batch
+from samestep.planning.search import ClusterPlan, candidates, minimum, plan, usual_batch
 from samestep.planning.shapes import KNOWN, Transformer, known_model
 from samestep.planning.software import SOFTWARE
 from samestep.planning.stage_time import Job, layers_of_stages
@@ -283,11 +283,11 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def eight() -> Plan:
+def eight() -> ClusterPlan:
     return planner.planned("llama-3-8b", 8, "samestep")
 
 
-def test_layouts_of_8b_on_a_node_are_ranked_and_fit(eight: Plan) -> None:
+def test_layouts_of_8b_on_a_node_are_ranked_and_fit(eight: ClusterPlan) -> None:
     assert str(eight.best.layout) == "fsdp8"
     times = [candidate.time.seconds for candidate in eight.candidates]
     assert times == sorted(times)
@@ -376,7 +376,7 @@ def test_offload_takes_what_its_copies_and_the_host_take() -> None:
     assert offload_seconds(job, activations, 1, 3, cluster) == pytest.approx(3 * 2 * kept / (0.8 * 64e9))
 
 
-def test_what_fits_nowhere_else_goes_to_the_host(eight: Plan) -> None:
+def test_what_fits_nowhere_else_goes_to_the_host(eight: ClusterPlan) -> None:
     assert all(candidate.layout.offload == "none" for candidate in eight.candidates)
     large = plan(_job(known_model("llama-3-70b"), 64, "samestep"), cluster_of("h100", 8), most=3)
     assert all("optimizer" in each.layout.offload or each.layout.offloads_parameters for each in large.candidates)

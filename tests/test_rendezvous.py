@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 import samestep.launch.rendezvous
 from samestep import environment
 from samestep.launch.network import LOOPBACK, store_at
-from samestep.launch.options import Limits
+from samestep.launch.options import LaunchTimeouts
 from samestep.launch.rendezvous import BACKEND, MultiNodeRendezvous
 
 pytestmark = pytest.mark.timeout(120)
@@ -38,7 +38,7 @@ def host(node: int, store: TCPStore) -> MultiNodeRendezvous:
             local_addr=LOOPBACK,
             node_rank=node,
             name="ab"[node],
-            limits=Limits(heartbeat_timeout=_SILENCE),
+            limits=LaunchTimeouts(heartbeat_timeout=_SILENCE),
         )
     )
 

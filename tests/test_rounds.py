@@ -10,7 +10,7 @@ from small_jobs import faults_in, wait_until
 
 from samestep.fault_tolerance import watchdog
 from samestep.fault_tolerance.status import JobInfo, RankStatus, write_job_info
-from samestep.launch.rendezvous import HostRound, Member
+from samestep.launch.rendezvous import HostRound, RoundMember
 from samestep.launch.rounds import NodeRounds, RanksEnded
 
 pytestmark = pytest.mark.quick
@@ -43,7 +43,7 @@ class OneHost:
 
     def meet(self, number: int) -> None:
         """Begin a round of this host alone."""
-        member = Member(node=0, name=self.name, address="127.0.0.1", agent="first")
+        member = RoundMember(node=0, name=self.name, address="127.0.0.1", agent="first")
         store: Any = None
         self.round = HostRound(number=number, members=(member,), first=True, store=store)
         self.post(f"round/{number}", {"members": [asdict(member)]})

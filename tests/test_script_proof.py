@@ -24,7 +24,7 @@ from samestep.script_proof.compare import Verdict, compare_runs
 from samestep.script_proof.kinds import KINDS
 from samestep.script_proof.runs import ScriptProof, Start, run_all, words
 from samestep.script_proof.settings import RecordSettings
-from samestep.subprocess_group import Outcome
+from samestep.subprocess_group import CommandOutcome
 
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS, GRADIENTS, MOVED = records.weights(0), records.weights(1), records.weights(2)
@@ -282,19 +282,22 @@ def test_a_mistake_is_one_message_before_anything_starts(
 @pytest.mark.parametrize(
     ("outcome", "message"),
     [
-        (Outcome(code=None, seconds=9.0, output=""), r"train.py with 1 process did not end within 9 s; --steps N"),
         (
-            Outcome(code=1, seconds=1.0, output="\nValueError: no data\n"),
+            CommandOutcome(code=None, seconds=9.0, output=""),
+            r"train.py with 1 process did not end within 9 s; --steps N",
+        ),
+        (
+            CommandOutcome(code=1, seconds=1.0, output="\nValueError: no data\n"),
             r"(?s)1 process failed \(verify needs .* --alone names arguments for that\):.*no data",
         ),
         (
-            Outcome(code=2, seconds=1.0, output="error: --data is required"),
+            CommandOutcome(code=2, seconds=1.0, output="error: --data is required"),
             r"(?s)failed .*:\nerror: --data is required",
         ),
     ],
 )
-def test_a_run_that_fails_or_never_ends_is_told(tmp_path: Path, outcome: Outcome, message: str) -> None:
-    def starter(starts: Sequence[Start], proof: ScriptProof) -> list[Outcome]:
+def test_a_run_that_fails_or_never_ends_is_told(tmp_path: Path, outcome: CommandOutcome, message: str) -> None:
+    def starter(starts: Sequence[Start], proof: ScriptProof) -> list[CommandOutcome]:
         return [outcome]
 
     with pytest.raises(UserError, match=message):
@@ -314,8 +317,8 @@ def test_the_own_frames_of_the_runner_are_left_out(tmp_path: Path) -> None:
         "all that it wrote: localhost:/tmp/rank-0.err\n"
     )
 
-    def starter(starts: Sequence[Start], proof: ScriptProof) -> list[Outcome]:
-        return [Outcome(code=1, seconds=1.0, output=printed)]
+    def starter(starts: Sequence[Start], proof: ScriptProof) -> list[CommandOutcome]:
+        return [CommandOutcome(code=1, seconds=1.0, output=printed)]
 
     with pytest.raises(UserError) as caught:
         run_all(ScriptProof(script=("train.py",)), tmp_path / "runs", starter)
@@ -386,9 +389,9 @@ def test_variables_before_a_script_are_its_own(tmp_path: Path, monkeypatch: pyte
 # From end to end
 
 
-def launched_here(command: Sequence[str], *, limit: float) -> Outcome:
+def launched_here(command: Sequence[str], *, limit: float) -> CommandOutcome:
     """`samestep launch` in this process, which starts the ranks."""
-    return Outcome(code=main(command[3:]), seconds=0.0, output="")
+    return CommandOutcome(code=main(command[3:]), seconds=0.0, output="")
 
 
 @pytest.mark.timeout(240)

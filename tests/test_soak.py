@@ -17,7 +17,7 @@ from samestep.cli.main import main
 from samestep.drill import under_faults
 from samestep.drill.disturbances import KINDS, Processes, Target, kinds_of, last_step_in
 from samestep.drill.drill import Left
-from samestep.drill.soak import Settings, Soaked, _samples, soak, soaked_job
+from samestep.drill.soak import Soaked, SoakSettings, _samples, soak, soaked_job
 from samestep.drill.under_faults import Planned, UnderFaults, planned
 from samestep.job import Job
 
@@ -307,7 +307,7 @@ def test_what_a_training_loses_or_repeats_is_found(
     faulty: str, wrong: dict[str, Any], job: str, tmp_path: Path
 ) -> None:
     kinds = ["terminate", "gone", "pause", "raise"]
-    settings = Settings(faults=4, kinds=kinds, seed=5, between=0.15, steps=250)
+    settings = SoakSettings(faults=4, kinds=kinds, seed=5, between=0.15, steps=250)
     loaded = jobfile.load(Path(job), [("run.layout", "single", "test")]).job
     found = soak(Scripts(tmp_path, faulty), soaked_job(loaded, 4), settings)
     assert (found.ended, sum(found.faults.values()), found.left_processes) == (True, 4, 0)

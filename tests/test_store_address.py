@@ -14,7 +14,7 @@ from samestep.launch import store_address
 from samestep.launch.handshake import Handshake
 from samestep.launch.network import store_at
 from samestep.launch.node_spec import NodeSpec
-from samestep.launch.options import Limits
+from samestep.launch.options import LaunchTimeouts
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def part(**values: Any) -> NodeSpec:
     known = {"job": "one", "host": "worker-1", "most": 2, "fewest": 2, "num_procs": 1, "command": ("x",)}
-    limits = Limits(start_timeout=5.0)
+    limits = LaunchTimeouts(start_timeout=5.0)
     return NodeSpec(**{**known, "address": "worker-1", "limits": limits, "serves": True, **values})
 
 
@@ -135,4 +135,4 @@ def test_a_name_may_come_late(
 def test_a_name_that_never_comes_is_told(serves: bool, names: dict[str, str]) -> None:
     says = r"worker-2: the name worker-1 does not resolve \(Name or service not known\), nor has it for 1 s; "
     with pytest.raises(UserError, match=says):
-        Handshake(part(host="worker-2", serves=serves, limits=Limits(start_timeout=1.0)))
+        Handshake(part(host="worker-2", serves=serves, limits=LaunchTimeouts(start_timeout=1.0)))

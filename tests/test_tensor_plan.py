@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from samestep.errors import LayoutError
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.tensor.modules import Heads
-from samestep.parallel.tensor.plan import Plan, even_ranges, make_plan, vocabulary_ranges
+from samestep.parallel.tensor.plan import TensorPlan, even_ranges, make_plan, vocabulary_ranges
 from samestep.parallel.trace import trace
 
 pytestmark = pytest.mark.quick
@@ -130,7 +130,7 @@ EXPECTED: list[tuple[Callable[[], nn.Module], Any, dict[str, str]]] = [
 ]
 
 
-def planned(model: nn.Module, example: Any, parts: int = 2, **given: Any) -> Plan:
+def planned(model: nn.Module, example: Any, parts: int = 2, **given: Any) -> TensorPlan:
     names = {id(module): name for name, module in model.named_modules()}
     blocks = [names[id(block)] for block in find_blocks(model) if "." in names[id(block)]]
     return make_plan(model, trace(model, example), blocks, parts, **given)

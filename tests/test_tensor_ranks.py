@@ -18,7 +18,7 @@ from samestep.launch import local
 from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
-from samestep.parallel.tensor.layers import Region, multihead
+from samestep.parallel.tensor.layers import UnitRegion, multihead
 from samestep.training.fit import Training
 
 STEPS = 3
@@ -160,7 +160,7 @@ def attention(world: Any) -> dict[str, float]:
         multihead(
             sliced,
             dict.fromkeys(("query", "key", "value"), _copied),
-            Region(_summed, ForwardContext(), Portion()),
+            UnitRegion(_summed, ForwardContext(), Portion()),
             group,
         )
         first = settings.get("batch_first", False) or not batch

@@ -17,7 +17,7 @@ from samestep.planning.accuracy import cross_validated, table
 from samestep.planning.hardware import cluster_of
 from samestep.planning.memory import in_flight, kept_activations, memory_of, state_bytes
 from samestep.planning.published import PredictedRow, PublishedRow, predict, read_rows
-from samestep.planning.search import Plan, plan, usual_batch
+from samestep.planning.search import ClusterPlan, plan, usual_batch
 from samestep.planning.shapes import known_model
 from samestep.planning.software import PLANNED, SOFTWARE
 from samestep.planning.stage_time import Job, layers_of_stages
@@ -203,7 +203,7 @@ def _kept_as_in_the_paper(
     ]
 
 
-def planned(name: str, devices: int, program: str) -> Plan:
+def planned(name: str, devices: int, program: str) -> ClusterPlan:
     model = known_model(name)
     job = Job(model=model, global_batch=usual_batch(model, devices), precision="bf16", software=PLANNED[program])
     return plan(job, cluster_of("h100", devices))

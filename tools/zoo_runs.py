@@ -21,14 +21,14 @@ import torch.utils.data.distributed
 
 from samestep.script_proof import runner
 from samestep.script_proof.runs import ScriptProof, Start
-from samestep.subprocess_group import Outcome
+from samestep.subprocess_group import CommandOutcome
 
 _MOST_RANKS = 4  # at the same time
 
 
-def forked(starts: Sequence[Start], proof: ScriptProof) -> list[Outcome]:
+def forked(starts: Sequence[Start], proof: ScriptProof) -> list[CommandOutcome]:
     """Runs at the same time, as far as they have four ranks together: each a fork of this process."""
-    outcomes: list[Outcome] = []
+    outcomes: list[CommandOutcome] = []
     waiting = list(starts)
     while waiting:
         now = [waiting.pop(0)]
@@ -40,7 +40,7 @@ def forked(starts: Sequence[Start], proof: ScriptProof) -> list[Outcome]:
     return outcomes
 
 
-def _together(starts: Sequence[Start], proof: ScriptProof) -> list[Outcome]:
+def _together(starts: Sequence[Start], proof: ScriptProof) -> list[CommandOutcome]:
     began = time.monotonic()
     ranks = {start.name: _ranks(start, proof) for start in starts}
     waiting = {pid for pids in ranks.values() for pid in pids}
@@ -66,10 +66,10 @@ def _together(starts: Sequence[Start], proof: ScriptProof) -> list[Outcome]:
     return [_outcome(start, [codes.get(pid) for pid in ranks[start.name]], failed_at is not None) for start in starts]
 
 
-def _outcome(start: Start, codes: Sequence[int | None], failed: bool) -> Outcome:
+def _outcome(start: Start, codes: Sequence[int | None], failed: bool) -> CommandOutcome:
     code = next((code for code in codes if code), 0 if None not in codes or failed else None)
     texts = [(start.place / f"output-{rank}.txt").read_text(errors="replace") for rank in range(start.ranks)]
-    return Outcome(code=code, seconds=0.0, output="\n".join(texts))
+    return CommandOutcome(code=code, seconds=0.0, output="\n".join(texts))
 
 
 def _ranks(start: Start, proof: ScriptProof) -> list[int]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from samestep.data.order import Place, SampleOrder, bounds
+from samestep.data.order import DataPlace, SampleOrder, bounds
 from samestep.data.types import Batch
 from samestep.launch.device import peak_memory
 from samestep.recipe import Recipe
@@ -43,7 +43,7 @@ class PeerJob:
         if self.recipe.precision not in ("fp32", "bf16"):
             raise SystemExit(f"recipe.precision is {self.recipe.precision}; peers have fp32 and bf16")
         self.task = task or resolve(recipe)
-        self.place = Place(index=rank, of=world_size)
+        self.place = DataPlace(index=rank, of=world_size)
         self.samples = self.task.train_set()
         self.order = SampleOrder(size=len(self.samples), batch=self.recipe.batch, seed=self.recipe.seed)
         self.total_steps = self.recipe.total_steps(self.order.steps_per_epoch)

@@ -21,7 +21,7 @@ from samestep.launch import fork_server, local
 from samestep.launch.affinity import bindings, cores, this_machine, threads_of
 from samestep.launch.device import accelerators
 from samestep.layout import Layout, unsized
-from samestep.matrix import Row
+from samestep.matrix import MatrixRow
 from samestep.preflight import preflight
 from samestep.proof import Proof, Reference, proof_job, reference
 from samestep.proof_departure import look
@@ -252,7 +252,7 @@ def verify_layouts(
     precision: str | None = None,
     held_out: int | None = None,
     reference_device: DeviceChoice = "auto",
-) -> list[Row]:
+) -> list[MatrixRow]:
     """Compare each layout's first steps with those of one process, which takes its steps once for all layouts.
 
     `held_out` is how many held-out samples are evaluated, None: all; `reference_device` as for `verify_job`. A layout
@@ -267,7 +267,7 @@ def verify_layouts(
     passed: Sequence[Passed] | None = None
     job = proof_job(job, dropout=dropout, precision=precision)
     fitting: dict[str, Layout] = {}
-    rows: dict[str, Row] = {}
+    rows: dict[str, MatrixRow] = {}
     for text in layouts:
         try:
             layout = Layout.parse(text, job.run.processes if unsized(text) else None)
@@ -277,7 +277,7 @@ def verify_layouts(
                 passed = find_gradients_passed(_alone(job), task) if passed is None else passed
                 check_second_gradients(passed, layout, job.run.engine)
         except UserError as error:
-            rows[text] = Row(job=_name_of(job), layout=text, reason=str(error))
+            rows[text] = MatrixRow(job=_name_of(job), layout=text, reason=str(error))
         else:
             fitting[text] = layout
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
@@ -320,22 +320,22 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
     return rows
 
 
-def _rows(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, Row]:
+def _rows(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, MatrixRow]:
     """Verify layouts of one world size with one start of ranks; after a failure, with a start for each layout."""
     try:
         return _in_one_start(job, layouts, steps, known)
     except (UserError, RankFailedError) as error:
         if len(layouts) > 1:
-            rows: dict[str, Row] = {}
+            rows: dict[str, MatrixRow] = {}
             for text, layout in layouts.items():
                 rows |= _rows(job, {text: layout}, steps, known)
             return rows
         # The job has passed with one process, so a UserError is about the layout.
         (text,), message = layouts, str(error)
         if isinstance(error, UserError):
-            row = Row(job=_name_of(job), layout=text, reason=message)
+            row = MatrixRow(job=_name_of(job), layout=text, reason=message)
         else:
-            row = Row(job=_name_of(job), layout=text, failure=message)
+            row = MatrixRow(job=_name_of(job), layout=text, failure=message)
         return {text: row}
 
 
@@ -353,16 +353,16 @@ def _usages(job: Job, layouts: Mapping[str, Layout]) -> dict[str, Sequence[Usage
     return dict(zip(layouts, found, strict=True))
 
 
-def _in_one_start(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, Row]:
+def _in_one_start(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, MatrixRow]:
     """Verify several layouts of one world size with one start of ranks, which takes longer than the steps."""
     size = next(iter(layouts.values()))
     proofs = _on_ranks(rank_tasks.verify_rank_many, job, size, list(layouts.values()), steps, known)
-    rows: dict[str, Row] = {}
+    rows: dict[str, MatrixRow] = {}
     for text, (found, seconds) in zip(layouts, proofs, strict=True):
         if isinstance(found, Proof):
-            rows[text] = Row(job=_name_of(job), layout=text, proof=found, seconds=seconds)
+            rows[text] = MatrixRow(job=_name_of(job), layout=text, proof=found, seconds=seconds)
         else:
-            rows[text] = Row(job=_name_of(job), layout=text, reason=found)
+            rows[text] = MatrixRow(job=_name_of(job), layout=text, reason=found)
     return rows
 
 

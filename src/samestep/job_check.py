@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from samestep.api import check_job, verify_layouts
-from samestep.contract.check import Finding, examine
+from samestep.contract.check import ContractFinding, examine
 from samestep.display.tables import formatted, numbers, plain_console, table, texts
 from samestep.job import Job, Run
-from samestep.matrix import Row
+from samestep.matrix import MatrixRow
 from samestep.parallel.experts.find import has_experts
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
@@ -40,8 +40,8 @@ class Checked:
     """Results of checking a job: its contract, and the layouts if the contract holds."""
 
     job: str
-    contract: Sequence[Finding]
-    layouts: Sequence[Row]
+    contract: Sequence[ContractFinding]
+    layouts: Sequence[MatrixRow]
 
     @property
     def kept(self) -> bool:

@@ -64,7 +64,7 @@ _SETS = {"all": ALL, "fast": FAST, "experts": EXPERTS}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class MatrixRow:
     """One job under one layout: its proof, why the layout was refused, or how it failed."""
 
     job: str

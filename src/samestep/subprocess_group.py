@@ -20,7 +20,7 @@ _GRACE = 5.0  # seconds to end in order, for a launcher to end its ranks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CommandOutcome:
     """How a command ended."""
 
     code: int | None  # None: it was stopped at its time limit
@@ -30,7 +30,7 @@ class Outcome:
 
 def run(
     command: Sequence[str], *, limit: float, meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None
-) -> Outcome:
+) -> CommandOutcome:
     """Run a command to its end, or for `limit` seconds; `meanwhile` is called once it has been started."""
     mark = uuid.uuid4().hex
     with tempfile.TemporaryFile() as output:
@@ -54,7 +54,7 @@ def run(
             seconds = time.perf_counter() - began
             _end(process, mark)
         output.seek(0)
-        return Outcome(code=code, seconds=seconds, output=output.read().decode("utf-8", errors="replace"))
+        return CommandOutcome(code=code, seconds=seconds, output=output.read().decode("utf-8", errors="replace"))
 
 
 def _end(process: subprocess.Popen[bytes] | None, mark: str) -> None:

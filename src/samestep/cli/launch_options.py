@@ -17,7 +17,7 @@ from samestep.launch.options import (
     Kind,
     LaunchOptions,
     LaunchRequest,
-    Limits,
+    LaunchTimeouts,
     Option,
     RankOptions,
     options_of,
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] =
     """Add all options of a launch except those in `without`."""
     add_hosts(parser)
     start = parser.add_argument_group("start", "over SSH, or by the same command on each host")
-    for owner in (LaunchRequest, Limits, LaunchOptions):
+    for owner in (LaunchRequest, LaunchTimeouts, LaunchOptions):
         _add_options(start, options_of(owner))
     ranks = [each for each in options_of(RankOptions) if each.name not in without]
     _add_options(parser.add_argument_group("ranks"), ranks)
@@ -114,7 +114,7 @@ def request_from(
         command=command,
         hosts=hosts_from(options),
         ranks=RankOptions(**values_for(RankOptions, given)),
-        limits=Limits(**values_for(Limits, given)),
+        limits=LaunchTimeouts(**values_for(LaunchTimeouts, given)),
         reach=LaunchOptions(**values_for(LaunchOptions, given)),
         run=run,
         **values_for(LaunchRequest, given),
@@ -175,7 +175,7 @@ def words_of_others(words: Sequence[str]) -> list[str]:
 
 
 # Options that a pod's own launch needs; who it is and where the others are, its variables say.
-_IN_A_POD = ("nodes", *(each.name for owner in (Limits, RankOptions) for each in options_of(owner)), "chdir")
+_IN_A_POD = ("nodes", *(each.name for owner in (LaunchTimeouts, RankOptions) for each in options_of(owner)), "chdir")
 
 # Those that say how hosts are reached, or what is sent there from here.
 _OF_NO_POD = ("no_ssh", "node_rank", "master_addr", "master_port", "ssh", "remote_python", "passed")

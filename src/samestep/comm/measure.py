@@ -37,7 +37,7 @@ class Channel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CollectiveTiming:
     """The measurement of one collective at one message size through one transport."""
 
     collective: str
@@ -82,7 +82,7 @@ class Row:
 
 def measure(
     name: str, size: int, channels: Sequence[Channel], control: dist.ProcessGroup, budget: float
-) -> list[Row]:
+) -> list[CollectiveTiming]:
     """Time a collective with messages of `size` bytes through each channel, for about `budget` seconds each.
 
     `control` is a gloo group of all ranks, on which they agree. Every rank gets the same rows. A size that does not
@@ -154,9 +154,9 @@ def _slowest(seconds: Sequence[float], control: dist.ProcessGroup) -> list[float
     return found.tolist()
 
 
-def _row(name: str, sent: int, n: int, channel: Channel, plan: _Plan, seconds: Sequence[float]) -> Row:
+def _row(name: str, sent: int, n: int, channel: Channel, plan: _Plan, seconds: Sequence[float]) -> CollectiveTiming:
     p10, median, p90 = np.percentile(seconds, [10, 50, 90]).tolist()
-    return Row(
+    return CollectiveTiming(
         collective=name,
         bytes=sent,
         ranks=n,
@@ -196,9 +196,9 @@ class Fit:
         }
 
 
-def fits(rows: Sequence[Row]) -> list[Fit]:
+def fits(rows: Sequence[CollectiveTiming]) -> list[Fit]:
     """A model for each collective and transport that was measured at two sizes or more."""
-    curves: dict[tuple[str, str, int], list[Row]] = {}
+    curves: dict[tuple[str, str, int], list[CollectiveTiming]] = {}
     for row in rows:
         if row.bytes:
             curves.setdefault((row.collective, row.transport, row.ranks), []).append(row)

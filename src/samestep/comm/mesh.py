@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from samestep.data.order import Place
+from samestep.data.order import DataPlace
 from samestep.layout import MESH_AXES, Layout
 
 
@@ -19,7 +19,7 @@ class Mesh:
 
     grid: DeviceMesh  # [pipeline, replicate, shard, expert, context, tensor]
     data_group: dist.ProcessGroup  # ranks that see other samples than this one, and itself
-    data_place: Place  # which slice of a global batch this rank takes
+    data_place: DataPlace  # which slice of a global batch this rank takes
     loss_group: dist.ProcessGroup  # ranks whose losses add up: of all samples, and of all pipeline stages
 
     def size(self, axis: str) -> int:
@@ -63,7 +63,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     return Mesh(
         grid=grid,
         data_group=data.get_group(),
-        data_place=Place(index=data.get_local_rank(), of=data.size()),
+        data_place=DataPlace(index=data.get_local_rank(), of=data.size()),
         # It includes the pipeline axis, since only last stages have a loss (the other ranks add zeros), but neither
         # the context nor the tensor axis, whose ranks all have the same loss.
         loss_group=grid["pipeline", "replicate", "shard", "expert"]._flatten("loss").get_group(),

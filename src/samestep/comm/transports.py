@@ -16,7 +16,7 @@ from samestep.comm.shared_memory import backend as shared_memory
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TransportContext:
     """What the availability of a transport depends on: the ranks' hosts, their device and its back end."""
 
     hosts: tuple[str, ...]  # the host of each rank
@@ -32,24 +32,26 @@ class Place:
 class Transport:
     """One transport. Every rank makes the same calls in the same order."""
 
-    missing: Callable[[Place], str | None]  # why it is unavailable; None if it is available
-    group: Callable[[Place], dist.ProcessGroup]  # a new group of all ranks
-    devices: Callable[[Place], Sequence[torch.device]]  # whose tensors it may take; the first one is measured
-    title: Callable[[Place], str] | None = None  # its name where the place decides it
+    missing: Callable[[TransportContext], str | None]  # why it is unavailable; None if it is available
+    group: Callable[[TransportContext], dist.ProcessGroup]  # a new group of all ranks
+    devices: Callable[
+        [TransportContext], Sequence[torch.device]
+    ]  # whose tensors it may take; the first one is measured
+    title: Callable[[TransportContext], str] | None = None  # its name where the place decides it
 
 
-def title_of(name: str, place: Place) -> str:
+def title_of(name: str, place: TransportContext) -> str:
     """What tables call a transport."""
     title = TABLE[name].title
     return title(place) if title is not None and TABLE[name].missing(place) is None else name
 
 
-def available(place: Place) -> list[str]:
+def available(place: TransportContext) -> list[str]:
     """The names of the available transports."""
     return [name for name, transport in TABLE.items() if transport.missing(place) is None]
 
 
-def default(place: Place) -> str:
+def default(place: TransportContext) -> str:
     """The name of the transport that a job gets here by `run.transport: auto`."""
     return next(name for name in _BY_DEFAULT if name == "gloo" or TABLE[name].missing(place) is None)
 
@@ -58,39 +60,39 @@ def default(place: Place) -> str:
 _BY_DEFAULT = ("accelerator", "shared-memory", "gloo")
 
 
-def _all_ranks(place: Place, backend: str) -> dist.ProcessGroup:
+def _all_ranks(place: TransportContext, backend: str) -> dist.ProcessGroup:
     return new_group(range(len(place.hosts)), backend=backend)
 
 
-def _cpu(place: Place) -> Sequence[torch.device]:
+def _cpu(place: TransportContext) -> Sequence[torch.device]:
     return [torch.device("cpu")]
 
 
-def _cpu_and_own(place: Place) -> Sequence[torch.device]:
+def _cpu_and_own(place: TransportContext) -> Sequence[torch.device]:
     return list(dict.fromkeys([torch.device("cpu"), place.device]))
 
 
-def _no_accelerator(place: Place) -> str | None:
+def _no_accelerator(place: TransportContext) -> str | None:
     return "the ranks compute on the CPU, whose back end is gloo" if place.device.type == "cpu" else None
 
 
-def _no_gloo(place: Place) -> str | None:
+def _no_gloo(place: TransportContext) -> str | None:
     return None if dist.is_gloo_available() else "this PyTorch is built without it"
 
 
-def _no_shared_memory(place: Place) -> str | None:
+def _no_shared_memory(place: TransportContext) -> str | None:
     apart = len(set(place.hosts)) == len(place.hosts)
     return "every rank is on a host of its own, and hosts share no memory" if apart else None
 
 
-def _no_mpi(place: Place) -> str | None:
+def _no_mpi(place: TransportContext) -> str | None:
     """Why MPI is unavailable: it must be the first back end of a process, and these have another one."""
     if not dist.is_mpi_available():
         return "this PyTorch is built without it"
     return "its ranks must be started by mpirun, with MPI as their first back end"
 
 
-def _no_ucc(place: Place) -> str | None:
+def _no_ucc(place: TransportContext) -> str | None:
     return None if dist.is_ucc_available() else "this PyTorch is built without it"
 
 

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from samestep.comm.correctness import DTYPES, short
 from samestep.comm.demo import Demonstration
-from samestep.comm.measure import Row
+from samestep.comm.measure import CollectiveTiming
 from samestep.comm_bench.request import size_in_words
-from samestep.comm_bench.results import Check, Limits, Report
+from samestep.comm_bench.results import BandwidthLimits, Check, Report
 from samestep.comm_bench.support import Support
 from samestep.display import curves_svg
 from samestep.display.curves_svg import COLOURS, DASHES, Curve, Panel, Scale
@@ -106,7 +106,7 @@ def _fits(report: Report) -> Table:
     return table(columns, rows, title="fitted: time = latency + bytes / bandwidth")
 
 
-def limit_lines(limits: Limits) -> list[str]:
+def limit_lines(limits: BandwidthLimits) -> list[str]:
     """Describe the link between hosts in words; empty on one host."""
     if limits.interface is None and limits.stream is None:
         return []
@@ -230,7 +230,7 @@ def _panels(report: Report) -> Mapping[str, Sequence[Curve]]:
     return {"bus bandwidth, GB/s": bus, "time of a call, ms": _curves(report, lambda row: row.seconds_median * 1e3)}
 
 
-def _curves(report: Report, of: Callable[[Row], float]) -> list[Curve]:
+def _curves(report: Report, of: Callable[[CollectiveTiming], float]) -> list[Curve]:
     """A curve for each collective and transport, over bytes; barriers, which send no bytes, have none."""
     names = list(dict.fromkeys(row.collective for row in report.rows if row.bytes))
     return [

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from samestep.comm.measure import Fit, Row
+from samestep.comm.measure import CollectiveTiming, Fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class BandwidthLimits:
     """Upper limits of bus bandwidth, in bytes a second."""
 
     copies: Mapping[int, float]  # bytes of a copy -> rate of each rank, while all ranks of its host copy
@@ -61,9 +61,9 @@ class Report:
     transports: tuple[str, ...]
     missing: Mapping[str, str]  # transport -> why it is unavailable here
     checks: Sequence[Check]
-    rows: Sequence[Row]
+    rows: Sequence[CollectiveTiming]
     fits: Sequence[Fit]
-    limits: Limits
+    limits: BandwidthLimits
     host: Mapping[str, Any] = field(default_factory=dict)  # the machine of rank 0
 
     @property
@@ -76,7 +76,7 @@ class Report:
         """Whether every result was right. A dtype that a back end refuses is not a wrong result."""
         return not any(check.wrong for check in self.checks)
 
-    def limit(self, row: Row) -> float | None:
+    def limit(self, row: CollectiveTiming) -> float | None:
         """Upper limit of a row's bandwidth; None if unknown, as between accelerators of one host."""
         if self.one_host and row.device != "cpu":
             return None

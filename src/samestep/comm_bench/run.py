@@ -15,11 +15,11 @@ from samestep.comm import limits
 from samestep.comm.collectives import COLLECTIVES
 from samestep.comm.correctness import DTYPES, WRONG, agreed, attempt, short
 from samestep.comm.demo import Demonstration, demonstrate
-from samestep.comm.measure import DTYPE, Channel, Row, fits, measure
+from samestep.comm.measure import DTYPE, Channel, CollectiveTiming, fits, measure
 from samestep.comm.mesh import new_group
-from samestep.comm.transports import TABLE, Place, available, default, title_of
+from samestep.comm.transports import TABLE, TransportContext, available, default, title_of
 from samestep.comm_bench.request import AUTO, CommRequest, in_words
-from samestep.comm_bench.results import Check, Limits, Report
+from samestep.comm_bench.results import BandwidthLimits, Check, Report
 from samestep.comparison.results import machine
 from samestep.errors import UserError
 from samestep.launch import local
@@ -62,7 +62,7 @@ class Meeting:
 
     world: World
     control: dist.ProcessGroup  # gloo, all ranks: to agree on outcomes and gather results
-    place: Place
+    place: TransportContext
 
 
 @contextmanager
@@ -73,16 +73,16 @@ def meet(device: DeviceChoice) -> Iterator[Meeting]:
         hosts = [""] * world.world_size
         dist.all_gather_object(hosts, socket.gethostname(), group=control)
         backend = backend_of(world.device).rpartition(":")[2]
-        place = Place(hosts=tuple(hosts), device=world.device, backend=backend)
+        place = TransportContext(hosts=tuple(hosts), device=world.device, backend=backend)
         yield Meeting(world=world, control=control, place=place)
 
 
-def _channels(place: Place) -> list[Channel]:
+def _channels(place: TransportContext) -> list[Channel]:
     """Open a channel for each available transport."""
     return [_channel(name, place) for name in available(place)]
 
 
-def _channel(name: str, place: Place) -> Channel:
+def _channel(name: str, place: TransportContext) -> Channel:
     return Channel(
         transport=title_of(name, place), group=TABLE[name].group(place), device=TABLE[name].devices(place)[0]
     )
@@ -106,7 +106,7 @@ def _measure_rank(asked: CommRequest) -> Report | None:
         channels = _channels(met.place)
         checks = _checks(asked, channels, met.control, say)
         refused = {(check.transport, check.collective) for check in checks if _stops(check)}
-        rows: list[Row] = []
+        rows: list[CollectiveTiming] = []
         for name in asked.collectives:
             usable = [channel for channel in channels if (channel.transport, name) not in refused]
             rows += _timed(name, asked, usable, met.control, say)
@@ -153,7 +153,7 @@ def _timed(
     channels: Sequence[Channel],
     control: dist.ProcessGroup,
     say: Callable[[str], None],
-) -> list[Row]:
+) -> list[CollectiveTiming]:
     """Time a collective through all channels, at each size; one that sends nothing is timed once."""
     if not channels:
         return []
@@ -165,16 +165,16 @@ def _timed(
     return rows
 
 
-def _limits(asked: CommRequest, met: Meeting, say: Callable[[str], None]) -> Limits:
+def _limits(asked: CommRequest, met: Meeting, say: Callable[[str], None]) -> BandwidthLimits:
     """What bounds the bandwidth here: copies in memory, and between hosts the link."""
     copies = limits.copy_rates(asked.sizes, met.control)
     if met.place.one_host:
-        return Limits(copies=copies)
+        return BandwidthLimits(copies=copies)
     say("the link between hosts")
     address = agreed_in_group(environment.main_address())
     interface = interface_of(address)
     stream = limits.stream_rate(met.place.hosts, address, met.control, _STREAM_SECONDS)
-    return Limits(copies=copies, interface=interface, adapter=limits.adapter_rate(interface), stream=stream)
+    return BandwidthLimits(copies=copies, interface=interface, adapter=limits.adapter_rate(interface), stream=stream)
 
 
 def _say(text: str) -> None:

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from samestep import environment
 from samestep.comm.collectives import COLLECTIVES
 from samestep.comm.correctness import DTYPES, WRONG, agreed, attempt, short
-from samestep.comm.transports import TABLE, Place, title_of
+from samestep.comm.transports import TABLE, TransportContext, title_of
 from samestep.comm_bench.run import meet, on_ranks
 from samestep.comm_bench.try_ranks import Notes, read_notes, run_ranks
 from samestep.errors import StartError
 from samestep.ranks import DeviceChoice
-from samestep.subprocess_group import Outcome, signals_raise
+from samestep.subprocess_group import CommandOutcome, signals_raise
 
 Verdict = Literal["works", "refused", "wrong", "hangs", "crashes"]
 
@@ -138,7 +138,7 @@ def _tried(folder: Path, device: DeviceChoice, ranks: int, limit: float) -> list
             return lines
 
 
-def _stopped(lines: Sequence[Mapping[str, Any]], outcome: Outcome) -> dict[str, Any] | None:
+def _stopped(lines: Sequence[Mapping[str, Any]], outcome: CommandOutcome) -> dict[str, Any] | None:
     """Return the unfinished attempt with its verdict, hangs or crashes; None if there is none."""
     ended = {line["index"] for line in lines if "verdict" in line}
     begun = [line for line in lines if "collective" in line and line["index"] not in ended]
@@ -172,7 +172,7 @@ class Try:
         return {"index": self.index, **named, "dtype": short(self.dtype)}
 
 
-def tries(place: Place) -> Iterator[Try]:
+def tries(place: TransportContext) -> Iterator[Try]:
     """All attempts, in their order; a barrier has no dtype and is tried once."""
     index = 0
     for name, transport in TABLE.items():
@@ -193,7 +193,9 @@ def tries(place: Place) -> Iterator[Try]:
                     index += 1
 
 
-def _try_all(place: Place, control: dist.ProcessGroup, notes: Notes, *, first: int, limit: float | None) -> None:
+def _try_all(
+    place: TransportContext, control: dist.ProcessGroup, notes: Notes, *, first: int, limit: float | None
+) -> None:
     """Make the attempts from index `first` on, on each rank; rank 0 logs their results.
 
     `limit`: seconds after which a rank exits if an attempt has not returned; None: the back end's timeout applies.
@@ -228,7 +230,7 @@ def _try_all(place: Place, control: dist.ProcessGroup, notes: Notes, *, first: i
             say({**each.to_json(), "verdict": _verdict(told), "reason": told})
 
 
-def _group(each: Try, place: Place, groups: dict[str, dist.ProcessGroup]) -> str | None:
+def _group(each: Try, place: TransportContext, groups: dict[str, dist.ProcessGroup]) -> str | None:
     """Create a transport's group unless it exists. Returns the error on this rank, or None."""
     if each.transport not in groups:
         try:

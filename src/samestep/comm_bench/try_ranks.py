@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from samestep import subprocess_group
-from samestep.subprocess_group import Outcome
+from samestep.subprocess_group import CommandOutcome
 
 _MODULE = "samestep.comm_bench.try_ranks"
 
 
 def run_ranks(
     function: Callable[..., None], arguments: tuple[str | int | float, ...], ranks: int, *, limit: float
-) -> Outcome:
+) -> CommandOutcome:
     """Call a module-level function in each of `ranks` new ranks; after `limit` seconds all of them are ended."""
     name = f"{function.__module__}:{function.__qualname__}"
     command = [sys.executable, "-m", _MODULE, name, str(ranks), json.dumps(arguments)]

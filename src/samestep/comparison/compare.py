@@ -15,7 +15,7 @@ from samestep import environment, subprocess_group
 from samestep.api import check_job
 from samestep.comparison import results
 from samestep.comparison.methods import METHODS, SINGLE, Method, chosen
-from samestep.comparison.results import Comparison, Row, explain, machine
+from samestep.comparison.results import Comparison, ComparisonRow, explain, machine
 from samestep.comparison.runs import run_method
 from samestep.comparison.same_step import STEPS, References, SameStep, best, short_job, unevaluated
 from samestep.contract.check import check_contract
@@ -37,7 +37,7 @@ from samestep.validation import checked
 class MethodJob:
     """A method and its job."""
 
-    row: Row  # as it is before anything ran
+    row: ComparisonRow  # as it is before anything ran
     job: Job
     precisions: frozenset[str] = frozenset()
 
@@ -58,7 +58,7 @@ def _entry(job: Job, task: Task, method: Method, budget: int) -> MethodJob:
     size = Layout.parse(method.layout).size
     threads = max(1, (method.cores or budget) // size)
     recipe = job.recipe if method.precision is None else replace(job.recipe, precision=method.precision)
-    row = Row(method=method, processes=size, threads=threads, precision=recipe.precision, status="measured")
+    row = ComparisonRow(method=method, processes=size, threads=threads, precision=recipe.precision, status="measured")
     ours = method.start.precisions is None
     run = replace(
         job.run,
@@ -228,7 +228,7 @@ class _Runner:
         self._time_limit = time_limit
         self._count = 0
 
-    def all_rows(self, planned: Sequence[MethodJob], reference: MethodJob, repeats: int) -> list[Row]:
+    def all_rows(self, planned: Sequence[MethodJob], reference: MethodJob, repeats: int) -> list[ComparisonRow]:
         """Run the first steps of every method, which also warms up the machine; then the repeats, interleaved."""
         rows = {entry.row.method: entry.row for entry in planned}
         runnable = [entry for entry in planned if entry.row.status == "measured"]
@@ -255,13 +255,13 @@ class _Runner:
             raise UserError(reason)
         raise RankFailedError(0, outcome.output or reason)
 
-    def _held(self, entry: MethodJob, row: Row, known: Sequence[float]) -> Row:
+    def _held(self, entry: MethodJob, row: ComparisonRow, known: Sequence[float]) -> ComparisonRow:
         """Run the method's first steps, and add their comparison with the reference to the row."""
         if not row.synchronous:
             return row
         precision = row.method.precision or best(entry.precisions)
 
-        def read(folder: Path, seconds: float) -> Row:
+        def read(folder: Path, seconds: float) -> ComparisonRow:
             """Compare the losses, gradient norms and parameters of a short run with the reference."""
             held = SameStep(
                 precision=precision,
@@ -274,7 +274,7 @@ class _Runner:
 
         return self._ended(row, short_job(entry.job, precision), read)
 
-    def _measured(self, entry: MethodJob, row: Row) -> Row:
+    def _measured(self, entry: MethodJob, row: ComparisonRow) -> ComparisonRow:
         """Run one more repeat, and add its figures to the row.
 
         Only the first repeat evaluates, since the others take the same steps; with early stopping every repeat does.
@@ -282,12 +282,12 @@ class _Runner:
         known = row.runs and entry.job.recipe.early_stop is None
         job = unevaluated(entry.job) if known else entry.job
 
-        def read(folder: Path, seconds: float) -> Row:
+        def read(folder: Path, seconds: float) -> ComparisonRow:
             return replace(row, runs=(*row.runs, results.read(folder, seconds)))
 
         return self._ended(row, job, read)
 
-    def _ended(self, row: Row, job: Job, read: Callable[[Path, float], Row]) -> Row:
+    def _ended(self, row: ComparisonRow, job: Job, read: Callable[[Path, float], ComparisonRow]) -> ComparisonRow:
         """Run a job and read its results; on any failure the row has the reason."""
         folder, outcome = self._run(row.method, job)
         try:
@@ -298,7 +298,7 @@ class _Runner:
             status, reason = "failed", f"what it left can't be read: {error!r}"
         return replace(row, status=status, reason=reason, output=outcome.output)
 
-    def _run(self, method: Method, job: Job) -> tuple[Path, subprocess_group.Outcome]:
+    def _run(self, method: Method, job: Job) -> tuple[Path, subprocess_group.CommandOutcome]:
         """Run a job in a folder of its own."""
         self._count += 1
         place = self._folder / str(self._count)

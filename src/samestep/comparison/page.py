@@ -11,7 +11,7 @@ from samestep.display.page import Cell, Words, both, document, html_table, parag
 from samestep.display.tables import formatted
 
 if TYPE_CHECKING:  # a comparison writes this page of itself
-    from samestep.comparison.results import Comparison, Row
+    from samestep.comparison.results import Comparison, ComparisonRow
 
 
 def times(found: "Comparison") -> str:
@@ -32,7 +32,7 @@ def times(found: "Comparison") -> str:
     return html_table("times-table", columns, [_time_cells(found, row) for row in found.rows])
 
 
-def _time_cells(found: "Comparison", row: "Row") -> list[Cell]:
+def _time_cells(found: "Comparison", row: "ComparisonRow") -> list[Cell]:
     """Seconds, their spread over repeats, speed-up over one process and over one core."""
     known = [
         _name(row),
@@ -72,7 +72,7 @@ def costs(found: "Comparison") -> str:
     return html_table("costs-table", columns, [_cost_cells(row) for row in found.rows if row.runs or row.same_step])
 
 
-def _cost_cells(row: "Row") -> list[Cell]:
+def _cost_cells(row: "ComparisonRow") -> list[Cell]:
     """MB a rank and in all, MB sent in a step, score, and the difference from one process's steps."""
     held = row.same_step
     return [
@@ -88,7 +88,7 @@ def _cost_cells(row: "Row") -> list[Cell]:
     ]
 
 
-def _same_step(row: "Row") -> Cell:
+def _same_step(row: "ComparisonRow") -> Cell:
     """Whether the method takes one process's step."""
     if not row.synchronous:
         return Cell(both(bilingual.ASYNCHRONOUS), "words")
@@ -101,7 +101,7 @@ def _same_step(row: "Row") -> Cell:
     )
 
 
-def _name(row: "Row") -> Cell:
+def _name(row: "ComparisonRow") -> Cell:
     return Cell(f'<span class="key" style="background:{color(row)}"></span>{both(row.method.title)}', "words")
 
 
@@ -146,13 +146,13 @@ def places(values: Sequence[float | None]) -> list[int | None]:
     return [None if value is None else known.index(value) + 1 for value in values]
 
 
-def _fastest(found: "Comparison", each: Published) -> "Row | None":
+def _fastest(found: "Comparison", each: Published) -> "ComparisonRow | None":
     """The fastest of the methods that a published measurement is of."""
     rows = [row for name in each.methods if (row := found.row(name)) is not None and row.seconds is not None]
     return min(rows, key=lambda row: row.seconds or 0.0, default=None)
 
 
-def _our_cells(found: "Comparison", row: "Row | None", place: int | None) -> list[Cell]:
+def _our_cells(found: "Comparison", row: "ComparisonRow | None", place: int | None) -> list[Cell]:
     if row is None:
         return [Cell(both(bilingual.NOT_MEASURED), "reason")]
     return [

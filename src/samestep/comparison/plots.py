@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from samestep.display.page import GRID, Words, figure_layout, in_languages, json_in_html
 
 if TYPE_CHECKING:
-    from samestep.comparison.results import Comparison, Row
+    from samestep.comparison.results import Comparison, ComparisonRow
 
 # Okabe and Ito's colours, which people who see few colours tell apart; a family of engines has one.
 _COLORS = {
@@ -24,10 +24,10 @@ _COLORS = {
 _ONE_PROCESS, _OTHER = "#5c6670", "#7a6a00"
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 
-Draw = Callable[["Comparison", "Sequence[Row]", int], go.Figure]
+Draw = Callable[["Comparison", "Sequence[ComparisonRow]", int], go.Figure]
 
 
-def color(row: "Row") -> str:
+def color(row: "ComparisonRow") -> str:
     """One colour an engine."""
     if row.processes == 1 and row.method.engine == "native":
         return _ONE_PROCESS
@@ -41,7 +41,7 @@ def figures(found: "Comparison") -> str:
     return json_in_html(drawn)
 
 
-def _times(found: "Comparison", rows: "Sequence[Row]", language: int) -> go.Figure:
+def _times(found: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
     """Bars from nothing to the median, and a line from the fastest to the slowest repeat."""
     medians = [row.seconds or 0.0 for row in rows]
     seconds = [[run.seconds for run in row.runs] for row in rows]
@@ -63,7 +63,7 @@ def _times(found: "Comparison", rows: "Sequence[Row]", language: int) -> go.Figu
     return _bars([bar], rows, Words("seconds of training", "训练时间（秒）")[language])
 
 
-def _losses(found: "Comparison", rows: "Sequence[Row]", language: int) -> go.Figure:
+def _losses(found: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
     figure = go.Figure()
     for row, dash in _dashed(rows):
         steps = list(range(1, len(row.runs[0].losses) + 1))
@@ -77,7 +77,7 @@ def _losses(found: "Comparison", rows: "Sequence[Row]", language: int) -> go.Fig
     return _lines(figure, Words("step", "步")[language], Words("training loss", "训练损失")[language])
 
 
-def _scores(found: "Comparison", rows: "Sequence[Row]", language: int) -> go.Figure:
+def _scores(found: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
     figure = go.Figure()
     for row, dash in _dashed(rows):
         scores = row.runs[0].scores
@@ -92,13 +92,13 @@ def _scores(found: "Comparison", rows: "Sequence[Row]", language: int) -> go.Fig
     return _lines(figure, Words("seconds of training", "训练时间（秒）")[language], metric)
 
 
-def _memory(found: "Comparison", rows: "Sequence[Row]", language: int) -> go.Figure:
+def _memory(found: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
     """Peak memory of each rank, in MB."""
     of_ranks = [row.runs[0].peak_memory_bytes for row in rows]
     return _ranks(rows, of_ranks, 1e6, language, Words("peak memory of a rank, MB", "每个 rank 的峰值内存（MB）"))
 
 
-def _traffic(found: "Comparison", rows: "Sequence[Row]", language: int) -> go.Figure:
+def _traffic(found: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
     """What each rank sends in a step, in MB."""
     of_ranks = [row.runs[0].sent_bytes for row in rows]
     title = Words("sent by a rank in one step, MB", "每个 rank 每步发送（MB）")
@@ -106,7 +106,7 @@ def _traffic(found: "Comparison", rows: "Sequence[Row]", language: int) -> go.Fi
 
 
 def _ranks(
-    rows: "Sequence[Row]", of_ranks: Sequence[Sequence[int]], unit: float, language: int, title: Words
+    rows: "Sequence[ComparisonRow]", of_ranks: Sequence[Sequence[int]], unit: float, language: int, title: Words
 ) -> go.Figure:
     """A bar to the largest rank, and a dot for every one."""
     names = _names(rows, language)
@@ -134,7 +134,7 @@ def _ranks(
     return _bars([bar, every], rows, title[language])
 
 
-def _names(rows: "Sequence[Row]", language: int) -> list[str]:
+def _names(rows: "Sequence[ComparisonRow]", language: int) -> list[str]:
     """What the rows are called on an axis. Pairs of one engine and layout may share a title, and names don't."""
     titles = [row.method.title[language] for row in rows]
     return [
@@ -143,13 +143,13 @@ def _names(rows: "Sequence[Row]", language: int) -> list[str]:
     ]
 
 
-def _dashed(rows: "Sequence[Row]") -> "list[tuple[Row, str]]":
+def _dashed(rows: "Sequence[ComparisonRow]") -> "list[tuple[ComparisonRow, str]]":
     """The rows, each with a dash that no other of its colour has, as far as there are dashes."""
     dashes = {shade: cycle(_DASHES) for shade in map(color, rows)}
     return [(row, next(dashes[color(row)])) for row in rows]
 
 
-def _bars(traces: Sequence[Any], rows: "Sequence[Row]", title: str) -> go.Figure:
+def _bars(traces: Sequence[Any], rows: "Sequence[ComparisonRow]", title: str) -> go.Figure:
     figure = go.Figure(traces, layout=figure_layout(height=96 + 27 * len(rows)))
     figure.update_layout(showlegend=False, bargap=0.32, margin_l=10)
     figure.update_xaxes(title_text=title, rangemode="tozero", gridcolor=GRID, zerolinecolor="#8c959f")

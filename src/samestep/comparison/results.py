@@ -25,7 +25,7 @@ from samestep.job import Job
 from samestep.jobfile import plain
 from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators
-from samestep.subprocess_group import Outcome
+from samestep.subprocess_group import CommandOutcome
 from samestep.training.result import REPORT_FILE
 
 
@@ -120,7 +120,7 @@ _PREFIX = "samestep: "  # of what the command line says last
 _LINES = 3
 
 
-def explain(folder: Path, outcome: Outcome, limit: float) -> tuple[Literal["refused", "failed"], str]:
+def explain(folder: Path, outcome: CommandOutcome, limit: float) -> tuple[Literal["refused", "failed"], str]:
     """Return whether the job was refused or the run failed, and the message."""
     if outcome.code is None:
         return "failed", f"it ran longer than the time limit of {limit:g} s and was stopped"
@@ -165,7 +165,7 @@ Status = Literal["measured", "refused", "not installed", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """The results of one method, or the reason why it wasn't measured."""
 
     method: Method
@@ -219,7 +219,7 @@ class Comparison:
     processes: int
     cores: int  # that every method has, but those that say otherwise
     repeats: int
-    rows: Sequence[Row]
+    rows: Sequence[ComparisonRow]
     machine: Mapping[str, Any]
 
     @property
@@ -236,10 +236,10 @@ class Comparison:
     def versions(self) -> dict[str, str]:
         return {name: version for row in self.rows for run in row.runs for name, version in run.versions.items()}
 
-    def row(self, name: str) -> Row | None:
+    def row(self, name: str) -> ComparisonRow | None:
         return next((row for row in self.rows if row.method.name == name), None)
 
-    def speed_up(self, row: Row, over: str = SINGLE) -> float | None:
+    def speed_up(self, row: ComparisonRow, over: str = SINGLE) -> float | None:
         """Speed-up over one process: with all cores (`single`) or with one (`single-core`)."""
         base = self.row(over)
         if base is None or base.seconds is None or not row.seconds:
@@ -271,7 +271,7 @@ class Comparison:
 
         file.write_text(page(self), encoding="utf-8")
 
-    def _row_json(self, row: Row) -> dict[str, Any]:
+    def _row_json(self, row: ComparisonRow) -> dict[str, Any]:
         method = row.method
         return {
             "method": method.name,

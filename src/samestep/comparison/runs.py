@@ -25,14 +25,14 @@ from samestep.errors import NonFiniteError, RankFailedError, UserError
 from samestep.job import Job
 from samestep.jobfile import LoadedJob, dump
 from samestep.layout import Layout
-from samestep.subprocess_group import Outcome
+from samestep.subprocess_group import CommandOutcome
 
 
 class _LimitError(Exception):
     """A run has exceeded its time limit."""
 
 
-def run_method(method: Method, job: Job, place: Path, *, limit: float) -> tuple[Path, Outcome]:
+def run_method(method: Method, job: Job, place: Path, *, limit: float) -> tuple[Path, CommandOutcome]:
     """Run a method's job for `limit` seconds at most, and return its folder as well; `place` is an empty folder."""
     folder = place / "run"
     if is_forked(method):
@@ -54,7 +54,7 @@ def is_forked(method: Method) -> bool:
     return method.start == SAMESTEP and method.engine == "native" and several and clock
 
 
-def run_forked(job: Job, folder: Path, *, limit: float) -> Outcome:
+def run_forked(job: Job, folder: Path, *, limit: float) -> CommandOutcome:
     """Train a job into a folder, for `limit` seconds at most. Raises InterruptedJobError on a signal."""
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
@@ -71,7 +71,9 @@ def run_forked(job: Job, folder: Path, *, limit: float) -> Outcome:
             code, told = 1, f"samestep: {error}\n"
         seconds = time.perf_counter() - began
         output.seek(0)
-        return Outcome(code=code, seconds=seconds, output=output.read().decode("utf-8", errors="replace") + told)
+        return CommandOutcome(
+            code=code, seconds=seconds, output=output.read().decode("utf-8", errors="replace") + told
+        )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from samestep.comparison.methods import SINGLE_CORE
-from samestep.comparison.results import Comparison, Row
+from samestep.comparison.results import Comparison, ComparisonRow
 from samestep.display.tables import WIDTH, Table, formatted, numbers, plain_console, table, texts
 
 
@@ -37,7 +37,7 @@ def _times(found: Comparison) -> Table:
     return table(columns, rows, title=f"{found.job.name or found.job.recipe.task}: time of training, {repeats}")
 
 
-def _time_cells(found: Comparison, row: Row) -> list[str]:
+def _time_cells(found: Comparison, row: ComparisonRow) -> list[str]:
     if row.status != "measured":
         return [str(row.processes), row.status]
     seconds = [run.seconds for run in row.runs]
@@ -84,7 +84,7 @@ def _costs(found: Comparison) -> Table:
     )
 
 
-def verdict(row: Row) -> str:
+def verdict(row: ComparisonRow) -> str:
     """Describe a row's first steps: within tolerance or not, how far apart, in which precision."""
     if not row.synchronous:
         return "asynchronous"

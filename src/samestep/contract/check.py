@@ -54,7 +54,7 @@ PARTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class ContractFinding:
     """The result of checking one part of the contract."""
 
     part: str
@@ -90,21 +90,21 @@ def find_gradients_passed(job: Job, task: Task) -> list[Passed]:
         return []
 
 
-def examine(job: Job, task: Task) -> list[Finding]:
+def examine(job: Job, task: Task) -> list[ContractFinding]:
     """Check each part of the contract and return a finding for each; parts after the first broken one are unknown."""
-    found: dict[str, Finding] = {}
+    found: dict[str, ContractFinding] = {}
     why = "a part before it is broken"
     try:
         for part in _kept(job, task):
-            found[part] = Finding(part=part, kept=True, text=PARTS[part])
+            found[part] = ContractFinding(part=part, kept=True, text=PARTS[part])
         why = "the loss is not finite, and nothing can be compared"
     except ContractError as error:
         if error.part == LOSS:  # the loss is checked after a forward has passed
-            found[FORWARD] = Finding(part=FORWARD, kept=True, text=PARTS[FORWARD])
-        found[error.part] = Finding(part=error.part, kept=False, text=error.text)
+            found[FORWARD] = ContractFinding(part=FORWARD, kept=True, text=PARTS[FORWARD])
+        found[error.part] = ContractFinding(part=error.part, kept=False, text=error.text)
     except TooLargeError as error:
         why = str(error)
-    unknown = (Finding(part=part, kept=None, text=f"not looked at: {why}") for part in PARTS)
+    unknown = (ContractFinding(part=part, kept=None, text=f"not looked at: {why}") for part in PARTS)
     return [found.get(finding.part, finding) for finding in unknown]
 
 

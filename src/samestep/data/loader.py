@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from samestep.data.order import Indices, Place, SampleOrder, Share
+from samestep.data.order import DataPlace, Indices, SampleOrder, Share
 from samestep.data.types import Batch, Samples, as_batch, missing_sample
 from samestep.errors import UserError
 
@@ -96,7 +96,7 @@ class Loader:
         collate: Collate,
         order: SampleOrder,
         *,
-        place: Place,
+        place: DataPlace,
         device: torch.device,
         dtype: torch.dtype,
         start: int,
@@ -295,7 +295,7 @@ class Chunks:
         collate: Collate,
         *,
         size: int,
-        place: Place,
+        place: DataPlace,
         device: torch.device,
         dtype: torch.dtype,
         workers: int = 0,

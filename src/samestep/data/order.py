@@ -18,7 +18,7 @@ Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class DataPlace:
     """A rank's index among the ranks that share the samples."""
 
     index: int = 0
@@ -74,7 +74,7 @@ class SampleOrder:
         return order[index * self.batch : (index + 1) * self.batch]
 
     def shares(
-        self, step: int, place: Place, micro_batch: int | None, micro_batches: int | None = None
+        self, step: int, place: DataPlace, micro_batch: int | None, micro_batches: int | None = None
     ) -> list[Share]:
         """Return one rank's micro-batches of a step: as many as every other rank's, of at most `micro_batch` samples.
 
@@ -89,7 +89,7 @@ class SampleOrder:
         return cut(batch, place, micro_batch, micro_batches)
 
 
-def cut(batch: Indices, place: Place, micro_batch: int | None, micro_batches: int | None = None) -> list[Share]:
+def cut(batch: Indices, place: DataPlace, micro_batch: int | None, micro_batches: int | None = None) -> list[Share]:
     """Cut a global batch into a rank's micro-batches.
 
     Every rank gets a consecutive slice, slices differ by at most one sample, and every rank gets the same
@@ -110,7 +110,7 @@ def cut(batch: Indices, place: Place, micro_batch: int | None, micro_batches: in
     return shares
 
 
-def virtual_shares(batch: Indices, place: Place, virtual_ranks: int) -> list[Share]:
+def virtual_shares(batch: Indices, place: DataPlace, virtual_ranks: int) -> list[Share]:
     """Return the virtual ranks of one rank as micro-batches: consecutive ones, with the same samples in every layout.
 
     Every rank gets as many micro-batches as the one with the most; the missing ones have zero weight.

@@ -7,10 +7,10 @@ from rich.console import Console
 from samestep.display.tables import formatted, numbers, plain_console, table, texts
 from samestep.planning.accuracy import CrossValidation, GroupErrors
 from samestep.planning.price import Price, cost_of
-from samestep.planning.search import Candidate, Lever, Plan, why_slower
+from samestep.planning.search import Candidate, ClusterPlan, Lever, why_slower
 
 
-def print_plan(plan: Plan, price: Price | None, console: Console | None = None) -> None:
+def print_plan(plan: ClusterPlan, price: Price | None, console: Console | None = None) -> None:
     """Print the fastest layouts, what bounds each, and why it is slower than the best."""
     console = console or plain_console()
     job, cluster = plan.job, plan.cluster
@@ -34,7 +34,7 @@ def print_plan(plan: Plan, price: Price | None, console: Console | None = None) 
     console.print(f"a million tokens: {cost.kilowatt_hours:.3g} kWh of the devices{money}", soft_wrap=True)
 
 
-def _row(candidate: Candidate, plan: Plan) -> list[str]:
+def _row(candidate: Candidate, plan: ClusterPlan) -> list[str]:
     """Layout and what bounds it, micro-batch, GB, seconds, tokens a second, utilisation."""
     time = candidate.time
     link = time.links.get(time.bound)
@@ -49,7 +49,7 @@ def _row(candidate: Candidate, plan: Plan) -> list[str]:
     ]
 
 
-def _best_in_words(plan: Plan) -> str:
+def _best_in_words(plan: ClusterPlan) -> str:
     """Describe the best layout's step: the share of each part."""
     time = plan.best.time
     shares = sorted(time.parts.items(), key=lambda part: -part[1])

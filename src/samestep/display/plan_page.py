@@ -9,7 +9,7 @@ from samestep.errors import UserError
 from samestep.planning.memory import RankMemory
 from samestep.planning.pipeline_events import Event, timeline
 from samestep.planning.price import Price, cost_of
-from samestep.planning.search import Plan, plan, why_slower
+from samestep.planning.search import ClusterPlan, plan, why_slower
 
 # Okabe and Ito's colours, which people who see few colours tell apart.
 _PARTS = {
@@ -32,7 +32,7 @@ svg { max-width: 100%; height: auto } svg text { font: 12px system-ui, sans-seri
 """
 
 
-def page(found: Plan, price: Price | None) -> str:
+def page(found: ClusterPlan, price: Price | None) -> str:
     """The whole page."""
     job, cluster = found.job, found.cluster
     title = f"{job.model.name}, {cluster.devices:,} x {cluster.device.name}"
@@ -56,7 +56,7 @@ def page(found: Plan, price: Price | None) -> str:
     return plain_document(title, sections, _STYLE)
 
 
-def _layouts(found: Plan, price: Price | None) -> str:
+def _layouts(found: ClusterPlan, price: Price | None) -> str:
     """The table of candidates: GB, seconds, tokens a second, utilisation (MFU), energy and money."""
     head = [
         "layout 布局", "micro-batch 微批", "GB", "s", "tokens/s", "MFU", "kWh / 10⁶ tokens",
@@ -89,7 +89,7 @@ def _key(entries: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def _causes(found: Plan) -> str:
+def _causes(found: ClusterPlan) -> str:
     """Draw one bar of a step, divided by cause."""
     parts = sorted(found.best.time.parts.items(), key=lambda part: -part[1])
     at, bars = 0.0, []
@@ -127,7 +127,7 @@ def _memory(ranks: Sequence[RankMemory], limit: float) -> str:
     return _svg("memory", height, marks)
 
 
-def _timeline(found: Plan) -> str:
+def _timeline(found: ClusterPlan) -> str:
     """Draw the first rounds of the pipeline's schedule; without a pipeline, forward and backward of a micro-batch."""
     best = found.best
     layout = best.layout
@@ -166,7 +166,7 @@ def _timeline(found: Plan) -> str:
     return f"<p>{told}</p>" + _key(list(_KINDS.values())) + _svg("timeline", shown * _ROW + 4, marks)
 
 
-def _scaling(found: Plan) -> str:
+def _scaling(found: ClusterPlan) -> str:
     """Plot tokens a second of the best layout for each power of two of devices, with linear scaling."""
     points: list[tuple[int, float]] = []
     devices = 1

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from samestep.bits import BitsRow
 from samestep.display.tables import formatted, numbers, plain_console, table, texts
-from samestep.matrix import Row
+from samestep.matrix import MatrixRow
 from samestep.proof import Proof
 
 _DIFFERENCES = ("loss", "grad_norm", "parameters", "metrics")
@@ -27,7 +27,7 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
     console.print(f"{verdict} (tolerance {proof.tolerance:.0e}); worst parameter: {proof.worst_parameter}")
 
 
-def print_matrix(rows: Sequence[Row], console: Console | None = None) -> None:
+def print_matrix(rows: Sequence[MatrixRow], console: Console | None = None) -> None:
     """Print a line for every job and layout: the largest differences, or why the layout was refused."""
     console = console or plain_console()
     columns = [

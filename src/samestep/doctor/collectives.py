@@ -15,10 +15,10 @@ import torch.distributed as dist
 from samestep.comm.collectives import COLLECTIVES
 from samestep.comm.correctness import attempt, short
 from samestep.comm_bench.try_ranks import Notes, read_notes, run_ranks
-from samestep.doctor.findings import Finding, ok, problem, warning
+from samestep.doctor.findings import DoctorFinding, ok, problem, warning
 from samestep.launch.device import DeviceChoice, accelerators, backend_of, device_of
 from samestep.launch.world import join
-from samestep.subprocess_group import Outcome
+from samestep.subprocess_group import CommandOutcome
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 ALONE = frozenset(COLLECTIVES) - {"send/recv"}  # collectives that one rank can try: none with a peer
@@ -71,7 +71,7 @@ def trials() -> list[Trial]:
     return found
 
 
-def collectives(trial: Trial, limit: float) -> Iterator[Finding]:
+def collectives(trial: Trial, limit: float) -> Iterator[DoctorFinding]:
     """Start the ranks, and report which collectives gave the right result with which dtypes."""
     with tempfile.TemporaryDirectory(prefix="samestep-doctor-") as name:
         folder = Path(name)
@@ -80,7 +80,7 @@ def collectives(trial: Trial, limit: float) -> Iterator[Finding]:
     yield _finding(trial, outcome, notes, limit)
 
 
-def _finding(trial: Trial, outcome: Outcome, notes: list[list[dict[str, Any]]], limit: float) -> Finding:
+def _finding(trial: Trial, outcome: CommandOutcome, notes: list[list[dict[str, Any]]], limit: float) -> DoctorFinding:
     """Summarize the ranks' notes: which attempts fail, hang, or were not reached."""
     subject = f"backend {trial.backend}"
     # An attempt works where it works on every rank.
@@ -118,7 +118,7 @@ _REMEDY = (
 )
 
 
-def _stuck(outcome: Outcome, notes: list[list[dict[str, Any]]], limit: float) -> str:
+def _stuck(outcome: CommandOutcome, notes: list[list[dict[str, Any]]], limit: float) -> str:
     """Describe where each rank was when the trial ended."""
     places = []
     for rank, lines in enumerate(notes):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from samestep.doctor import collectives, machine, network
-from samestep.doctor.findings import Check, ExaminationRequest, Finding, problem, warning
+from samestep.doctor.findings import Check, DoctorFinding, ExaminationRequest, problem, warning
 from samestep.subprocess_group import signals_raise
 
 CHECKS: Mapping[str, Check] = {
@@ -29,7 +29,7 @@ CHECKS: Mapping[str, Check] = {
 }
 
 
-def examine(asked: ExaminationRequest, *, limit: float) -> Iterator[Finding]:
+def examine(asked: ExaminationRequest, *, limit: float) -> Iterator[DoctorFinding]:
     """Run all checks in parallel, then the collectives; each of the two within `limit` seconds.
 
     A check may hang on a name server or a network disk that doesn't answer; it is then abandoned and reported.
@@ -47,10 +47,10 @@ def examine(asked: ExaminationRequest, *, limit: float) -> Iterator[Finding]:
 class _Running(threading.Thread):
     """Runs a check in a daemon thread, so that a hanging check doesn't keep the process alive."""
 
-    def __init__(self, check: Callable[[], Iterable[Finding]]) -> None:
+    def __init__(self, check: Callable[[], Iterable[DoctorFinding]]) -> None:
         super().__init__(daemon=True)
         self._check = check
-        self._found: list[Finding] = []
+        self._found: list[DoctorFinding] = []
         self._error: Exception | None = None
         self.start()
 
@@ -61,7 +61,7 @@ class _Running(threading.Thread):
         except Exception as error:
             self._error = error
 
-    def findings(self, name: str, until: float) -> Iterable[Finding]:
+    def findings(self, name: str, until: float) -> Iterable[DoctorFinding]:
         """Yield the check's findings until the deadline, then its exception or timeout as a finding."""
         self.join(max(0.0, until - time.monotonic()))
         yield from list(self._found)

@@ -23,7 +23,7 @@ _FORM = "a name or an address is wanted, with a port where it is not 22: worker-
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class HostAddress:
     name: str
     port: int = SSH_PORT
 
@@ -32,12 +32,12 @@ class Host:
         return name if self.port == SSH_PORT else f"{name}:{self.port}"
 
 
-def parse_hosts(text: str) -> tuple[Host, ...]:
+def parse_hosts(text: str) -> tuple[HostAddress, ...]:
     """Parse the hosts of `--hosts`. Raises UserError."""
     return tuple(_host(each.strip(), f"--hosts {text}") for each in text.split(","))
 
 
-def read_hostfile(file: Path) -> tuple[Host, ...]:
+def read_hostfile(file: Path) -> tuple[HostAddress, ...]:
     """Read a file with a host in each line, such as `worker-1 slots=4`; all behind the name is ignored."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -54,7 +54,7 @@ def read_hostfile(file: Path) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def _host(text: str, place: str) -> Host:
+def _host(text: str, place: str) -> HostAddress:
     """Parse a host, with a port unless it is SSH's."""
     match = _HOST.fullmatch(text)
     if match is None:
@@ -62,14 +62,14 @@ def _host(text: str, place: str) -> Host:
     port = int(match["port"] or SSH_PORT)
     if not 0 < port < 65536:
         raise UserError(f'{place}: "{text}": a port is a number from 1 to 65535')
-    return Host(name=match["name"] or match["address"], port=port)
+    return HostAddress(name=match["name"] or match["address"], port=port)
 
 
 Verdict = Literal["ok", "warning", "problem"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class DoctorFinding:
     """The result of one check, a row of the report."""
 
     subject: str
@@ -88,31 +88,31 @@ class Finding:
         }
 
 
-def ok(subject: str, text: str, remedy: str | None = None, **values: Any) -> Finding:
+def ok(subject: str, text: str, remedy: str | None = None, **values: Any) -> DoctorFinding:
     """Build a finding without a problem; a remedy is optional."""
-    return Finding(subject=subject, verdict="ok", text=text, remedy=remedy, values=values)
+    return DoctorFinding(subject=subject, verdict="ok", text=text, remedy=remedy, values=values)
 
 
-def warning(subject: str, text: str, remedy: str, **values: Any) -> Finding:
+def warning(subject: str, text: str, remedy: str, **values: Any) -> DoctorFinding:
     """Build a finding that may cause problems."""
-    return Finding(subject=subject, verdict="warning", text=text, remedy=remedy, values=values)
+    return DoctorFinding(subject=subject, verdict="warning", text=text, remedy=remedy, values=values)
 
 
-def problem(subject: str, text: str, remedy: str, **values: Any) -> Finding:
+def problem(subject: str, text: str, remedy: str, **values: Any) -> DoctorFinding:
     """Build a finding that makes jobs fail, or made this run fail."""
-    return Finding(subject=subject, verdict="problem", text=text, remedy=remedy, values=values)
+    return DoctorFinding(subject=subject, verdict="problem", text=text, remedy=remedy, values=values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminationRequest:
     """What to examine: other hosts, a port, and the folder of runs."""
 
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[HostAddress, ...] = ()
     port: int | None = None
     folder: Path = Path("runs")
 
 
-Check = Callable[[ExaminationRequest], Iterable[Finding]]
+Check = Callable[[ExaminationRequest], Iterable[DoctorFinding]]
 
 
 def in_gib(count: float) -> str:
@@ -122,7 +122,7 @@ def in_gib(count: float) -> str:
 _STYLES: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
-def print_findings(findings: Sequence[Finding], title: str, console: Console | None = None) -> None:
+def print_findings(findings: Sequence[DoctorFinding], title: str, console: Console | None = None) -> None:
     """Print a row for each finding with its remedy, then the tables of collectives, then the totals."""
     console = console or plain_console()
     rows = []
@@ -139,7 +139,7 @@ def print_findings(findings: Sequence[Finding], title: str, console: Console | N
     console.print(", ".join(f"{verdict}: {counts[verdict]}" for verdict in _STYLES))
 
 
-def _collectives(finding: Finding) -> Table:
+def _collectives(finding: DoctorFinding) -> Table:
     """A table of collectives by dtype."""
     rows = finding.values["collectives"]
     dtypes = list(dict.fromkeys(dtype for row in rows.values() for dtype in row))

@@ -19,7 +19,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from samestep import environment
-from samestep.doctor.findings import ExaminationRequest, Finding, in_gib, ok, problem, warning
+from samestep.doctor.findings import DoctorFinding, ExaminationRequest, in_gib, ok, problem, warning
 from samestep.engines import ENGINES
 from samestep.engines.registry import resolve
 from samestep.launch.affinity import cores as usable_cores
@@ -29,7 +29,7 @@ from samestep.launch.memory import cgroup_limit
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def cores(asked: ExaminationRequest) -> Iterator[Finding]:
+def cores(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check the cores of the machine, of this process's affinity mask, and of its cgroup's quota."""
     of_machine, usable, quota = os.cpu_count() or 1, usable_cores(), cpu_quota(_CGROUPS)
     values = {"machine": of_machine, "usable": usable, "quota": quota}
@@ -66,7 +66,7 @@ def cpu_quota(groups: Path) -> float | None:
         return None
 
 
-def threads(asked: ExaminationRequest) -> Iterator[Finding]:
+def threads(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check OMP_NUM_THREADS against the available cores."""
     wanted, usable = environment.asked_threads(), usable_cores()
     if wanted is None:
@@ -82,7 +82,7 @@ def threads(asked: ExaminationRequest) -> Iterator[Finding]:
         yield ok("threads", f"OMP_NUM_THREADS={wanted}: every rank has so many", threads=wanted)
 
 
-def numa(asked: ExaminationRequest) -> Iterator[Finding]:
+def numa(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Count the NUMA nodes; access to another node's memory is slower."""
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     if nodes > 1:
@@ -101,7 +101,7 @@ _CONTAINER_DEFAULT = 64 * 2**20  # what a container gets by default
 _LITTLE = 2**30
 
 
-def memory(asked: ExaminationRequest) -> Iterator[Finding]:
+def memory(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check the free memory of the machine, and the limit of this process's cgroup."""
     there, limit = psutil.virtual_memory(), cgroup_limit()
     total, free = there.total, there.available
@@ -115,7 +115,7 @@ def memory(asked: ExaminationRequest) -> Iterator[Finding]:
         yield ok("memory", text, **values)
 
 
-def swap(asked: ExaminationRequest) -> Iterator[Finding]:
+def swap(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check how much memory is swapped out."""
     used = psutil.swap_memory().used
     if used > _LITTLE // 4:
@@ -129,7 +129,7 @@ def swap(asked: ExaminationRequest) -> Iterator[Finding]:
         yield ok("swap", "nothing to speak of is swapped out", used_bytes=used)
 
 
-def shared_memory(asked: ExaminationRequest) -> Iterator[Finding]:
+def shared_memory(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check the free space in /dev/shm, through which loader workers and NCCL pass tensors."""
     if not SHARED.is_dir():
         yield ok("shared memory", f"there is no {SHARED} on this system")
@@ -157,13 +157,13 @@ def shared_memory(asked: ExaminationRequest) -> Iterator[Finding]:
 _TOO_LITTLE, _LITTLE_ON_DISK = 100 * 2**20, 5 * 2**30
 
 
-def disks(asked: ExaminationRequest) -> Iterator[Finding]:
+def disks(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check the free space in the folders that a training writes to."""
     yield _folder("runs' folder", asked.folder, "write elsewhere with run.folder or --folder")
     yield _folder("temporary folder", Path(tempfile.gettempdir()), "point TMPDIR to a folder with more room")
 
 
-def _folder(subject: str, folder: Path, remedy: str) -> Finding:
+def _folder(subject: str, folder: Path, remedy: str) -> DoctorFinding:
     """Check a folder, or its nearest existing parent."""
     there = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
     if not there.is_dir():
@@ -187,7 +187,7 @@ _FEW, _TOO_FEW = 4096, 256  # open files
 _REMEDY = "ulimit -n 65536 before the start, LimitNOFILE= in a systemd unit, or docker run --ulimit nofile=65536"
 
 
-def open_files(asked: ExaminationRequest) -> Iterator[Finding]:
+def open_files(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check the limit of open files; every peer and every tensor from a loader worker takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     values: dict[str, Any] = {"soft": soft, "hard": hard}
@@ -201,7 +201,7 @@ def open_files(asked: ExaminationRequest) -> Iterator[Finding]:
         yield ok("open files", f"a process may open {soft:,}", **values)
 
 
-def locked_memory(asked: ExaminationRequest) -> Iterator[Finding]:
+def locked_memory(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check the limit of locked memory, which InfiniBand needs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
@@ -219,7 +219,7 @@ _STEPS = 1000
 _UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 
 
-def clock(asked: ExaminationRequest) -> Iterator[Finding]:
+def clock(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check that the clock advances and is synchronized, which matters between hosts."""
     times = [time.monotonic_ns() for _ in range(_STEPS)]
     if any(later < earlier for earlier, later in itertools.pairwise(times)):
@@ -250,7 +250,7 @@ def _state() -> int | None:
         return None
 
 
-def torch_build(asked: ExaminationRequest) -> Iterator[Finding]:
+def torch_build(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Python, PyTorch and the kind of device it is built for, and the accelerators that it sees."""
     names = accelerator_names()
     text = f"Python {platform.python_version()}, PyTorch {version('torch')} built for {build()}"
@@ -270,7 +270,7 @@ def torch_build(asked: ExaminationRequest) -> Iterator[Finding]:
         yield ok("PyTorch", f"{text}, no accelerator", accelerators=[], **values)
 
 
-def packages(asked: ExaminationRequest) -> Iterator[Finding]:
+def packages(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """What samestep must have, in the versions that it asks for, then its extras."""
     try:
         needed = [Requirement(text) for text in requires("samestep") or []]
@@ -308,7 +308,7 @@ def _wrong(requirement: Requirement) -> str | None:
     return f"{requirement.name} is {found}, and {requirement.specifier} is wanted"
 
 
-def _extra(extra: str, wanted: list[Requirement]) -> Finding:
+def _extra(extra: str, wanted: list[Requirement]) -> DoctorFinding:
     """Check that the packages of an extra are installed in matching versions."""
     subject, install = f"extra {extra}", f'pip install --upgrade "samestep[{extra}]"'
     wrong = [(each, text) for each in wanted if (text := _wrong(each)) is not None]
@@ -320,7 +320,7 @@ def _extra(extra: str, wanted: list[Requirement]) -> Finding:
     return warning(subject, text, install, installed=True)
 
 
-def engines(asked: ExaminationRequest) -> Iterator[Finding]:
+def engines(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check which engines have their packages installed."""
     for name in ENGINES:
         missing = {

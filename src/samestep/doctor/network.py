@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from samestep import environment
-from samestep.doctor.findings import SSH_PORT, ExaminationRequest, Finding, Host, ok, problem, warning
+from samestep.doctor.findings import SSH_PORT, DoctorFinding, ExaminationRequest, HostAddress, ok, problem, warning
 from samestep.launch.network import LOOPBACK, NOBODY_LISTENS, holders, is_ours
 
 _PATIENCE = 3.0  # seconds for one connection
@@ -18,7 +18,7 @@ _TRIES = 3
 _CLOCKS_APART = 1.0  # seconds from which time stamps of logs and checkpoints mislead
 
 
-def own_name(asked: ExaminationRequest) -> Iterator[Finding]:
+def own_name(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check that this host's name resolves to one of its addresses; gloo listens there for ranks of other hosts."""
     interface = environment.gloo_interface()
     if interface is not None:
@@ -41,7 +41,7 @@ def own_name(asked: ExaminationRequest) -> Iterator[Finding]:
         yield ok("own name", f"{name} resolves to {', '.join(addresses)}", **values)
 
 
-def _chosen(interface: str) -> Finding:
+def _chosen(interface: str) -> DoctorFinding:
     """Check the interface that GLOO_SOCKET_IFNAME names; gloo then doesn't resolve the host's name."""
     there = [name for _, name in socket.if_nameindex()]
     if interface in there:
@@ -58,7 +58,7 @@ def _addresses(name: str) -> list[str]:
         return []
 
 
-def reached(host: Host) -> Iterator[Finding]:
+def reached(host: HostAddress) -> Iterator[DoctorFinding]:
     """Check another host: its name, its port, the round-trip time, and its clock."""
     subject = f"host {host}"
     try:
@@ -85,14 +85,14 @@ def reached(host: Host) -> Iterator[Finding]:
     yield _clock(host)
 
 
-def _round_trip(host: Host) -> float:
+def _round_trip(host: HostAddress) -> float:
     """Measure the seconds to open a connection, one round trip."""
     began = time.perf_counter()
     with socket.create_connection((host.name, host.port), timeout=_PATIENCE):
         return time.perf_counter() - began
 
 
-def _clock(host: Host) -> Finding:
+def _clock(host: HostAddress) -> DoctorFinding:
     """Compare another host's clock with this one's over SSH (seconds); the error is half the round trip."""
     subject = f"clock of {host}"
     ssh = shutil.which("ssh")
@@ -122,7 +122,7 @@ def _clock(host: Host) -> Finding:
     return ok(subject, text, **values)
 
 
-def loopback(asked: ExaminationRequest) -> Iterator[Finding]:
+def loopback(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check that a socket can listen on the loopback and be reached, as ranks of one host need."""
     try:
         with socket.create_server((LOOPBACK, 0)) as listening:
@@ -137,7 +137,7 @@ def loopback(asked: ExaminationRequest) -> Iterator[Finding]:
         )
 
 
-def port(asked: ExaminationRequest) -> Iterator[Finding]:
+def port(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check whether the given port is free, and report which process holds it."""
     if asked.port is None:
         return

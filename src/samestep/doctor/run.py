@@ -9,13 +9,13 @@ from typing import Any
 
 import psutil
 
-from samestep.doctor.findings import Finding, in_gib, ok, problem, warning
+from samestep.doctor.findings import DoctorFinding, in_gib, ok, problem, warning
 from samestep.doctor.run_files import FAULTS_FILE, METRICS_FILE, RunFiles, number, read_run
 from samestep.job_plan.after_run import PLAN_FILE, STEP, Term, furthest, terms
 from samestep.training.result import REPORT_FILE
 
 
-def end(run: RunFiles) -> Iterator[Finding]:
+def end(run: RunFiles) -> Iterator[DoctorFinding]:
     """Check the report, which is the last file that a run writes."""
     steps = len(run.steps.values)
     last = run.steps.values[-1].get("step") if steps else None
@@ -43,7 +43,7 @@ def end(run: RunFiles) -> Iterator[Finding]:
         )
 
 
-def steps(run: RunFiles) -> Iterator[Finding]:
+def steps(run: RunFiles) -> Iterator[DoctorFinding]:
     """Check the step numbers for gaps and repetitions, and the file for truncated lines."""
     numbers = [int(step) for line in run.steps.values if (step := number(line.get("step"))) == step]
     values: dict[str, Any] = {"written": len(numbers)}
@@ -74,7 +74,7 @@ def steps(run: RunFiles) -> Iterator[Finding]:
         yield ok("steps", f"{first} to {last}, none missing", **values)
 
 
-def faults(run: RunFiles) -> Iterator[Finding]:
+def faults(run: RunFiles) -> Iterator[DoctorFinding]:
     """Report the recorded faults: first failing rank, step and reason; one for each start."""
     if run.faults.unreadable:
         text = f"{FAULTS_FILE}: {len(run.faults.unreadable)} lines can't be read"
@@ -126,7 +126,7 @@ def _remedy(line: Mapping[str, Any]) -> str:
     return next(found, f"the whole reason stands in {FAULTS_FILE}")
 
 
-def checkpoints(run: RunFiles) -> Iterator[Finding]:
+def checkpoints(run: RunFiles) -> Iterator[DoctorFinding]:
     """Report checkpoints that were never completed; they are never loaded."""
     left = run.unfinished_checkpoints
     if left and not run.may_be_running:
@@ -143,7 +143,7 @@ _TENTH = 10
 _FEW = 8  # samples that are named
 
 
-def loss(run: RunFiles) -> Iterator[Finding]:
+def loss(run: RunFiles) -> Iterator[DoctorFinding]:
     """Check for losses that are not finite, did not fall, or rose."""
     lines = run.steps.values
     bad: list[Any] = [line.get("step") for line in lines if not math.isfinite(number(line.get("loss")))]
@@ -179,7 +179,7 @@ def loss(run: RunFiles) -> Iterator[Finding]:
         yield ok("loss", f"fell {text}", **values)
 
 
-def gradients(run: RunFiles) -> Iterator[Finding]:
+def gradients(run: RunFiles) -> Iterator[DoctorFinding]:
     """Check for non-finite gradient norms at finite losses: skipped steps, or spoiled weights."""
     bad = [
         line.get("step")
@@ -197,7 +197,7 @@ def gradients(run: RunFiles) -> Iterator[Finding]:
         )
 
 
-def evaluations(run: RunFiles) -> Iterator[Finding]:
+def evaluations(run: RunFiles) -> Iterator[DoctorFinding]:
     """Check for metrics that are not finite, or never change."""
     lines = run.evaluations.values
     if not lines:
@@ -208,7 +208,7 @@ def evaluations(run: RunFiles) -> Iterator[Finding]:
     yield ok("evaluations", f"{len(lines)}, the last at step {lines[-1].get('step')}", count=len(lines))
 
 
-def _metric(name: str, lines: Sequence[Mapping[str, Any]]) -> Finding | None:
+def _metric(name: str, lines: Sequence[Mapping[str, Any]]) -> DoctorFinding | None:
     """Return a finding for a metric that is not finite, or the same in all evaluations; else None."""
     values = [number(line[name]) for line in lines]
     bad = [line.get("step") for line, value in zip(lines, values, strict=True) if not math.isfinite(value)]
@@ -230,7 +230,7 @@ _WARM_UP = 3  # the first steps make buffers and optimizer state, or compile
 _FULL = 0.9  # of the machine's memory
 
 
-def data(run: RunFiles) -> Iterator[Finding]:
+def data(run: RunFiles) -> Iterator[DoctorFinding]:
     """Check the share of time that ranks waited for samples."""
     waited, worked = run.numbers("data_seconds")[_WARM_UP:], run.numbers("step_seconds")[_WARM_UP:]
     if min(len(waited), len(worked)) < _ENOUGH_STEPS or sum(waited) + sum(worked) == 0:
@@ -244,7 +244,7 @@ def data(run: RunFiles) -> Iterator[Finding]:
         yield ok("data", text, share=share)
 
 
-def slow_steps(run: RunFiles) -> Iterator[Finding]:
+def slow_steps(run: RunFiles) -> Iterator[DoctorFinding]:
     """Find steps that took far longer than the others, and the share of time lost to them."""
     timed = [(line.get("step"), number(line.get("step_seconds"))) for line in run.steps.values[_WARM_UP:]]
     timed = [(step, seconds) for step, seconds in timed if seconds == seconds]
@@ -272,7 +272,7 @@ def slow_steps(run: RunFiles) -> Iterator[Finding]:
         yield ok("slow steps", f"none to speak of; the median is {median:.3g} s", **values)
 
 
-def slow_ranks(run: RunFiles) -> Iterator[Finding]:
+def slow_ranks(run: RunFiles) -> Iterator[DoctorFinding]:
     """Report the slow ranks that report.json names."""
     report = run.report or {}
     slow, seconds = report.get("slow_ranks"), report.get("own_step_seconds")
@@ -290,7 +290,7 @@ def slow_ranks(run: RunFiles) -> Iterator[Finding]:
         yield ok("slow ranks", f"none; the median is {usual:.3g} s a step", **values)
 
 
-def memory(run: RunFiles) -> Iterator[Finding]:
+def memory(run: RunFiles) -> Iterator[DoctorFinding]:
     """Compare the ranks' peak memory with this machine's, for a run on the CPU."""
     report = run.report or {}
     peaks, total = report.get("peak_memory_bytes"), psutil.virtual_memory().total
@@ -313,7 +313,7 @@ _CORRECTED = {
 }
 
 
-def plan(run: RunFiles) -> Iterator[Finding]:
+def plan(run: RunFiles) -> Iterator[DoctorFinding]:
     """Compare the run with the plan that chose its layout, and name the term with the largest error."""
     if run.plan is None or run.report is None:
         return
@@ -350,7 +350,7 @@ def _both_values(term: Term) -> str:
     return f"{in_gib(term.planned)} planned, {in_gib(term.measured)} measured"
 
 
-CHECKS: Mapping[str, Callable[[RunFiles], Iterable[Finding]]] = {
+CHECKS: Mapping[str, Callable[[RunFiles], Iterable[DoctorFinding]]] = {
     "end": end,
     "steps": steps,
     "faults": faults,
@@ -366,7 +366,7 @@ CHECKS: Mapping[str, Callable[[RunFiles], Iterable[Finding]]] = {
 }
 
 
-def read(folder: Path) -> Iterator[Finding]:
+def read(folder: Path) -> Iterator[DoctorFinding]:
     """Check a run. Raises UserError if the folder holds none."""
     run = read_run(folder)
     for check in CHECKS.values():

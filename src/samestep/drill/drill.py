@@ -104,7 +104,7 @@ class Runs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class FaultOutcome:
     """The outcome of one fault."""
 
     survived: bool  # the fault happened, and the training finished
@@ -120,13 +120,13 @@ class Drill:
 
     name: str
     does: str  # in a few words
-    run: Callable[[Runs], Outcome]
+    run: Callable[[Runs], FaultOutcome]
     processes: int = 1  # minimum number of ranks
     changes_result: bool = False  # surviving it changes the batches, as a rollback does
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class DrillRow:
     """One fault's result, compared with the undisturbed run."""
 
     fault: str
@@ -147,10 +147,10 @@ class Row:
         return {**asdict(self), "passed": self.passed}
 
 
-def row_of(drill: Drill, outcome: Outcome, undisturbed: Left) -> Row:
+def row_of(drill: Drill, outcome: FaultOutcome, undisturbed: Left) -> DrillRow:
     """Build a fault's row: whether the job survived, the cost, and the difference from the undisturbed run."""
     final, expected = (left.report.get("final_loss") for left in (outcome.left, undisturbed))
-    return Row(
+    return DrillRow(
         fault=drill.name,
         survived=outcome.survived,
         happened=outcome.happened,

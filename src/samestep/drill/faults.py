@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from samestep.drill.drill import Drill, Outcome, Runs
+from samestep.drill.drill import Drill, FaultOutcome, Runs
 from samestep.fault_tolerance.nonfinite import left_out
 from samestep.job import Fault, Inject
 
@@ -19,7 +19,7 @@ _A_STEP = 0.25  # seconds that steps are slowed down by, so that the signal come
 _AFTER = 2  # the step after which it is sent
 
 
-def requeued(runs: Runs, name: str, number: signal.Signals, *, to_the_group: bool) -> Outcome:
+def requeued(runs: Runs, name: str, number: signal.Signals, *, to_the_group: bool) -> FaultOutcome:
     """Send a signal in the middle of a training, and start the job again if it ended with 128 + the signal."""
     sent_at = 0.0
 
@@ -37,7 +37,7 @@ def requeued(runs: Runs, name: str, number: signal.Signals, *, to_the_group: boo
     slow = Inject(rank=runs.rank, step=0, fault="slow", seconds=_A_STEP)
     first = runs.train(name, meanwhile=send, inject=(slow,))
     if not sent_at or first.code != 128 + number:
-        return Outcome(survived=False, happened=f"exit code {first.code}: {first.last_words}", left=first)
+        return FaultOutcome(survived=False, happened=f"exit code {first.code}: {first.last_words}", left=first)
     done = len(first.losses)
     stepped_at = 0.0
 
@@ -49,7 +49,7 @@ def requeued(runs: Runs, name: str, number: signal.Signals, *, to_the_group: boo
 
     second = runs.train(name, meanwhile=look, resume="auto")
     goes_on_at = second.report.get("first_step")
-    return Outcome(
+    return FaultOutcome(
         survived=second.code == 0 and bool(goes_on_at),
         happened=f"saved after step {done - 1}, exit code {first.code}, started again",
         left=second,
@@ -58,15 +58,15 @@ def requeued(runs: Runs, name: str, number: signal.Signals, *, to_the_group: boo
     )
 
 
-def restarted(runs: Runs, fault: Fault, **run: Any) -> Outcome:
+def restarted(runs: Runs, fault: Fault, **run: Any) -> FaultOutcome:
     """Commit a fault in a job with one restart."""
     planted = Inject(rank=runs.rank, step=runs.step, fault=fault)
     left = runs.train(fault, inject=(planted,), max_restarts=1, **run)
     if len(left.faults) != 1:
-        return Outcome(survived=False, happened=left.last_words, left=left)
+        return FaultOutcome(survived=False, happened=left.last_words, left=left)
     (found,) = left.faults
     right = found["rank"] == runs.rank and found["step"] == runs.step and found["goes_on_at"] is not None
-    return Outcome(
+    return FaultOutcome(
         survived=left.code == 0 and right,
         happened=f"rank {found['rank']} in step {found['step']}: {found['cause']}",
         left=left,
@@ -78,7 +78,7 @@ def restarted(runs: Runs, fault: Fault, **run: Any) -> Outcome:
 _LIMIT = 5.0  # seconds; the job's own limit may be minutes, too long for a drill
 
 
-def _hang(runs: Runs) -> Outcome:
+def _hang(runs: Runs) -> FaultOutcome:
     """Hang a rank: the watchdog must detect it within its limit and restart the ranks."""
     limit = runs.job.run.hang_limit
     return restarted(runs, "hang", hang_limit=_LIMIT if limit is None else min(limit, _LIMIT))
@@ -97,12 +97,12 @@ INTERRUPTED = Drill(
 KILL = Drill(name="kill", does="a rank is killed by SIGKILL", run=lambda runs: restarted(runs, "kill"))
 
 
-def _nan(runs: Runs) -> Outcome:
+def _nan(runs: Runs) -> FaultOutcome:
     """Make a loss NaN: the training must roll back and leave out exactly that batch."""
     planted = Inject(rank=runs.rank, step=runs.step, fault="nan")
     left = runs.train("nan", inject=(planted,), on_nonfinite="rollback")
     steps = sorted(left_out(left.folder))
-    return Outcome(
+    return FaultOutcome(
         survived=left.code == 0 and steps == [runs.step],
         happened=f"rolled back, without the batch of step {', '.join(map(str, steps))}" if steps else left.last_words,
         left=left,
@@ -122,12 +122,12 @@ _TIMES = 3  # a slow rank's step / the undisturbed run's
 _LEAST = 0.1  # seconds
 
 
-def _slow(runs: Runs) -> Outcome:
+def _slow(runs: Runs) -> FaultOutcome:
     """Slow a rank down: the report must name it."""
     seconds = max(_LEAST, (_TIMES - 1) * runs.step_seconds)
     left = runs.train("slow", inject=(Inject(rank=runs.rank, step=1, fault="slow", seconds=seconds),))
     named = left.report.get("slow_ranks", [])
-    return Outcome(
+    return FaultOutcome(
         survived=left.code == 0 and named == [runs.rank],
         happened=f"named as slow: {', '.join(f'rank {rank}' for rank in named) or 'none'}",
         left=left,

@@ -9,7 +9,7 @@ from typing import Any
 from samestep import environment, subprocess_group
 from samestep.api import check_job, layout_of
 from samestep.display.tables import WIDTH, formatted, numbers, plain_console, table, texts, values_table
-from samestep.drill.drill import Drill, Row, Runs, row_of
+from samestep.drill.drill import Drill, DrillRow, Runs, row_of
 from samestep.drill.faults import DRILLS
 from samestep.drill.soak import Soaked
 from samestep.errors import UserError, closest
@@ -27,7 +27,7 @@ class Drilled:
     steps: int
     fault_step: int
     final_loss: float  # of the undisturbed run
-    rows: Sequence[Row]
+    rows: Sequence[DrillRow]
 
     @property
     def passed(self) -> bool:
@@ -128,7 +128,7 @@ def print_drill(drilled: Drilled) -> None:
         console.print("nan: a batch is left out, so the result differs")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: DrillRow) -> list[str]:
     """What a fault did, and how far the run under it ended from the undisturbed one."""
     return [
         row.fault,

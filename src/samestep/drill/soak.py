@@ -32,7 +32,7 @@ _HANG_LIMIT = 10.0  # seconds; the job's own limit may be minutes, too long for 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SoakSettings:
     """Settings of a soak."""
 
     faults: int
@@ -54,7 +54,7 @@ class Settings:
             raise UserError(f"--time-limit is {self.time_limit:g}; use a number of seconds above 0")
 
 
-class Place(Protocol):
+class SoakRunner(Protocol):
     """Where and how a soak's runs are started."""
 
     def train(self, name: str, job: Job, watch: Callable[[Target], None]) -> Left:
@@ -147,7 +147,7 @@ def soak_job(
     """
     if environment.ranks() is not None:
         raise UserError("drill starts its own processes; start it without a launcher")
-    settings = Settings(
+    settings = SoakSettings(
         faults=faults, seed=seed, between=between, kinds=kinds_of(kinds), steps=steps, time_limit=time_limit
     )
     job = soaked_job(job, faults)
@@ -157,7 +157,7 @@ def soak_job(
         return soak(OneHost(place=Path(folder), processes=layout.size), job, settings)
 
 
-def soak(place: Place, job: Job, settings: Settings) -> Soaked:
+def soak(place: SoakRunner, job: Job, settings: SoakSettings) -> Soaked:
     """Soak a job of `soaked_job` that was checked. Raises UserError where the undisturbed run fails."""
     layout = layout_of(job)
     with Bar("soak", settings.faults, lines=True) as bar:
@@ -259,7 +259,7 @@ def _for_faults(job: Job, folder: Path, ranks: int, *, resume: str = "never") ->
     return replace(job, run=run)
 
 
-def _undisturbed(place: Place, name: str, job: Job, settings: Settings) -> Left:
+def _undisturbed(place: SoakRunner, name: str, job: Job, settings: SoakSettings) -> Left:
     watched = UnderFaults(plan=(), stuck_after=settings.time_limit)
     left = place.train(name, job, watched.disturb)
     if watched.stuck:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.comm.mesh import Mesh
 from samestep.communication import Communication
 from samestep.data.loader import StepBatch
-from samestep.data.order import Place
+from samestep.data.order import DataPlace
 from samestep.data.types import Batch
 from samestep.job import Job
 from samestep.layout import Layout
@@ -233,7 +233,7 @@ class Engine(ABC):
         """Raise UserError for a task that this engine can't train so. It is called before any process starts."""
         return
 
-    def training_place(self, place: Place, layout: Layout, rank: int, config: Path | None) -> Place:
+    def training_place(self, place: DataPlace, layout: Layout, rank: int, config: Path | None) -> DataPlace:
         """The slice of each global batch that a rank trains on; `place`: its slice if all data ranks train."""
         return place
 

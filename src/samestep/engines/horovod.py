@@ -37,7 +37,7 @@ from samestep.validation import checked_file
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Settings:
+class HorovodSettings:
     """Horovod's settings; None: the value of Horovod's environment variable, or its default."""
 
     compression: Literal["none", "fp16"] = "none"  # of gradients on their way; fp16 is no longer the same step
@@ -61,11 +61,11 @@ class Settings:
         return parameter.numel() * (2 if self.compression == "fp16" else parameter.element_size())
 
 
-def read(path: Path | None) -> Settings:
+def read(path: Path | None) -> HorovodSettings:
     """Read a file of settings. Raises UserError that names the file and each mistake."""
     if path is None:
-        return Settings()
-    settings = checked_file(Settings, path, "Horovod's settings")
+        return HorovodSettings()
+    settings = checked_file(HorovodSettings, path, "Horovod's settings")
     if settings.messages == "mpi" and not environment.under_mpirun():
         raise UserError(
             f"{path}: messages is mpi, and no mpirun started this process; use `mpirun -np 2 samestep ...`, "
@@ -74,7 +74,7 @@ def read(path: Path | None) -> Settings:
     return settings
 
 
-def check_built(settings: Settings) -> None:
+def check_built(settings: HorovodSettings) -> None:
     """Raise UserError where this Horovod can't send as the settings say."""
     if settings.messages == "gloo":
         return
@@ -87,7 +87,7 @@ def check_built(settings: Settings) -> None:
         )
 
 
-def start(settings: Settings) -> None:
+def start(settings: HorovodSettings) -> None:
     """Initialise Horovod, with the same ranks as torch.distributed. Every rank must call it."""
     import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
 
@@ -162,7 +162,7 @@ class Horovod(Engine):
         return HorovodTrainer(setup, settings=settings)
 
 
-def distributed(optimizer: Optimizer, model: nn.Module, settings: Settings) -> Any:
+def distributed(optimizer: Optimizer, model: nn.Module, settings: HorovodSettings) -> Any:
     """Wrap an optimizer in Horovod's DistributedOptimizer, and broadcast rank 0's state if there is any.
 
     Nothing is broadcast for an optimizer that has not stepped: `hvd.broadcast_optimizer_state` would create its state
@@ -201,7 +201,7 @@ class _Compression:
 class HorovodTrainer(NativeTrainer):
     """Takes NativeTrainer's steps with an optimizer of Horovod's."""
 
-    def __init__(self, setup: TrainerSetup, *, settings: Settings) -> None:
+    def __init__(self, setup: TrainerSetup, *, settings: HorovodSettings) -> None:
         super().__init__(setup)
         self._horovod: Any = setup.optimizer
         self._settings = settings

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from samestep.data.loader import to_device
-from samestep.data.order import Place, SampleOrder, bounds
+from samestep.data.order import DataPlace, SampleOrder, bounds
 from samestep.data.types import Batch, as_batch
 from samestep.engines.precision import parameter_dtype
 from samestep.errors import UserError
@@ -86,7 +86,7 @@ class Loop:
                 "the loss takes gather, for the rows of the whole batch, which handwritten methods have not"
             )
         self.recipe, self.task = recipe, task
-        self.place, self.device = Place(index=rank, of=world_size), device
+        self.place, self.device = DataPlace(index=rank, of=world_size), device
         self._micro_batch, self._workers, self._group = micro_batch, workers, group
         self._dtype = parameter_dtype(recipe.precision)
         self.samples = task.train_set()

@@ -1,8 +1,8 @@
-"""Agent: one host's part of a job, by PyTorch's elastic agent. It starts the host's ranks and sees them end.
+"""Agent: one host's part of a job, by PyTorch's elastic agent. It starts the host's ranks and monitors them.
 
-Sequence on one host: `Handshake` (all hosts have come and agree) -> `elastic_agent.run` (rendezvous, start ranks,
-look after them, start them again) -> an `Outcome`, told to the controller. A thread looks twice a second whether the
-job has ended elsewhere (`_look`), and ends this host's ranks by SIGTERM to this process, then by SIGKILL after 5 s.
+Sequence on one host: `Handshake` (all hosts have joined and agree) -> `elastic_agent.run` (rendezvous, start ranks,
+monitor and restart them) -> a `JobOutcome`, sent to the controller. A thread checks twice a second whether the job
+has ended elsewhere (`_look`), and ends this host's ranks by SIGTERM to this process, then by SIGKILL after 5 s.
 """
 
 import multiprocessing
@@ -26,7 +26,7 @@ from samestep import environment
 from samestep.errors import HostLostError, JobOverError, StartError, UserError
 from samestep.launch import elastic_agent, rendezvous
 from samestep.launch.device import accelerators, check_slots
-from samestep.launch.failure import Failure, Outcome, first_of, of_failures, of_hang
+from samestep.launch.failure import Failure, JobOutcome, first_of, of_failures, of_hang
 from samestep.launch.handshake import Handshake
 from samestep.launch.logs import Follower, RankFiles
 from samestep.launch.node_spec import NodeSpec
@@ -41,10 +41,10 @@ _AFTER_END = 5.0  # seconds that ranks have to end when the job has failed elsew
 _SETTLE = 3.0  # seconds for all hosts to tell their failures
 
 
-def run(part: NodeSpec) -> Outcome:
+def run(part: NodeSpec) -> JobOutcome:
     """Run this host's part of a job, from the handshake to the end of its ranks.
 
-    No process is left running. User mistakes and failures are in the returned Outcome.
+    No process is left running. User mistakes and failures are in the returned JobOutcome.
     """
     with _Signals() as signals, elastic_agent.silent_agent():
         agent = _Agent(part, signals)
@@ -64,7 +64,7 @@ class _Agent:
         self._signals = signals
         self._handshake: Handshake | None = None  # None before the handshake, and in a single-host job
 
-    def take_part(self) -> Outcome:
+    def take_part(self) -> JobOutcome:
         """Shake hands with the other hosts, then run the ranks. Raises SignalException on a signal."""
         part = self._part
         try:
@@ -79,20 +79,20 @@ class _Agent:
         except JobOverError as error:
             # A host that was lost may come back after the others have finished.
             well = self._handshake is not None and self._handshake.succeeded(_SETTLE)
-            return Outcome() if well else Outcome(exit_code=1, message=str(error))
+            return JobOutcome() if well else JobOutcome(exit_code=1, message=str(error))
         except UserError as error:
-            return Outcome(exit_code=2, message=str(error))
+            return JobOutcome(exit_code=2, message=str(error))
         except (StartError, HostLostError) as error:
-            return Outcome(exit_code=1, message=str(error))
+            return JobOutcome(exit_code=1, message=str(error))
 
-    def interrupted(self) -> Outcome:
+    def interrupted(self) -> JobOutcome:
         """Return the outcome after a signal, and end a non-elastic job on all hosts."""
         number = self._signals.number
         if self._handshake is not None and not self._part.elastic:
             self._handshake.end(f"{self._part.host} was told to stop by {signal.Signals(number).name}")
-        return Outcome(exit_code=128 + number, message=f"stopped by signal {number}")
+        return JobOutcome(exit_code=128 + number, message=f"stopped by signal {number}")
 
-    def leave(self, outcome: Outcome) -> Outcome:
+    def leave(self, outcome: JobOutcome) -> JobOutcome:
         """Collect the other hosts' failures, and leave the job's store."""
         if self._handshake is None:
             return outcome
@@ -102,7 +102,7 @@ class _Agent:
         return outcome
 
 
-def _over_all_hosts(outcome: Outcome, handshake: Handshake) -> Outcome:
+def _over_all_hosts(outcome: JobOutcome, handshake: Handshake) -> JobOutcome:
     """Combine this host's outcome with the failures that other hosts report."""
     if outcome.failure is not None:
         time.sleep(_SETTLE / 2)
@@ -141,7 +141,7 @@ class _Ranks:
         self._over = threading.Event()
         self._ended: str | None = None  # why the job ended on another host
 
-    def run(self) -> Outcome:
+    def run(self) -> JobOutcome:
         """Run the ranks of this host until the job ends, and return the outcome."""
         part = self._part
         with ExitStack() as stack:
@@ -159,8 +159,8 @@ class _Ranks:
             except SignalException:
                 if self._ended is None:
                     raise
-                return Outcome(exit_code=1, message=self._ended)
-        return Outcome()
+                return JobOutcome(exit_code=1, message=self._ended)
+        return JobOutcome()
 
     def _start(self, files: RankFiles) -> None:
         """Run the elastic agent: rendezvous, start ranks, restart them; returns when all ranks are done."""
@@ -212,7 +212,7 @@ class _Ranks:
         # Without accelerators the chosen slots are interchangeable.
         return environment.devices(chosen) if chosen is not None and accelerators() else {}
 
-    def _failed(self, find: Callable[[], Failure]) -> Outcome:
+    def _failed(self, find: Callable[[], Failure]) -> JobOutcome:
         """Report a failure to the other hosts, and return the outcome."""
         self._over.set()  # ignore the end of the job from now on, while the logs are read
         failure = find()

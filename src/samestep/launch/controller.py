@@ -19,7 +19,7 @@ from types import FrameType
 from typing import IO, Any
 
 from samestep import environment
-from samestep.launch.failure import Outcome, of_failures
+from samestep.launch.failure import JobOutcome, of_failures
 from samestep.launch.logs import write_lines
 from samestep.launch.remote_agent import MARK, request
 from samestep.launch.starter import AgentCommand
@@ -193,9 +193,9 @@ class Controller:
         self._links: set[AgentConnection] = set()
         self._again: dict[AgentCommand, float] = {}  # lost hosts, and when each is retried
         self._waits: dict[AgentCommand, float] = {}  # current delay of hosts that have not come back
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, JobOutcome] = {}
         self._lost: list[str] = []
-        self._gave_up: dict[str, Outcome] = {}  # host -> its outcome
+        self._gave_up: dict[str, JobOutcome] = {}  # host -> its outcome
         self._reasons: dict[AgentCommand, str] = {}  # why hosts were last lost
         self._signal = 0
         self._signal_at = 0.0
@@ -205,7 +205,7 @@ class Controller:
         self._over = False  # whether a failure ends the job
         self._ordered = False  # whether an order was sent: an agent that ends afterwards is not lost
 
-    def run(self) -> Outcome:
+    def run(self) -> JobOutcome:
         """Run the job until every host's part has ended. No process is left, local or remote."""
         with ExitStack() as stack:
             for number in _SIGNALS:
@@ -257,7 +257,7 @@ class Controller:
             link.started.add(host)
             self._show(link)
         elif "outcome" in values:
-            outcome = Outcome.from_json(values["outcome"])
+            outcome = JobOutcome.from_json(values["outcome"])
             if self._gives_up(link, host, outcome):
                 self._gave_up[host] = outcome
                 return
@@ -265,7 +265,7 @@ class Controller:
             if outcome.exit_code != 0:
                 self._end_all(_AFTER_END)
 
-    def _gives_up(self, link: AgentConnection, host: str, outcome: Outcome) -> bool:
+    def _gives_up(self, link: AgentConnection, host: str, outcome: JobOutcome) -> bool:
         """Whether the other hosts go on without a host with this outcome."""
         if not self._elastic or self._ordered or self._ending or outcome.failure is not None:
             return False
@@ -299,7 +299,7 @@ class Controller:
         self._lost.append(reason)
         self._end_all(0)
 
-    def _await(self, link: AgentConnection, reason: str, gave_up: Outcome | None) -> None:
+    def _await(self, link: AgentConnection, reason: str, gave_up: JobOutcome | None) -> None:
         """Schedule a retry of a lost host; printed once each time that it is lost."""
         # A host that soon fails for the same reason as before has not come back in between.
         soon = time.monotonic() - link.began < _LONGEST_WAIT
@@ -366,31 +366,31 @@ class Controller:
         for link in self._links:
             link.kill()
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> JobOutcome:
         """Combine the hosts' outcomes."""
         if self._signal:
-            return Outcome(exit_code=128 + self._signal, message=f"stopped by signal {self._signal}")
+            return JobOutcome(exit_code=128 + self._signal, message=f"stopped by signal {self._signal}")
         outcomes = self._outcomes.values()
         found = of_failures(each.failure for each in outcomes if each.failure is not None)
         if found is not None and not (self._lost and found.failure is not None and found.failure.follows):
             return found
         mistakes = [each for each in outcomes if each.exit_code == 2]
         if mistakes:
-            return Outcome(exit_code=2, message="\n".join(_messages(mistakes)))
+            return JobOutcome(exit_code=2, message="\n".join(_messages(mistakes)))
         if self._lost:
-            return Outcome(exit_code=1, message="\n".join(self._lost))
+            return JobOutcome(exit_code=1, message="\n".join(self._lost))
         bad = [each for each in outcomes if each.exit_code != 0]
         if bad:
-            return Outcome(exit_code=bad[0].exit_code, message="\n".join(_messages(bad)))
-        return Outcome()
+            return JobOutcome(exit_code=bad[0].exit_code, message="\n".join(_messages(bad)))
+        return JobOutcome()
 
 
-def _reason(host: str, outcome: Outcome) -> str:
+def _reason(host: str, outcome: JobOutcome) -> str:
     """Describe why a host has given up."""
     message = outcome.message or "it gave no reason"
     return message if message.startswith(host) else f"{host}: {message}"
 
 
-def _messages(outcomes: Sequence[Outcome]) -> list[str]:
+def _messages(outcomes: Sequence[JobOutcome]) -> list[str]:
     """Return the hosts' messages without duplicates."""
     return list(dict.fromkeys(outcome.message for outcome in outcomes if outcome.message is not None))

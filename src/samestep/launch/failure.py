@@ -81,7 +81,7 @@ def first(failures: Iterable[Failure]) -> Failure | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class JobOutcome:
     """The end of a job, or of one host's part of it."""
 
     exit_code: int = 0  # as `samestep` ends: 0, 1, 2 or 128 + n
@@ -92,21 +92,21 @@ class Outcome:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Outcome":
+    def from_json(cls, values: Mapping[str, Any]) -> "JobOutcome":
         failure = values["failure"]
         return cls(**{**values, "failure": Failure(**failure) if failure is not None else None})
 
 
-def of_failures(failures: Iterable[Failure]) -> Outcome | None:
+def of_failures(failures: Iterable[Failure]) -> JobOutcome | None:
     """Return the outcome of a job whose ranks failed; None if none did."""
     failure = first(failures)
     if failure is None:
         return None
     if failure.exit_code != _USERS_MISTAKE:
-        return Outcome(exit_code=1, message=str(failure), failure=failure)
+        return JobOutcome(exit_code=1, message=str(failure), failure=failure)
     # A user's mistake is reported as the job's, not a rank's.
     message = failure.reason.removeprefix(_OURS) if failure.reason.startswith(_OURS) else str(failure)
-    return Outcome(exit_code=_USERS_MISTAKE, message=message, failure=failure)
+    return JobOutcome(exit_code=_USERS_MISTAKE, message=message, failure=failure)
 
 
 _LAST_LINES = 20  # shown of the log of a rank without a traceback

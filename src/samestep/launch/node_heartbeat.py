@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from samestep.fault_tolerance.watchdog import Clock
 from samestep.launch.network import reach, store_client
-from samestep.launch.options import Limits
+from samestep.launch.options import LaunchTimeouts
 
 State = Literal["meets", "runs", "failed", "changes", "done"]
 
@@ -55,7 +55,7 @@ class NodeHeartbeat:
     """Sends this host's heartbeats, and monitors the other hosts'."""
 
     def __init__(
-        self, address: str, port: int, *, job: str, node: int, limits: Limits, identity: bytes | None = None
+        self, address: str, port: int, *, job: str, node: int, limits: LaunchTimeouts, identity: bytes | None = None
     ) -> None:
         """Connect to the store. Raises RuntimeError if none answers, or its identity isn't `identity`."""
         self._address, self._port = address, port
@@ -195,7 +195,7 @@ class NodeHeartbeat:
 class _Mind:
     """Measures how long each peer, and the store, has been silent."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: LaunchTimeouts) -> None:
         self._clock = Clock(_LOOKS)
         self._beat = limits.heartbeat_interval
         self._answers = -1

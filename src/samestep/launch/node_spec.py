@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from samestep.launch.options import Limits, RankOptions
+from samestep.launch.options import LaunchTimeouts, RankOptions
 from samestep.run_folder import RunPlace
 
 
@@ -28,7 +28,7 @@ class NodeSpec:
     command: tuple[str, ...]  # a script or a program with its arguments, as the user gave them
     run: RunPlace | None = None  # of a samestep job: where its run's folder is
     ranks: RankOptions = field(default_factory=RankOptions)
-    limits: Limits = field(default_factory=Limits)  # after which this host takes others for lost
+    limits: LaunchTimeouts = field(default_factory=LaunchTimeouts)  # after which this host takes others for lost
     controlled: bool = False  # whether a controller reports the job's outcome to the user
 
     @property
@@ -63,5 +63,5 @@ class NodeSpec:
         """JSON has lists where this has tuples."""
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         run = RunPlace(**values["run"]) if values.get("run") is not None else None
-        ranks, limits = RankOptions(**values["ranks"]), Limits(**values["limits"])
+        ranks, limits = RankOptions(**values["ranks"]), LaunchTimeouts(**values["limits"])
         return cls(**{**values, **lists, "run": run, "ranks": ranks, "limits": limits})

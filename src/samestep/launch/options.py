@@ -4,7 +4,7 @@
 objects below. They reach the place that uses them whole:
 
 - `HostOptions`: to `environments` and `filters`, which find and select the hosts.
-- `RankOptions`, `Limits`: to every host, in its `NodeSpec`.
+- `RankOptions`, `LaunchTimeouts`: to every host, in its `NodeSpec`.
 - `LaunchOptions`: to the starter that brings the agents up.
 - `LaunchRequest`: all of them, with the options that only the launcher reads.
 
@@ -140,7 +140,7 @@ _LEAST_HEARTBEATS = 4  # missing ones before a host counts as silent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class LaunchTimeouts:
     """Timeouts and intervals in seconds. Those that are no options are the same for every job."""
 
     start_timeout: Annotated[float, Help("hosts wait so long", "TIME", "seconds")] = 300.0
@@ -208,7 +208,7 @@ class LaunchRequest:
     )
     hosts: HostOptions = field(default_factory=HostOptions)
     ranks: RankOptions = field(default_factory=RankOptions)
-    limits: Limits = field(default_factory=Limits)
+    limits: LaunchTimeouts = field(default_factory=LaunchTimeouts)
     reach: LaunchOptions = field(default_factory=LaunchOptions)
     run: "RunPlace | None" = None  # of a samestep job: where its run's folder is
 

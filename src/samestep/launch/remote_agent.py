@@ -18,7 +18,7 @@ from io import FileIO
 from typing import Any
 
 from samestep import __version__, environment
-from samestep.launch.failure import Outcome
+from samestep.launch.failure import JobOutcome
 from samestep.launch.node_spec import NodeSpec
 
 MARK = b"\x1esamestep "
@@ -44,11 +44,11 @@ def main() -> int:
     return outcome.exit_code
 
 
-def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], orders: FileIO) -> Outcome:
+def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], orders: FileIO) -> JobOutcome:
     """Run this host's part of a job. Other versions are refused before the request is parsed."""
     theirs = asked.get("version", "an older one")
     if theirs != __version__:  # its format may differ
-        return Outcome(
+        return JobOutcome(
             exit_code=2,
             message=f"the hosts of this job differ in their samestep version: the starting machine has "
             f'"{theirs}", {host} has "{__version__}"; install the same on both',
@@ -56,7 +56,7 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
     try:
         part = NodeSpec.from_json(values)
     except (KeyError, TypeError):
-        return Outcome(
+        return JobOutcome(
             exit_code=2,
             message=f"the hosts of this job differ in their samestep sources: {host} and the starting machine have "
             f"other files of version {__version__}; install the same on both",
@@ -65,7 +65,7 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
         os.chdir(asked["folder"])
     except OSError as error:
         message = f"{host}: the folder {asked['folder']}: {error.strerror}; --chdir FOLDER says another"
-        return Outcome(exit_code=2, message=message)
+        return JobOutcome(exit_code=2, message=message)
     threading.Thread(target=_obey, args=(orders, part.ranks.grace_period), daemon=True).start()
 
     with environment.quiet_import():

@@ -30,7 +30,7 @@ from samestep import environment
 from samestep.errors import HostLostError
 from samestep.launch.network import LOOPBACK, address_towards, reach, store_at, store_client
 from samestep.launch.node_heartbeat import Lost, NodeHeartbeat, Peer, State
-from samestep.launch.options import Limits
+from samestep.launch.options import LaunchTimeouts
 
 _APART = 0.5  # seconds between polls; PyTorch's rendezvous polls once a second
 
@@ -68,7 +68,7 @@ _CLOSE = 5.0  # seconds to close a job
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class RoundMember:
     """A host of a round."""
 
     node: int
@@ -82,7 +82,7 @@ class HostRound:
     """A round's hosts in the order of their ranks, and its store."""
 
     number: int  # from 0
-    members: tuple[Member, ...]
+    members: tuple[RoundMember, ...]
     first: bool  # whether this host is the first one
     store: Store
 
@@ -134,7 +134,7 @@ class SingleNodeRendezvous(RendezvousHandler):
         """Begin the next round, with its own store."""
         number = self.round.number + 1 if self.round is not None else 0
         store = store_at(LOOPBACK)
-        member = Member(node=self.node, name=self.name, address=LOOPBACK, agent=self._run_id)
+        member = RoundMember(node=self.node, name=self.name, address=LOOPBACK, agent=self._run_id)
         self.round = HostRound(number=number, members=(member,), first=True, store=store)
         self._asked = 0
         self.post(f"round/{number}", {"members": [asdict(member)]})
@@ -182,7 +182,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         self._parameters = parameters
         host, _, port = parameters.endpoint.rpartition(":")
         self._store_address, self._store_port = host.strip("[]"), int(port)
-        self.limits: Limits = parameters.get("limits") or Limits()
+        self.limits: LaunchTimeouts = parameters.get("limits") or LaunchTimeouts()
         self.node: int = parameters.get("node_rank") or 0
         self._address: str = parameters.local_addr or address_towards(self._store_address)
         self.name: str = parameters.get("name") or self._address
@@ -368,12 +368,12 @@ class MultiNodeRendezvous(RendezvousHandler):
             store, met.rank, met.world_size, RendezvousStoreInfo(place["address"], int(place["port"]))
         )
 
-    def _members(self, store: TCPStore, rank: int, size: int) -> tuple[Member, ...]:
+    def _members(self, store: TCPStore, rank: int, size: int) -> tuple[RoundMember, ...]:
         """Exchange the hosts' data through the round's store; return the hosts in the order of their ranks."""
-        mine = Member(node=self.node, name=self.name, address=self._address, agent=self.heartbeat.agent)
+        mine = RoundMember(node=self.node, name=self.name, address=self._address, agent=self.heartbeat.agent)
         store.set(f"samestep/member/{rank}", json.dumps(asdict(mine)))
         found = store.multi_get([f"samestep/member/{each}" for each in range(size)])
-        return tuple(Member(**json.loads(member)) for member in found)
+        return tuple(RoundMember(**json.loads(member)) for member in found)
 
     def peers(self) -> tuple[Peer, ...]:
         """Return the other hosts of the round."""
@@ -389,7 +389,7 @@ NodeRendezvous = MultiNodeRendezvous | SingleNodeRendezvous
 class _Timeout(RendezvousTimeout):
     """Rendezvous timeouts: hosts come one by one at a job's start, and together later."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: LaunchTimeouts) -> None:
         super().__init__(join=timedelta(seconds=limits.start_timeout), close=timedelta(seconds=_CLOSE))
         self._limits = limits
         self.first = True

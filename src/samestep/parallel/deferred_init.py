@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import swap_tensors
 
 from samestep.data.loader import in_kind
-from samestep.parallel.init_recorder import Record, Recording, Region, Unrecordable, recorded
+from samestep.parallel.init_recorder import Record, Recording, StorageRegion, Unrecordable, recorded
 from samestep.parallel.valueless import has_values
 
 _CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ class InitialValues:
     """The initial values of parameters on the meta device, computed on demand."""
 
     record: Record
-    regions: Mapping[str, Region]  # by the parameter's name in the model; a tied one has several
+    regions: Mapping[str, StorageRegion]  # by the parameter's name in the model; a tied one has several
 
     def value(self, name: str) -> Tensor:
         """Compute a whole parameter on the CPU, in the dtype in which it was built."""
@@ -180,9 +180,9 @@ def forget_values(model: nn.Module, dtype: torch.dtype) -> None:
         setattr(model.get_submodule(owner), own, buffer.to(_CPU, in_kind(buffer, dtype)))
 
 
-def _regions(model: nn.Module, recording: Recording) -> dict[str, Region]:
+def _regions(model: nn.Module, recording: Recording) -> dict[str, StorageRegion]:
     """The region of each recorded parameter, by name. Raises Unrecordable for parameters that can't be deferred."""
-    regions: dict[str, Region] = {}
+    regions: dict[str, StorageRegion] = {}
     owners: dict[int, nn.Parameter] = {}  # by storage
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_lazy(parameter):

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Region:
+class StorageRegion:
     """A tensor's place in a storage: size, strides and offset, in elements."""
 
     storage: int
@@ -43,7 +43,7 @@ class Step:
     operator: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[Region | None, ...]  # of each leaf of its result
+    results: tuple[StorageRegion | None, ...]  # of each leaf of its result
     writes: frozenset[int]  # storages that it made or wrote into
     generator_state: Tensor | None  # of the CPU generator before the call, if it is random
 
@@ -60,14 +60,14 @@ class Memory:
     storages: dict[int, UntypedStorage] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
 
-    def tensor(self, region: Region) -> Tensor:
+    def tensor(self, region: StorageRegion) -> Tensor:
         """A view of a region of a storage."""
         storage = self.storages[region.storage]
         return torch.empty(0, dtype=region.dtype).set_(storage, region.offset, region.size, region.stride)
 
     def run(self, step: Step) -> None:
         """Run a step's operator with the recorded state of the generator."""
-        args, kwargs = tree_map_only(Region, self.tensor, (step.args, step.kwargs))
+        args, kwargs = tree_map_only(StorageRegion, self.tensor, (step.args, step.kwargs))
         if step.generator_state is None:
             made = step.operator(*args, **kwargs)
         else:
@@ -78,7 +78,7 @@ class Memory:
             if region is not None and region.storage not in self.storages:
                 self._keep(region, result)
 
-    def _keep(self, region: Region, result: Tensor) -> None:
+    def _keep(self, region: StorageRegion, result: Tensor) -> None:
         """Store a result's storage, copied if the operator's CPU and meta results differ in strides or offset."""
         geometry = (tuple(result.stride()), result.storage_offset())
         self.storages[region.storage] = result.untyped_storage()
@@ -161,7 +161,7 @@ class Record:
 
 
 def _is_region(leaf: Any) -> bool:
-    return isinstance(leaf, Region)
+    return isinstance(leaf, StorageRegion)
 
 
 _aten = torch.ops.aten
@@ -207,11 +207,11 @@ class Recording:
             and tensor.untyped_storage()._cdata in self._storages
         )
 
-    def region(self, tensor: Tensor) -> Region:
+    def region(self, tensor: Tensor) -> StorageRegion:
         """The region of a recorded tensor."""
         if tensor.is_conj() or tensor.is_neg():
             raise self.refuse("a conjugated or negated view")
-        return Region(
+        return StorageRegion(
             storage=tensor.untyped_storage()._cdata,
             dtype=tensor.dtype,
             size=tuple(tensor.size()),
@@ -260,7 +260,7 @@ class Recording:
             )
         )
 
-    def _region_of_result(self, result: Any) -> Region | None:
+    def _region_of_result(self, result: Any) -> StorageRegion | None:
         """The region of a result; None if it is no tensor. Raises Unrecordable for layouts other than strided."""
         if not isinstance(result, Tensor):
             return None

@@ -40,7 +40,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class OptimizerMember:
     """One of several optimizers, and the parameters of the whole model that it steps."""
 
     title: str  # for messages, such as "recipe.optimizer (torch.optim.Muon)"
@@ -70,7 +70,7 @@ class Member:
 class Joined(Optimizer):
     """Steps every member. Group 0 has no parameters and the recipe's learning rate; the members' groups follow."""
 
-    def __init__(self, members: Sequence[Member], *, lr: float) -> None:
+    def __init__(self, members: Sequence[OptimizerMember], *, lr: float) -> None:
         super().__init__([{"params": [], "lr": lr}], {"lr": lr})
         self.members = members
         self._turn: str | None = None  # the turn that is taken; None: every member steps
@@ -100,7 +100,7 @@ class Joined(Optimizer):
                 member.optimizer.step()
         return loss
 
-    def each(self, function: Callable[[Member], Optimizer | None]) -> "Joined":
+    def each(self, function: Callable[[OptimizerMember], Optimizer | None]) -> "Joined":
         """Replace each member's optimizer by `function(member)`; group 0, which a schedule may refer to, is kept."""
         members = [replace(member, optimizer=function(member)) for member in self.members]
         joined = Joined(members, lr=self.param_groups[0]["lr"])

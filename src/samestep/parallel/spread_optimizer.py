@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
-from samestep.parallel.joined_optimizer import Joined, Member, rebuild
+from samestep.parallel.joined_optimizer import Joined, OptimizerMember, rebuild
 from samestep.parallel.master_weights import with_masters
 from samestep.parallel.offload.memory import HostMemory, MappedFile
 from samestep.parallel.offload.optimizer import OffloadedOptimizer, offloaded_kind
@@ -98,7 +98,7 @@ def _of_member(
     device: torch.device,
     spread_model: ParallelModel,
     folder: Path | None,
-    member: Member,
+    member: OptimizerMember,
 ) -> Optimizer | None:
     """Apply the layout to one of several optimizers; None if this rank steps none of its parameters."""
     kind = member.kind(layout)
@@ -128,11 +128,11 @@ def _of_member(
     return optimizer
 
 
-def _offloaded(member: Member, memory: HostMemory | MappedFile, groups: Any) -> OffloadedOptimizer:
+def _offloaded(member: OptimizerMember, memory: HostMemory | MappedFile, groups: Any) -> OffloadedOptimizer:
     return OffloadedOptimizer(groups, kind=lambda inner, **_: member.make(inner), memory=memory, by_number=True)
 
 
-def _whole(layout: Layout, spread_model: ParallelModel, member: Member) -> WholeOptimizer:
+def _whole(layout: Layout, spread_model: ParallelModel, member: OptimizerMember) -> WholeOptimizer:
     """Make a `WholeOptimizer`. Raises LayoutError for offload to disk."""
     parts = spread_model.parts
     for option in ("optimizer-disk", "parameters-disk"):

@@ -236,7 +236,7 @@ _RACK = 72  # devices in the NVLink domain of an NVL72
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class HostShare:
     """One device's share of its host: the link to the host's memory, and the memory's bandwidth."""
 
     link: str  # name of the link between the device and the host's memory
@@ -244,14 +244,14 @@ class Host:
     source: str
 
 
-HOSTS: Mapping[str, Host] = {
-    "a100": Host(
+HOSTS: Mapping[str, HostShare] = {
+    "a100": HostShare(
         link="pcie4", bandwidth=409.6e9 / 8, source="DGX A100: 2 AMD 7742, 8 channels of DDR4-3200 each, 8 devices"
     ),
-    "hopper": Host(
+    "hopper": HostShare(
         link="pcie5", bandwidth=614.4e9 / 8, source="DGX H100: 2 Intel 8480C, 8 channels of DDR5-4800 each, 8 devices"
     ),
-    "blackwell": Host(
+    "blackwell": HostShare(
         link="pcie5", bandwidth=716.8e9 / 8, source="DGX B200: 2 Intel 8570, 8 channels of DDR5-5600 each, 8 devices"
     ),
 }  # by kind of device

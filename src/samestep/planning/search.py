@@ -62,7 +62,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ClusterPlan:
     """The candidates found for a job on a cluster, fastest first."""
 
     job: Job
@@ -89,7 +89,7 @@ def usual_batch(model: Transformer, devices: int) -> int:
     return -(-samples // devices) * devices
 
 
-def plan(job: Job, cluster: Cluster, *, most: int = 10) -> Plan:
+def plan(job: Job, cluster: Cluster, *, most: int = 10) -> ClusterPlan:
     """Find the `most` fastest layouts of a job on a cluster.
 
     Raises UserError if no layout fits in memory.
@@ -119,7 +119,7 @@ def plan(job: Job, cluster: Cluster, *, most: int = 10) -> Plan:
         for _, layout, size, memory in fitting[: max(_PLAYED, most)]
     ]
     played.sort(key=lambda candidate: (candidate.time.seconds, candidate.peak_bytes))
-    return Plan(job=job, cluster=cluster, candidates=played[:most], tried=tried, too_large=too_large)
+    return ClusterPlan(job=job, cluster=cluster, candidates=played[:most], tried=tried, too_large=too_large)
 
 
 def _nothing_fits(job: Job, cluster: Cluster, smallest: tuple[float, Layout] | None) -> str:

@@ -38,7 +38,7 @@ class Apart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class RoundingLimits:
     """Rounding limits of one kind of tensor in one step."""
 
     common: float  # of a typical tensor
@@ -54,7 +54,7 @@ class Limits:
         return bool(each.absent) or not each.ranks_apart <= self.of(each.name)
 
 
-def limits_of(tensors: Sequence[Apart], dtype: torch.dtype, before: Limits | None = None) -> Limits:
+def limits_of(tensors: Sequence[Apart], dtype: torch.dtype, before: RoundingLimits | None = None) -> RoundingLimits:
     """Return a step's limits; never below those `before`, since noise grows from step to step."""
     smallest = _UNITS * torch.finfo(dtype).eps
     common = max(smallest, NOISES * median([each.noise for each in tensors] or [0.0]))
@@ -62,7 +62,7 @@ def limits_of(tensors: Sequence[Apart], dtype: torch.dtype, before: Limits | Non
     if before is not None:
         common = max(common, before.common)
         own = {name: max(value, before.own.get(name, 0.0)) for name, value in own.items()}
-    return Limits(common=common, own=own)
+    return RoundingLimits(common=common, own=own)
 
 
 def compare_tensors(number: int, kind: str, alone: Run, split: Run, again: Run | None) -> list[Apart]:

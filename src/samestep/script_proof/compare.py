@@ -16,11 +16,11 @@ import torch
 
 from samestep.display.page import Words
 from samestep.errors import UserError
-from samestep.recording.differences import Apart, Limits, common_module, compare_tensors, limits_of, overall
+from samestep.recording.differences import Apart, RoundingLimits, common_module, compare_tensors, limits_of, overall
 from samestep.recording.record import Run, with_names_of
 from samestep.script_proof.follow import order_finding
 from samestep.script_proof.gradients import StepPair, gradient_finding
-from samestep.script_proof.kinds import Finding
+from samestep.script_proof.kinds import ScriptFinding
 from samestep.script_proof.runs import (
     AGAIN,
     ALONE,
@@ -57,7 +57,7 @@ class Verdict:
 
     processes: int
     steps: int  # that were compared
-    finding: Finding | None
+    finding: ScriptFinding | None
     noise: Mapping[str, float]  # largest measured noise of gradients and of parameters
     curve: Sequence[StepNumbers] = ()
     notes: Sequence[Words] = ()
@@ -115,7 +115,7 @@ def prove(proof: ScriptProof, folder: Path, starter: Starter = launched) -> Verd
     return _checked(verdict, found, proof, folder, starter)
 
 
-def _checked(verdict: Verdict, found: Finding, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
+def _checked(verdict: Verdict, found: ScriptFinding, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
     """Return the verdict in float64 if it is clear there; else the given one, with a note on the attempt.
 
     Code that computes in bfloat16 anyway rounds halves of a batch differently from the whole: in float64 they differ
@@ -199,7 +199,9 @@ class _Comparison:
     own: Run | None = None  # the run alone with its own batches, if `alone` was given the split run's
     whole: bool = False  # the model can't be called with half batches, by which rounding is measured
     placed: bool = False  # a sample's place in its batch matters
-    order: tuple[int, Finding] | None = None  # first step of the split run whose samples are wrong, and the finding
+    order: tuple[int, ScriptFinding] | None = (
+        None  # first step of the split run whose samples are wrong, and the finding
+    )
 
     def verdict(self) -> Verdict:
         """Find the first difference, and compute the curve of all steps."""
@@ -207,7 +209,7 @@ class _Comparison:
         steps = min(self.alone.steps, self.split.steps)
         numbers: list[StepNumbers] = []
         finding = self._initial()
-        limits: dict[str, Limits] = {}
+        limits: dict[str, RoundingLimits] = {}
         for number in range(steps if found.mistake is None else 0):
             first, shown = self._step(number, limits, judged=finding is None and number < found.same)
             numbers.append(shown)
@@ -268,7 +270,7 @@ class _Comparison:
     def _drops(self) -> bool:
         return any(step.values["dropout"] for step in self.split.step(0))
 
-    def _initial(self) -> Finding | None:
+    def _initial(self) -> ScriptFinding | None:
         """Compare the weights before the first step. Raises UserError for unseeded ones."""
         tensors = compare_tensors(0, "before", self.alone, self.split, self.again)
         limits = limits_of(tensors, self.alone.dtype())
@@ -281,7 +283,9 @@ class _Comparison:
                 )
         return initial_finding(tensors, limits, self.alone, self.split)
 
-    def _step(self, number: int, known: dict[str, Limits], *, judged: bool) -> tuple[Finding | None, StepNumbers]:
+    def _step(
+        self, number: int, known: dict[str, RoundingLimits], *, judged: bool
+    ) -> tuple[ScriptFinding | None, StepNumbers]:
         """Compare one step; return the first difference if `judged`, and the step's numbers."""
         dtype = self.alone.dtype()
         found = {}
@@ -301,8 +305,8 @@ class _Comparison:
         )
 
     def _judge(
-        self, number: int, found: Mapping[str, Sequence[Apart]], limits: Mapping[str, Limits]
-    ) -> Finding | None:
+        self, number: int, found: Mapping[str, Sequence[Apart]], limits: Mapping[str, RoundingLimits]
+    ) -> ScriptFinding | None:
         """Judge a step's gradients, update and buffers; None if all differences are noise."""
         pair = StepPair(
             number=number,
@@ -319,7 +323,7 @@ class _Comparison:
             or buffer_finding(number, found["buffer"], limits["buffer"])
         )
 
-    def _without_samples(self) -> Finding | None:
+    def _without_samples(self) -> ScriptFinding | None:
         """With different samples in both runs, compare the ranks of the split run with each other."""
         for number in range(self.split.steps):
             for kind, name, what in (
@@ -334,20 +338,20 @@ class _Comparison:
                     if kind == "gradient" and len(own) <= 0.9 * len(tensors):
                         name = "parameter-not-reduced"
                     module = common_module(own) if len(own) < len(tensors) else None
-                    return Finding(kind=name, step=number + 1, what=what, relative=worst, module=module)
+                    return ScriptFinding(kind=name, step=number + 1, what=what, relative=worst, module=module)
         return None
 
-    def _rest(self) -> Finding | None:
+    def _rest(self) -> ScriptFinding | None:
         """Compare what is left if every step was the same: evaluation, dropout, number of steps."""
         found = evaluation_finding(self.alone, self.split, keys_of(self.alone, self.split))
         if found is None and self.dropout and self._equal_draws():
-            return Finding(kind="equal-draws", step=1, what="random numbers", relative=1.0)
+            return ScriptFinding(kind="equal-draws", step=1, what="random numbers", relative=1.0)
         ends = [run.ranks[0].end.get("how") for run in (self.alone, self.split)]
         if found is None and self.alone.steps != self.split.steps and ends == ["ended", "ended"]:
             facts = {"alone": self.alone.steps, "split": self.split.steps}
             number = min(self.alone.steps, self.split.steps)
             relative = abs(self.split.steps / self.alone.steps - 1)
-            return Finding(kind="steps-differ", step=number + 1, what="steps", relative=relative, facts=facts)
+            return ScriptFinding(kind="steps-differ", step=number + 1, what="steps", relative=relative, facts=facts)
         return found
 
     def _equal_draws(self) -> bool:
@@ -417,7 +421,7 @@ class _Comparison:
         if not any(rank.evaluations for rank in self.alone.ranks):
             yield Words("no evaluation was seen", "没有看到评估")
 
-    def _schedule_note(self, finding: Finding | None) -> Iterator[Words]:
+    def _schedule_note(self, finding: ScriptFinding | None) -> Iterator[Words]:
         """A schedule that is stepped for each rank may be meant to follow samples, as Accelerate's does.
 
         Others differ since one process, with its own smaller batches, would take more steps.
@@ -455,7 +459,7 @@ def _blunt_note(steps: Sequence[StepNumbers]) -> Iterator[Words]:
         ).format(step=blunt)
 
 
-def _coarse_note(gradients: Limits | None) -> Iterator[Words]:
+def _coarse_note(gradients: RoundingLimits | None) -> Iterator[Words]:
     """What is not told where gradients are known coarsely."""
     if gradients is not None and gradients.common > COARSE:
         yield Words(

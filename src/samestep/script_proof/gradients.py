@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from samestep.recording.differences import Apart, Limits, common_module, together
+from samestep.recording.differences import Apart, RoundingLimits, common_module, together
 from samestep.recording.forward import Keys, ModuleApart, first_module_apart
 from samestep.recording.record import RankStep, Run
-from samestep.script_proof.kinds import Finding
+from samestep.script_proof.kinds import ScriptFinding
 
 # Largest remainder, after subtracting a multiple, at which the difference counts as that multiple.
 _REST = 0.02
@@ -27,7 +27,7 @@ class StepPair:
     alone: Sequence[RankStep]
     split: Sequence[RankStep]
     tensors: Sequence[Apart]
-    limits: Limits
+    limits: RoundingLimits
 
     @property
     def departing(self) -> list[Apart]:
@@ -41,15 +41,15 @@ class StepPair:
     def micro_batches(self) -> int:
         return max(len(step.losses) for step in self.split)
 
-    def finding(self, kind: str, names: Sequence[str] | None = None, **facts: object) -> Finding:
+    def finding(self, kind: str, names: Sequence[str] | None = None, **facts: object) -> ScriptFinding:
         """Build a finding of this step, with the module if only some tensors depart."""
         module = common_module(names) if names is not None and len(names) < len(self.tensors) else None
-        return Finding(
+        return ScriptFinding(
             kind=kind, step=self.number + 1, what="gradient", relative=self.worst, module=module, facts=facts
         )
 
 
-def gradient_finding(pair: StepPair, alone: Run, split: Run, keys: Keys | None) -> Finding | None:
+def gradient_finding(pair: StepPair, alone: Run, split: Run, keys: Keys | None) -> ScriptFinding | None:
     """Classify the difference of a step's gradients; None if there is none."""
     apart = _ranks_apart(pair)
     if apart is not None:
@@ -73,20 +73,22 @@ def gradient_finding(pair: StepPair, alone: Run, split: Run, keys: Keys | None) 
     return pair.finding("gradients-differ", names)
 
 
-def _of_forward(kind: str, pair: StepPair, found: ModuleApart) -> Finding:
+def _of_forward(kind: str, pair: StepPair, found: ModuleApart) -> ScriptFinding:
     """Build a finding about a module's output."""
-    return Finding(kind=kind, step=pair.number + 1, what="forward", relative=found.relative, module=found.module)
+    return ScriptFinding(
+        kind=kind, step=pair.number + 1, what="forward", relative=found.relative, module=found.module
+    )
 
 
-def _ranks_apart(pair: StepPair) -> Finding | None:
+def _ranks_apart(pair: StepPair) -> ScriptFinding | None:
     """Find parameters whose gradients differ between ranks."""
     own = [each.name for each in pair.tensors if not each.missing and pair.limits.ranks_exceeded(each)]
     if not own:
         return None
     relative = max(each.ranks_apart for each in pair.tensors if each.name in own)
     if len(own) > 0.9 * len(pair.tensors):
-        return Finding(kind="not-reduced", step=pair.number + 1, what="gradient", relative=relative)
-    return Finding(
+        return ScriptFinding(kind="not-reduced", step=pair.number + 1, what="gradient", relative=relative)
+    return ScriptFinding(
         kind="parameter-not-reduced",
         step=pair.number + 1,
         what="gradient",
@@ -95,7 +97,7 @@ def _ranks_apart(pair: StepPair) -> Finding | None:
     )
 
 
-def _clipped(pair: StepPair) -> Finding | None:
+def _clipped(pair: StepPair) -> ScriptFinding | None:
     """Find clipping at the wrong time, or by the wrong norm."""
     mine, theirs = pair.alone[0].clips, pair.split[0].clips
     if not mine and not theirs:
@@ -114,7 +116,7 @@ def _clipped(pair: StepPair) -> Finding | None:
     return _shards_scaled_apart(pair)
 
 
-def _shards_scaled_apart(pair: StepPair) -> Finding | None:
+def _shards_scaled_apart(pair: StepPair) -> ScriptFinding | None:
     """Find shards that each rank has scaled by a factor of its own."""
     ratios: dict[int, list[float]] = {}
     for each in pair.tensors:
@@ -129,7 +131,7 @@ def _shards_scaled_apart(pair: StepPair) -> Finding | None:
     return pair.finding("clip-local-norm", norms=", ".join(f"x {mean:.3g}" for mean in means))
 
 
-def _scaled(pair: StepPair) -> Finding | None:
+def _scaled(pair: StepPair) -> ScriptFinding | None:
     """Find gradients, all or some, that are a multiple of the right ones."""
     ratio, rest = together(pair.tensors)
     ranks, micro_batches = len(pair.split), pair.micro_batches
@@ -145,7 +147,7 @@ def _scaled(pair: StepPair) -> Finding | None:
     return None
 
 
-def _multiple(pair: StepPair, ratio: float, ranks: int, micro_batches: int) -> Finding:
+def _multiple(pair: StepPair, ratio: float, ranks: int, micro_batches: int) -> ScriptFinding:
     """Attribute a ratio to the number of ranks or of micro-batches; if both are equal, the losses decide."""
     # One process with as many micro-batches would not divide by them either. Twice may well be the ranks' alone, as
     # where an engine divides that is not there with one process.
@@ -207,7 +209,7 @@ def counts_of(step: RankStep) -> list[dict[str, float]]:
     return found
 
 
-def _mean_of_means(pair: StepPair) -> Finding | None:
+def _mean_of_means(pair: StepPair) -> ScriptFinding | None:
     """Find counts with which the weighted mean of the split run's losses is the loss alone, unlike their plain mean.
 
     Losses are compared up to a common factor, since with accumulation a backward may get a part of its loss.
@@ -250,7 +252,7 @@ def _divided(pair: StepPair) -> bool:
     return pair.micro_batches > 1 and ratio is not None and 0.5 < ratio < 2.0
 
 
-def _lost_micro_batches(pair: StepPair) -> Finding | None:
+def _lost_micro_batches(pair: StepPair) -> ScriptFinding | None:
     """Find much smaller gradients in a step of several micro-batches: some of them are missing."""
     if pair.micro_batches < 2:
         return None

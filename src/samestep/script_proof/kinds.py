@@ -187,7 +187,7 @@ KINDS: Mapping[str, Words] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class ScriptFinding:
     """A difference, and what it looks like."""
 
     kind: str

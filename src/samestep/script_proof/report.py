@@ -6,7 +6,7 @@ from rich.console import Console
 
 from samestep.display.tables import WIDTH, formatted, numbers, plain_console, table, texts
 from samestep.script_proof.compare import Verdict
-from samestep.script_proof.kinds import Finding
+from samestep.script_proof.kinds import ScriptFinding
 
 
 def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
@@ -32,7 +32,7 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
         console.print(f"NOT the same step: {said(verdict.finding)}", soft_wrap=True)
 
 
-def said(finding: Finding) -> str:
+def said(finding: ScriptFinding) -> str:
     """A finding in one line: where, what it looks like, and how large it is."""
     where = f"step {finding.step}, {finding.what}" if finding.step else finding.what
     module = f" of {finding.module}" if finding.module else ""

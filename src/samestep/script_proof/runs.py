@@ -113,10 +113,10 @@ class Start:
         return self.place / SETTINGS
 
 
-Starter = Callable[[Sequence[Start], ScriptProof], Sequence[subprocess_group.Outcome]]
+Starter = Callable[[Sequence[Start], ScriptProof], Sequence[subprocess_group.CommandOutcome]]
 
 
-def launched(starts: Sequence[Start], proof: ScriptProof) -> list[subprocess_group.Outcome]:
+def launched(starts: Sequence[Start], proof: ScriptProof) -> list[subprocess_group.CommandOutcome]:
     """Start runs one after the other, each by `samestep launch`."""
     outcomes = []
     for start in starts:
@@ -250,7 +250,7 @@ def make_start(
 _ALONE = " (verify needs one that works with one process as well; --alone names arguments for that)"
 
 
-def _check(starts: Sequence[Start], outcomes: Sequence[subprocess_group.Outcome], proof: ScriptProof) -> None:
+def _check(starts: Sequence[Start], outcomes: Sequence[subprocess_group.CommandOutcome], proof: ScriptProof) -> None:
     """Raise UserError for the first run that failed, or did not end."""
     for start, outcome in zip(starts, outcomes, strict=False):
         (start.place / "output.txt").write_text(outcome.output, encoding="utf-8")

@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from samestep.recording.differences import Apart, Limits, common_module
+from samestep.recording.differences import Apart, RoundingLimits, common_module
 from samestep.recording.record import RankStep, Run, piece_of
-from samestep.script_proof.kinds import Finding
+from samestep.script_proof.kinds import ScriptFinding
 
 _RELATIVE = 1e-6  # of settings, which are computed in Python
 
 
-def initial_finding(tensors: Sequence[Apart], limits: Limits, alone: Run, split: Run) -> Finding | None:
+def initial_finding(tensors: Sequence[Apart], limits: RoundingLimits, alone: Run, split: Run) -> ScriptFinding | None:
     """Weights with which the first step begins."""
     copies = [each for each in tensors if each.ranks_apart > 0 or each.absent]
     departing = [each for each in tensors if limits.exceeded(each)]
@@ -39,13 +39,13 @@ def _rank_0_agrees(alone: Run, split: Run, name: str) -> bool:
     return all(first) and bool(held)
 
 
-def _weights(kind: str, tensors: Sequence[Apart], names: Sequence[str], relative: float) -> Finding:
+def _weights(kind: str, tensors: Sequence[Apart], names: Sequence[str], relative: float) -> ScriptFinding:
     """Build a finding about initial weights, with the module if it is a single one."""
     module = common_module(names) if len(names) < len(tensors) else None
-    return Finding(kind=kind, step=0, what="initial weights", relative=relative, module=module)
+    return ScriptFinding(kind=kind, step=0, what="initial weights", relative=relative, module=module)
 
 
-def settings_finding(number: int, alone: Run, split: Run) -> Finding | None:
+def settings_finding(number: int, alone: Run, split: Run) -> ScriptFinding | None:
     """The optimizer's settings of each parameter in one step: learning rate, decay, betas, ..."""
     if (own := _rates_of_ranks(number, split)) is not None:
         return own
@@ -70,7 +70,7 @@ def settings_finding(number: int, alone: Run, split: Run) -> Finding | None:
     return None
 
 
-def _rates_of_ranks(number: int, split: Run) -> Finding | None:
+def _rates_of_ranks(number: int, split: Run) -> ScriptFinding | None:
     """Find learning rates that differ between ranks."""
     rates = [
         next((options["lr"] for options in step.settings.values() if "lr" in options), None)
@@ -81,7 +81,7 @@ def _rates_of_ranks(number: int, split: Run) -> Finding | None:
         return None
     facts = {"rates": ", ".join(f"{rate:.4g}" for rate in known)}
     relative = _relative(min(known), max(known))
-    return Finding(
+    return ScriptFinding(
         kind="learning-rate-differs", step=number + 1, what="learning rate", relative=relative, facts=facts
     )
 
@@ -115,16 +115,16 @@ def _relative(a: Any, b: Any) -> float:
 
 def _setting(
     kind: str, number: int, names: Sequence[str], known: Mapping[str, Any], relative: float, **facts: Any
-) -> Finding:
+) -> ScriptFinding:
     """A finding about an optimizer's setting."""
     module = common_module(names) if len(names) < len(known) else None
     what = "learning rate" if kind in ("schedule-steps", "learning-rate", "learning-rate-scaled") else "optimizer"
-    return Finding(kind=kind, step=number + 1, what=what, relative=relative, module=module, facts=facts)
+    return ScriptFinding(kind=kind, step=number + 1, what=what, relative=relative, module=module, facts=facts)
 
 
 def _learning_rate(
     number: int, alone: Run, split: Run, name: str, a: float, s: float, names: Sequence[str] | None
-) -> Finding:
+) -> ScriptFinding:
     """Classify a learning rate: a schedule that is stepped too often, a common factor, or something else."""
     mine = _rates(alone, name)
     theirs = _rates(split, split.names.get(name, name))
@@ -141,7 +141,7 @@ def _learning_rate(
         ratios = [one / other for one, other in zip(theirs, mine, strict=False) if other]
         if a and all(_equal(ratio, s / a) for ratio in ratios):
             kind, more = "learning-rate-scaled", {"ratio": s / a}
-    return Finding(
+    return ScriptFinding(
         kind=kind,
         step=number + 1,
         what="learning rate",
@@ -175,8 +175,8 @@ COARSE = 0.01  # of a gradient: where rounding moves it by more, an update says 
 
 
 def update_finding(
-    number: int, tensors: Sequence[Apart], limits: Limits, alone: Run, split: Run, *, gradients: float
-) -> Finding | None:
+    number: int, tensors: Sequence[Apart], limits: RoundingLimits, alone: Run, split: Run, *, gradients: float
+) -> ScriptFinding | None:
     """Weights after a step whose gradients were the same, up to `gradients`, relative.
 
     AdamW makes a whole step of a number whose sign is rounding, so gradients that are known coarsely, as those of
@@ -208,14 +208,14 @@ def _continued(split: Run) -> int | None:
 
 def _parameters(
     kind: str, number: int, tensors: Sequence[Apart], departing: Sequence[Apart], relative: float
-) -> Finding:
+) -> ScriptFinding:
     """A finding about parameters after a step."""
     names = [each.name for each in departing]
     module = common_module(names) if len(names) < len(tensors) else None
-    return Finding(kind=kind, step=number + 1, what="parameters", relative=relative, module=module)
+    return ScriptFinding(kind=kind, step=number + 1, what="parameters", relative=relative, module=module)
 
 
-def buffer_finding(number: int, tensors: Sequence[Apart], limits: Limits) -> Finding | None:
+def buffer_finding(number: int, tensors: Sequence[Apart], limits: RoundingLimits) -> ScriptFinding | None:
     """Buffers after a step, such as running statistics."""
     own = [each for each in tensors if limits.ranks_exceeded(each)]
     departing = [each for each in tensors if limits.exceeded(each)]
@@ -224,7 +224,7 @@ def buffer_finding(number: int, tensors: Sequence[Apart], limits: Limits) -> Fin
         return None
     names = [each.name for each in found]
     relative = max(each.ranks_apart if own else each.apart for each in found)
-    return Finding(
+    return ScriptFinding(
         kind="buffers-differ" if own else "buffer",
         step=number + 1,
         what="buffers",

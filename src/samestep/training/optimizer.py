@@ -24,7 +24,7 @@ from samestep.errors import LayoutError, UserError, closest
 from samestep.job import Job
 from samestep.launch.device import device_of
 from samestep.layout import Layout
-from samestep.parallel.joined_optimizer import Joined, Member
+from samestep.parallel.joined_optimizer import Joined, OptimizerMember
 from samestep.parallel.optimizer_kinds import Make, Shapes
 from samestep.parallel.rounded_state import RoundedState
 from samestep.recipe import SGD, AdamW, Group, NamedOptimizer, Recipe, Schedule
@@ -206,11 +206,11 @@ class OptimizerPlan:
             return make_optimizer(first.spec, self._groups(first, held) or [{"params": []}], fused=self._fused)
         return Joined(self.members(held), lr=self.rate)
 
-    def members(self, held: Mapping[str, list[nn.Parameter]]) -> list[Member]:
+    def members(self, held: Mapping[str, list[nn.Parameter]]) -> list[OptimizerMember]:
         """The single optimizers over this rank's parameters, which `held` has by name."""
         return [self._member(part, held) for part in self._parts]
 
-    def _member(self, part: _Part, held: Mapping[str, list[nn.Parameter]]) -> Member:
+    def _member(self, part: _Part, held: Mapping[str, list[nn.Parameter]]) -> OptimizerMember:
         """One of several optimizers; without parameters on this rank, it has only the shapes of the whole model's."""
         make: Make
         if isinstance(part.spec, NamedOptimizer):
@@ -222,7 +222,7 @@ class OptimizerPlan:
             Shapes(settings=group["settings"], shapes=[self._shapes[name] for name in group["names"]])
             for group in self._split(part)
         ]
-        return Member(
+        return OptimizerMember(
             title=f"{part.where} ({_title(part.spec)})",
             make=make,
             groups=whole,
@@ -447,7 +447,7 @@ def _check_named(spec: NamedOptimizer, where: str, job: Job, layout: Layout) -> 
     make = maker_of(spec, where)
     if device_of(0, job.run.device).type != "cpu":
         return  # its options may need the accelerator, which only the ranks use
-    member = Member(title=f"{where} ({spec.name})", make=make, groups=try_out(), optimizer=None)
+    member = OptimizerMember(title=f"{where} ({spec.name})", make=make, groups=try_out(), optimizer=None)
     kind = member.kind(layout)
     if kind.settings_change and job.run.checkpoint is not None:
         raise UserError(

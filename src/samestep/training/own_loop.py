@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from samestep.data.loader import StepBatch
 from samestep.errors import UserError
-from samestep.parallel.joined_optimizer import Joined, Member
+from samestep.parallel.joined_optimizer import Joined, OptimizerMember
 from samestep.parallel.offload.optimizer import BY_NUMBER
 from samestep.parallel.optimizer_kinds import Shapes
 from samestep.tasks.base import check_samples
@@ -114,7 +114,9 @@ class OwnOptimizers:
                 if held
             ]
             title = f"the optimizer {type(optimizer).__name__}"
-            members.append(Member(title=title, make=partial(_again, optimizer), groups=whole, optimizer=optimizer))
+            members.append(
+                OptimizerMember(title=title, make=partial(_again, optimizer), groups=whole, optimizer=optimizer)
+            )
         (first, *others) = self._given
         if not others and type(first) in BY_NUMBER:
             return first

@@ -23,7 +23,7 @@ from torch.distributed import device_mesh
 from samestep.comm.mesh import rank_grid
 from samestep.comm.traffic import Traffic, group_of
 from samestep.data.loader import Loader, StepBatch
-from samestep.data.order import Place, SampleOrder
+from samestep.data.order import DataPlace, SampleOrder
 from samestep.engines.precision import parameter_dtype
 from samestep.errors import UserError, described, place_of
 from samestep.job import Job
@@ -197,7 +197,7 @@ def _largest_share(job: Job, task: Task, layout: Layout) -> int:
             samples,
             task.collate,
             order,
-            place=Place(index=index, of=layout.data_ranks),
+            place=DataPlace(index=index, of=layout.data_ranks),
             device=torch.device("cpu"),
             dtype=torch.float32,
             start=step,

@@ -33,7 +33,7 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TuningRow:
     """One value of one setting, beside what was best before it."""
 
     setting: str
@@ -76,7 +76,7 @@ class Tuned:
     job: Job
     at_first: Timing
     at_last: Timing  # of the settings kept, in the last repeats that had them
-    rows: Sequence[Row]
+    rows: Sequence[TuningRow]
     environment: Mapping[str, str] = field(default_factory=dict)  # variables to start it with
 
     @property
@@ -85,7 +85,7 @@ class Tuned:
         kept = {row.setting: plain(getattr(self.job.run, row.setting)) for row in self.rows if self._is_key(row)}
         return {"layout": self.job.run.layout, **kept}
 
-    def _is_key(self, row: Row) -> bool:
+    def _is_key(self, row: TuningRow) -> bool:
         return row.status == "kept" and hasattr(self.job.run, row.setting)
 
     def to_json(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def section(found: Tuned) -> str:
     return yaml.safe_dump({"run": found.run}, sort_keys=False, allow_unicode=True)
 
 
-def _numbers(row: Row) -> list[str]:
+def _numbers(row: TuningRow) -> list[str]:
     """Cells of a row in milliseconds."""
     if row.timing is None or row.before is None or row.worth is None:
         return [""] * 4

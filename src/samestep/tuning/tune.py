@@ -18,7 +18,7 @@ from samestep.job import Job
 from samestep.jobfile import LoadedJob, dump
 from samestep.tasks.base import Task
 from samestep.training.metrics_log import Bar
-from samestep.tuning.results import Row, Status, Timing, Tuned
+from samestep.tuning.results import Status, Timing, Tuned, TuningRow
 from samestep.tuning.settings import SETTINGS, Candidate, Setting
 
 TIME_LIMIT = 600.0  # seconds of one trial
@@ -104,7 +104,7 @@ def greedy(
     """
     layout = layout_of(job)
     variables: dict[str, str] = {}
-    rows: list[Row] = []
+    rows: list[TuningRow] = []
     best = Candidate(value="")
     first = last = None
     with Bar("tune", len(settings)) as bar:
@@ -199,12 +199,12 @@ def _fastest(found: Found, before: Timing | None) -> Candidate | None:
 
 def _row(
     setting: Setting, candidate: Candidate, result: Timing | TrialError, before: Timing | None, *, kept: bool
-) -> Row:
+) -> TuningRow:
     """Build a value's row: its speedup, or why it could not be tried."""
     if isinstance(result, TrialError):
-        return Row(setting=setting.name, value=candidate.value, status=result.status, reason=str(result))
+        return TuningRow(setting=setting.name, value=candidate.value, status=result.status, reason=str(result))
     status: Status = "kept" if kept else "not better" if setting.keeps_result else "changes the result"
-    return Row(setting=setting.name, value=candidate.value, status=status, timing=result, before=before)
+    return TuningRow(setting=setting.name, value=candidate.value, status=status, timing=result, before=before)
 
 
 class _Trials:

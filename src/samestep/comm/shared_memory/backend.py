@@ -18,7 +18,7 @@ from samestep.comm.shared_memory.build import NoKernelError
 from samestep.comm.shared_memory.compiled import CompiledKernel
 from samestep.comm.shared_memory.hierarchical import HierarchicalKernel, Hosts
 from samestep.comm.shared_memory.interpreted import InterpretedKernel
-from samestep.comm.shared_memory.kernel import MOST_RANKS, HostKernel, Place
+from samestep.comm.shared_memory.kernel import MOST_RANKS, GroupPlace, HostKernel
 from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup, gloo_group
 from samestep.comm.shared_memory.region import NoRegionError, host_identity, host_of_each
 
@@ -55,7 +55,7 @@ def new_group(options: Any, environ: Mapping[str, str], host: str | None = None)
     own = hosts.ranks_on(hosts.of_rank[rank])
     if hosts.count == ranks or hosts.most > MOST_RANKS:
         return gloo_group(gloo)
-    place = Place(
+    place = GroupPlace(
         rank=own.index(rank),
         ranks=len(own),
         limit=options.timeout.total_seconds(),
@@ -96,7 +96,7 @@ def _first_problem(store: Store, rank: int, ranks: int, problem: str) -> str:
     return next((each for each in problems if each), "")
 
 
-def _kernel(store: Store, place: Place, environ: Mapping[str, str], *, tells: bool) -> HostKernel:
+def _kernel(store: Store, place: GroupPlace, environ: Mapping[str, str], *, tells: bool) -> HostKernel:
     """Map the group's region with the fastest kernel that all its ranks have. Raises NoRegionError on every rank."""
     functions: Any = None
     own: Choice = "interpreted" if interpreted.is_sound() else "none"

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from samestep.comm.shared_memory import kernel
-from samestep.comm.shared_memory.kernel import TYPES, Place
-from samestep.comm.shared_memory.region import Region
+from samestep.comm.shared_memory.kernel import TYPES, GroupPlace
+from samestep.comm.shared_memory.region import SharedRegion
 
 # Bytes of a message that ranks work on at a time: they stay in the second-level cache, and while one chunk is summed
 # the next one is on its way.
@@ -55,7 +55,7 @@ def region_bytes(functions: Any, ranks: int) -> int:
 class CompiledKernel:
     """`Kernel` by kernel.cpp."""
 
-    def __init__(self, functions: Any, region: Region, place: Place) -> None:
+    def __init__(self, functions: Any, region: SharedRegion, place: GroupPlace) -> None:
         self._functions = functions
         self._region = region
         self._place = place

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from samestep.comm.shared_memory import kernel
-from samestep.comm.shared_memory.kernel import AVERAGE, TYPES, Place
-from samestep.comm.shared_memory.region import Region
+from samestep.comm.shared_memory.kernel import AVERAGE, TYPES, GroupPlace
+from samestep.comm.shared_memory.region import SharedRegion
 
 SLOT = 1 << 20  # bytes
 _LINE = 16  # int64 numbers between two ranks' counters, so that they share no cache line
@@ -43,7 +43,7 @@ def region_bytes(ranks: int) -> int:
 class InterpretedKernel:
     """`Kernel` in Python. Chunks and phases are those of kernel.cpp, where they are explained."""
 
-    def __init__(self, region: Region, place: Place) -> None:
+    def __init__(self, region: SharedRegion, place: GroupPlace) -> None:
         self._region = region
         self._place = place
         whole = torch.frombuffer(region.memory, dtype=torch.uint8)

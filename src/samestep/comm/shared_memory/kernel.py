@@ -31,7 +31,7 @@ MOST_RANKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class GroupPlace:
     """This rank's place in a group that shares a region."""
 
     rank: int

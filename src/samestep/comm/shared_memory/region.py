@@ -29,7 +29,7 @@ class NoRegionError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Region:
+class SharedRegion:
     """A mapped region, initially zero. Its file stays open, since the locks on it show which ranks are alive."""
 
     file: int  # descriptor
@@ -78,7 +78,9 @@ def remove(path: str) -> None:
         Path(path).unlink(missing_ok=True)
 
 
-def share(store: Store, rank: int, ranks: int, size: int, make: Callable[[int], tuple[int, str]] = create) -> Region:
+def share(
+    store: Store, rank: int, ranks: int, size: int, make: Callable[[int], tuple[int, str]] = create
+) -> SharedRegion:
     """Map the region of a group; rank 0 creates it and the others open it. Every rank of the group must call this.
 
     Raises NoRegionError on every rank if one of them can't map it.
@@ -114,7 +116,7 @@ def share(store: Store, rank: int, ranks: int, size: int, make: Callable[[int], 
         if file >= 0:
             os.close(file)
         raise NoRegionError(found)
-    return Region(file=file, memory=memory)
+    return SharedRegion(file=file, memory=memory)
 
 
 def host_identity() -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from samestep.comm.mesh import new_group
-from samestep.data.order import Place
+from samestep.data.order import DataPlace
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.parameter_server import settings as reading
@@ -19,7 +19,7 @@ from samestep.engines.parameter_server.member import ServerSetup
 from samestep.engines.parameter_server.messages import PointToPoint
 from samestep.engines.parameter_server.restarting_worker import RestartingWorker
 from samestep.engines.parameter_server.server import AsynchronousServer, SynchronousServer
-from samestep.engines.parameter_server.settings import Roles, Settings
+from samestep.engines.parameter_server.settings import ParameterServerSettings, Roles
 from samestep.engines.parameter_server.shards import FlatParameters, bounds_of, spans_of
 from samestep.engines.parameter_server.worker import Worker
 from samestep.engines.precision import Precision
@@ -65,7 +65,7 @@ class ParameterServer(Engine):
                 "which shows what it reaches"
             )
 
-    def training_place(self, place: Place, layout: Layout, rank: int, config: Path | None) -> Place:
+    def training_place(self, place: DataPlace, layout: Layout, rank: int, config: Path | None) -> DataPlace:
         return Roles.of(reading.read(config), layout.size).place(rank)
 
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
@@ -100,7 +100,7 @@ class ParameterServer(Engine):
         return AsynchronousServer(setup(optimizer), shared, chunks, number=rank)
 
 
-def check_model(model: nn.Module, settings: Settings, *, batch_buffers: bool) -> None:
+def check_model(model: nn.Module, settings: ParameterServerSettings, *, batch_buffers: bool) -> None:
     """Raise UserError for a model that these servers can't share, or whose workers would wait for each other."""
     bounds_of(spans_of(model), settings.servers)
     if settings.synchronous:
@@ -118,7 +118,7 @@ def check_model(model: nn.Module, settings: Settings, *, batch_buffers: bool) ->
             )
 
 
-def how_far(settings: Settings) -> str:
+def how_far(settings: ParameterServerSettings) -> str:
     """In words, by how many updates a gradient may be late."""
     if settings.staleness == "infinite":
         return "a gradient may be any number of updates late"

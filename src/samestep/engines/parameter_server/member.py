@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.parameter_server.messages import PointToPoint
-from samestep.engines.parameter_server.settings import Roles, Settings
+from samestep.engines.parameter_server.settings import ParameterServerSettings, Roles
 from samestep.engines.parameter_server.shards import Chunk, FlatParameters
 from samestep.engines.setup import TrainerSetup
 from samestep.errors import UserError
@@ -25,11 +25,11 @@ class ServerSetup:
 
     flat: FlatParameters  # the model's parameters in one tensor, in which each server has a range
     roles: Roles
-    settings: Settings
+    settings: ParameterServerSettings
     wire: PointToPoint
 
 
-class Member(NativeTrainer):
+class ParameterServerMember(NativeTrainer):
     """A rank of a parameter server. All ranks evaluate, with the parameters that the servers then hold."""
 
     def __init__(self, setup: TrainerSetup, shared: ServerSetup) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
 from samestep.engines.parameter_server.attendance import Attendance
-from samestep.engines.parameter_server.member import Member, ServerSetup, piece_of_state
+from samestep.engines.parameter_server.member import ParameterServerMember, ServerSetup, piece_of_state
 from samestep.engines.parameter_server.messages import Answer, Kind, Pushed, Told
 from samestep.engines.parameter_server.shards import Chunk
 from samestep.engines.setup import TrainerSetup
@@ -47,7 +47,7 @@ class _Totals:
         return self.norms / max(1, self.pushes)
 
 
-class Server(Member):
+class Server(ParameterServerMember):
     """Base class of servers: a shard as chunks of parameters, and a flat gradient of the same length."""
 
     def __init__(

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from samestep.data.order import Place
+from samestep.data.order import DataPlace
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.recipe import STRICT, Positive, Real, Whole, broken_rule
@@ -16,7 +16,7 @@ from samestep.validation import checked_file
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Settings:
+class ParameterServerSettings:
     """The number of servers, the staleness bound, and the restarts of workers."""
 
     servers: Positive = 1  # of all ranks, the first ones
@@ -29,7 +29,7 @@ class Settings:
     worker_restarts: Annotated[Whole, Ge(0)] | None = None
 
     @model_validator(mode="after")
-    def _compensates_a_delay(self) -> "Settings":
+    def _compensates_a_delay(self) -> "ParameterServerSettings":
         if self.delay_compensation is not None and self.synchronous:
             raise broken_rule(
                 "delay_compensation",
@@ -39,7 +39,7 @@ class Settings:
         return self
 
     @model_validator(mode="after")
-    def _restarts_alone(self) -> "Settings":
+    def _restarts_alone(self) -> "ParameterServerSettings":
         if self.worker_restarts is not None and self.synchronous:
             raise broken_rule(
                 "worker_restarts",
@@ -67,25 +67,25 @@ class Roles:
     workers: tuple[int, ...]
 
     @classmethod
-    def of(cls, settings: Settings, ranks: int) -> "Roles":
+    def of(cls, settings: ParameterServerSettings, ranks: int) -> "Roles":
         """Assign the first ranks to servers, so that rank 0, which writes the records, has all workers' figures."""
         return cls(servers=tuple(range(settings.servers)), workers=tuple(range(settings.servers, ranks)))
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> DataPlace:
         """The slice of each global batch that a rank trains on; servers have none."""
         if rank in self.servers:
-            return Place(index=0, of=len(self.workers), idle=True)
-        return Place(index=self.workers.index(rank), of=len(self.workers))
+            return DataPlace(index=0, of=len(self.workers), idle=True)
+        return DataPlace(index=self.workers.index(rank), of=len(self.workers))
 
 
-def read(path: Path | None) -> Settings:
+def read(path: Path | None) -> ParameterServerSettings:
     """Read a file of settings. Raises UserError that names the file and each mistake."""
     if path is None:
-        return Settings()
-    return checked_file(Settings, path, "a parameter server's settings")
+        return ParameterServerSettings()
+    return checked_file(ParameterServerSettings, path, "a parameter server's settings")
 
 
-def check_place(settings: Settings, platform: str, device: str, accelerators: int = 0) -> None:
+def check_place(settings: ParameterServerSettings, platform: str, device: str, accelerators: int = 0) -> None:
     """Raise UserError where a worker's process can't be forked, or couldn't compute."""
     if settings.worker_restarts is None:
         return
@@ -107,7 +107,7 @@ def check_place(settings: Settings, platform: str, device: str, accelerators: in
         )
 
 
-def check_ranks(settings: Settings, layout: Layout) -> None:
+def check_ranks(settings: ParameterServerSettings, layout: Layout) -> None:
     """Raise LayoutError where no rank would be left to work."""
     if layout.size < 2:
         raise LayoutError(

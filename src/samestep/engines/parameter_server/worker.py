@@ -8,11 +8,11 @@ from torch import Tensor
 
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
-from samestep.engines.parameter_server.member import Member
+from samestep.engines.parameter_server.member import ParameterServerMember
 from samestep.engines.parameter_server.messages import Answer, Push, Told
 
 
-class Worker(Member):
+class Worker(ParameterServerMember):
     """One worker's steps. Its optimizer has no state and never steps; it carries the learning rate."""
 
     _steps = 0

@@ -18,7 +18,7 @@ Stages = frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PartitionPlan:
     """The partition of a model into stages: intervals of its units' calls, each ending with a call of a layer."""
 
     blocks: Sequence[Call]  # calls of layers, in their order
@@ -82,7 +82,7 @@ class Plan:
         return {(given.caller, given.number): given for stage in self.handed_on for given in stage}
 
 
-def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[str] = ()) -> Plan:
+def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[str] = ()) -> PartitionPlan:
     """Partition a model's forward into the layout's stages, and find the tensors that stages need of each other.
 
     A stage has the calls of units between two cuts. The outputs of earlier stages that it uses are found in the
@@ -119,7 +119,7 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
     ends = [*(at[start - 1] + 1 for start in starts[1:]), len(calls)]
     used, parameters = _of_stages(model, trace, needs, calls, ends)
     by_module, by_parameter = _hold_alike(model, units, calls, ends, parameters)
-    return Plan(
+    return PartitionPlan(
         blocks=blocks,
         starts=starts,
         calls=calls,

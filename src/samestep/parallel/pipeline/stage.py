@@ -17,7 +17,7 @@ from samestep.layout import Layout
 from samestep.parallel.calls import Trace
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.pipeline.blanks import BlankOutput, blank, placeholder_module, stand_in
-from samestep.parallel.pipeline.partition import Plan, Stages, make_plan
+from samestep.parallel.pipeline.partition import PartitionPlan, Stages, make_plan
 from samestep.parallel.pipeline.schedule import owners
 from samestep.parallel.pipeline.stage_run import StageDone, StageRun
 from samestep.parallel.pipeline.units import units_of
@@ -40,7 +40,7 @@ class Cut(nn.Module):
         self,
         model: nn.Module,
         unsliced: nn.Module,
-        plan: Plan,
+        plan: PartitionPlan,
         mine: Sequence[int],
         device: torch.device,
         trace: Trace,
@@ -106,7 +106,7 @@ class Cut(nn.Module):
     def forward(self, stage: int, inputs: Any, received: Sequence[Tensor]) -> Any:
         """Run a stage. Returns the tensors that it passes on, in the plan's order; for the last the model's output.
 
-        `received`: the tensors of earlier stages that it uses (`Plan.used`, sorted).
+        `received`: the tensors of earlier stages that it uses (`PartitionPlan.used`, sorted).
         """
         run = StageRun(self.plan, stage, dict(zip(self.plan.taken(stage), received, strict=True)), self._now)
         with self._standing_in(run):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.nests import map_tensors, tensors_in
 from samestep.parallel.pipeline.blanks import BlankOutput
-from samestep.parallel.pipeline.partition import Plan
+from samestep.parallel.pipeline.partition import PartitionPlan
 from samestep.parallel.pipeline.units import UnitOutput
 
 
@@ -24,10 +24,12 @@ class StageRun:
     tensors and blanks for the rest, and after the stage's last call the forward ends.
 
     Calls are numbered over the whole forward, as in the trace; a call belongs to the stage whose interval contains
-    its number (`Plan.ends`). A forward that calls units in another order than the trace raises an error.
+    its number (`PartitionPlan.ends`). A forward that calls units in another order than the trace raises an error.
     """
 
-    def __init__(self, plan: Plan, stage: int, received: Mapping[UnitOutput, Tensor], now: ForwardContext) -> None:
+    def __init__(
+        self, plan: PartitionPlan, stage: int, received: Mapping[UnitOutput, Tensor], now: ForwardContext
+    ) -> None:
         self._plan = plan
         self._stage = stage
         self._received = received

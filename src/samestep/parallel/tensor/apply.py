@@ -30,10 +30,10 @@ from samestep.parallel.parallel_model import Findings, Slices
 from samestep.parallel.sharding import Part, ShardTable, Slice
 from samestep.parallel.tensor import layers, sequence_parallel
 from samestep.parallel.tensor.compare import Comparison, Departure, Output, output_of, pattern_of
-from samestep.parallel.tensor.layers import InputMessage, Message, Region, multihead
+from samestep.parallel.tensor.layers import InputMessage, Message, UnitRegion, multihead
 from samestep.parallel.tensor.modules import divide, outputs_dim, outputs_of
 from samestep.parallel.tensor.pairs import Unit
-from samestep.parallel.tensor.plan import Plan, make_plan, vocabulary_ranges
+from samestep.parallel.tensor.plan import TensorPlan, make_plan, vocabulary_ranges
 from samestep.parallel.tensor.sequence_parallel import Key, Stream, find_lists, token_dim
 from samestep.parallel.tensor.vocab_parallel import Vocabulary
 
@@ -130,7 +130,7 @@ class _Slicing:
         self._take_back(before, table)
         return True
 
-    def apply(self, lists: Sequence[Sequence[str]]) -> tuple[Vocabulary, Plan]:
+    def apply(self, lists: Sequence[Sequence[str]]) -> tuple[Vocabulary, TensorPlan]:
         """Slice all modules that can be sliced, with tokens split in `lists`.
 
         A rehearsed rank (meta tensors) takes another rank's findings (`known`) and compares nothing. If nothing is
@@ -213,7 +213,7 @@ class _Slicing:
         self.parts.table.update(table)
 
 
-def _leave_whole(departure: Departure, plan: Plan, group: dist.ProcessGroup) -> list[str]:
+def _leave_whole(departure: Departure, plan: TensorPlan, group: dist.ProcessGroup) -> list[str]:
     """The modules that any rank of the group would leave whole; if there are none, all attentions and pairs."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     # Ranks hold different slices, so each may blame a different module; the union is in rank order.
@@ -222,7 +222,7 @@ def _leave_whole(departure: Departure, plan: Plan, group: dist.ProcessGroup) -> 
     return found or [*plan.multiheads, *(name for unit in plan.units for name in unit.members), *plan.gathered]
 
 
-def _with_columns_by_head(plan: Plan, names: Collection[str]) -> set[str]:
+def _with_columns_by_head(plan: TensorPlan, names: Collection[str]) -> set[str]:
     """The columns that may fuse queries, keys and values head by head, of the units with a member in `names`."""
     return {
         unit.columns[0]
@@ -248,7 +248,7 @@ class _Slicer:
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
+        plan: TensorPlan,
         seen: Trace,
         streams: Sequence[Stream],
         group: dist.ProcessGroup,
@@ -436,14 +436,14 @@ class _Slicer:
     def _reduce(self, x: Tensor) -> Tensor:
         return collectives.reduce_from_region(x, self._group)
 
-    def _region(self, row: str, width: int, heads: int) -> Region:
+    def _region(self, row: str, width: int, heads: int) -> UnitRegion:
         """The region between a unit's columns and its row layer, which takes `width` features over all ranks."""
         stream = self._stream_of(row)
         rank, ranks = dist.get_rank(self._group), self._plan.parts
         # Where this rank's features begin in the last dimension, and its heads in [batch, heads, queries, keys].
         part = Portion(activations={-1: bounds(width, rank, ranks)[0]}, attention={1: bounds(heads, rank, ranks)[0]})
         leave = stream.reduce_scatter if stream is not None else self._reduce
-        return Region(leave, self._now, part, all_tokens=stream is not None)
+        return UnitRegion(leave, self._now, part, all_tokens=stream is not None)
 
     def _gather_for_owner(self, unit: Unit) -> set[int | None]:
         """Gather all tokens for an attention module, which may also read their number.

@@ -24,7 +24,7 @@ from samestep.layout import Layout
 from samestep.parallel.attributes import evaluating
 from samestep.parallel.calls import Trace
 from samestep.parallel.layout_failure import failing_module, foreign_line
-from samestep.parallel.tensor.plan import Plan
+from samestep.parallel.tensor.plan import TensorPlan
 from samestep.parallel.tensor.sequence_parallel import Stream
 from samestep.parallel.tensor.vocab_parallel import Vocabulary, agree, near
 from samestep.parallel.trace import first_line
@@ -85,7 +85,7 @@ class Comparison:
         self,
         model: nn.Module,
         layout: Layout,
-        plan: Plan,
+        plan: TensorPlan,
         trace: Trace,
         streams: Sequence[Stream],
         group: dist.ProcessGroup,

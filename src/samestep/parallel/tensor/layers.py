@@ -7,9 +7,9 @@ A unit of columns and a row (Shoeybi et al. 2019, section 3), with p ranks in th
     x [batch, tokens, features]           the same on all ranks
     f: identity, backward all-reduce      `InputMessage`, one for all columns that take this x
     columns: x W_c.T + b_c                [batch, tokens, width / p], W_c [width / p, features]
-    element-wise or per-head modules      `Region`: dropout draws for this rank's part
+    element-wise or per-head modules      `UnitRegion`: dropout draws for this rank's part
     row: h W_r.T                          [batch, tokens, features], a part of the sum; W_r [features, width / p]
-    g: all-reduce, backward identity      `Region.leave`
+    g: all-reduce, backward identity      `UnitRegion.leave`
     + b_r                                 once, after the sum
 
 With split tokens (`sequence_parallel`) f is an all-gather and g a reduce-scatter along the tokens. All ranks of the
@@ -59,7 +59,7 @@ class InputMessage:
         return taken
 
 
-class Region:
+class UnitRegion:
     """The part of a unit between its columns and its row layer, where a rank has its own heads or features."""
 
     def __init__(self, leave: Message, now: ForwardContext, part: Portion, *, all_tokens: bool = False) -> None:
@@ -88,7 +88,7 @@ class Region:
         return self._leave(x)
 
 
-def column(linear: nn.Module, entry: Message, region: Region, *, begins: bool) -> None:
+def column(linear: nn.Module, entry: Message, region: UnitRegion, *, begins: bool) -> None:
     """Make a linear layer compute its slice of the outputs. `begins`: it is the first column of its region."""
     product = product_of(linear, region.at_entry)
 
@@ -102,7 +102,7 @@ def column(linear: nn.Module, entry: Message, region: Region, *, begins: bool) -
     replace_forward(linear, forward)
 
 
-def shared_column(linear: nn.Module, entry: Message, region: Region, features: Tensor, *, begins: bool) -> None:
+def shared_column(linear: nn.Module, entry: Message, region: UnitRegion, features: Tensor, *, begins: bool) -> None:
     """Make a whole linear layer return only the features [n] that this rank needs, of heads that ranks share."""
     product = product_of(linear, region.at_entry)
 
@@ -125,7 +125,7 @@ def gathered(module: nn.Module, enter: Message, gather: Message) -> None:
     module.forward = forward
 
 
-def row(linear: nn.Module, region: Region) -> None:
+def row(linear: nn.Module, region: UnitRegion) -> None:
     """Make a linear layer compute with its slice of the inputs; the bias is added once, to the sum over the ranks."""
     product = product_of(linear)
 
@@ -198,7 +198,9 @@ def no_fast_path(model: nn.Module) -> None:
 Group = dist.ProcessGroup
 
 
-def multihead(attention: nn.MultiheadAttention, entries: Mapping[str, Message], region: Region, group: Group) -> None:
+def multihead(
+    attention: nn.MultiheadAttention, entries: Mapping[str, Message], region: UnitRegion, group: Group
+) -> None:
     """Make an attention compute its slice of the heads. `entries`: the input collectives of query, key and value."""
     local = _LocalHeads(attention, group)
 

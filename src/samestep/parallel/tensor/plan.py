@@ -43,7 +43,7 @@ Cut = tuple[int, list[list[Range]]]  # a dimension, and each rank's ranges along
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TensorPlan:
     """The modules to slice. All others stay whole on every rank, which is always correct."""
 
     parts: int
@@ -158,7 +158,7 @@ def make_plan(
     left_whole: Mapping[str, str] | None = None,
     by_head: Collection[str] = (),
     tokens_split: bool = False,
-) -> Plan:
+) -> TensorPlan:
     """Find the modules that can be sliced over `parts` ranks.
 
     `blocks` are the names of the repeated layers. `given` (name or pattern -> role) overrides the plan of a
@@ -212,7 +212,7 @@ def make_plan(
     # The last resort is a gather after every layer: it saves memory and computation, but no communication.
     alone = not (units or multiheads or tokens_split)
     gathered = tuple(_gathered(model, trace, parts, forced, large)) if alone else ()
-    plan = Plan(
+    plan = TensorPlan(
         parts=parts,
         units=tuple(units),
         multiheads=tuple(multiheads),
@@ -356,7 +356,9 @@ def _used_elsewhere(model: nn.Module, trace: Trace) -> list[str]:
     return found
 
 
-def _check(plan: Plan, model: nn.Module, said: Mapping[str, Role], flat: Sequence[tuple[str, Sequence[int]]]) -> None:
+def _check(
+    plan: TensorPlan, model: nn.Module, said: Mapping[str, Role], flat: Sequence[tuple[str, Sequence[int]]]
+) -> None:
     """Raise LayoutError for a given role that is not possible, and if nothing is sliced.
 
     `flat`: layers whose input has no token dimension, with its shape.
