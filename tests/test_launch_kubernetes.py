@@ -38,7 +38,7 @@ def test_a_job_of_a_fixed_size(capsys: pytest.CaptureFixture[str]) -> None:
     pod = replicas["Worker"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["image"] == "registry/mine:1"
-    own = ["--max-restarts", "2", "--engine", "deepspeed", "--chdir", "/job"]
+    own = ["--engine", "deepspeed", "--max-restarts", "2", "--chdir", "/job"]
     assert container["command"] == ["samestep", "launch", *own, "--", "train.py", "--lr", "3e-4", "a b"]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     (mount,) = container["volumeMounts"]

@@ -98,7 +98,7 @@ def test_micro_batches_of_like_lengths_have_less_padding() -> None:
 
 
 @given(order=ORDERS, ranks=RANKS, micro_batch=MICRO_BATCHES, step=STEPS)
-def test_only_a_rank_without_a_sample_left_is_lent_one_of_the_batch(
+def test_only_a_rank_without_a_sample_left_has_a_zero_weight_one_of_the_batch(
     order: SampleOrder, ranks: int, micro_batch: int | None, step: int
 ) -> None:
     batch = order.global_batch(step).tolist()
