@@ -36,7 +36,12 @@ os.environ["SAMESTEP_TEST"] = str(os.getpid())
 sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
 
 # pytest's own (which test runs now), and what torch sets when its compiler is first imported.
-NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
+NOT_OURS = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # by DeepSpeed, which transformers imports where it is installed
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -17,7 +17,7 @@ from samestep.launch.environments.base import FoundCluster, PlaceInputs
 from samestep.launch.environments.registry import find
 from samestep.launch.filters import apply
 from samestep.launch.node_spec import NodeSpec
-from samestep.launch.options import HostOptions, LaunchOptions
+from samestep.launch.options import HostOptions, LaunchOptions, RankOptions
 from samestep.launch.starter import AgentCommand
 
 # sbatch -N2 -n3 --gpus-per-task=2, as its script finds it on the first node.
@@ -185,9 +185,9 @@ def test_srun_gives_its_tasks_no_variable_that_stays_here(monkeypatch: pytest.Mo
 WAYS = LaunchOptions(remote_python=("python",))
 
 
-def parts(*hosts: str, **values: Any) -> list[NodeSpec]:
-    known: dict[str, Any] = {"job": "7", "num_procs": 1, "command": ("x",), "logs": "logs", **values}
-    return [NodeSpec(host=host, **known) for host in hosts]
+def parts(*hosts: str, device: Any = "auto") -> list[NodeSpec]:
+    ranks = RankOptions(logs="logs", device=device)
+    return [NodeSpec(host=host, job="7", num_procs=1, command=("x",), ranks=ranks) for host in hosts]
 
 
 def started_with(bring: AgentCommand, *names: str) -> str:

@@ -62,7 +62,7 @@ def options_of(owner: type[Any]) -> list[Option]:
         declared = next((extra for extra in getattr(each.type, "__metadata__", ()) if isinstance(extra, Help)), None)
         if declared is None:
             continue
-        default = None if each.default is MISSING else each.default
+        default: Any = None if each.default is MISSING else each.default
         if declared.kind == "seconds":
             declared = replace(declared, text=f"{declared.text} (default: {_time(default)})")
         if declared.kind == "words" and default is not None:
