@@ -138,8 +138,8 @@ def _separated_records(path: Path, separator: str, called: str) -> Iterator[tupl
 def collect_records(path: Path, records: Iterable[tuple[int, Mapping[str, Any]]]) -> LabelledTexts:
     """Collect the texts and labels of records, each given as its first line and its columns by name.
 
-    `check_columns` has checked the columns. Raises UserError with file and line for an invalid text or label, for
-    labels of two types, and for a file without records.
+    The reader has checked the names of columns, where its format has any (`check_columns`). Raises UserError with
+    file and line for an invalid text or label, for labels of two types, and for a file without records.
     """
     texts: list[str] = []
     labels: list[Label] = []
