@@ -213,7 +213,7 @@ def test_a_checkpoint_folder_that_is_not_shared_is_named_at_once(bed: Testbed, t
     assert commands[0].wait(90) == 1
     host_b.run(["umount", str(tmp_path / "saved")])
     commands[1].wait(60)
-    said = f"host-b (rank 1) doesn't see what host-a writes into {tmp_path / 'saved'}; run.checkpoint.folder on a"
+    said = f"host-b (rank 1) doesn't see what host-a writes into {tmp_path / 'saved'}; use run.checkpoint.folder on a"
     assert commands[0].text.count(said) == 1, commands[0].text
     assert steps_in(tmp_path / "run") == 0
     assert list((tmp_path / "saved").iterdir()) == []

@@ -38,7 +38,7 @@ def test_the_launcher_starts_a_demonstration_over_ssh_and_nothing_else_is_said(t
     with Testbed(2) as bed:
         said = bed["host-a"].start([*command, "broadcast"], env=VARIABLES, cwd=tmp_path).finish(90)
     assert said.count("[host-a 0] │") == 2
-    assert "│    1 │             │ 10 11 12 13 │" in said
+    assert "│    1 │ 20 21 22 23 │ 10 11 12 13 │" in said
     assert "Warning" not in said
     assert "[c10d]" not in said  # that a host without a name of its own has none
 
