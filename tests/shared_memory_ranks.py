@@ -47,7 +47,7 @@ def group_of(
     options = SimpleNamespace(
         store=store, group_rank=rank, group_size=ranks, timeout=timedelta(seconds=seconds), group_id=str(number)
     )
-    return backend.new_group(options, environ, host)
+    return backend.new_group(options, environ, host, tells=number == 0)
 
 
 def sum_over_a_full_host(hosts: str, most: int) -> float:

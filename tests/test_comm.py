@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -245,6 +247,21 @@ def test_transports_are_measured_side_by_side(capsys: pytest.CaptureFixture[str]
     output = capsys.readouterr().out
     assert "x gloo" in output
     assert "results: 30 right, 0 wrong, 6 refused by the back end" in output
+
+
+def test_shared_memory_that_ranks_can_not_have_is_told_and_not_measured(tmp_path: Path) -> None:
+    file = tmp_path / "comm.json"
+    sizes = ["--sizes", "1KB", "--collectives", "all-reduce", "--seconds", "0.02", "--json", str(file)]
+    comm = shlex.join([sys.executable, "-m", "samestep", "comm", "--processes", "2", *sizes])
+    # Files of 400 blocks of 1,024 bytes at most; the region of two ranks is larger.
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f 400; exec {comm}"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("messages go through gloo, not through shared memory: ") == 1
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert {row["transport"] for row in found["rows"]} == {"gloo"}
+    assert "their messages go through gloo" in found["missing"]["shared-memory"]
 
 
 def test_a_wrong_result_on_one_rank_is_named_and_not_timed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from samestep import environment
 from samestep.comm.mesh import new_group
 from samestep.comm.shared_memory import backend as shared_memory
+from samestep.comm.shared_memory.process_group import KernelGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class Transport:
         [TransportContext], Sequence[torch.device]
     ]  # whose tensors it may take; the first one is measured
     title: Callable[[TransportContext], str] | None = None  # its name where the place decides it
+    # Why a group that was made goes through another transport after all; None if it doesn't.
+    fallen_back: Callable[[dist.ProcessGroup], str | None] = lambda group: None
 
 
 def title_of(name: str, place: TransportContext) -> str:
@@ -85,6 +88,12 @@ def _no_shared_memory(place: TransportContext) -> str | None:
     return "every rank is on a host of its own, and hosts share no memory" if apart else None
 
 
+def _over_gloo(group: dist.ProcessGroup) -> str | None:
+    return (
+        None if isinstance(group, KernelGroup) else "the ranks could not map it, and their messages go through gloo"
+    )
+
+
 def _no_mpi(place: TransportContext) -> str | None:
     """Why MPI is unavailable: it must be the first back end of a process, and these have another one."""
     if not dist.is_mpi_available():
@@ -102,6 +111,7 @@ TABLE: Mapping[str, Transport] = {
         missing=_no_shared_memory,
         group=lambda place: _all_ranks(place, shared_memory.register(environment.snapshot())),
         devices=_cpu,
+        fallen_back=_over_gloo,
     ),
     "accelerator": Transport(
         missing=_no_accelerator,

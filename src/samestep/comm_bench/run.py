@@ -77,9 +77,17 @@ def meet(device: DeviceChoice) -> Iterator[Meeting]:
         yield Meeting(world=world, control=control, place=place)
 
 
-def _channels(place: TransportContext) -> list[Channel]:
-    """Open a channel for each available transport."""
-    return [_channel(name, place) for name in available(place)]
+def _channels(place: TransportContext) -> tuple[list[Channel], dict[str, str]]:
+    """Open a channel for each available transport. Returns them, and why the others are unavailable."""
+    missing = {name: why for name, each in TABLE.items() if (why := each.missing(place)) is not None}
+    channels: list[Channel] = []
+    for name in available(place):
+        channel = _channel(name, place)
+        if (why := TABLE[name].fallen_back(channel.group)) is None:
+            channels.append(channel)
+        else:
+            missing[name] = why
+    return channels, missing
 
 
 def _channel(name: str, place: TransportContext) -> Channel:
@@ -103,7 +111,7 @@ def _measure_rank(asked: CommRequest) -> Report | None:
     """Check, time and find limits on one rank; the report on rank 0, None on the others."""
     with meet(asked.device) as met:
         say = _say if met.world.rank == 0 else lambda text: None
-        channels = _channels(met.place)
+        channels, missing = _channels(met.place)
         checks = _checks(asked, channels, met.control, say)
         refused = {(check.transport, check.collective) for check in checks if _stops(check)}
         rows: list[CollectiveTiming] = []
@@ -116,7 +124,7 @@ def _measure_rank(asked: CommRequest) -> Report | None:
         return Report(
             hosts=met.place.hosts,
             transports=tuple(channel.transport for channel in channels),
-            missing={name: why for name, each in TABLE.items() if (why := each.missing(met.place)) is not None},
+            missing=missing,
             checks=checks,
             rows=rows,
             fits=fits(rows),

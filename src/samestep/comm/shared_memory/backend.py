@@ -24,28 +24,35 @@ from samestep.comm.shared_memory.region import NoRegionError, host_identity, hos
 
 NAME = "samestep"
 
-_DEFAULT_GROUP = "0"  # PyTorch's name of the group of all ranks
 _OTHER_RANK = "another rank of this host can't compile it"
 
 Choice = Literal["compiled", "interpreted", "none"]
 
 
 def register(environ: Mapping[str, str]) -> str:
-    """Make the back end known to `torch.distributed`, and return its name. `environ` names compiler and cache."""
+    """Make the back end known to `torch.distributed`, and return its name. `environ` names compiler and cache.
+
+    A problem with shared memory is told once, by the first group of the back end, which has all ranks.
+    """
+    made: list[None] = []  # one for each group
 
     def create(options: Any, _: Any) -> dist.ProcessGroup:
-        return new_group(options, environ)
+        made.append(None)
+        return new_group(options, environ, tells=len(made) == 1)
 
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
     return NAME
 
 
-def new_group(options: Any, environ: Mapping[str, str], host: str | None = None) -> dist.ProcessGroup:
+def new_group(
+    options: Any, environ: Mapping[str, str], host: str | None = None, *, tells: bool = True
+) -> dist.ProcessGroup:
     """Create a process group with shared memory within each host and gloo between hosts.
 
-    `options` are PyTorch's `_DistributedBackendOptions`; `host`: an identifier of this host, None: `host_identity()`.
-    Every rank of the group must call this, and all make the same choices.
+    `options` are PyTorch's `_DistributedBackendOptions`; `host`: an identifier of this host, None: `host_identity()`;
+    `tells`: print why shared memory, or its compiled kernel, is not used. Every rank of the group must call this, and
+    all make the same choices.
     """
     store, rank, ranks = options.store, options.group_rank, options.group_size
     gloo = _gloo(options, "gloo", rank, ranks)
@@ -66,13 +73,13 @@ def new_group(options: Any, environ: Mapping[str, str], host: str | None = None)
     kernel, problem = None, ""
     if len(own) > 1:
         try:
-            kernel = _kernel(on_host, place, environ, tells=place.rank == 0 and options.group_id == _DEFAULT_GROUP)
+            kernel = _kernel(on_host, place, environ, tells=tells and place.rank == 0)
         except NoRegionError as error:
             problem = str(error)
     if found := _first_problem(store, rank, ranks, problem):
         if kernel is not None:
             kernel.close()
-        if rank == 0 and options.group_id == _DEFAULT_GROUP:
+        if rank == 0 and tells:
             print(f"samestep: messages go through gloo, not through shared memory: {found}", file=sys.stderr)
         return gloo_group(gloo)
     if hosts.count == 1:
