@@ -79,13 +79,15 @@ def meet(device: DeviceChoice) -> Iterator[Meeting]:
 
 def _channels(place: TransportContext) -> tuple[list[Channel], dict[str, str]]:
     """Open a channel for each available transport. Returns them, and why the others are unavailable."""
-    missing = {name: why for name, each in TABLE.items() if (why := each.missing(place)) is not None}
     channels: list[Channel] = []
-    for name in available(place):
-        channel = _channel(name, place)
-        if (why := TABLE[name].fallen_back(channel.group)) is None:
-            channels.append(channel)
-        else:
+    missing: dict[str, str] = {}
+    for name, transport in TABLE.items():
+        if (why := transport.missing(place)) is None:
+            channel = _channel(name, place)
+            why = transport.fallen_back(channel.group)
+            if why is None:
+                channels.append(channel)
+        if why is not None:
             missing[name] = why
     return channels, missing
 

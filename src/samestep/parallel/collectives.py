@@ -91,7 +91,7 @@ def copy_to_region(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_from_region(x: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, for what every rank computes alike."""
+    """The sum over the ranks, for a computation that every rank repeats."""
     return _ReduceFromRegion.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
@@ -101,7 +101,7 @@ def scatter_to_region(whole: Tensor, split: Split, dim: int) -> Tensor:
 
 
 def gather_from_region(part: Tensor, split: Split, dim: int) -> Tensor:
-    """All ranks' parts along a dimension, for what every rank computes alike."""
+    """All ranks' parts, joined along a dimension, for a computation that every rank repeats."""
     return _GatherFromRegion.apply(part, split, dim)  # pyright: ignore[reportReturnType]
 
 
@@ -147,7 +147,7 @@ def all_reduce(part: Tensor, group: Group) -> Tensor:
 
 
 def divide_gradient(x: Tensor, group: Group) -> Tensor:
-    """The same tensor, for what every rank computes alike, where gradients are summed over the ranks afterwards."""
+    """The same tensor, for a computation that all ranks repeat, whose gradients are summed over them afterwards."""
     return _DivideGradient.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
