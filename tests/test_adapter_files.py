@@ -56,6 +56,7 @@ def plain(job: Job) -> nn.Module:
     return job.recipe.task.model()
 
 
+@pytest.mark.slow
 def test_what_was_trained_under_one_layout_goes_on_under_another(tmp_path: Path) -> None:
     go_on(tmp_path, ("fsdp2",), ("tp2",))
 

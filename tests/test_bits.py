@@ -65,9 +65,10 @@ def test_every_kind_of_other_bit_is_told(tmp_path: Path) -> None:
     assert json.loads(json.dumps(row.to_json()))["same_bits"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layouts",
-    [pytest.param(("dp4", "dp3", "dp4"), marks=pytest.mark.slow), ("fsdp4", "zero1x3", "dp2 fsdp2")],
+    [("dp4", "dp3", "dp4"), ("fsdp4", "zero1x3", "dp2 fsdp2")],
     ids=" ".join,
 )
 def test_an_elastic_change_keeps_every_bit(layouts: Sequence[str], tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ PEERS = {
     "lightning": "lightning",
     "trainer": "accelerate",  # transformers' Trainer runs on it
 }
-FAST = {"ddp"}
 
 # The loss of the initial weights on the same data: a training that did nothing would end at it.
 UNTRAINED = {**dict.fromkeys(PEERS, 0.8086), "trainer": 0.6956}
@@ -69,10 +68,9 @@ def final_loss(program: Path, folder: Path) -> float:
     return float(found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "peer", [peer if peer in FAST else pytest.param(peer, marks=pytest.mark.slow) for peer in PEERS]
-)
+@pytest.mark.parametrize("peer", PEERS)
 def test_both_programs_end_at_the_same_loss(peer: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(PEERS[peer]) is None:
         pytest.skip(f"{PEERS[peer]} is not installed")

@@ -24,7 +24,7 @@ from samestep.comparison import results
 from samestep.comparison.compare import _turns, entries
 from samestep.comparison.methods import METHODS, PUBLISHED, Method, chosen
 from samestep.comparison.results import Comparison, ComparisonRow
-from samestep.comparison.same_step import BFLOAT16_TOLERANCE, SameStep
+from samestep.comparison.same_step import BFLOAT16_TOLERANCE, ParametersHeld, SameStep
 from samestep.comparison.terminal import print_comparison
 from samestep.display.page import json_in_html
 from samestep.engines.native.engine import Native
@@ -258,6 +258,19 @@ def test_the_default_table_fits_120_columns() -> None:
     assert all(len(line) <= 120 for line in lines)
     assert all(line.endswith("│") for line in lines if line.startswith("│"))  # no column is cut off
     assert sum("ddp-torchrun" in line for line in lines) == 2  # no name is broken
+
+
+def test_long_names_and_verdicts_are_wrapped_and_lose_nothing() -> None:
+    row = measured("dp2", 1.0)
+    method = replace(row.method, name="parameter-server-2", engine="parameter-server")
+    apart = ParametersHeld(worst=2.0, parameter="layers.11.encoder.attention.projection.weight")
+    same = SameStep(precision="fp64", losses=[1.0], reference=[1.0], parameters=apart)
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_comparison(comparison(replace(row, method=method, same_step=same)), console)
+    lines = console.export_text().splitlines()
+    assert all(line.endswith("│") for line in lines if line.startswith("│"))
+    last = "".join(line.split("│")[-2].strip() for line in lines if line.startswith("│"))
+    assert apart.parameter in last
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def _most_ranks(until: float) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_too_long_is_ended_with_its_ranks(tmp_path: Path) -> None:
     hangs = (Inject(rank=1, step=2, fault="hang"),)
     endless = replace(JOB, run=replace(JOB.run, inject=hangs))

@@ -101,6 +101,7 @@ def test_four_ranks_take_the_step_of_one_process() -> None:
     assert same(prove(cases), list(cases)) == {}
 
 
+@pytest.mark.slow
 def test_a_run_gives_what_one_process_gives(tmp_path: Path) -> None:
     board = {"enabled": True, "output_path": str(tmp_path / "board"), "job_name": "points"}
     config = tmp_path / "ds_config.json"

@@ -316,6 +316,19 @@ def test_every_place_stands_in_the_table_in_its_order(page: Path) -> None:
     assert first_cells(page, columns=3) == [place.name for place in PLACES]
 
 
+# Places that the READMES call by what people know: in the English one, in the Chinese one.
+KNOWN_AS = {"pytorchjob": ("Kubernetes", "Kubernetes"), "this-machine": ("local processes", "本机多进程")}
+
+
+@pytest.mark.parametrize("language", [0, 1], ids=["en", "zh"])
+def test_every_place_stands_in_the_readmes_row_of_starts(language: int) -> None:
+    rows = [re.findall(r"^\| (?:start|启动) \|(.*?)\|", read(page), re.MULTILINE) for page in PAIRS[0]]
+    (row,) = rows[language]
+    for place in PLACES:
+        name = KNOWN_AS.get(place.name, (place.name, place.name))[language]
+        assert re.search(name.replace("-", ".?"), row, re.IGNORECASE), name
+
+
 @pytest.mark.parametrize("page", KEYS, ids=name_of)
 def test_every_source_and_format_of_texts_is_described(page: Path) -> None:
     text = prose(page)

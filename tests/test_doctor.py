@@ -77,6 +77,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 CPU = collectives.Trial(backend="gloo", device="cpu", ranks=2)
 
 
+@pytest.mark.slow
 def test_a_collective_that_hangs_is_named_at_the_time_limit(faked: pytest.MonkeyPatch) -> None:
     faked.setenv("SAMESTEP_TEST_WAY", "hangs")
     began = time.monotonic()
@@ -201,6 +202,7 @@ def test_it_is_not_for_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().err == "samestep: the doctor starts its own processes; start it without a launcher\n"
 
 
+@pytest.mark.slow
 def test_a_signal_ends_it_and_leaves_nothing_running() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "samestep", "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE

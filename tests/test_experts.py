@@ -189,6 +189,7 @@ def test_no_plan_depends_on_which_experts_samples_choose() -> None:
         assert "layers.0.mixture.experts.3.up.weight" in seen.behind(seen.of("")[0].outputs())
 
 
+@pytest.mark.slow
 def test_others_go_on_from_what_ranks_with_parts_of_the_experts_saved(tmp_path: Path) -> None:
     """With dropout of what the experts give, and evaluations, in float64."""
     settings = recipe("list", dropout=True, precision="fp64", steps=4)

@@ -174,6 +174,7 @@ def cases(casting: Sequence[str], decoders: Sequence[tuple[str, str]]) -> dict[s
     return found
 
 
+@pytest.mark.slow
 def test_models_that_cast_to_float32_take_the_same_step() -> None:
     some = cases(
         ["fsdp2 recompute=full", "pp2 recompute=full"],

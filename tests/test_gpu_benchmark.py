@@ -53,6 +53,7 @@ def _assert_found(sections: Mapping[str, Any]) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_section_that_takes_too_long_is_left_behind_and_named() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--only", "throughput", "--seconds", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

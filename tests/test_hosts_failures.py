@@ -39,6 +39,7 @@ def bed() -> Iterator[Testbed]:
         yield made
 
 
+@pytest.mark.cluster
 def test_a_host_that_crashes_is_named_and_ends_the_job(bed: Testbed, tmp_path: Path) -> None:
     running = controller(bed, tmp_path, slow_job(tmp_path, steps=2000, seconds=0.1, run=REPLICAS))
     first = wait_for_step(1, tmp_path / "run", running)

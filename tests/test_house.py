@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,46 @@ def wrong_imports(module: str, text: str, rank: Mapping[str, int] = RANK) -> lis
 def test_a_module_has_its_place_and_imports_only_from_below(module: str) -> None:
     assert package_of(module) in RANK, f"{module} has no place in HOUSE"
     assert wrong_imports(module, (SOURCE / module).read_text(encoding="utf-8")) == []
+
+
+def module_of(name: str) -> str | None:
+    """The module that a whole name such as samestep.layout.Layout is of; None for a package without code."""
+    parts = name.split(".")[1:]
+    for length in range(len(parts), 0, -1):
+        path = "/".join(parts[:length])
+        for module in (f"{path}.py", f"{path}/__init__.py"):
+            if module in MODULES:
+                return module
+    return None
+
+
+def import_circle(texts: Mapping[str, str]) -> list[str] | None:
+    """Modules that import each other in a circle, also inside functions; None if there is none."""
+    wanted = {module: {module_of(name) for _, name in imported_names(module, text)} for module, text in texts.items()}
+    try:
+        TopologicalSorter({module: found - {None, module} for module, found in wanted.items()}).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    texts = {module: (SOURCE / module).read_text(encoding="utf-8") for module in MODULES if module not in EXEMPT}
+    assert len(texts) > 300
+    assert import_circle(texts) is None
+
+
+def test_a_circle_of_modules_is_found() -> None:
+    texts = {
+        "layout.py": "from samestep.data import order",
+        "data/order.py": "def late():\n    from samestep.data.loader import Loader",
+        "data/loader.py": "import samestep.errors\nfrom samestep.layout import Layout",
+        "errors.py": "",
+    }
+    circle = import_circle(texts)
+    assert circle is not None
+    assert set(circle) == {"layout.py", "data/order.py", "data/loader.py"}
+    assert import_circle({**texts, "layout.py": ""}) is None
 
 
 def wrong_imports_inside(module: str, text: str, order: tuple[str, ...]) -> list[str]:

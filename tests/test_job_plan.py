@@ -106,6 +106,7 @@ def test_pipelines_are_tried_with_other_schedules_and_more_micro_batches(two: Jo
     assert {"pp2 schedule=interleaved-1f1b stages=2", "pp2 schedule=zbv-zero-bubble stages=2"} <= told
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_no_best_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("samestep.job_plan.plan._DATA", ("fsdp{}",))
     monkeypatch.setattr("samestep.job_plan.plan._OTHERS", ())
@@ -160,6 +161,7 @@ def test_hooks_and_copies_of_shards_are_counted() -> None:
     assert rates.computing(work, 2)["sharding"] == rates.computing(work, 1)["sharding"]  # Python has one thread
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_rates_of_this_machine() -> None:
     rates = measured_rates("fp32")

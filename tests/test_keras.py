@@ -287,6 +287,7 @@ def test_every_counterpart_is_in_the_documentation() -> None:
         assert [kind.__name__ for kind in MODULES if f"`{kind.__name__}`" not in text] == []
 
 
+@pytest.mark.slow
 def test_tensorboard_does_not_load_tensorflow(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from samestep.training.metrics_log import Records\n"

@@ -180,6 +180,7 @@ def test_the_server_that_forks_has_one_thread() -> None:
     assert server.num_threads() == 1
 
 
+@pytest.mark.slow
 def test_two_jobs_side_by_side_do_not_meet_and_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     """One job begins and ends while the other takes its steps, whose parent is killed then."""
     folder, known = tmp_path / "slow", losses_alone()
@@ -221,6 +222,7 @@ def test_torchrun_with_another_number_of_processes_is_refused(tmp_path: Path) ->
     assert done.stderr.count('samestep: layout "dp3" needs 3 processes, not 2') == 1
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

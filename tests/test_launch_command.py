@@ -102,6 +102,7 @@ run: {layout: dp2, folder: FOLDER, tensorboard: false}
 """
 
 
+@pytest.mark.slow
 def test_a_job_of_samesteps_starts_with_the_same_options(capfd: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text(JOB.replace("FOLDER", "alone").replace("dp2", "single"), encoding="utf-8")
     assert main(["train", "job.yaml"]) == 0
@@ -225,6 +226,7 @@ def test_a_signal_ends_all_ranks(number: signal.Signals, code: int) -> None:
     assert err.rstrip().endswith(f"samestep: stopped by signal {int(number)}")
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_ranks_that_take_no_notice() -> None:
     with started("--num-procs", "2", "--", TOLD, "deaf", "here") as process:
         await_files("here-0", "here-1")

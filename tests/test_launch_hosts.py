@@ -295,6 +295,7 @@ def test_what_all_hosts_get_wrong_is_told_once(ssh: list[str], capfd: pytest.Cap
     assert all("the folder /nowhere: No such file or directory; --chdir FOLDER says another" in line for line in said)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_hosts(ssh: list[str]) -> None:
     with started(*ssh, "--", TOLD, "wait", "here") as process:
         await_files("here-0", "here-1", "here-2")

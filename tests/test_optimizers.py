@@ -135,6 +135,7 @@ def _naive(*_: Any) -> float:
     return naive("fsdp2")
 
 
+@pytest.mark.slow
 def test_muon_of_shards_would_be_another_step() -> None:
     assert local.start(_naive, (), 2) > 1e-3
 

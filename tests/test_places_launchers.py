@@ -134,7 +134,7 @@ def test_lsf_counts_the_accelerators_of_this_host() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"LSB_JOBID": ""}, "LSB_JOBID is empty; the job's number is wanted in it"),
+        ({"LSB_JOBID": ""}, "LSB_JOBID is empty; it must hold the job's number"),
         ({"LSB_MCPU_HOSTS": ""}, "LSB_MCPU_HOSTS is empty; hosts and their slots, such as host-a 4"),
         ({"LSB_MCPU_HOSTS": "host-a 2 host-b"}, "where host-b has no slots; hosts and their slots, such as"),
         ({"LSB_MCPU_HOSTS": "host-a host-b"}, '"host-b" is no number of slots'),

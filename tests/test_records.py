@@ -171,6 +171,7 @@ def test_the_bar_is_drawn_on_a_terminal(tmp_path: Path) -> None:
     assert "loss " in text
 
 
+@pytest.mark.slow
 def test_a_second_run_leaves_the_first_as_it_was(
     run: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

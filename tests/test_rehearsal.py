@@ -173,6 +173,7 @@ def test_nothing_is_allocated() -> None:
     assert time.monotonic() - began < 100  # filling 16 GB and computing with them would take longer
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_pipeline_of_shards_of_slices_over_4096_ranks(tmp_path: Path) -> None:
     text = tmp_path / "words.txt"
@@ -302,10 +303,9 @@ def test_a_model_that_shapes_do_not_lead_through_is_told_in_one_message(kind: st
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "layout", ["pp2", pytest.param("pp2 stages=2 schedule=interleaved-1f1b", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("layout", ["pp2", "pp2 stages=2 schedule=interleaved-1f1b"])
 def test_stages_of_an_encoder_and_a_decoder_are_rehearsed(layout: str) -> None:
     recipe = samestep.Recipe(task=Tiny(name="t5"), batch=8, steps=4)
     really = samestep.dry_run(recipe, layout, threads=1)

@@ -79,6 +79,7 @@ print(digest.hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_every_process_trains_the_same_tokenizer(tmp_path: Path) -> None:
     # Many characters and pairs of equal frequency: what a trainer that breaks ties at random trips over.
     texts = [hashlib.sha256(bytes([n, k])).hexdigest() + chr(0x4E00 + 7 * n + k) for n in range(99) for k in range(4)]

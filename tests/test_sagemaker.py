@@ -203,5 +203,5 @@ def test_several_containers_that_would_each_train_alone_are_refused(
 ) -> None:
     monkeypatch.setenv("SM_HOSTS", '["algo-1","algo-2"]')
     assert main(["train", str(job)]) == 2
-    assert "behind samestep launch -- they do it together" in capsys.readouterr().err
+    assert "put `samestep launch --` before the command, so that they train it together" in capsys.readouterr().err
     assert not (container / "output/data/run").exists()

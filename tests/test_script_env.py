@@ -57,6 +57,7 @@ def started(name: str, engine: str | None = None, **variables: str) -> list[dict
     return said
 
 
+@pytest.mark.slow
 def test_a_script_of_pytorch_is_bound_and_has_its_threads() -> None:
     said = started("torch")
     own = bindings(this_machine(), 2)
@@ -180,6 +181,7 @@ def test_a_command_is_ended_with_another_rank_and_else_ends_by_itself(ends: str,
         other.wait()
 
 
+@pytest.mark.slow
 def test_ranks_agree_where_no_agent_serves_them() -> None:
     # As on hosts of one rank each; the port where they agree is the script's own afterwards.
     port = str(free_port())

@@ -158,6 +158,7 @@ def test_the_address_towards_a_host_is_one_of_this_host() -> None:
                 assert address_towards(address.address) == address.address
 
 
+@pytest.mark.slow
 def test_files_have_the_permissions_that_the_user_asked_for(tmp_path: Path) -> None:
     job = TESTS.parent / "examples" / "regression.yaml"
     run, found, picture = tmp_path / "run", tmp_path / "found.json", tmp_path / "layout.svg"

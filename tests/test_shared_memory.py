@@ -205,6 +205,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_damaged_kernel_in_the_cache_is_compiled_again(cache: Path, tmp_path: Path) -> None:
     shutil.copytree(cache, tmp_path, dirs_exist_ok=True)
     built = build.library({**os.environ, "XDG_CACHE_HOME": str(tmp_path)})

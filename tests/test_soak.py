@@ -291,6 +291,7 @@ class Scripts:
         return set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("faulty", "wrong"),
     [

@@ -117,6 +117,7 @@ def test_states_are_handed_on_where_a_later_layer_begins_with_them() -> None:
     assert handed_on(trees.Tagger(), "pp2", ("second",)) == [[("first", 0), ("first", 1), ("first", 2)]]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_and_is_evaluated(tmp_path: Path) -> None:
     def train(layout: str, name: str, **checkpoint: Any) -> samestep.TrainResult:
         short = recipe(trees.UNet(), steps=4, epochs=None, precision="fp64")

@@ -7,29 +7,18 @@ from undone_mends import MENDS, PACKAGE, Mend, problem, unmended
 
 pytestmark = pytest.mark.timeout(300)
 
-FAST = next(mend for mend in MENDS if (mend.task, mend.layout) == ("regression", "single"))
-OTHERS = [mend for mend in MENDS if mend is not FAST]
-
 
 @pytest.mark.parametrize("mend", MENDS, ids=lambda mend: mend.what)
 def test_each_mend_is_there(mend: Mend) -> None:
     assert (PACKAGE / mend.file).read_text(encoding="utf-8").count(mend.now) == 1
 
 
-def _assert_seen(mend: Mend, folder: Path) -> None:
-    found = problem(mend.tried_by, unmended(mend, folder), seconds=280)
+@pytest.mark.slow
+@pytest.mark.parametrize("mend", MENDS, ids=lambda mend: mend.what)
+def test_every_mend_that_is_undone_is_seen(mend: Mend, tmp_path: Path) -> None:
+    found = problem(mend.tried_by, unmended(mend, tmp_path), seconds=280)
     assert found is not None
     assert mend.seen in found
-
-
-def test_a_mend_that_is_undone_is_seen(tmp_path: Path) -> None:
-    _assert_seen(FAST, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mend", OTHERS, ids=lambda mend: mend.what)
-def test_every_mend_that_is_undone_is_seen(mend: Mend, tmp_path: Path) -> None:
-    _assert_seen(mend, tmp_path)
 
 
 @pytest.mark.slow

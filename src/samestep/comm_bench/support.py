@@ -231,13 +231,15 @@ def _try_all(
 
 
 def _group(each: Try, place: TransportContext, groups: dict[str, dist.ProcessGroup]) -> str | None:
-    """Create a transport's group unless it exists. Returns the error on this rank, or None."""
+    """Create a transport's group unless it exists. Returns why this rank has none, or None."""
+    transport = TABLE[each.transport]
     if each.transport not in groups:
         try:
-            groups[each.transport] = TABLE[each.transport].group(place)
+            groups[each.transport] = transport.group(place)
         except Exception as error:  # of whatever kind the back end has
             return str(error).partition("\n")[0] or type(error).__name__
-    return None
+    # Attempts through a group that fell back would be another transport's.
+    return transport.fallen_back(groups[each.transport])
 
 
 def _verdict(reason: str | None) -> Verdict:

@@ -57,11 +57,9 @@ def _time_cells(found: Comparison, row: ComparisonRow) -> list[str]:
 def _costs(found: Comparison) -> Table:
     metric = (found.metric_name or "metric").replace("_", " ")
     columns = [
-        *texts("method", least=17),
-        *texts("engine", least=11),
-        *texts("precision"),
-        *numbers("MB of a rank", "MB of all", "MB sent", metric),
-        *numbers("same step", whole=True),
+        *texts("method", "engine", "precision"),
+        *numbers("MB of\na rank", "MB of\nall", "MB\nsent", metric),
+        *texts("same step"),  # wrapped where the parameter that differs has a long name
     ]
     rows = [
         [

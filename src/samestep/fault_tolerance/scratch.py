@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
@@ -49,9 +50,29 @@ def scratch(prefix: str, where: Path | None = None) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+        if lock is None or not _semaphores(folder):
+            _remove(folder, lock)
+        else:
+            # They end with the objects that hold them, at the latest with this process. Until then the folder stays
+            # and is held, so that a later start finds them if this process is killed before.
+            for inside in set(folder.glob("*")) - {folder / _HELD}:
+                _remove(inside, None)
+            Finalize(None, _remove, args=(folder, lock), exitpriority=-1)  # semaphores have 0 and go before
+
+
+def _semaphores(folder: Path) -> list[Path]:
+    """The named semaphores of a folder's process: multiprocessing names them sem.PREFIX-RANDOM."""
+    return list(folder.parent.glob(f"sem.{folder.name}-*"))
+
+
+def _remove(path: Path, lock: int | None) -> None:
+    """Remove a folder or file as far as it can be, and release the lock."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+    if lock is not None:
+        os.close(lock)
 
 
 def _made(prefix: str, where: Path) -> tuple[Path, int | None]:
@@ -77,7 +98,7 @@ def _remove_unless_held(folder: Path) -> None:
     lock = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for semaphore in folder.parent.glob(f"sem.{folder.name}-*"):
+        for semaphore in _semaphores(folder):
             semaphore.unlink(missing_ok=True)
         shutil.rmtree(folder)  # not through a symbolic link
     finally:

@@ -170,7 +170,7 @@ class Variables:
         """Return the value of a required variable. Raises UserError if it is unset."""
         value = self.text(name)
         if value is None:
-            raise UserError(f"{name} is {'empty' if name in self._environ else 'not set'}; {what} is wanted in it")
+            raise UserError(f"{name} is {'empty' if name in self._environ else 'not set'}; it must hold {what}")
         return value
 
     def number(self, name: str, least: int = 0) -> int | None:

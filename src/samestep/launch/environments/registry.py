@@ -57,7 +57,7 @@ def check_not_alone(environ: Mapping[str, str]) -> None:
     if len(hosts) > 1:
         raise UserError(
             f"this is one of {len(hosts)} hosts of a {place.name} job, which all run this command, and each would do "
-            "the whole job for itself; behind samestep launch -- they do it together"
+            "the whole job for itself; put `samestep launch --` before the command, so that they train it together"
         )
 
 
