@@ -25,7 +25,7 @@ from samestep.launch.device import accelerators, device_of, peak_memory
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.matrix import ALL, FAST
-from samestep.parallel.context.block_attention import Block, attend, gradients
+from samestep.parallel.context.block_attention import KeyValueBlock, attend, gradients
 from samestep.training.fit import Training
 
 PROOF_JOB = Path(__file__).parents[1] / "examples" / "proof" / "language.yaml"
@@ -177,7 +177,7 @@ def attention(size: str) -> Section:
 def _of_ring(given: Sequence[torch.Tensor], device: torch.device) -> tuple[float, float]:
     """Ring attention's kernel: the difference of output and gradients from float64, and seconds of both passes."""
     query, key, value = given
-    block = Block(query=query, key=key, value=value, causal=True, scale=query.shape[-1] ** -0.5)
+    block = KeyValueBlock(query=query, key=key, value=value, causal=True, scale=query.shape[-1] ** -0.5)
     leaves = [each.double().requires_grad_() for each in given]
     exact = _attended(leaves)
     expected = [exact, *torch.autograd.grad(exact.sum(), leaves)]

@@ -28,7 +28,7 @@ from samestep.comm_bench.request import CommRequest, parse_sizes
 from samestep.comm_bench.run import measured as comm_measured
 from samestep.errors import UserError
 from samestep.job import Job
-from samestep.job_plan.machine import CAUSES, Machine, this_machine
+from samestep.job_plan.machine import CAUSES, TargetMachine, this_machine
 from samestep.job_plan.measure import Measured, corrected, corrections
 from samestep.job_plan.predict import peak_of, predict
 from samestep.layout import Layout
@@ -153,7 +153,7 @@ def timed(job: Job, layout: str) -> tuple[float, int]:
     return max(rank.seconds for rank in ranks), max(peak_of(rank.usage) for rank in ranks)
 
 
-def rows_of(found: Mapping[str, Any], machine: Machine, names: Sequence[str]) -> list[tuple[str, Measured]]:
+def rows_of(found: Mapping[str, Any], machine: TargetMachine, names: Sequence[str]) -> list[tuple[str, Measured]]:
     rows = []
     for name in names:
         for text, (job, layout, ranks) in found["rehearsed"][name].items():

@@ -30,7 +30,7 @@ sys.path[:0] = [str(HERE.parent / "tools")]
 from testbed import Host, Running, Testbed, why_not  # noqa: E402
 
 from samestep import jobfile  # noqa: E402
-from samestep.drill.disturbances import Hosts, Target, kinds_of, last_step_in, raise_file  # noqa: E402
+from samestep.drill.disturbances import JobHosts, Target, kinds_of, last_step_in, raise_file  # noqa: E402
 from samestep.drill.drill import Left  # noqa: E402
 from samestep.drill.run import print_soak  # noqa: E402
 from samestep.drill.soak import Soaked, SoakSettings, soak, soaked_job  # noqa: E402
@@ -126,7 +126,7 @@ class Launched:
         self._bed, self._running, self._folder = bed, running, folder
 
     @property
-    def hosts(self) -> Hosts:
+    def hosts(self) -> JobHosts:
         return self._bed
 
     def poll(self) -> int | None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
-from samestep.tasks.metrics import Share
+from samestep.tasks.metrics import ColumnMean
 
 
 class Towers(nn.Module):
@@ -59,8 +59,8 @@ class Pairs(samestep.Task):
         back = F.cross_entropy(scale * second @ all_first.T, mine, reduction="sum")
         return forth + back, len(first)
 
-    def metrics(self) -> Mapping[str, Share]:
-        return {"loss": Share(0)}
+    def metrics(self) -> Mapping[str, ColumnMean]:
+        return {"loss": ColumnMean(0)}
 
     def scores(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor]:
         loss, count = self.loss(output, batch)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.recording.store import Writer
+from samestep.recording.store import RecordWriter
 
 
 @dataclass(kw_only=True)
@@ -41,10 +41,10 @@ class Record:
 
 def write(folder: Path, ranks: Sequence[Record]) -> None:
     for number, record in enumerate(ranks):
-        _write(Writer(folder / f"rank-{number}"), record)
+        _write(RecordWriter(folder / f"rank-{number}"), record)
 
 
-def _write(writer: Writer, record: Record) -> None:
+def _write(writer: RecordWriter, record: Record) -> None:
     for number, step in enumerate(record.steps):
         kinds = {"gradient": step.gradients, "after": step.after, **({} if number else {"before": record.before})}
         tensors = {

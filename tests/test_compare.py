@@ -22,7 +22,7 @@ from samestep import environment, subprocess_group
 from samestep.cli.main import main
 from samestep.comparison import results
 from samestep.comparison.compare import _turns, entries
-from samestep.comparison.methods import METHODS, PUBLISHED, Method, chosen
+from samestep.comparison.methods import METHODS, PUBLISHED, ComparedMethod, chosen
 from samestep.comparison.results import Comparison, ComparisonRow
 from samestep.comparison.same_step import BFLOAT16_TOLERANCE, ParametersHeld, SameStep
 from samestep.comparison.terminal import print_comparison
@@ -319,7 +319,7 @@ def test_published_methods_are_in_the_table() -> None:
     assert len(names) == len(METHODS)
 
 
-def entry_of(method: Method, **recipe: Any) -> ComparisonRow:
+def entry_of(method: ComparedMethod, **recipe: Any) -> ComparisonRow:
     (entry,) = entries(job(**recipe), Regression(samples=20, held_out=2), [method], budget=4)
     return entry.row
 

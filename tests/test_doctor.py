@@ -74,7 +74,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-CPU = collectives.Trial(backend="gloo", device="cpu", ranks=2)
+CPU = collectives.CollectiveTrial(backend="gloo", device="cpu", ranks=2)
 
 
 @pytest.mark.slow

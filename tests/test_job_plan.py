@@ -18,7 +18,7 @@ from samestep.job import Job, Run
 from samestep.job_plan.after_run import furthest, terms
 from samestep.job_plan.auto import check_here
 from samestep.job_plan.display import page
-from samestep.job_plan.machine import CAUSES, Machine, Rates, devices_of, measured_rates, message_rates
+from samestep.job_plan.machine import CAUSES, Rates, TargetMachine, devices_of, measured_rates, message_rates
 from samestep.job_plan.measure import Measured, corrections, measured_plan
 from samestep.job_plan.plan import JobPlan, layouts_of, plan_job
 from samestep.job_plan.predict import Prediction
@@ -29,7 +29,7 @@ from samestep.training.rehearsal import Collectives
 from samestep.training.step_work import CountedWork
 
 RATES = Rates(flop=1e-10, byte=1e-10, operator=1e-5, message=1e-4, byte_sent=1e-9, speedup={1: 1.0, 2: 1.8})
-PLACE = Machine(name="this machine", devices=2, memory=1e9, rates=RATES, cores=2)
+PLACE = TargetMachine(name="this machine", devices=2, memory=1e9, rates=RATES, cores=2)
 
 
 def job(**run: Any) -> Job:

@@ -121,10 +121,10 @@ def test_muon_is_the_same_where_a_matrix_is_cut_twice() -> None:
 def naive(layout: str) -> float:
     """How far Muon's steps are from one process's if every rank steps the shards that it has."""
     from samestep.parallel import joined_optimizer
-    from samestep.parallel.optimizer_kinds import Kind
+    from samestep.parallel.optimizer_kinds import OptimizerKind
 
     kept = joined_optimizer.kind_of
-    joined_optimizer.kind_of = lambda *_: Kind(by_number=True, alone=True, draws=False, settings_change=[])
+    joined_optimizer.kind_of = lambda *_: OptimizerKind(by_number=True, alone=True, draws=False, settings_change=[])
     try:
         return samestep.verify(TRAINED, layout, steps=2, check=False, threads=1).max_relative_difference["parameters"]
     finally:

@@ -24,7 +24,7 @@ from samestep.data.order import SampleOrder
 from samestep.engines.base import Preparation
 from samestep.engines.parameter_server.engine import ParameterServer
 from samestep.engines.parameter_server.member import ServerSetup
-from samestep.engines.parameter_server.messages import Answer, Kind, PointToPoint, Push, Pushed, Told
+from samestep.engines.parameter_server.messages import Answer, PointToPoint, Push, Pushed, PushKind, Told
 from samestep.engines.parameter_server.server import AsynchronousServer
 from samestep.engines.parameter_server.settings import ParameterServerSettings, Roles
 from samestep.engines.parameter_server.shards import Chunk, FlatParameters, bounds_of, boxes, chunks_of, spans_of
@@ -335,7 +335,7 @@ def test_a_late_gradient_is_compensated_and_the_fast_worker_waits() -> None:
         assert "deaths" not in measured  # no worker may die
 
 
-def _told(kind: Kind, chunks: Sequence[Chunk]) -> Pushed:
+def _told(kind: PushKind, chunks: Sequence[Chunk]) -> Pushed:
     told = Told(loss=0, count=0, samples=1, global_samples=2, norm=math.nan, stop_at=math.inf, kind=kind)
     return Pushed(told, chunks, [], torch.empty(0), torch.empty(0))
 
@@ -346,8 +346,8 @@ def test_nobody_waits_for_a_worker_that_is_away() -> None:
 
     def pushes(chunks: Sequence[Chunk]) -> Sequence[tuple[int, Pushed]]:
         one, two, three, four, five, six = (_pushed(gradient, chunks) for gradient in gradients)
-        missed, lost = _told(Kind.MISSED, chunks), _told(Kind.LOST, chunks)
-        leaves, returns = _told(Kind.AWAY, chunks), _told(Kind.BACK, chunks)
+        missed, lost = _told(PushKind.MISSED, chunks), _told(PushKind.LOST, chunks)
+        leaves, returns = _told(PushKind.AWAY, chunks), _told(PushKind.BACK, chunks)
         return [
             *((here, one), (here, two), (away, leaves), (here, three)),  # two steps ahead, which it may not be else
             *((away, missed), (away, missed), (away, missed), (away, returns), (away, four)),  # in its fourth step
@@ -381,7 +381,7 @@ def test_a_lost_worker_has_its_answer_before_ranks_meet_though_none_is_present()
 
     def pushes(chunks: Sequence[Chunk]) -> Sequence[tuple[int, Pushed]]:
         gradient = _pushed(torch.ones(8, dtype=torch.float64), chunks)
-        leaves, is_lost, misses = (_told(kind, chunks) for kind in (Kind.AWAY, Kind.LOST, Kind.MISSED))
+        leaves, is_lost, misses = (_told(kind, chunks) for kind in (PushKind.AWAY, PushKind.LOST, PushKind.MISSED))
         first = [(lost, leaves), (lost, is_lost), (present, gradient)]
         return [*first, (lost, is_lost), (present, leaves), (present, misses)]
 

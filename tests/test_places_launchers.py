@@ -99,7 +99,7 @@ def test_slurm_one_task_a_node_is_there_on_every_host() -> None:
         ({"SLURM_JOB_NODELIST": "gpu[01-"}, "SLURM_JOB_NODELIST is 'gpu[01-'"),
         ({"SLURM_TASKS_PER_NODE": "2(x2)"}, "doesn't say a number for each of 3 nodes"),
         ({"SLURM_TASKS_PER_NODE": "two"}, "SLURM_TASKS_PER_NODE='two'"),
-        ({"SLURM_TASKS_PER_NODE": ""}, "SLURM_TASKS_PER_NODE is empty; a number for each node"),
+        ({"SLURM_TASKS_PER_NODE": ""}, "SLURM_TASKS_PER_NODE is empty; it must hold a number for each node"),
         ({"SLURM_NODEID": "3"}, "SLURM_NODEID is 3, and SLURM_JOB_NODELIST names 3"),
         ({"SLURM_NODEID": "first"}, "SLURM_NODEID is 'first'; a whole number of 0 or more is wanted"),
         ({"SLURM_GPUS_ON_NODE": "a lot"}, "SLURM_GPUS_ON_NODE is 'a lot'"),
@@ -135,7 +135,7 @@ def test_lsf_counts_the_accelerators_of_this_host() -> None:
     ("change", "message"),
     [
         ({"LSB_JOBID": ""}, "LSB_JOBID is empty; it must hold the job's number"),
-        ({"LSB_MCPU_HOSTS": ""}, "LSB_MCPU_HOSTS is empty; hosts and their slots, such as host-a 4"),
+        ({"LSB_MCPU_HOSTS": ""}, "LSB_MCPU_HOSTS is empty; it must hold hosts and their slots, such as host-a 4"),
         ({"LSB_MCPU_HOSTS": "host-a 2 host-b"}, "where host-b has no slots; hosts and their slots, such as"),
         ({"LSB_MCPU_HOSTS": "host-a host-b"}, '"host-b" is no number of slots'),
         ({"LSB_MCPU_HOSTS": "host-a 0"}, '"0" is no number of slots'),
@@ -183,7 +183,7 @@ def test_open_mpi_with_one_process_a_host_is_there_on_every_host() -> None:
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, "this Open MPI doesn't say how many hosts share them"),
         ({"OMPI_MCA_orte_num_nodes": "2"}, "4 ranks on 2 hosts, and 4 of them on this one; they don't fit"),
         ({"OMPI_COMM_WORLD_SIZE": "many"}, "OMPI_COMM_WORLD_SIZE is 'many'; a whole number of 1 or more is wanted"),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": ""}, "OMPI_COMM_WORLD_LOCAL_SIZE is empty; a whole number"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": ""}, "OMPI_COMM_WORLD_LOCAL_SIZE is empty; it must hold a whole number"),
     ],
 )
 def test_wrong_open_mpi_variables(change: dict[str, str], message: str) -> None:

@@ -18,8 +18,8 @@ from samestep.errors import UserError
 from samestep.layout import Layout, Schedule
 from samestep.planning import collectives, operators, pipeline_events
 from samestep.planning.accuracy import ceilings_of, contradictions, errors_of, taus_of
-from samestep.planning.collectives import Group
-from samestep.planning.hardware import DEVICES, Cluster, cluster_of, device_of
+from samestep.planning.collectives import RankGroup
+from samestep.planning.hardware import DEVICES, ClusterSpec, cluster_of, device_of
 from samestep.planning.memory import in_flight, memory_of, state_bytes, whole_activations
 from samestep.planning.module_memory import module_memory
 from samestep.planning.pipeline_events import StageTimes
@@ -28,7 +28,7 @@ from samestep.planning.published import PredictedRow, kendall_tau, predict, read
 from samestep.planning.search import ClusterPlan, candidates, minimum, plan, usual_batch
 from samestep.planning.shapes import KNOWN, Transformer, known_model
 from samestep.planning.software import SOFTWARE
-from samestep.planning.stage_time import Job, layers_of_stages
+from samestep.planning.stage_time import PlannedJob, layers_of_stages
 from samestep.planning.step_time import offload_seconds, step_time
 
 pytestmark = pytest.mark.quick
@@ -132,13 +132,13 @@ def test_a_product_takes_whole_waves() -> None:
 def test_collectives_take_what_their_algorithms_send() -> None:
     cluster = cluster_of("a100", 16)
     efficiency, size = cluster.device.efficiency, 2**30
-    inside = collectives.all_reduce(size, Group(size=8, stride=1), cluster)
+    inside = collectives.all_reduce(size, RankGroup(size=8, stride=1), cluster)
     ring = 2 * 7 / 8 * size / (efficiency.link * cluster.inside.rate)
     assert inside == pytest.approx(ring + efficiency.collective_seconds, rel=0.01)
     # One rank a node: each group has one adapter. Eight ranks a node: eight adapters.
-    across = collectives.all_gather(size, Group(size=2, stride=8), cluster)
+    across = collectives.all_gather(size, RankGroup(size=2, stride=8), cluster)
     assert across == pytest.approx(0.5 * size / (0.9 * cluster.between.rate), rel=0.02)
-    everywhere = collectives.all_gather(size, Group(size=16, stride=1), cluster)
+    everywhere = collectives.all_gather(size, RankGroup(size=16, stride=1), cluster)
     assert everywhere < across
 
 
@@ -172,8 +172,8 @@ def test_stages_share_out_every_layer() -> None:
     assert sum(layers_of_stages(126, 64)) == 126
 
 
-def _job(model: Transformer, batch: int, program: str = "megatron-core") -> Job:
-    return Job(model=model, global_batch=batch, precision="bf16", software=SOFTWARE[program])
+def _job(model: Transformer, batch: int, program: str = "megatron-core") -> PlannedJob:
+    return PlannedJob(model=model, global_batch=batch, precision="bf16", software=SOFTWARE[program])
 
 
 def test_activations_of_gpt_follow_the_paper() -> None:
@@ -201,7 +201,9 @@ def test_what_ran_is_counted_as_fitting(predicted: Sequence[PredictedRow]) -> No
         row = each.row
         if row.group != "mosaicml-a100":
             continue
-        job = Job(model=row.model, global_batch=row.global_batch, precision=row.precision, software=row.software)
+        job = PlannedJob(
+            model=row.model, global_batch=row.global_batch, precision=row.precision, software=row.software
+        )
         peak = memory_of(job, row.layout, each.micro_batch)[0].total / device_of(row.gpu).memory
         key = (row.model_name, row.gpu)
         fullest[key] = max(fullest.get(key, 0.0), peak)
@@ -343,7 +345,7 @@ def test_what_stages_hand_on_is_sliced_where_tokens_are() -> None:
 def test_more_devices_are_faster_and_a_slower_network_is_slower() -> None:
     job = _job(known_model("llama-3-8b"), 512)
 
-    def best(cluster: Cluster) -> float:
+    def best(cluster: ClusterSpec) -> float:
         return plan(job, cluster, most=1).best.time.seconds
 
     seconds = [best(cluster_of("h100", devices)) for devices in (8, 16, 32)]

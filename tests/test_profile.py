@@ -14,7 +14,7 @@ from small_tasks import Points
 import samestep
 from samestep.cli.main import main
 from samestep.profiling.breakdown import CATEGORIES, Profile, find_straggler, rank_profile
-from samestep.profiling.clock import Interval, Portion, StepTimes
+from samestep.profiling.clock import Interval, PhaseTime, StepTimes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -150,12 +150,12 @@ def test_small_buckets_are_more_messages(found: Found) -> None:
     assert events["small-buckets"] >= events["dp2"] + STEPS
 
 
-def step(portions: Mapping[str, Portion], *, end: int = 100, waits: Any = (), phases: Any = ()) -> StepTimes:
+def step(portions: Mapping[str, PhaseTime], *, end: int = 100, waits: Any = (), phases: Any = ()) -> StepTimes:
     return StepTimes(step=0, start=0, end=end, portions=portions, phases=phases, waits=waits)  # pyright: ignore[reportArgumentType]
 
 
 def test_waits_that_the_clock_was_not_told_of_move_from_their_phase() -> None:
-    portions = {"forward": Portion(wall=60, processor=30, waited=10), "other": Portion(wall=30, processor=30)}
+    portions = {"forward": PhaseTime(wall=60, processor=30, waited=10), "other": PhaseTime(wall=30, processor=30)}
     phases = (Interval(name="forward", start=0, end=70), Interval(name="other", start=70, end=100))
     waits = (Interval(name="messages", start=10, end=20),)
     unseen = [Interval(name="wait_tensor", start=15, end=30), Interval(name="wait_tensor", start=69, end=71)]
@@ -168,13 +168,13 @@ def test_waits_that_the_clock_was_not_told_of_move_from_their_phase() -> None:
 def test_what_runs_beside_the_work_is_overlapped_once() -> None:
     waits = (Interval(name="messages", start=40, end=50),)
     ran = [Interval(name=name, start=start, end=end) for name, start, end in (("a", -5, 20), ("b", 10, 45))]
-    rank = rank_profile(0, [step({"forward": Portion(wall=90, waited=10)}, waits=waits)], ran=ran, idles=True)
+    rank = rank_profile(0, [step({"forward": PhaseTime(wall=90, waited=10)}, waits=waits)], ran=ran, idles=True)
     assert rank.overlapped == pytest.approx(40e-9)
 
 
 def test_ranks_that_are_alike_have_no_straggler() -> None:
     def ranks(*own: int) -> list[Any]:
-        times = [step({"forward": Portion(wall=wall, processor=wall, waited=100 - wall)}) for wall in own]
+        times = [step({"forward": PhaseTime(wall=wall, processor=wall, waited=100 - wall)}) for wall in own]
         return [rank_profile(number, [each], ran=[], idles=True) for number, each in enumerate(times)]
 
     assert find_straggler(ranks(80)) is None

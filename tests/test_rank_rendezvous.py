@@ -20,11 +20,11 @@ from samestep.launch.network import LOOPBACK
 from samestep.ranks import Ranks
 
 
-def launched(environ: Mapping[str, str]) -> rank_rendezvous.Meeting:
+def launched(environ: Mapping[str, str]) -> rank_rendezvous.RendezvousInfo:
     ranks = environment.ranks(environ)
     assert ranks is not None
     assert rank_rendezvous.tells_no_address(ranks)
-    return rank_rendezvous.meeting(ranks, environ)
+    return rank_rendezvous.rendezvous_info(ranks, environ)
 
 
 def test_ranks_of_a_job_know_where_to_meet() -> None:
@@ -73,7 +73,9 @@ def test_launchers_that_say_too_little_are_told_what_would_do() -> None:
 def test_a_host_of_rank_0_that_is_not_known(
     monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr(rank_rendezvous, "meeting", lambda *_: rank_rendezvous.Meeting(job="j", addresses=addresses))
+    monkeypatch.setattr(
+        rank_rendezvous, "rendezvous_info", lambda *_: rank_rendezvous.RendezvousInfo(job="j", addresses=addresses)
+    )
     first = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1, launcher="open-mpi")
     with pytest.raises(UserError) as error:
         rank_rendezvous.meet(first)
@@ -81,8 +83,8 @@ def test_a_host_of_rank_0_that_is_not_known(
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = rank_rendezvous.Meeting(job=f"alone {os.getpid()}", addresses=(LOOPBACK,))
-    monkeypatch.setattr(rank_rendezvous, "meeting", lambda *_: job)
+    job = rank_rendezvous.RendezvousInfo(job=f"alone {os.getpid()}", addresses=(LOOPBACK,))
+    monkeypatch.setattr(rank_rendezvous, "rendezvous_info", lambda *_: job)
     first = Ranks(rank=0, world_size=3, local_rank=0, local_world_size=3, launcher="open-mpi")
     with pytest.raises(TimeoutError, match="ranks 1, 2 of 3 did not come within 1 s"):
         rank_rendezvous.meet(first, timeout=1.0)

@@ -13,7 +13,7 @@ from samestep.launch import local
 from samestep.launch.world import join
 from samestep.parallel.collectives import gather_from_region, scatter_to_region
 from samestep.parallel.context import block_attention
-from samestep.parallel.context.block_attention import Attended, Block
+from samestep.parallel.context.block_attention import Attended, KeyValueBlock
 from samestep.parallel.context.ring import ring_attention
 from samestep.parallel.context.shares import Shares, own_part
 
@@ -114,12 +114,12 @@ def test_every_rank_has_an_early_and_a_late_piece() -> None:
     assert local.start(_shares_of, (7,), 2) == [[0, 1, 6], [2, 3, 4, 5]]
 
 
-def _cut_in_two(dtype: torch.dtype) -> list[Block]:
+def _cut_in_two(dtype: torch.dtype) -> list[KeyValueBlock]:
     """Blocks of the first keys, of the others, and of all."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, 6, 8, dtype=dtype) for heads in (4, 2, 2))
     return [
-        Block(query=query, key=key[:, :, first:last], value=value[:, :, first:last], scale=0.3)
+        KeyValueBlock(query=query, key=key[:, :, first:last], value=value[:, :, first:last], scale=0.3)
         for first, last in ((0, 2), (2, 6), (0, 6))
     ]
 
@@ -149,7 +149,7 @@ def test_blocks_of_keys_put_together_are_all_keys(kernel: str, dtype: torch.dtyp
 def test_the_kernel_for_accelerators_takes_and_gives_such_shapes() -> None:
     """Without values, which a machine without CUDA can't compute: names and arguments are PyTorch's."""
     query, key, value = (torch.empty(2, heads, 8, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
-    block = Block(query=query, key=key, value=value, causal=True, scale=0.25)
+    block = KeyValueBlock(query=query, key=key, value=value, causal=True, scale=0.25)
     attended = block_attention._FLASH.attend(block)
     assert (attended.output.shape, attended.lse.shape) == ((2, 4, 8, 16), (2, 4, 8))
     found = block_attention._FLASH.gradients(block, torch.empty_like(query), attended)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,34 +69,27 @@ def test_a_later_process_removes_semaphores_of_a_killed_one() -> None:
     assert multiprocessing.current_process()._config["semprefix"] == before  # pyright: ignore[reportAttributeAccessIssue]
 
 
-KILLED_AFTER_IT = """
-import multiprocessing, os, signal, sys
-from multiprocessing import resource_tracker
+WITH_A_SEMAPHORE = """
+import multiprocessing, sys
 from samestep.fault_tolerance.scratch import folder_in_memory
 
 with folder_in_memory() as folder:
     event = multiprocessing.get_context("forkserver").Event()
-    (folder / "rank-0").mkdir()
-    (folder / "rank-0" / "copy").write_bytes(b"1234")
-print(folder, *(path.name for path in folder.iterdir()), flush=True)
-if sys.argv[1] == "killed":
-    os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
+    print(len(list(folder.parent.glob(f"sem.{folder.name}-*"))))
+print(len(list(folder.parent.glob(f"*{folder.name}*"))))
+event.set()  # its object is still there
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="named semaphores are files of /dev/shm on Linux alone")
-@pytest.mark.parametrize("ending", ["killed", "by itself"])
-def test_semaphores_that_outlive_their_folder_are_removed_too(ending: str) -> None:
-    command = [sys.executable, "-c", KILLED_AFTER_IT, ending]
+def test_semaphores_do_not_outlive_their_folder() -> None:
+    """Where the process was killed after it, nothing would lead a later one to them."""
+    command = [sys.executable, "-c", WITH_A_SEMAPHORE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == (-signal.SIGKILL if ending == "killed" else 0), done.stderr
-    name, *inside = done.stdout.split()
-    assert inside == [".held"]  # memory is freed at once
-    folder = Path(name)
-    with folder_in_memory() if ending == "killed" else nullcontext():
-        assert not folder.exists()
-        assert list(folder.parent.glob(f"sem.{folder.name}-*")) == []
+    assert (done.returncode, done.stderr) == (0, "")
+    within, after = map(int, done.stdout.split())
+    assert within > 0
+    assert after == 0
 
 
 def test_what_may_be_somebody_elses_stays(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from script_records import Record, Step
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from samestep.recording.store import Writer
+from samestep.recording.store import RecordWriter
 from samestep.script_proof.batches import Batches, iterations
 from samestep.script_proof.compare import compare_runs
 from samestep.script_proof.follow import Following, following
@@ -66,7 +66,7 @@ def test_a_loader_gives_the_batches_of_another_run_and_has_its_length(tmp_path: 
     records.write(tmp_path / "split", [record([[[6, 7], [2, 3]]]), record([[[0, 1], [4, 5]]])])
     data = list(range(8))
     own = DataLoader(data, batch_size=2)  # pyright: ignore[reportArgumentType]
-    with closing(Writer(tmp_path / "rank-0")) as writer:
+    with closing(RecordWriter(tmp_path / "rank-0")) as writer:
         batches = Batches(writer, given=tmp_path / "split", times=2, made=(0,))
         batches.loader_made(own)
         given = list(batches.iterator_made(iter(BatchSampler(SequentialSampler(data), 2, False)), own))
@@ -83,7 +83,7 @@ def test_random_numbers_are_drawn_as_the_own_order_would_draw_them(tmp_path: Pat
     for given in (None, tmp_path / "split"):
         torch.manual_seed(0)
         loader = DataLoader(list(range(8)), batch_size=2, shuffle=True)  # pyright: ignore[reportArgumentType]
-        with closing(Writer(tmp_path / f"{given is None}")) as writer:
+        with closing(RecordWriter(tmp_path / f"{given is None}")) as writer:
             batches = Batches(writer, given=given, times=1, made=())
             next(batches.iterator_made(iter(loader.batch_sampler), loader))  # pyright: ignore[reportArgumentType, reportCallIssue]
         after.append(torch.rand(1))

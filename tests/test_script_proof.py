@@ -17,12 +17,12 @@ from script_records import Record, Step
 
 from samestep.cli.main import main
 from samestep.errors import UserError
-from samestep.recording.record import Run
+from samestep.recording.record import RunRecord
 from samestep.recording.samples import rows_of
 from samestep.script_proof import runs
 from samestep.script_proof.compare import Verdict, compare_runs
 from samestep.script_proof.kinds import KINDS
-from samestep.script_proof.runs import ScriptProof, Start, run_all, words
+from samestep.script_proof.runs import ScriptProof, ScriptStart, run_all, words
 from samestep.script_proof.settings import RecordSettings
 from samestep.subprocess_group import CommandOutcome
 
@@ -157,7 +157,7 @@ def test_shards_are_joined_wherever_they_lie(tmp_path: Path) -> None:
             for place, part in zip(places, parts, strict=True)
         ]
         records.write(tmp_path / name, ranks)
-        joined = Run.read(tmp_path / name).joined(0, "gradient", "body.weight")
+        joined = RunRecord.read(tmp_path / name).joined(0, "gradient", "body.weight")
         assert joined is not None
         assert joined.value.equal(whole.double())
 
@@ -297,7 +297,7 @@ def test_a_mistake_is_one_message_before_anything_starts(
     ],
 )
 def test_a_run_that_fails_or_never_ends_is_told(tmp_path: Path, outcome: CommandOutcome, message: str) -> None:
-    def starter(starts: Sequence[Start], proof: ScriptProof) -> list[CommandOutcome]:
+    def starter(starts: Sequence[ScriptStart], proof: ScriptProof) -> list[CommandOutcome]:
         return [outcome]
 
     with pytest.raises(UserError, match=message):
@@ -317,7 +317,7 @@ def test_the_own_frames_of_the_runner_are_left_out(tmp_path: Path) -> None:
         "all that it wrote: localhost:/tmp/rank-0.err\n"
     )
 
-    def starter(starts: Sequence[Start], proof: ScriptProof) -> list[CommandOutcome]:
+    def starter(starts: Sequence[ScriptStart], proof: ScriptProof) -> list[CommandOutcome]:
         return [CommandOutcome(code=1, seconds=1.0, output=printed)]
 
     with pytest.raises(UserError) as caught:

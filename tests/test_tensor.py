@@ -155,7 +155,7 @@ class Crooked(Native):
         with mock.patch.object(plan, "even_ranges", crooked):
             if self.looks:
                 return super().prepare(model, how)
-            with mock.patch.object(apply.Comparison, "hold", return_value=None):
+            with mock.patch.object(apply.SliceComparison, "hold", return_value=None):
                 return super().prepare(model, how)
 
 

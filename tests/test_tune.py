@@ -16,13 +16,13 @@ from samestep import jobfile
 from samestep.cli.main import main
 from samestep.job import Job, Run
 from samestep.tuning.results import Tuned, TuningRow, print_tuned
-from samestep.tuning.settings import SETTINGS, Candidate, Setting
+from samestep.tuning.settings import SETTINGS, Setting, SettingCandidate
 from samestep.tuning.tune import TrialError, greedy, tune_job
 
 pytestmark = pytest.mark.timeout(120)
 
-MISSING = Candidate(value="jemalloc", missing="libjemalloc is not installed")
-LOADED = Candidate(value="tcmalloc", environment={"LD_PRELOAD": "libtcmalloc.so"})
+MISSING = SettingCandidate(value="jemalloc", missing="libjemalloc is not installed")
+LOADED = SettingCandidate(value="tcmalloc", environment={"LD_PRELOAD": "libtcmalloc.so"})
 
 
 def job(layout: str = "dp2", **run: Any) -> Job:

@@ -20,7 +20,7 @@ from samestep.planning.published import PredictedRow, PublishedRow, predict, rea
 from samestep.planning.search import ClusterPlan, plan, usual_batch
 from samestep.planning.shapes import known_model
 from samestep.planning.software import PLANNED, SOFTWARE
-from samestep.planning.stage_time import Job, layers_of_stages
+from samestep.planning.stage_time import PlannedJob, layers_of_stages
 from samestep.planning.step_time import step_time
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,7 +141,9 @@ def recomputation() -> Lines:
     """Steps of a paper that took no part in setting anything."""
     lines = []
     for name, tensor, pipeline, stages, batch, micro_batch, full, selective in RECOMPUTED:
-        job = Job(model=known_model(name), global_batch=batch, precision="fp16", software=SOFTWARE["megatron-2022"])
+        job = PlannedJob(
+            model=known_model(name), global_batch=batch, precision="fp16", software=SOFTWARE["megatron-2022"]
+        )
         base = Layout(
             tensor=tensor,
             pipeline=pipeline,
@@ -164,7 +166,7 @@ def memories() -> Lines:
         for row in _kept_as_in_the_paper(name, tensor, pipeline, stages, batch, micro_batch)
     ]
     model = replace(known_model("llama-2-7b"), layers=PRIMUS_LAYERS)
-    job = Job(model=model, global_batch=64, precision="bf16", software=SOFTWARE["megatron-core"])
+    job = PlannedJob(model=model, global_batch=64, precision="bf16", software=SOFTWARE["megatron-core"])
     for schedule, stages, published in PRIMUS:
         layout = Layout(pipeline=8, schedule=schedule, stages=stages)
         peak = max(rank.total for rank in memory_of(job, layout, 1)) / 2**30
@@ -205,7 +207,9 @@ def _kept_as_in_the_paper(
 
 def planned(name: str, devices: int, program: str) -> ClusterPlan:
     model = known_model(name)
-    job = Job(model=model, global_batch=usual_batch(model, devices), precision="bf16", software=PLANNED[program])
+    job = PlannedJob(
+        model=model, global_batch=usual_batch(model, devices), precision="bf16", software=PLANNED[program]
+    )
     return plan(job, cluster_of("h100", devices))
 
 

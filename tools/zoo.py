@@ -18,9 +18,9 @@ import zoo_tables
 from zoo_runs import forked
 
 from samestep.errors import UserError
-from samestep.recording.record import Run
+from samestep.recording.record import RunRecord
 from samestep.script_proof.compare import Verdict, losses_of, prove
-from samestep.script_proof.runs import ScriptProof, Start, make_start
+from samestep.script_proof.runs import ScriptProof, ScriptStart, make_start
 
 ROOT = Path(__file__).resolve().parent.parent
 ZOO = ROOT / "zoo"
@@ -155,7 +155,7 @@ def shown_by_loss(seen: Seen) -> bool:
         if seen.animal.options.then is None:
             starts.append(_start(seen.animal, Path(folder), seed=0, ranks=2))
         forked(starts, _proof(seen.animal, Path(folder), seed=0, processes=2, steps=10))
-        losses = [losses_of(Run.read(start.place)) for start in starts]
+        losses = [losses_of(RunRecord.read(start.place)) for start in starts]
     ends = [_end(each) for each in losses[: len(_SEEDS)]]
     split = losses[len(_SEEDS)] if len(losses) > len(_SEEDS) else seen.verdict.losses["split"]
     return abs(_end(split) - fmean(ends)) > 2 * stdev(ends)
@@ -165,7 +165,7 @@ def _end(losses: Sequence[float]) -> float:
     return fmean(losses[-8:]) / losses[0]
 
 
-def _start(animal: Animal, folder: Path, *, seed: int, ranks: int = 1) -> Start:
+def _start(animal: Animal, folder: Path, *, seed: int, ranks: int = 1) -> ScriptStart:
     """A whole run of which no tensors are written."""
     proof = _proof(animal, folder, seed=seed, processes=ranks, steps=10)
     settings = replace(proof.settings, steps=None, modules="-")

@@ -20,13 +20,13 @@ import torch.utils.checkpoint
 import torch.utils.data.distributed
 
 from samestep.script_proof import runner
-from samestep.script_proof.runs import ScriptProof, Start
+from samestep.script_proof.runs import ScriptProof, ScriptStart
 from samestep.subprocess_group import CommandOutcome
 
 _MOST_RANKS = 4  # at the same time
 
 
-def forked(starts: Sequence[Start], proof: ScriptProof) -> list[CommandOutcome]:
+def forked(starts: Sequence[ScriptStart], proof: ScriptProof) -> list[CommandOutcome]:
     """Runs at the same time, as far as they have four ranks together: each a fork of this process."""
     outcomes: list[CommandOutcome] = []
     waiting = list(starts)
@@ -40,7 +40,7 @@ def forked(starts: Sequence[Start], proof: ScriptProof) -> list[CommandOutcome]:
     return outcomes
 
 
-def _together(starts: Sequence[Start], proof: ScriptProof) -> list[CommandOutcome]:
+def _together(starts: Sequence[ScriptStart], proof: ScriptProof) -> list[CommandOutcome]:
     began = time.monotonic()
     ranks = {start.name: _ranks(start, proof) for start in starts}
     waiting = {pid for pids in ranks.values() for pid in pids}
@@ -66,20 +66,20 @@ def _together(starts: Sequence[Start], proof: ScriptProof) -> list[CommandOutcom
     return [_outcome(start, [codes.get(pid) for pid in ranks[start.name]], failed_at is not None) for start in starts]
 
 
-def _outcome(start: Start, codes: Sequence[int | None], failed: bool) -> CommandOutcome:
+def _outcome(start: ScriptStart, codes: Sequence[int | None], failed: bool) -> CommandOutcome:
     code = next((code for code in codes if code), 0 if None not in codes or failed else None)
     texts = [(start.place / f"output-{rank}.txt").read_text(errors="replace") for rank in range(start.ranks)]
     return CommandOutcome(code=code, seconds=0.0, output="\n".join(texts))
 
 
-def _ranks(start: Start, proof: ScriptProof) -> list[int]:
+def _ranks(start: ScriptStart, proof: ScriptProof) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return [_rank(start, proof, rank, port) for rank in range(start.ranks)]
 
 
-def _rank(start: Start, proof: ScriptProof, rank: int, port: int) -> int:
+def _rank(start: ScriptStart, proof: ScriptProof, rank: int, port: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -105,7 +105,7 @@ def _rank(start: Start, proof: ScriptProof, rank: int, port: int) -> int:
         os._exit(code)
 
 
-def _become(start: Start, rank: int, variables: Mapping[str, str]) -> None:
+def _become(start: ScriptStart, rank: int, variables: Mapping[str, str]) -> None:
     output = os.open(start.place / f"output-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -114,7 +114,7 @@ def _become(start: Start, rank: int, variables: Mapping[str, str]) -> None:
     runner.main(["--", str(start.settings_file), *start.command])
 
 
-def _variables(start: Start, proof: ScriptProof, rank: int, port: int) -> dict[str, str]:
+def _variables(start: ScriptStart, proof: ScriptProof, rank: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(start.ranks),

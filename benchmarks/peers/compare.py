@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from samestep.comparison.compare import compare_job
-from samestep.comparison.methods import Method, Start
+from samestep.comparison.methods import ComparedMethod, MethodStart
 from samestep.comparison.terminal import print_comparison
 from samestep.display.page import Words
 from samestep.jobfile import load
@@ -24,7 +24,7 @@ PRECISIONS = frozenset({"fp32", "bf16"})
 PACKAGES = {"lightning": "lightning", "transformers": "transformers", "accelerate": "samestep[accelerate]"}
 
 
-def peer(name: str, title: str, script: str) -> Method:
+def peer(name: str, title: str, script: str) -> ComparedMethod:
     """A method whose ranks torchrun starts."""
     program = str(Path(__file__).with_name(script))
 
@@ -32,8 +32,8 @@ def peer(name: str, title: str, script: str) -> Method:
         ranks = ["--standalone", f"--nproc-per-node={processes}"]
         return [sys.executable, "-m", "torch.distributed.run", *ranks, program, str(job), "--folder", str(folder)]
 
-    start = Start(name="torchrun", command=command, precisions=PRECISIONS, compiles=False)
-    return Method(name=name, title=Words(title, title), engine=name, layout="dp{n}", start=start)
+    start = MethodStart(name="torchrun", command=command, precisions=PRECISIONS, compiles=False)
+    return ComparedMethod(name=name, title=Words(title, title), engine=name, layout="dp{n}", start=start)
 
 
 PEERS = (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.tasks import HuggingFace
 from samestep.tasks.losses import takes_gather
-from samestep.tasks.metrics import Metric, Share
+from samestep.tasks.metrics import ColumnMean, Metric
 
 Row = Mapping[str, Any]
 Loss = Callable[..., tuple[Tensor, int]]  # (output, targets), and gather where it asks for it -> sum and count
@@ -68,7 +68,7 @@ class OwnTask(samestep.Task):
 
     def metrics(self) -> Mapping[str, Metric]:
         """The mean loss of a term."""
-        return {"loss": Share(0)}
+        return {"loss": ColumnMean(0)}
 
     def scores(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor]:
         total, count = self.loss(output, batch)

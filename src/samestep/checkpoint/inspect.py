@@ -16,7 +16,7 @@ UNFINISHED = "unfinished"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class ListedCheckpoint:
     """A checkpoint in a folder, complete, unfinished or damaged."""
 
     path: Path
@@ -42,7 +42,7 @@ class Held:
     bytes: int
 
 
-def listed(place: Path) -> list[Listed]:
+def listed(place: Path) -> list[ListedCheckpoint]:
     """List the checkpoints under a path, the oldest step first, then the unfinished ones of interrupted saves.
 
     Tensor files are not read; `fault_in` verifies them. Raises CheckpointError if there are no checkpoints.
@@ -60,16 +60,16 @@ def listed(place: Path) -> list[Listed]:
     return found
 
 
-def _listed(path: Path) -> Listed:
+def _listed(path: Path) -> ListedCheckpoint:
     """List one checkpoint; the state of a damaged one is the error."""
     try:
-        return Listed(path=path, state=COMPLETE, info=read_info(path), bytes=_size(path))
+        return ListedCheckpoint(path=path, state=COMPLETE, info=read_info(path), bytes=_size(path))
     except CheckpointError as error:
-        return Listed(path=path, state=str(error), info=None, bytes=_size(path))
+        return ListedCheckpoint(path=path, state=str(error), info=None, bytes=_size(path))
 
 
-def _unfinished(path: Path) -> Listed:
-    return Listed(path=path, state=UNFINISHED, info=None, bytes=_size(path))
+def _unfinished(path: Path) -> ListedCheckpoint:
+    return ListedCheckpoint(path=path, state=UNFINISHED, info=None, bytes=_size(path))
 
 
 def _size(path: Path) -> int:

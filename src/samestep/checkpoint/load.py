@@ -15,14 +15,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from samestep.checkpoint.folder import Info, fault_of, read_info
 from samestep.checkpoint.planner import LoadPlanner
-from samestep.checkpoint.safe_index import Reader, entries, read_metadata, refusal
+from samestep.checkpoint.safe_index import SafeReader, entries, read_metadata, refusal
 from samestep.errors import CheckpointError
 from samestep.parallel.sharding import Entry
 from samestep.parallel.state_shards import MODEL, Piece
 from samestep.run_folder import candidates
 
 
-class Loader:
+class CheckpointLoader:
     """Reads one checkpoint; every rank has a loader and makes the same calls.
 
     `group`: a CPU group of all ranks.
@@ -73,7 +73,7 @@ class Loader:
         try:
             dcp.load(
                 {},
-                storage_reader=Reader(self.folder),
+                storage_reader=SafeReader(self.folder),
                 planner=LoadPlanner({self._names.get(name, name): piece for name, piece in pieces.items()}),
                 process_group=self._group,
             )
@@ -100,7 +100,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def open_newest(place: Path, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Loader | None:
+def open_newest(place: Path, group: dist.ProcessGroup, warn: Callable[[str], None]) -> CheckpointLoader | None:
     """Open the newest undamaged checkpoint under a path; None if there are no checkpoints.
 
     `warn` is called for each damaged one. Every rank must ask. Raises CheckpointError if all are damaged.
@@ -122,12 +122,12 @@ def open_newest(place: Path, group: dist.ProcessGroup, warn: Callable[[str], Non
     return None
 
 
-def _opened(path: Path, group: dist.ProcessGroup) -> tuple[Loader | None, str]:
+def _opened(path: Path, group: dist.ProcessGroup) -> tuple[CheckpointLoader | None, str]:
     """Open and verify a checkpoint: its loader, or None and the fault, the same on every rank."""
-    loader: Loader | None = None
+    loader: CheckpointLoader | None = None
     fault: str | None = None
     try:
-        loader = Loader(path, group)
+        loader = CheckpointLoader(path, group)
     except CheckpointError as error:
         fault = str(error)
     faults: list[Any] = [None] * dist.get_world_size(group)

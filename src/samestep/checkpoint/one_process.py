@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from samestep.checkpoint.folder import Info, sums_of
 from samestep.checkpoint.planner import LoadPlanner, StreamPlanner
-from samestep.checkpoint.safe_index import Reader, entries, read_metadata, refusal
+from samestep.checkpoint.safe_index import SafeReader, entries, read_metadata, refusal
 from samestep.checkpoint.save import write_durably
 from samestep.errors import CheckpointError
 from samestep.parallel.sharding import Entry
@@ -41,7 +41,7 @@ class Tensors:
             with _quiet():
                 dcp.load(
                     {},
-                    storage_reader=Reader(self.folder, self.index),
+                    storage_reader=SafeReader(self.folder, self.index),
                     planner=LoadPlanner({name: whole_piece(value)}),
                     no_dist=True,
                 )

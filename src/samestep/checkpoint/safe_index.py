@@ -75,7 +75,7 @@ def refusal(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or repr(error)
 
 
-class Reader(FileSystemReader):
+class SafeReader(FileSystemReader):
     """PyTorch's file reader with a safe read of the index; `index`: one that is already read."""
 
     def __init__(self, folder: Path, index: Metadata | None = None) -> None:

@@ -26,7 +26,7 @@ from samestep.launch.options import (
 
 if TYPE_CHECKING:
     from samestep.launch.environments.base import FoundCluster
-    from samestep.launch.forwarded_env import Variables
+    from samestep.launch.forwarded_env import ForwardedVariables
     from samestep.ranks import DeviceChoice
     from samestep.run_folder import RunPlace
 
@@ -144,7 +144,7 @@ def check(wanted: LaunchRequest) -> None:
     wanted.limits.check()
 
 
-def variables_from(options: argparse.Namespace) -> "Variables":
+def variables_from(options: argparse.Namespace) -> "ForwardedVariables":
     """Gather the environment variables for every host. Raises UserError."""
     from samestep import environment
     from samestep.launch.forwarded_env import files_of, gather

@@ -8,9 +8,9 @@ from samestep.cli import job_options, output_files, plan_job
 from samestep.errors import UserError, closest
 
 if TYPE_CHECKING:
-    from samestep.planning.hardware import Cluster
+    from samestep.planning.hardware import ClusterSpec
     from samestep.planning.price import Price
-    from samestep.planning.stage_time import Job
+    from samestep.planning.stage_time import PlannedJob
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 
@@ -105,12 +105,12 @@ def _check_minimum(options: argparse.Namespace) -> None:
             raise UserError(f"--{name} is of steps, which --minimum does not time; leave --{name} out")
 
 
-def _job_and_cluster(options: argparse.Namespace) -> "tuple[Job, Cluster]":
+def _job_and_cluster(options: argparse.Namespace) -> "tuple[PlannedJob, ClusterSpec]":
     from samestep.planning.hardware import cluster_of
     from samestep.planning.search import usual_batch
     from samestep.planning.shapes import known_model
     from samestep.planning.software import PLANNED
-    from samestep.planning.stage_time import Job
+    from samestep.planning.stage_time import PlannedJob
 
     model = known_model(options.model, seq=options.seq, adapter=options.adapter)
     devices = options.devices if options.devices is not None else 1
@@ -128,11 +128,11 @@ def _job_and_cluster(options: argparse.Namespace) -> "tuple[Job, Cluster]":
     batch = options.global_batch if options.global_batch is not None else usual_batch(model, devices)
     if batch < 1:
         raise UserError(f"--global-batch is {batch}; use 1 or more samples")
-    job = Job(model=model, global_batch=batch, precision=precision, software=PLANNED[program])
+    job = PlannedJob(model=model, global_batch=batch, precision=precision, software=PLANNED[program])
     return job, cluster
 
 
-def _plan(options: argparse.Namespace, job: "Job", cluster: "Cluster", price: "Price | None") -> int:
+def _plan(options: argparse.Namespace, job: "PlannedJob", cluster: "ClusterSpec", price: "Price | None") -> int:
     from samestep.display.plan import print_plan
     from samestep.planning.price import cost_of
     from samestep.planning.search import plan
@@ -166,7 +166,7 @@ def _plan(options: argparse.Namespace, job: "Job", cluster: "Cluster", price: "P
     return 0
 
 
-def _minimum(options: argparse.Namespace, job: "Job", cluster: "Cluster") -> int:
+def _minimum(options: argparse.Namespace, job: "PlannedJob", cluster: "ClusterSpec") -> int:
     from samestep.display.plan import print_minimum
     from samestep.planning.search import minimum
 

@@ -9,7 +9,7 @@ from samestep.errors import UserError
 
 if TYPE_CHECKING:
     from samestep.job import Job
-    from samestep.job_plan.machine import Machine
+    from samestep.job_plan.machine import TargetMachine
 
 _OF_MODELS = (
     "model",
@@ -69,7 +69,7 @@ def check(options: argparse.Namespace) -> None:
         raise UserError("--devices is missing; such as samestep plan JOB.yaml --gpu h100 --devices 8")
 
 
-def machine_of(options: argparse.Namespace, job: "Job") -> "Machine":
+def machine_of(options: argparse.Namespace, job: "Job") -> "TargetMachine":
     """Return the cluster that --gpu and its options describe, or this machine."""
     from samestep.job_plan.machine import devices_of, this_machine
     from samestep.launch.device import accelerators

@@ -57,7 +57,7 @@ def on_ranks(function: Callable[..., Any], processes: int, *arguments: Any) -> A
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class JoinedRanks:
     """The joined ranks: their world, a control group, and their hosts."""
 
     world: World
@@ -66,7 +66,7 @@ class Meeting:
 
 
 @contextmanager
-def meet(device: DeviceChoice) -> Iterator[Meeting]:
+def meet(device: DeviceChoice) -> Iterator[JoinedRanks]:
     """Join the process group, and gather the ranks' host names."""
     with join(device=device) as world:
         control = new_group(range(world.world_size), backend="gloo")
@@ -74,7 +74,7 @@ def meet(device: DeviceChoice) -> Iterator[Meeting]:
         dist.all_gather_object(hosts, socket.gethostname(), group=control)
         backend = backend_of(world.device).rpartition(":")[2]
         place = TransportContext(hosts=tuple(hosts), device=world.device, backend=backend)
-        yield Meeting(world=world, control=control, place=place)
+        yield JoinedRanks(world=world, control=control, place=place)
 
 
 def _channels(place: TransportContext) -> tuple[list[Channel], dict[str, str]]:
@@ -175,7 +175,7 @@ def _timed(
     return rows
 
 
-def _limits(asked: CommRequest, met: Meeting, say: Callable[[str], None]) -> BandwidthLimits:
+def _limits(asked: CommRequest, met: JoinedRanks, say: Callable[[str], None]) -> BandwidthLimits:
     """What bounds the bandwidth here: copies in memory, and between hosts the link."""
     copies = limits.copy_rates(asked.sizes, met.control)
     if met.place.one_host:

@@ -14,7 +14,7 @@ from typing import Any
 from samestep import environment, subprocess_group
 from samestep.api import check_job
 from samestep.comparison import results
-from samestep.comparison.methods import METHODS, SINGLE, Method, chosen
+from samestep.comparison.methods import METHODS, SINGLE, ComparedMethod, chosen
 from samestep.comparison.results import Comparison, ComparisonRow, explain, machine
 from samestep.comparison.runs import run_method
 from samestep.comparison.same_step import STEPS, References, SameStep, best, short_job, unevaluated
@@ -42,7 +42,7 @@ class MethodJob:
     precisions: frozenset[str] = frozenset()
 
 
-def entries(job: Job, task: Task, methods: Sequence[Method], budget: int) -> list[MethodJob]:
+def entries(job: Job, task: Task, methods: Sequence[ComparedMethod], budget: int) -> list[MethodJob]:
     """Build a job for each method, with its share of `budget` cores."""
     return [_entry(job, task, method, budget) for method in methods]
 
@@ -53,7 +53,7 @@ def cores_of(job: Job, processes: int) -> int:
     return asked * processes if asked else cores()
 
 
-def _entry(job: Job, task: Task, method: Method, budget: int) -> MethodJob:
+def _entry(job: Job, task: Task, method: ComparedMethod, budget: int) -> MethodJob:
     """Build a method's job: the recipe with the method's `run:` section; or give the reason why it can't run."""
     size = Layout.parse(method.layout).size
     threads = max(1, (method.cores or budget) // size)
@@ -99,7 +99,7 @@ def _missing(engine: str) -> str | None:
     return None
 
 
-def _refused(job: Job, task: Task, method: Method) -> str | None:
+def _refused(job: Job, task: Task, method: ComparedMethod) -> str | None:
     """Return why a method can't train this job; None if it can."""
     if method.cores is not None and job.run.device == "auto" and accelerators():
         return "it is for CPUs, and the job runs on an accelerator; use --device cpu"
@@ -121,7 +121,7 @@ TIME_LIMIT = 3600.0  # seconds of one run
 def compare(
     recipe: Recipe,
     *,
-    methods: Sequence[str | Method] | None = None,
+    methods: Sequence[str | ComparedMethod] | None = None,
     processes: int | None = None,
     repeats: int = 3,
     evaluations: int = 1,
@@ -131,9 +131,10 @@ def compare(
     """Train a recipe by several methods, each in processes of its own, and hold them side by side.
 
     `methods` are names such as "single", "ddp-torchrun" or "deepspeed-zero2", pairs such as "native:dp2 tp2", or a
-    `Method` of one's own; None: those of the published comparison, and samestep's layouts. `evaluations` of each
-    training are spread over its steps, outside its time. `run` takes keys of a job file's `run:` section, of which
-    methods set layout, engine and processes. Raises UserError for a mistake in the job; a method that fails is a row.
+    `ComparedMethod` of one's own; None: those of the published comparison, and samestep's layouts. `evaluations` of
+    each training are spread over its steps, outside its time. `run` takes keys of a job file's `run:` section, of
+    which methods set layout, engine and processes. Raises UserError for a mistake in the job; a method that fails is
+    a row.
     """
     job = Job(recipe=recipe, run=checked(Run, run, prefix=("run",)))
     return compare_job(
@@ -144,7 +145,7 @@ def compare(
 def compare_job(
     job: Job,
     *,
-    methods: Sequence[str | Method] | None = None,
+    methods: Sequence[str | ComparedMethod] | None = None,
     processes: int | None = None,
     repeats: int = 3,
     evaluations: int = 1,
@@ -298,7 +299,7 @@ class _Runner:
             status, reason = "failed", f"what it left can't be read: {error!r}"
         return replace(row, status=status, reason=reason, output=outcome.output)
 
-    def _run(self, method: Method, job: Job) -> tuple[Path, subprocess_group.CommandOutcome]:
+    def _run(self, method: ComparedMethod, job: Job) -> tuple[Path, subprocess_group.CommandOutcome]:
         """Run a job in a folder of its own."""
         self._count += 1
         place = self._folder / str(self._count)

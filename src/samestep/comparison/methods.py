@@ -16,7 +16,7 @@ Command = Callable[[Path, Path, int], Sequence[str]]  # job file, the run's fold
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class MethodStart:
     """A way to start processes. The command makes rank 0 write the run into the folder that it is given."""
 
     name: str
@@ -51,22 +51,22 @@ def _by_launcher(module: str) -> Command:
     return command
 
 
-SAMESTEP = Start(name="samestep", command=_train)
-HANDWRITTEN = Start(name="python", command=_alone, precisions=PRECISIONS)
-SPAWN = Start(name="torch.multiprocessing.spawn", command=_spawn, precisions=PRECISIONS)
-TORCHRUN = Start(name="torchrun", command=_by_launcher("torch.distributed.run"), precisions=PRECISIONS)
+SAMESTEP = MethodStart(name="samestep", command=_train)
+HANDWRITTEN = MethodStart(name="python", command=_alone, precisions=PRECISIONS)
+SPAWN = MethodStart(name="torch.multiprocessing.spawn", command=_spawn, precisions=PRECISIONS)
+TORCHRUN = MethodStart(name="torchrun", command=_by_launcher("torch.distributed.run"), precisions=PRECISIONS)
 LAUNCH = replace(TORCHRUN, name="torch.distributed.launch", command=_by_launcher("torch.distributed.launch"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class ComparedMethod:
     """One row of a comparison. `{n}` in a text is replaced by the number of processes."""
 
     name: str
     title: Words
     engine: str  # "handwritten" is plain PyTorch, without samestep's engines
     layout: str
-    start: Start = SAMESTEP
+    start: MethodStart = SAMESTEP
     precision: str | None = None  # None: the job's
     cores: int | None = None  # shared by all its processes; None: those of every other method
     run: Mapping[str, Any] = field(
@@ -74,7 +74,7 @@ class Method:
     )  # keys of a job's `run:` section that are this method's own
     default: bool = True  # whether it is compared where no methods are named
 
-    def of(self, processes: int) -> "Method":
+    def of(self, processes: int) -> "ComparedMethod":
         """Return this method for a number of processes."""
         return replace(
             self,
@@ -84,8 +84,10 @@ class Method:
         )
 
 
-def _method(name: str, en: str, zh: str, engine: str, layout: str, start: Start = SAMESTEP, **more: object) -> Method:
-    return Method(name=name, title=Words(en, zh), engine=engine, layout=layout, start=start, **more)  # pyright: ignore[reportArgumentType]
+def _method(
+    name: str, en: str, zh: str, engine: str, layout: str, start: MethodStart = SAMESTEP, **more: object
+) -> ComparedMethod:
+    return ComparedMethod(name=name, title=Words(en, zh), engine=engine, layout=layout, start=start, **more)  # pyright: ignore[reportArgumentType]
 
 
 SINGLE_CORE, SINGLE = "single-core", "single"  # the baseline of speed-ups
@@ -132,7 +134,7 @@ METHODS = (
 # fmt: on
 
 
-def chosen(wanted: Sequence[str | Method] | None, processes: int) -> list[Method]:
+def chosen(wanted: Sequence[str | ComparedMethod] | None, processes: int) -> list[ComparedMethod]:
     """The methods of these names, or those of the published comparison and samestep's layouts.
 
     A name may also be "engine:layout", such as "native:dp2 tp2", or a method of one's own. Raises UserError for an
@@ -141,7 +143,7 @@ def chosen(wanted: Sequence[str | Method] | None, processes: int) -> list[Method
     table = {method.name: method for method in (each.of(processes) for each in METHODS)}
     if wanted is None:
         return [method for method in table.values() if method.default]
-    found: dict[str, Method] = {}
+    found: dict[str, ComparedMethod] = {}
     for each in wanted:
         name = each.strip() if isinstance(each, str) else each.name
         if name:
@@ -151,11 +153,11 @@ def chosen(wanted: Sequence[str | Method] | None, processes: int) -> list[Method
     return list(found.values())
 
 
-def _found(name: str, processes: int, table: dict[str, Method]) -> Method:
+def _found(name: str, processes: int, table: dict[str, ComparedMethod]) -> ComparedMethod:
     return table.get(name) or _pair(name, processes, table)
 
 
-def _pair(name: str, processes: int, table: dict[str, Method]) -> Method:
+def _pair(name: str, processes: int, table: dict[str, ComparedMethod]) -> ComparedMethod:
     """A method written as engine:layout. Raises UserError for one that there isn't."""
     engine, colon, text = name.partition(":")
     if not colon:
@@ -167,7 +169,7 @@ def _pair(name: str, processes: int, table: dict[str, Method]) -> Method:
     except LayoutError as error:
         raise UserError(f'method "{name}": {error}') from None
     title = f"{engine} {layout}"
-    return Method(name=f"{engine}:{layout}", title=Words(title, title), engine=engine, layout=layout)
+    return ComparedMethod(name=f"{engine}:{layout}", title=Words(title, title), engine=engine, layout=layout)
 
 
 _EXAMPLE = 'such as "native:dp2 tp2"'

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from samestep import processor
-from samestep.comparison.methods import PUBLISHED, SINGLE, SINGLE_CORE, Method
+from samestep.comparison.methods import PUBLISHED, SINGLE, SINGLE_CORE, ComparedMethod
 from samestep.comparison.same_step import TOLERANCES, SameStep
 from samestep.handwritten import FAILED, REFUSED
 from samestep.job import Job
@@ -168,7 +168,7 @@ Status = Literal["measured", "refused", "not installed", "failed"]
 class ComparisonRow:
     """The results of one method, or the reason why it wasn't measured."""
 
-    method: Method
+    method: ComparedMethod
     processes: int
     threads: int  # of each process
     precision: str

@@ -20,7 +20,7 @@ from typing import IO
 
 from samestep import subprocess_group
 from samestep.api import train_job
-from samestep.comparison.methods import SAMESTEP, Method
+from samestep.comparison.methods import SAMESTEP, ComparedMethod
 from samestep.errors import NonFiniteError, RankFailedError, UserError
 from samestep.job import Job
 from samestep.jobfile import LoadedJob, dump
@@ -32,7 +32,7 @@ class _LimitError(Exception):
     """A run has exceeded its time limit."""
 
 
-def run_method(method: Method, job: Job, place: Path, *, limit: float) -> tuple[Path, CommandOutcome]:
+def run_method(method: ComparedMethod, job: Job, place: Path, *, limit: float) -> tuple[Path, CommandOutcome]:
     """Run a method's job for `limit` seconds at most, and return its folder as well; `place` is an empty folder."""
     folder = place / "run"
     if is_forked(method):
@@ -43,7 +43,7 @@ def run_method(method: Method, job: Job, place: Path, *, limit: float) -> tuple[
     return folder, subprocess_group.run(command, limit=limit)
 
 
-def is_forked(method: Method) -> bool:
+def is_forked(method: ComparedMethod) -> bool:
     """Whether a method's ranks are forked from here: several ranks of the native engine, and an interval timer.
 
     A single process would train in this one and leave its state here; other engines keep state in the process that

@@ -22,7 +22,7 @@ from samestep.data.loader import Moment, to_device
 from samestep.data.types import Batch
 from samestep.engines.precision import Precision
 from samestep.job import Job
-from samestep.parallel.coupled_loss import Coupling, Rows
+from samestep.parallel.coupled_loss import CallRows, Coupling
 from samestep.parallel.deferred_init import move
 from samestep.parallel.exact import generators
 from samestep.parallel.exact.batch_norm import by_running_statistics, global_batch_norm
@@ -126,7 +126,7 @@ class Trial:
         output, batch = self.output(first, last)
         with said(LOSS, f"the loss of samples {first} to {last - 1}", of=self.loss_function), self._context():
             if self.coupled:
-                rows = Rows(numbers=torch.arange(last - first))
+                rows = CallRows(numbers=torch.arange(last - first))
                 total, count = self._coupling.of_output(output, batch, rows)
             else:
                 total, count = sum_and_count(self._loss(output, batch))
@@ -140,7 +140,7 @@ class Trial:
         with self.without_graph():
             outputs, batches = zip(*(self.output(first, last) for first, last in parts), strict=True)
         outputs = [map_tensors(Tensor.detach, output) for output in outputs]
-        rows = [Rows(numbers=torch.arange(first, last)) for first, last in parts]
+        rows = [CallRows(numbers=torch.arange(first, last)) for first, last in parts]
         with said(LOSS, "the loss of parts of the samples", of=self.loss_function), self._context():
             found = self._coupling.of_parts(outputs, batches, rows)
         for (first, last), each in zip(parts, found, strict=True):

@@ -273,7 +273,7 @@ def in_kind(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class SampleChunk:
     """Consecutive samples of a data set, for one forward without gradients."""
 
     batch: Batch
@@ -319,8 +319,8 @@ class Chunks:
     def __len__(self) -> int:
         return len(self._mine)
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Iterator[SampleChunk]:
         """Yield this rank's chunks in order; those past the end have zero weight."""
         for number, batch in zip(self._mine, _begun(self._loader), strict=True):
             parts = (to_device(part, self._device, self._dtype) for part in given(batch))
-            yield Chunk(batch=Batch(*parts), zero_weight=number >= self._count)
+            yield SampleChunk(batch=Batch(*parts), zero_weight=number >= self._count)

@@ -7,14 +7,16 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from samestep.checkpoint.folder import FoundCheckpoint, best_of
-from samestep.checkpoint.inspect import COMPLETE, UNFINISHED, Listed
+from samestep.checkpoint.inspect import COMPLETE, UNFINISHED, ListedCheckpoint
 from samestep.convert.convert import Converted
 from samestep.convert.formats import Contents
 from samestep.display.tables import numbers, plain_console, table, texts, values_table
 from samestep.errors import UserError
 
 
-def print_listed(found: Sequence[Listed], best: str | None, *, lowest: bool, console: Console | None = None) -> None:
+def print_listed(
+    found: Sequence[ListedCheckpoint], best: str | None, *, lowest: bool, console: Console | None = None
+) -> None:
     """A line a checkpoint; the one with the best value of a metric is marked. Raises UserError where none has it."""
     console = console or plain_console(highlight=False)
     marked = None if best is None else best_in(found, best, lowest=lowest)
@@ -35,7 +37,7 @@ def print_listed(found: Sequence[Listed], best: str | None, *, lowest: bool, con
             console.print(f"{each.path.name}: {each.state}", soft_wrap=True)
 
 
-def _listed_row(listed: Listed, *, is_best: bool) -> list[str]:
+def _listed_row(listed: ListedCheckpoint, *, is_best: bool) -> list[str]:
     """What a checkpoint says of itself; of one that is damaged or unfinished its bytes and name."""
     info = listed.info
     if info is None:
@@ -53,7 +55,7 @@ def _listed_row(listed: Listed, *, is_best: bool) -> list[str]:
     ]
 
 
-def best_in(found: Sequence[Listed], metric: str, *, lowest: bool) -> Listed:
+def best_in(found: Sequence[ListedCheckpoint], metric: str, *, lowest: bool) -> ListedCheckpoint:
     """The checkpoint with the best value of a metric. Raises UserError where none has it."""
     whole = [each for each in found if each.info is not None and each.state == COMPLETE]
     best = best_of(

@@ -60,7 +60,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Groups:
+class AxisGroups:
     """The groups of ranks along one mesh axis, and what they exchange."""
 
     axis: str
@@ -69,14 +69,14 @@ class Groups:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holdings:
+class LayoutHoldings:
     """What every rank of a layout holds, and the groups that communicate."""
 
     layout: Layout
     batch: int | None  # samples of a global batch
     stages: int  # of the pipeline, over all ranks
     ranks: tuple[Holding, ...]
-    groups: tuple[Groups, ...]  # of the split axes, outermost first
+    groups: tuple[AxisGroups, ...]  # of the split axes, outermost first
 
     def share(self, holding: Holding, state: str) -> Fraction:
         """Fraction of the whole model's state that a rank keeps, assuming stages and slices of equal size."""
@@ -105,7 +105,7 @@ class Holdings:
         return {**asdict(holding), "share_of_the_model": share}
 
 
-def holdings(layout: Layout, batch: int | None = None) -> Holdings:
+def holdings(layout: Layout, batch: int | None = None) -> LayoutHoldings:
     """Compute what every rank of a layout holds; with the global batch size, also which samples.
 
     Raises LayoutError if the batch is too small for the layout or the schedule can't have that many stages, and
@@ -123,13 +123,13 @@ def holdings(layout: Layout, batch: int | None = None) -> Holdings:
     order = layout.placement
     places = (dict(zip(order, at, strict=True)) for at in product(*(range(getattr(layout, name)) for name in order)))
     grid: list[Mapping[str, int]] = [{name: place[name] for name in MESH_AXES} for place in places]
-    return Holdings(
+    return LayoutHoldings(
         layout=layout,
         batch=batch,
         stages=layout.pipeline * per_rank,
         ranks=tuple(_holding(layout, batch, per_rank, rank, place) for rank, place in enumerate(grid)),
         groups=tuple(
-            Groups(axis=name, ranks=_groups(grid, name), exchanges=_EXCHANGES[name](layout))
+            AxisGroups(axis=name, ranks=_groups(grid, name), exchanges=_EXCHANGES[name](layout))
             for name in layout.split_axes()
         ),
     )
@@ -241,7 +241,7 @@ _EXCHANGES = {
 }
 
 
-def print_holdings(shown: Holdings, console: Console | None = None) -> None:
+def print_holdings(shown: LayoutHoldings, console: Console | None = None) -> None:
     """Print what ranks hold, and which groups communicate, as tables."""
     console = console or plain_console()
     console.print(_ranks(shown))
@@ -262,14 +262,14 @@ def sample_words(holding: Holding) -> str:
     return str(start) if stop - start == 1 else f"{start} to {stop - 1}"
 
 
-def _ranks(shown: Holdings) -> Table:
+def _ranks(shown: LayoutHoldings) -> Table:
     layout = shown.layout
     columns = _columns(shown)
     rows = [[cell(holding) for cell in columns.values()] for holding in shown.ranks]
     return table(numbers(*columns), rows, title=f"{layout}: {layout.size} rank{'' if layout.size == 1 else 's'}")
 
 
-def _columns(shown: Holdings) -> dict[str, Callable[[Holding], str]]:
+def _columns(shown: LayoutHoldings) -> dict[str, Callable[[Holding], str]]:
     """Title and cell function of each column; axes that the layout doesn't split are left out."""
     columns: dict[str, Callable[[Holding], str]] = {
         "pipeline\nstages": lambda holding: ", ".join(map(str, holding.stages)),
@@ -294,10 +294,10 @@ def share_words(share: Fraction) -> str:
     return "all" if share == 1 else str(share)
 
 
-def _talks(shown: Holdings) -> Table:
+def _talks(shown: LayoutHoldings) -> Table:
     rows = [[groups.axis, _listed(groups), "\n".join(map(str, groups.exchanges))] for groups in shown.groups]
     return table(texts("along", "ranks", "what is sent"), rows, title="who talks to whom")
 
 
-def _listed(groups: Groups) -> str:
+def _listed(groups: AxisGroups) -> str:
     return "  ".join("-".join(map(str, ranks)) for ranks in groups.ranks)

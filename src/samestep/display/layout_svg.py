@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samestep.display.layout import STATES, Groups, Holding, Holdings, sample_words, share_words, words
+from samestep.display.layout import STATES, AxisGroups, Holding, LayoutHoldings, sample_words, share_words, words
 from samestep.errors import UserError
 
 LARGEST = 64  # most ranks side by side in a picture
@@ -74,7 +74,7 @@ def _number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def draw(shown: Holdings) -> str:
+def draw(shown: LayoutHoldings) -> str:
     """The picture as SVG text. Raises UserError where there are too many ranks to stand beside each other."""
     layout = shown.layout
     if layout.size > LARGEST:
@@ -125,7 +125,7 @@ class _Columns:
         return self.middle(rank) - self.box / 2
 
 
-def _heading(drawing: Drawing, shown: Holdings) -> float:
+def _heading(drawing: Drawing, shown: LayoutHoldings) -> float:
     """The layout's text, its ranks as a product of the mesh axes, and the batch; returns the height that is used."""
     layout = shown.layout
     drawing.text("layout", 20, 36, str(layout))
@@ -136,7 +136,7 @@ def _heading(drawing: Drawing, shown: Holdings) -> float:
     return 84
 
 
-def _ranks(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
+def _ranks(drawing: Drawing, shown: LayoutHoldings, columns: _Columns, y: float) -> float:
     """The coordinates as brackets over the ranks, outermost axis on top, and the ranks' numbers."""
     for name in shown.layout.split_axes():
         drawing.text(f"name {name}", 20, y + 4, name)
@@ -155,7 +155,7 @@ def _ranks(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> fl
     return y + 30
 
 
-def _batch(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
+def _batch(drawing: Drawing, shown: LayoutHoldings, columns: _Columns, y: float) -> float:
     """Draw the global batch, samples downwards and tokens across, cut by replicate, shard and context."""
     layout = shown.layout
     _name(drawing, y, "takes", "of the global batch:", "samples down,", "tokens across")
@@ -173,7 +173,7 @@ def _batch(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> fl
     return y + 10
 
 
-def _model(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
+def _model(drawing: Drawing, shown: LayoutHoldings, columns: _Columns, y: float) -> float:
     """Draw the model, layers downwards and heads across, cut by pipeline and tensor."""
     layout = shown.layout
     _name(drawing, y, "computes", "of the model:", "layers down,", "heads, columns across")
@@ -198,7 +198,7 @@ def _stages(holding: Holding) -> str:
     return listed if len(listed) < 15 else f"{len(holding.stages)} stages"
 
 
-def _state(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
+def _state(drawing: Drawing, shown: LayoutHoldings, columns: _Columns, y: float) -> float:
     """Draw the whole model's state as bars, filled where the rank keeps it."""
     layout = shown.layout
     _name(drawing, y, "keeps")
@@ -272,7 +272,7 @@ def _words(drawing: Drawing, columns: _Columns, y: float, name: str, cells: Sequ
     return y + 17
 
 
-def _legend(drawing: Drawing, shown: Holdings, y: float) -> float:
+def _legend(drawing: Drawing, shown: LayoutHoldings, y: float) -> float:
     """Draw the legend of the fills; returns the y below it."""
     entries = [("own", "this rank's")]
     if len(shown.ranks) > 1:
@@ -288,7 +288,7 @@ def _legend(drawing: Drawing, shown: Holdings, y: float) -> float:
     return y + 36
 
 
-def _talks(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
+def _talks(drawing: Drawing, shown: LayoutHoldings, columns: _Columns, y: float) -> float:
     """Draw the exchanges of each mesh axis, and a line through the ranks of each group; returns the y below."""
     drawing.line("rule", 20, y - 10, columns.picture_width - 20, y - 10)
     drawing.text("name", 20, y + 14, "talks")
@@ -310,7 +310,7 @@ def _talks(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> fl
     return y - 4
 
 
-def _levels(groups: Groups) -> list[int]:
+def _levels(groups: AxisGroups) -> list[int]:
     """Assign a level to each group's line, so that lines don't overlap."""
     ends: list[int] = []  # the last rank on each level
     levels = []

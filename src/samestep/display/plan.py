@@ -7,7 +7,7 @@ from rich.console import Console
 from samestep.display.tables import formatted, numbers, plain_console, table, texts
 from samestep.planning.accuracy import CrossValidation, GroupErrors
 from samestep.planning.price import Price, cost_of
-from samestep.planning.search import Candidate, ClusterPlan, Lever, why_slower
+from samestep.planning.search import ClusterPlan, LayoutCandidate, Lever, why_slower
 
 
 def print_plan(plan: ClusterPlan, price: Price | None, console: Console | None = None) -> None:
@@ -34,7 +34,7 @@ def print_plan(plan: ClusterPlan, price: Price | None, console: Console | None =
     console.print(f"a million tokens: {cost.kilowatt_hours:.3g} kWh of the devices{money}", soft_wrap=True)
 
 
-def _row(candidate: Candidate, plan: ClusterPlan) -> list[str]:
+def _row(candidate: LayoutCandidate, plan: ClusterPlan) -> list[str]:
     """Layout and what bounds it, micro-batch, GB, seconds, tokens a second, utilisation."""
     time = candidate.time
     link = time.links.get(time.bound)

@@ -54,7 +54,7 @@ _RANKS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class CollectiveTrial:
     """The back end, device and number of ranks to try."""
 
     backend: str
@@ -62,16 +62,16 @@ class Trial:
     ranks: int
 
 
-def trials() -> list[Trial]:
+def trials() -> list[CollectiveTrial]:
     """Return a trial on the CPU, and one on the accelerators if there are any, one rank on each."""
-    found = [Trial(backend="gloo", device="cpu", ranks=_RANKS)]
+    found = [CollectiveTrial(backend="gloo", device="cpu", ranks=_RANKS)]
     if there := accelerators():
         backend = backend_of(device_of(0)).rpartition(":")[2]
-        found.append(Trial(backend=backend, device="auto", ranks=min(_RANKS, there)))
+        found.append(CollectiveTrial(backend=backend, device="auto", ranks=min(_RANKS, there)))
     return found
 
 
-def collectives(trial: Trial, limit: float) -> Iterator[DoctorFinding]:
+def collectives(trial: CollectiveTrial, limit: float) -> Iterator[DoctorFinding]:
     """Start the ranks, and report which collectives gave the right result with which dtypes."""
     with tempfile.TemporaryDirectory(prefix="samestep-doctor-") as name:
         folder = Path(name)
@@ -80,7 +80,9 @@ def collectives(trial: Trial, limit: float) -> Iterator[DoctorFinding]:
     yield _finding(trial, outcome, notes, limit)
 
 
-def _finding(trial: Trial, outcome: CommandOutcome, notes: list[list[dict[str, Any]]], limit: float) -> DoctorFinding:
+def _finding(
+    trial: CollectiveTrial, outcome: CommandOutcome, notes: list[list[dict[str, Any]]], limit: float
+) -> DoctorFinding:
     """Summarize the ranks' notes: which attempts fail, hang, or were not reached."""
     subject = f"backend {trial.backend}"
     # An attempt works where it works on every rank.

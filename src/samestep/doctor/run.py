@@ -11,7 +11,7 @@ import psutil
 
 from samestep.doctor.findings import DoctorFinding, in_gib, ok, problem, warning
 from samestep.doctor.run_files import FAULTS_FILE, METRICS_FILE, RunFiles, number, read_run
-from samestep.job_plan.after_run import PLAN_FILE, STEP, Term, furthest, terms
+from samestep.job_plan.after_run import PLAN_FILE, STEP, PlanTerm, furthest, terms
 from samestep.training.result import REPORT_FILE
 
 
@@ -344,7 +344,7 @@ def plan(run: RunFiles) -> Iterator[DoctorFinding]:
         yield warning("plan", f"memory off most: {part.name}, {_both_values(part)}", remedy, **values)
 
 
-def _both_values(term: Term) -> str:
+def _both_values(term: PlanTerm) -> str:
     if term.unit == "s":
         return f"{term.planned:.3g} s planned, {term.measured:.3g} s measured"
     return f"{in_gib(term.planned)} planned, {in_gib(term.measured)} measured"

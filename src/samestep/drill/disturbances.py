@@ -28,7 +28,7 @@ _PLUGGED_AFTER = (1.0, 20.0)  # seconds without network: ranks survive short bre
 _ROUNDS = "samestep-agent-*/round-*"  # where ranks write their status files
 
 
-class Hosts(Protocol):
+class JobHosts(Protocol):
     """The hosts of a multi-host job, by the names that the job uses."""
 
     def there(self) -> Sequence[str]:
@@ -50,7 +50,7 @@ class Target(Protocol):
     """A running job."""
 
     @property
-    def hosts(self) -> Hosts | None:
+    def hosts(self) -> JobHosts | None:
         """The job's hosts; None for a single-host job."""
         ...
 

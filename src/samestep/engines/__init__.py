@@ -20,7 +20,7 @@ ENGINES = {
     "horovod": "samestep.engines.horovod:Horovod",
     "keras-mirrored": "samestep.engines.keras.engine:Mirrored",
     "keras-multi-worker": "samestep.engines.keras.engine:MultiWorker",
-    "keras-parameter-server": "samestep.engines.keras.parameter_server:ParameterServer",
+    "keras-parameter-server": "samestep.engines.keras.parameter_server:KerasParameterServer",
     "native": "samestep.engines.native.engine:Native",
     "parameter-server": "samestep.engines.parameter_server.engine:ParameterServer",
 }

@@ -6,7 +6,8 @@ import os
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.util import Finalize
+from multiprocessing import util
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
@@ -33,6 +34,7 @@ def folder_in_memory() -> Iterator[Path]:
             yield folder
         finally:
             settings["semprefix"] = before
+            _remove_own_semaphores(folder)
 
 
 # A file in the folder that its process holds locked; the kernel releases the lock however the process ends.
@@ -50,29 +52,25 @@ def scratch(prefix: str, where: Path | None = None) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        if lock is None or not _semaphores(folder):
-            _remove(folder, lock)
-        else:
-            # They end with the objects that hold them, at the latest with this process. Until then the folder stays
-            # and is held, so that a later start finds them if this process is killed before.
-            for inside in set(folder.glob("*")) - {folder / _HELD}:
-                _remove(inside, None)
-            Finalize(None, _remove, args=(folder, lock), exitpriority=-1)  # semaphores have 0 and go before
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _remove_own_semaphores(folder: Path) -> None:
+    """Remove the semaphores with a folder's name that this process has created.
+
+    multiprocessing does it when their objects are collected or the process ends, which may be long after the folder
+    is gone: if the process were killed in between, no later start would find them.
+    """
+    for finalizer in list(util._finalizer_registry.values()):  # pyright: ignore[reportAttributeAccessIssue]
+        if finalizer._callback is SemLock._cleanup and finalizer._args[0].startswith(f"/{folder.name}-"):  # pyright: ignore[reportAttributeAccessIssue]
+            finalizer()
 
 
 def _semaphores(folder: Path) -> list[Path]:
     """The named semaphores of a folder's process: multiprocessing names them sem.PREFIX-RANDOM."""
     return list(folder.parent.glob(f"sem.{folder.name}-*"))
-
-
-def _remove(path: Path, lock: int | None) -> None:
-    """Remove a folder or file as far as it can be, and release the lock."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-    if lock is not None:
-        os.close(lock)
 
 
 def _made(prefix: str, where: Path) -> tuple[Path, int | None]:

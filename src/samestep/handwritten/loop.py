@@ -42,7 +42,7 @@ class LocalMicroBatch(NamedTuple):
     weight: float
 
 
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     """Results of one step over all ranks."""
 
     loss: Tensor
@@ -156,7 +156,7 @@ class Loop:
     def _throughout(self) -> AbstractContextManager[None]:
         return in_float64(self.recipe.precision == "fp64")
 
-    def step(self, parts: list[LocalMicroBatch], global_samples: int) -> Step:
+    def step(self, parts: list[LocalMicroBatch], global_samples: int) -> StepResult:
         """Forward and backward of every micro-batch, then one update.
 
         DistributedDataParallel averages the ranks' gradients, so a rank's sum is scaled by ranks / samples; the
@@ -186,7 +186,7 @@ class Loop:
         assert isinstance(self._replicas, DistributedDataParallel)
         return self._replicas.no_sync()
 
-    def _update(self, totals: Tensor, global_samples: int) -> Step:
+    def _update(self, totals: Tensor, global_samples: int) -> StepResult:
         """From sum / samples to sum / terms, clip, step."""
         terms = totals[1].clamp(min=1)
         if terms != global_samples:  # a loss over tokens: from the mean of samples to that of tokens
@@ -197,9 +197,9 @@ class Loop:
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.schedule.step()
-        return Step(loss=totals[0] / terms, grad_norm=norm, lr=lr)
+        return StepResult(loss=totals[0] / terms, grad_norm=norm, lr=lr)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[StepResult]:
         """Take the steps lazily."""
         for step, (parts, _) in enumerate(self.batches()):
             yield self.step(parts, len(self.order.global_batch(step)))

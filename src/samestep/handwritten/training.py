@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import spawn
 
 from samestep.errors import UserError
 from samestep.handwritten import FAILED, REFUSED
-from samestep.handwritten.loop import Loop, Step
+from samestep.handwritten.loop import Loop, StepResult
 from samestep.job import Job
 from samestep.jobfile import load
 from samestep.launch.affinity import threads_of
@@ -154,7 +154,7 @@ def _evaluates_after(loop: Loop, done: int) -> bool:
 
 
 def _line(
-    loop: Loop, step: int, report: Step, samples: int, step_seconds: float, data_seconds: float
+    loop: Loop, step: int, report: StepResult, samples: int, step_seconds: float, data_seconds: float
 ) -> dict[str, float]:
     """Build a step's line of metrics.jsonl."""
     return {

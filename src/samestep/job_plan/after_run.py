@@ -21,7 +21,7 @@ _HELD = ("parameters", "optimizer_state", "activations", "gathered_and_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
-class Term:
+class PlanTerm:
     """One number of a plan, and its measurement."""
 
     name: str
@@ -40,43 +40,45 @@ def write_plan(prediction: "Prediction", folder: Path) -> None:
     (folder / PLAN_FILE).write_text(json.dumps(prediction.to_json(), indent=2) + "\n", encoding="utf-8")
 
 
-def terms(plan: Mapping[str, Any], report: Mapping[str, Any], step_seconds: Sequence[float]) -> list[Term]:
+def terms(plan: Mapping[str, Any], report: Mapping[str, Any], step_seconds: Sequence[float]) -> list[PlanTerm]:
     """Return the terms of a plan (`Prediction.to_json`) and of its run (report.json, and the steps' seconds).
 
     First the whole step, then its parts: a rank's own computation, and the rest, which is messages and waiting; then
     the memory of the fullest rank, and the traffic of the rank that sends most.
     """
     late = step_seconds[_FIRST:] or step_seconds
-    found: list[Term] = []
+    found: list[PlanTerm] = []
     if late:
         step = median(late)
         parts = plan["seconds_by_cause"]
         owns = report.get("own_step_seconds") or [step]
         own = min(max(owns), step) if len(owns) > 1 else step  # one rank waits for no other
         found = [
-            Term(name=STEP, planned=plan["step_seconds"], measured=step, unit="s"),
-            Term(name="computing", planned=sum(parts.get(cause, 0.0) for cause in _COMPUTE), measured=own, unit="s"),
+            PlanTerm(name=STEP, planned=plan["step_seconds"], measured=step, unit="s"),
+            PlanTerm(
+                name="computing", planned=sum(parts.get(cause, 0.0) for cause in _COMPUTE), measured=own, unit="s"
+            ),
         ]
         if len(owns) > 1:
             sent = sum(parts.get(cause, 0.0) for cause in _MESSAGES)
-            found.append(Term(name="messages and waiting", planned=sent, measured=step - own, unit="s"))
+            found.append(PlanTerm(name="messages and waiting", planned=sent, measured=step - own, unit="s"))
     planned, held = plan["usage_bytes"], report.get("usage_bytes") or []
     if planned and held:
         for name in _HELD:
             most = [max(each[name] for each in ranks) for ranks in (planned, held)]
-            found.append(Term(name=name.replace("_", " "), planned=most[0], measured=most[1], unit="B"))
+            found.append(PlanTerm(name=name.replace("_", " "), planned=most[0], measured=most[1], unit="B"))
         sent = [max(sum(each["sent"].values()) for each in ranks) for ranks in (planned, held)]
-        found.append(Term(name="sent", planned=sent[0], measured=sent[1], unit="B"))
+        found.append(PlanTerm(name="sent", planned=sent[0], measured=sent[1], unit="B"))
     return found
 
 
-def furthest(found: Sequence[Term], unit: str) -> Term | None:
+def furthest(found: Sequence[PlanTerm], unit: str) -> PlanTerm | None:
     """Return the part, in this unit, with the largest difference."""
     parts = [term for term in found if term.unit == unit and term.name != STEP]
     return max(parts, key=lambda term: abs(term.planned - term.measured), default=None)
 
 
-def lines_of(found: Sequence[Term]) -> list[str]:
+def lines_of(found: Sequence[PlanTerm]) -> list[str]:
     """Compare a plan with its run: time, then memory; empty if nothing was measured."""
     lines = []
     for unit, what in (("s", "time of a step"), ("B", "bytes of a rank")):
@@ -86,7 +88,7 @@ def lines_of(found: Sequence[Term]) -> list[str]:
     return lines
 
 
-def _shown(term: Term) -> str:
+def _shown(term: PlanTerm) -> str:
     """Format a term as planned and as measured, with the relative error."""
     numbers = (term.planned, term.measured)
     told = " and ".join(f"{each:.3g} s" if term.unit == "s" else bytes_shown(each) for each in numbers)

@@ -15,7 +15,7 @@ from samestep import environment
 from samestep.errors import UserError
 from samestep.launch.affinity import cores
 from samestep.launch.memory import available_memory, give_back_freed_memory, keep_freed_memory
-from samestep.planning.hardware import Cluster
+from samestep.planning.hardware import ClusterSpec
 from samestep.training.rehearsal import Collectives
 from samestep.training.step_work import CountedWork, StepWork
 
@@ -112,7 +112,7 @@ _RATES: Mapping[str, Sequence[str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class TargetMachine:
     """Where ranks run: cores of this host, or the devices of a cluster."""
 
     name: str
@@ -120,20 +120,20 @@ class Machine:
     memory: float  # bytes of a device; of all ranks together on CPUs
     rates: Rates | None = None
     cores: int = 0  # that CPU ranks share
-    cluster: Cluster | None = None
+    cluster: ClusterSpec | None = None
 
     def __post_init__(self) -> None:
         if self.devices < 1:
             raise UserError(f"--devices is {self.devices}; use 1 or more")
 
 
-def this_machine(devices: int | None, precision: str, comm: Path | None = None) -> Machine:
+def this_machine(devices: int | None, precision: str, comm: Path | None = None) -> TargetMachine:
     """The cores that this process may run on, measured in about a second."""
     rates = measured_rates(precision)
     if comm is not None:
         rates = replace(rates, **message_rates(comm))
     number = cores()
-    return Machine(
+    return TargetMachine(
         name="this machine",
         devices=number if devices is None else devices,
         memory=float(available_memory()),
@@ -142,10 +142,10 @@ def this_machine(devices: int | None, precision: str, comm: Path | None = None) 
     )
 
 
-def devices_of(cluster: Cluster) -> Machine:
+def devices_of(cluster: ClusterSpec) -> TargetMachine:
     """Return a data sheet's devices, of whose memory 94 % is assumed to be usable."""
     device = cluster.device
-    return Machine(name=device.name, devices=cluster.devices, memory=0.94 * device.memory, cluster=cluster)
+    return TargetMachine(name=device.name, devices=cluster.devices, memory=0.94 * device.memory, cluster=cluster)
 
 
 def measured_rates(precision: str) -> Rates:

@@ -10,7 +10,7 @@ import torch
 from samestep.api import time_steps_job
 from samestep.errors import RankFailedError, UserError
 from samestep.job import Job
-from samestep.job_plan.machine import CAUSES, Machine
+from samestep.job_plan.machine import CAUSES, TargetMachine
 from samestep.job_plan.plan import JobPlan
 from samestep.job_plan.predict import Prediction, peak_of
 
@@ -83,7 +83,7 @@ def corrections(measured: Sequence[Measured]) -> dict[str, float]:
     return dict(zip(CAUSES, factors.tolist(), strict=True))
 
 
-def corrected(machine: Machine, factors: Mapping[str, float]) -> Machine:
+def corrected(machine: TargetMachine, factors: Mapping[str, float]) -> TargetMachine:
     """The machine with its rates multiplied."""
     assert machine.rates is not None
     return replace(machine, rates=machine.rates.corrected(factors))

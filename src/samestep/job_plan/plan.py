@@ -8,7 +8,7 @@ from typing import Any
 from samestep.api import rehearse_job
 from samestep.errors import UserError
 from samestep.job import Job
-from samestep.job_plan.machine import Machine
+from samestep.job_plan.machine import TargetMachine
 from samestep.job_plan.predict import Prediction, predict
 from samestep.layout import Layout
 from samestep.training.rehearsal import Rehearsal
@@ -34,7 +34,7 @@ _LARGEST_TENSOR, _LARGEST_PIPELINE = 8, 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class PlanCandidate:
     """A layout with a micro-batch size (None: as few micro-batches as possible)."""
 
     layout: str
@@ -53,11 +53,11 @@ class Candidate:
 class JobPlan:
     """Predictions of all layouts, fastest first: those that fit, then those that don't."""
 
-    machine: Machine
+    machine: TargetMachine
     predictions: Sequence[Prediction]
     refused: Sequence[tuple[str, str]]  # layout -> why the job can't have it
     untried: Sequence[str]  # for lack of time
-    rehearsed: Sequence[tuple[Candidate, Sequence[Rehearsal]]]
+    rehearsed: Sequence[tuple[PlanCandidate, Sequence[Rehearsal]]]
 
     @property
     def fitting(self) -> Sequence[Prediction]:
@@ -74,7 +74,7 @@ class JobPlan:
             f"{least.peak_bytes / 1e9:.2f} GB a rank; use more devices or a smaller batch"
         )
 
-    def again(self, job: Job, machine: Machine) -> "JobPlan":
+    def again(self, job: Job, machine: TargetMachine) -> "JobPlan":
         """Predict the same layouts with other rates."""
         found = [predict(each.of(job), Layout.parse(each.layout), machine, ranks) for each, ranks in self.rehearsed]
         return replace(self, machine=machine, predictions=_ranked(found))
@@ -93,7 +93,7 @@ class JobPlan:
 
 
 def plan_job(
-    job: Job, machine: Machine, *, limit: float = LIMIT, say: Callable[[str], None] = lambda text: None
+    job: Job, machine: TargetMachine, *, limit: float = LIMIT, say: Callable[[str], None] = lambda text: None
 ) -> JobPlan:
     """Rehearse the layouts of a job on a machine, within `limit` seconds.
 
@@ -102,8 +102,8 @@ def plan_job(
     can have none.
     """
     alone = replace(job, run=replace(job.run, device="cpu"))
-    queue = [Candidate(layout=text, micro_batch=job.run.micro_batch) for text in _wanted(machine)]
-    found: list[tuple[Candidate, Sequence[Rehearsal], Prediction]] = []
+    queue = [PlanCandidate(layout=text, micro_batch=job.run.micro_batch) for text in _wanted(machine)]
+    found: list[tuple[PlanCandidate, Sequence[Rehearsal], Prediction]] = []
     refused: list[tuple[str, str]] = []
     began, refined = time.monotonic(), False
     while not found or time.monotonic() - began < limit:
@@ -159,7 +159,7 @@ def _sensible(text: str) -> bool:
     return True
 
 
-def _smaller(job: Job, candidate: Candidate, layout: Layout) -> list[Candidate]:
+def _smaller(job: Job, candidate: PlanCandidate, layout: Layout) -> list[PlanCandidate]:
     """Return variants of a candidate with less memory: smaller micro-batches, and recomputation."""
     if candidate.micro_batch != job.run.micro_batch:
         return []
@@ -173,11 +173,11 @@ def _smaller(job: Job, candidate: Candidate, layout: Layout) -> list[Candidate]:
     return found
 
 
-def _finer(job: Job, found: Sequence[tuple[Candidate, Prediction]]) -> list[Candidate]:
+def _finer(job: Job, found: Sequence[tuple[PlanCandidate, Prediction]]) -> list[PlanCandidate]:
     """Return variants of the best fitting pipelines with other schedules and more micro-batches."""
     pipelines = [each for each, prediction in found if prediction.fits and Layout.parse(each.layout).pipeline > 1]
     seconds = {each: prediction.seconds for each, prediction in found}
-    tried: list[Candidate] = []
+    tried: list[PlanCandidate] = []
     for each in sorted(pipelines, key=lambda one: seconds[one])[:_REFINED]:
         layout = Layout.parse(each.layout)
         tried += [replace(each, layout=f"{each.layout} schedule={name} stages=2") for name in _SCHEDULES]
@@ -187,7 +187,7 @@ def _finer(job: Job, found: Sequence[tuple[Candidate, Prediction]]) -> list[Cand
     return tried
 
 
-def _wanted(machine: Machine) -> list[str]:
+def _wanted(machine: TargetMachine) -> list[str]:
     """Return the layouts of all devices; on shared cores, also one process with all of them."""
     alone = ["single"] if machine.cluster is None and machine.devices > 1 else []
     return [*alone, *layouts_of(machine.devices)]

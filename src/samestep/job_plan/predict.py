@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from samestep.job import Job
-from samestep.job_plan.machine import CAUSES, COMPUTE, Machine, Rates
+from samestep.job_plan.machine import CAUSES, COMPUTE, Rates, TargetMachine
 from samestep.launch.affinity import threads_of
 from samestep.layout import MESH_AXES, Layout
 from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.planning import collectives, pipeline_events
-from samestep.planning.collectives import Group
-from samestep.planning.hardware import Cluster
+from samestep.planning.collectives import RankGroup
+from samestep.planning.hardware import ClusterSpec
 from samestep.planning.operators import Operator, work_of
 from samestep.planning.pipeline_events import StageTimes
 from samestep.planning.software import SOFTWARE
@@ -71,7 +71,7 @@ def peak_of(usage: Usage) -> int:
     return usage.parameters + usage.optimizer_state + usage.activations + usage.gathered_and_gradients
 
 
-def predict(job: Job, layout: Layout, machine: Machine, ranks: Sequence[Rehearsal]) -> Prediction:
+def predict(job: Job, layout: Layout, machine: TargetMachine, ranks: Sequence[Rehearsal]) -> Prediction:
     """Predict the step of a layout from rehearsals of its ranks, one for each pipeline stage or some."""
     usage = [rank.usage for rank in ranks]
     peak = max(map(peak_of, usage))
@@ -90,7 +90,7 @@ def predict(job: Job, layout: Layout, machine: Machine, ranks: Sequence[Rehearsa
     )
 
 
-def _on_cores(job: Job, layout: Layout, machine: Machine, rates: Rates, rank: Rehearsal) -> dict[str, float]:
+def _on_cores(job: Job, layout: Layout, machine: TargetMachine, rates: Rates, rank: Rehearsal) -> dict[str, float]:
     """Return a rank's seconds of computation on its own threads, and of its messages."""
     threads = threads_of(layout.size, job.run.threads)
     waiting = max(1.0, layout.size / machine.cores)  # ranks that share a core delay each other's messages
@@ -102,7 +102,7 @@ def _on_cores(job: Job, layout: Layout, machine: Machine, rates: Rates, rank: Re
     }
 
 
-def _on_devices(job: Job, layout: Layout, cluster: Cluster, rank: Rehearsal) -> dict[str, float]:
+def _on_devices(job: Job, layout: Layout, cluster: ClusterSpec, rank: Rehearsal) -> dict[str, float]:
     """Return a rank's seconds on its own device, and of the messages that don't overlap."""
     device, software = cluster.device, SOFTWARE["samestep"]
     operators = [
@@ -127,14 +127,14 @@ def _on_devices(job: Job, layout: Layout, cluster: Cluster, rank: Rehearsal) -> 
     return dict(zip(CAUSES, (products, attention, passes, host, 0.0, 0.0, traffic), strict=True))
 
 
-def _message_seconds(layout: Layout, cluster: Cluster, each: Collectives) -> float:
+def _message_seconds(layout: Layout, cluster: ClusterSpec, each: Collectives) -> float:
     """Return the seconds of one kind of message in a step, on the links of its group.
 
     The rehearsal gives what a rank sends; `sent * part` is the whole message again, since a rank sends (n - 1) / n of
     it (of an all-reduce twice that).
     """
     axes = [axis for axis in each.axis.split("+") if axis in MESH_AXES]
-    group = data_group(layout, axes) if axes else Group(size=each.ranks, stride=1)
+    group = data_group(layout, axes) if axes else RankGroup(size=each.ranks, stride=1)
     if group.size < 2:
         return 0.0
     sent, part = each.sent / each.count, group.size / (group.size - 1)
@@ -152,7 +152,9 @@ def _every_stage(layout: Layout, parts: Sequence[Mapping[str, float]]) -> list[M
     return [parts[round(stage * known / last)] if last else parts[0] for stage in range(layout.pipeline)]
 
 
-def _together(job: Job, layout: Layout, machine: Machine, stages: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _together(
+    job: Job, layout: Layout, machine: TargetMachine, stages: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
     """Combine the stages to a step's seconds by cause: simulate the pipeline, and share cores among ranks."""
     compute = [sum(parts[cause] for cause in COMPUTE) for parts in stages]
     worst = dict(stages[max(range(len(stages)), key=lambda stage: sum(stages[stage].values()))])

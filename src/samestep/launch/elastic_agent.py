@@ -34,7 +34,7 @@ from samestep.launch.node_heartbeat import Lost
 from samestep.launch.options import RankOptions
 from samestep.launch.rendezvous import BROKEN, NodeRendezvous
 from samestep.launch.rounds import NodeRounds, RanksEnded, say
-from samestep.launch.worker import Entry
+from samestep.launch.worker import RankEntry
 from samestep.run_folder import RunPlace
 
 # Explains why this host's ranks ended, from their error files and logs.
@@ -71,7 +71,7 @@ class AgentSpec:
 
     hosts: NodeRendezvous
     num_procs: int  # ranks of this host
-    entry: Entry
+    entry: RankEntry
     files: RankFiles
     explain: Explain
     max_restarts: int = 0

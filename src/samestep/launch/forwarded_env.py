@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variables:
+class ForwardedVariables:
     """Environment variables for the hosts of a job, and where each comes from."""
 
     values: Mapping[str, str] = field(default_factory=dict)
@@ -46,7 +46,9 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def gather(environ: Mapping[str, str], *, asked: Sequence[str] = (), files: Sequence[Path] = ()) -> Variables:
+def gather(
+    environ: Mapping[str, str], *, asked: Sequence[str] = (), files: Sequence[Path] = ()
+) -> ForwardedVariables:
     """Gather the variables for every host: by prefix, from files (the first one wins), and those requested.
 
     Raises UserError for a file that can't be read, and for a requested variable that isn't set.
@@ -67,7 +69,7 @@ def gather(environ: Mapping[str, str], *, asked: Sequence[str] = (), files: Sequ
             raise UserError(f"--pass {name}: it is not set here; export it, or leave --pass {name} out")
         values[name], sources[name] = environ[name], "here, by --pass"
     kept_back = tuple(sorted(name for name in environ if is_secret(name) and name not in values))
-    return Variables(values=values, sources=sources, kept_back=kept_back)
+    return ForwardedVariables(values=values, sources=sources, kept_back=kept_back)
 
 
 def files_of(named: str | None, folder: Path, home: Path) -> list[Path]:

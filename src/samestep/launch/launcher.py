@@ -15,7 +15,7 @@ from samestep.launch import ssh
 from samestep.launch.environments import ray, slurm
 from samestep.launch.environments.base import Cluster, FoundCluster, Host
 from samestep.launch.failure import JobOutcome
-from samestep.launch.forwarded_env import Variables
+from samestep.launch.forwarded_env import ForwardedVariables
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import LaunchRequest
 from samestep.launch.starter import Starter
@@ -78,7 +78,7 @@ _ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _NOT_OF_AN_ID = re.compile(r"[^\w.-]", re.ASCII)
 
 
-def launch(found: FoundCluster, wanted: LaunchRequest, variables: Variables) -> JobOutcome:
+def launch(found: FoundCluster, wanted: LaunchRequest, variables: ForwardedVariables) -> JobOutcome:
     """Run a job to its end. `variables` go to every host. Raises UserError before anything is started."""
     check_one_a_host()
     found = first_hosts(found, wanted)
@@ -175,7 +175,7 @@ def _port_of(found: FoundCluster) -> int:
     return ports_of(found.cluster.job)[0]
 
 
-def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: Variables) -> JobOutcome:
+def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: ForwardedVariables) -> JobOutcome:
     """Serve the job's store, and start the agents of all hosts from here."""
     with environment.quiet_import():
         from samestep.launch import store_address

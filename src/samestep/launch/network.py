@@ -89,7 +89,7 @@ NOBODY_LISTENS = "a socket that does not listen, such as an outgoing connection 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holder:
+class PortHolder:
     """A process that holds a port."""
 
     pid: int | None  # None: another user's process, visible to root only
@@ -113,7 +113,7 @@ def why_not(port: int, error: OSError) -> str | None:
     return f"is taken by {', '.join(map(str, holders(port))) or NOBODY_LISTENS}"
 
 
-def holders(port: int) -> list[Holder]:
+def holders(port: int) -> list[PortHolder]:
     """Find the processes that listen on a port; without root, other users' ones only by their user."""
     users = dict(_listening(port))
     if not users:
@@ -123,8 +123,10 @@ def holders(port: int) -> list[Holder]:
     for process in sorted(_PROC.glob("[0-9]*"), key=lambda folder: int(folder.name)):
         with suppress(OSError):
             if any(_target(link) in wanted for link in (process / "fd").iterdir()):
-                found.append(Holder(pid=int(process.name), name=_name(process), user=_user(process.stat().st_uid)))
-    return found or [Holder(pid=None, name=None, user=_user(number)) for number in sorted(set(users.values()))]
+                found.append(
+                    PortHolder(pid=int(process.name), name=_name(process), user=_user(process.stat().st_uid))
+                )
+    return found or [PortHolder(pid=None, name=None, user=_user(number)) for number in sorted(set(users.values()))]
 
 
 def _listening(port: int) -> Iterator[tuple[str, int]]:

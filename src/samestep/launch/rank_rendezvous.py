@@ -25,7 +25,7 @@ import torch.distributed as dist
 from samestep import __version__, environment
 from samestep.errors import UserError
 from samestep.launch.environments import open_mpi, slurm
-from samestep.launch.environments.base import TELL_US, Meeting
+from samestep.launch.environments.base import TELL_US, RendezvousInfo
 from samestep.launch.network import LOOPBACK, address_towards, is_loopback, is_ours, store_at, why_not
 from samestep.ranks import Ranks
 
@@ -152,10 +152,10 @@ class Met:
     port: int | None = None  # port of the store, if the ranks' variables lack it
 
 
-def meeting(ranks: Ranks, environ: Mapping[str, str]) -> Meeting:
+def rendezvous_info(ranks: Ranks, environ: Mapping[str, str]) -> RendezvousInfo:
     """Return where a launcher's ranks meet. Raises UserError if its variables are insufficient."""
     found = _LAUNCHERS[ranks.launcher](environ)
-    return Meeting(job=found.job, addresses=(LOOPBACK,)) if ranks.one_host else found
+    return RendezvousInfo(job=found.job, addresses=(LOOPBACK,)) if ranks.one_host else found
 
 
 def tells_no_address(ranks: Ranks) -> bool:
@@ -172,9 +172,9 @@ def meet(ranks: Ranks, *, timeout: float = 300.0) -> Met:
     if address is not None and port is not None:
         store = _given_store(address, port, ranks) if ranks.rank == 0 else _store_of_rank_0(address, port, timeout)
         return Met(store=store, address=address, port=port)
-    found = meeting(ranks, environment.snapshot())
+    found = rendezvous_info(ranks, environment.snapshot())
     if address is not None:
-        found = Meeting(job=found.job, addresses=(address,), other=found.other)
+        found = RendezvousInfo(job=found.job, addresses=(address,), other=found.other)
     if not any(_resolved(each) for each in found.addresses):
         named = ", ".join(found.addresses) or "unnamed"
         raise UserError(f"rank 0's host is {named} to the launcher, and no address is known for it; {TELL_US}")
@@ -225,7 +225,7 @@ def _wait_for_all(store: dist.Store, world_size: int, timeout: float) -> None:
         ) from None
 
 
-def _address_of_rank_0(found: Meeting) -> str:
+def _address_of_rank_0(found: RendezvousInfo) -> str:
     """Return the address of rank 0's host for the other hosts."""
     resolved = [_resolved(address) for address in found.addresses]
     ours = [address for address in resolved if address is not None and is_ours(address)]
@@ -246,12 +246,12 @@ def _resolved(address: str) -> str | None:
         return None
 
 
-def _pmi(environ: Mapping[str, str]) -> Meeting:
+def _pmi(environ: Mapping[str, str]) -> RendezvousInfo:
     raise UserError(f"mpirun's variables don't name the job or rank 0's host; {TELL_US}")
 
 
-_LAUNCHERS: Mapping[str, Callable[[Mapping[str, str]], Meeting]] = {
-    "slurm": slurm.meeting,
-    "open-mpi": open_mpi.meeting,
+_LAUNCHERS: Mapping[str, Callable[[Mapping[str, str]], RendezvousInfo]] = {
+    "slurm": slurm.rendezvous_info,
+    "open-mpi": open_mpi.rendezvous_info,
     "pmi": _pmi,
 }

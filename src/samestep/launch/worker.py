@@ -32,7 +32,7 @@ _AFTER_YOU = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class RankEntry:
     """What a rank runs."""
 
     entrypoint: Callable[..., Any] | str  # a module-level function, or a program
@@ -40,23 +40,23 @@ class Entry:
     takes_notice: bool = True  # whether to send it SIGTERM and wait; else it is killed
 
 
-def entry_of(program: Sequence[str]) -> Entry:
+def entry_of(program: Sequence[str]) -> RankEntry:
     """Return the entry of a command from `rank_command`."""
     words = list(program)
     forked = arguments_of(words)
     if forked is None:
-        return Entry(entrypoint=words[0], arguments=lambda: tuple(words[1:]))
+        return RankEntry(entrypoint=words[0], arguments=lambda: tuple(words[1:]))
     _warm_up()
-    return Entry(entrypoint=run_forked, arguments=lambda: (forked, environment.snapshot()))
+    return RankEntry(entrypoint=run_forked, arguments=lambda: (forked, environment.snapshot()))
 
 
-def entry_of_call(file: Path) -> Entry:
+def entry_of_call(file: Path) -> RankEntry:
     """Return the entry of a function call that is pickled in a file.
 
     A file instead of multiprocessing's pipe: a rank that dies before it has read a large call would block this
     process in writing.
     """
-    return Entry(entrypoint=run_call, arguments=lambda: (str(file), environment.snapshot()), takes_notice=False)
+    return RankEntry(entrypoint=run_call, arguments=lambda: (str(file), environment.snapshot()), takes_notice=False)
 
 
 def rank_command(

@@ -45,7 +45,7 @@ class _Unknown(BaseException):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class CallRows:
     """The rows of the global batch that the samples of a call are."""
 
     numbers: Tensor  # [samples of the call] int64, on the CPU
@@ -63,7 +63,7 @@ class _Kind:
 class _Answers(Gather):
     """The `gather` of one call of the loss: returns rows that are already exchanged, otherwise raises `_Unknown`."""
 
-    def __init__(self, known: "Sequence[_Gathered]", rows: Rows) -> None:
+    def __init__(self, known: "Sequence[_Gathered]", rows: CallRows) -> None:
         self._known = known
         self._rows = rows
         self.given: list[list[Tensor]] = []  # by `gather`: this call's own tensors
@@ -166,7 +166,7 @@ class Coupling:
         """Compute the loss of a rank's only micro-batch, whose output has its graph."""
         return self.of_output(output, micro_batch.batch, rows_of(micro_batch))
 
-    def of_output(self, output: Any, batch: Batch, rows: Rows) -> tuple[Tensor, Tensor | int]:
+    def of_output(self, output: Any, batch: Batch, rows: CallRows) -> tuple[Tensor, Tensor | int]:
         """Compute the loss of one output with its graph, for the given rows of the global batch."""
         (call,) = self._calls([output], [batch], [rows])
         roots, gradients = call.roots()
@@ -178,7 +178,7 @@ class Coupling:
         return self.of_parts(outputs, [each.batch for each in micro_batches], rows)
 
     def of_parts(
-        self, outputs: Sequence[Any], batches: Sequence[Batch], rows: Sequence[Rows]
+        self, outputs: Sequence[Any], batches: Sequence[Batch], rows: Sequence[CallRows]
     ) -> list[MicroBatchLoss]:
         """As `of_all`, for parts of a batch; `rows`: of the global batch, for each part."""
         with torch.enable_grad():
@@ -193,7 +193,7 @@ class Coupling:
                 for call, output in zip(calls, apart, strict=True)
             ]
 
-    def _calls(self, outputs: Sequence[Any], batches: Sequence[Batch], rows: Sequence[Rows]) -> list[_Call]:
+    def _calls(self, outputs: Sequence[Any], batches: Sequence[Batch], rows: Sequence[CallRows]) -> list[_Call]:
         """Call the loss for each micro-batch until all rows are exchanged, then compute the rows' gradients."""
         order = self._order(rows)
         known: list[_Gathered] = []
@@ -243,7 +243,7 @@ class Coupling:
             return None
         return [(kind, any(flags[number] for _, flags in everyone)) for number, kind in enumerate(want)]
 
-    def _order(self, rows: Sequence[Rows]) -> Tensor:
+    def _order(self, rows: Sequence[CallRows]) -> Tensor:
         """The permutation of the result of `_all_rows` into the order of the global batch. [samples of the batch]"""
         mine = torch.cat([each.numbers for each in rows if each.counted] or [torch.zeros(0, dtype=torch.int64)])
         self._counts, numbers = [], []
@@ -255,7 +255,7 @@ class Coupling:
     def _gathered(
         self,
         asked: Sequence[Sequence[Tensor]],
-        rows: Sequence[Rows],
+        rows: Sequence[CallRows],
         kinds: Sequence[tuple[_Kind, bool]],
         order: Tensor,
     ) -> _Gathered:
@@ -268,7 +268,7 @@ class Coupling:
             values.append(self._all_rows(together)[order.to(together.device)])
         return _Gathered(values=values, needs_gradient=[needed for _, needed in kinds])
 
-    def _hand_back(self, number: int, gathered: _Gathered, calls: Sequence[_Call], rows: Sequence[Rows]) -> None:
+    def _hand_back(self, number: int, gathered: _Gathered, calls: Sequence[_Call], rows: Sequence[CallRows]) -> None:
         """Sum the gradients of gathered rows over all calls and ranks, and give each call those of its own rows."""
         for index, value in enumerate(gathered.values):
             if not gathered.needs_gradient[index]:
@@ -312,11 +312,11 @@ class Coupling:
         return everyone
 
 
-def rows_of(micro_batch: MicroBatch) -> Rows:
+def rows_of(micro_batch: MicroBatch) -> CallRows:
     """The rows of the global batch that a micro-batch's samples are."""
     moment = micro_batch.moment
     numbers = torch.arange(len(moment.samples)) if moment.rows is None else moment.rows
-    return Rows(numbers=numbers, counted=not moment.zero_weight)
+    return CallRows(numbers=numbers, counted=not moment.zero_weight)
 
 
 def _in_words(kinds: Sequence[_Kind]) -> str:

@@ -37,7 +37,7 @@ class StorageRegion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class InitCall:
     """One operator call. Recorded tensors among the arguments are regions, all others are copies."""
 
     operator: Any
@@ -65,7 +65,7 @@ class Memory:
         storage = self.storages[region.storage]
         return torch.empty(0, dtype=region.dtype).set_(storage, region.offset, region.size, region.stride)
 
-    def run(self, step: Step) -> None:
+    def run(self, step: InitCall) -> None:
         """Run a step's operator with the recorded state of the generator."""
         args, kwargs = tree_map_only(StorageRegion, self.tensor, (step.args, step.kwargs))
         if step.generator_state is None:
@@ -92,10 +92,10 @@ class Record:
     """The steps of a construction, in their order."""
 
     def __init__(self) -> None:
-        self._steps: list[Step] = []
+        self._steps: list[InitCall] = []
         self._writers: defaultdict[int, list[int]] = defaultdict(list)  # storage -> steps, in their order
 
-    def add(self, step: Step) -> None:
+    def add(self, step: InitCall) -> None:
         """Append a step, and index it by the storages that it writes to."""
         for storage in step.writes:
             self._writers[storage].append(len(self._steps))
@@ -250,7 +250,7 @@ class Recording:
         if generator_state is not None:
             kept_kwargs = {name: None if name == "generator" else value for name, value in kept_kwargs.items()}
         self.record.add(
-            Step(
+            InitCall(
                 operator=operator,
                 args=kept_args,
                 kwargs=kept_kwargs,

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
-from samestep.parallel.optimizer_kinds import Kind, Make, Shapes, kind_of
+from samestep.parallel.optimizer_kinds import Make, OptimizerKind, Shapes, kind_of
 
 
 def rebuild(optimizer: Optimizer, make: Callable[..., Optimizer]) -> Optimizer:
@@ -49,7 +49,7 @@ class OptimizerMember:
     optimizer: Optimizer | None  # None: this rank holds none of its parameters
     turn: str | None = None  # of a step in turns: the one in which it steps; None: in each
 
-    def kind(self, layout: Layout) -> Kind:
+    def kind(self, layout: Layout) -> OptimizerKind:
         """Find the optimizer's kind. Raises UserError or LayoutError if its step would differ under this layout."""
         kind = kind_of(self.make, self.groups, self.title)
         if kind.draws and layout.size > 1:

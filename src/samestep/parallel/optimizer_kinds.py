@@ -26,7 +26,7 @@ _SAME = 1e-6  # of the largest update; rounding in float64 is far below it, a wr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class OptimizerKind:
     """Properties of an optimizer, for the shapes and settings that were tried."""
 
     by_number: bool  # elementwise: updates every element separately
@@ -43,14 +43,14 @@ class Shapes:
     shapes: Sequence[torch.Size]
 
 
-def kind_of(make: Make, groups: Sequence[Shapes], title: str) -> Kind:
+def kind_of(make: Make, groups: Sequence[Shapes], title: str) -> OptimizerKind:
     """Try an optimizer on small CPU parameters with the same numbers of dimensions as the real ones.
 
     The result is the same on every rank for the same arguments. Raises UserError if a step fails.
     """
     tried = [(group.settings, shape) for group in groups for shape in _one_of_each(group.shapes)]
     kinds = [_kind(make, settings, shape, title) for settings, shape in tried]
-    return Kind(
+    return OptimizerKind(
         by_number=all(kind.by_number for kind in kinds),
         alone=all(kind.alone for kind in kinds),
         draws=any(kind.draws for kind in kinds),
@@ -75,7 +75,7 @@ def _smaller(shape: torch.Size) -> tuple[int, ...]:
     return tuple(max(2, size) for size in sizes)  # one number alone is no whole to be cut
 
 
-def _kind(make: Make, settings: Mapping[str, Any], shape: tuple[int, ...], title: str) -> Kind:
+def _kind(make: Make, settings: Mapping[str, Any], shape: tuple[int, ...], title: str) -> OptimizerKind:
     with torch.random.fork_rng(devices=[]), in_float64(), torch.enable_grad():
         torch.manual_seed(0)
         start = torch.randn(shape, dtype=torch.float64)
@@ -95,7 +95,7 @@ def _kind(make: Make, settings: Mapping[str, Any], shape: tuple[int, ...], title
                 make, settings, start.split(sizes, dim), [each.split(sizes, dim) for each in gradients], title
             )
             by_number = _same(torch.cat(list(pieces), dim), whole, largest)
-    return Kind(
+    return OptimizerKind(
         by_number=by_number or draws,  # nothing can be said of one that draws
         alone=_same(pair[0], whole, largest) or draws,
         draws=draws,

@@ -37,7 +37,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slices:
+class WholeModules:
     """The modules that must stay whole for a sliced model to give the output of the whole one."""
 
     whole: Mapping[str, str]  # module -> why
@@ -55,7 +55,7 @@ class Findings:
     """
 
     traces: list[Trace] = field(default_factory=list)  # none or one
-    slices: dict[Sequence[Any], Slices] = field(default_factory=dict)  # by the lists whose tokens are split
+    slices: dict[Sequence[Any], WholeModules] = field(default_factory=dict)  # by the lists whose tokens are split
 
 
 @dataclass(frozen=True, kw_only=True)

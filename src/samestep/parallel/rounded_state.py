@@ -39,7 +39,7 @@ _FEWEST_DIMENSIONS = 2  # of a parameter whose averages are rounded
 _OF_16_BITS = 0xFFFF
 
 
-class Format(Protocol):
+class StateFormat(Protocol):
     """A storage format of Adam's averages."""
 
     def kept(self, values: Tensor, chance: Tensor, *, signed: bool) -> dict[str, Tensor]:
@@ -127,7 +127,7 @@ def numbers_of_8_bits(*, signed: bool) -> list[float]:
     return sorted(found)
 
 
-FORMATS: Mapping[str, Callable[[], Format]] = {"bf16": BFloat16, "8bit": EightBits}
+FORMATS: Mapping[str, Callable[[], StateFormat]] = {"bf16": BFloat16, "8bit": EightBits}
 
 
 class RoundedState(Optimizer):

@@ -12,17 +12,17 @@ fixed time per call. `size` is the message of all n ranks together, as in nccl-t
 from dataclasses import dataclass
 from math import ceil, log2
 
-from samestep.planning.hardware import Cluster
+from samestep.planning.hardware import ClusterSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RankGroup:
     """The ranks of a collective: their number, and the difference of the numbers of two neighbours."""
 
     size: int
     stride: int
 
-    def on_a_node(self, cluster: Cluster) -> int:
+    def on_a_node(self, cluster: ClusterSpec) -> int:
         """The number of the group's ranks that share a node."""
         return max(1, min(self.size, cluster.node_size // self.stride))
 
@@ -37,7 +37,7 @@ class Route:
     name: str  # name of the link that limits the bandwidth
 
 
-def route(group: Group, cluster: Cluster) -> Route:
+def route(group: RankGroup, cluster: ClusterSpec) -> Route:
     """The bandwidth and latency of a group's ring while all groups of the same mesh axis run at once."""
     part = cluster.device.efficiency.link
     near = group.on_a_node(cluster)
@@ -61,13 +61,13 @@ def route(group: Group, cluster: Cluster) -> Route:
     )
 
 
-def _taper(group: Group, cluster: Cluster) -> float:
+def _taper(group: RankGroup, cluster: ClusterSpec) -> float:
     """The fraction of the full rate that a group gets: `Cluster.taper` if it spans several pods of the fat tree."""
     spanned = ceil(group.size * group.stride / cluster.node_size)
     return cluster.taper if cluster.pod_nodes and spanned > cluster.pod_nodes else 1.0
 
 
-def all_reduce(size: float, group: Group, cluster: Cluster) -> float:
+def all_reduce(size: float, group: RankGroup, cluster: ClusterSpec) -> float:
     """Seconds to sum `size` bytes over a group: by a ring or by a tree, whichever is faster."""
     if group.size == 1 or not size:
         return 0.0
@@ -79,7 +79,7 @@ def all_reduce(size: float, group: Group, cluster: Cluster) -> float:
     return min(ring, tree) + cluster.device.efficiency.collective_seconds
 
 
-def all_gather(size: float, group: Group, cluster: Cluster) -> float:
+def all_gather(size: float, group: RankGroup, cluster: ClusterSpec) -> float:
     """Seconds until every rank has all `size` bytes, of which each had a part: by a ring, as in NCCL."""
     if group.size == 1 or not size:
         return 0.0
@@ -92,7 +92,7 @@ def all_gather(size: float, group: Group, cluster: Cluster) -> float:
 reduce_scatter = all_gather
 
 
-def all_to_all(size: float, group: Group, cluster: Cluster) -> float:
+def all_to_all(size: float, group: RankGroup, cluster: ClusterSpec) -> float:
     """Seconds to send every other rank its part of `size` bytes: to other nodes through the device's own adapter."""
     if group.size == 1 or not size:
         return 0.0
@@ -104,7 +104,7 @@ def all_to_all(size: float, group: Group, cluster: Cluster) -> float:
     return max(inside, outside) + latency + efficiency.collective_seconds
 
 
-def send(size: float, group: Group, cluster: Cluster) -> float:
+def send(size: float, group: RankGroup, cluster: ClusterSpec) -> float:
     """Seconds to send `size` bytes to the next rank of a group."""
     if group.size == 1 or not size:
         return 0.0

@@ -56,7 +56,7 @@ _MOST_DEVICES = 2**20  # ten times the largest existing cluster; a plan for it t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class ClusterSpec:
     """Nodes of equal devices, with a link inside each node and one between nodes, whose fat tree may be tapered."""
 
     device: Device
@@ -83,7 +83,7 @@ class Cluster:
     def nodes(self) -> int:
         return -(-self.devices // self.node_size)
 
-    def resized(self, devices: int) -> "Cluster":
+    def resized(self, devices: int) -> "ClusterSpec":
         return replace(self, devices=devices)
 
 
@@ -280,7 +280,7 @@ def device_of(name: str) -> Device:
 
 def cluster_of(
     gpu: str, devices: int, *, node_size: int | None = None, inside: str | None = None, between: str | None = None
-) -> Cluster:
+) -> ClusterSpec:
     """A cluster of a known device, with its usual node size and links unless others are given.
 
     Raises UserError for an unknown device or link, and if the nodes can't have `devices` devices in total.
@@ -293,7 +293,7 @@ def cluster_of(
     if node_size is None and size == _RACK and devices > size and devices % size:
         # Racks of 72 are often used in part: 64 devices per rack if the number of devices is a multiple of that.
         size = next((part for part in (64, 32, 16, 8, 4) if part < size and devices % part == 0), size)
-    return Cluster(
+    return ClusterSpec(
         device=device,
         devices=devices,
         node_size=size,

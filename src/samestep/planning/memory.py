@@ -17,7 +17,7 @@ from samestep.planning import pipeline_events
 from samestep.planning.hardware import Device
 from samestep.planning.shapes import Transformer
 from samestep.planning.software import Software
-from samestep.planning.stage_time import Job, layer_parameters, layers_of_stages
+from samestep.planning.stage_time import PlannedJob, layer_parameters, layers_of_stages
 
 _RUNTIME = 1.5 * 2**30  # bytes: the device's context, libraries' workspaces, NCCL's channels
 _USABLE = 0.94  # fraction of a device's memory
@@ -49,7 +49,7 @@ def fits(memory: Sequence[RankMemory], device: Device) -> bool:
     return max(rank.total for rank in memory) <= _USABLE * device.memory
 
 
-def memory_of(job: Job, layout: Layout, micro_batch: int) -> list[RankMemory]:
+def memory_of(job: PlannedJob, layout: Layout, micro_batch: int) -> list[RankMemory]:
     """The memory of every pipeline rank, first to last."""
     owner = pipeline_events.owners(layout.schedule, layout.pipeline, layout.stages_a_rank)
     if layout.pipeline == 1:
@@ -60,7 +60,7 @@ def memory_of(job: Job, layout: Layout, micro_batch: int) -> list[RankMemory]:
 
 
 def _rank(
-    job: Job,
+    job: PlannedJob,
     layout: Layout,
     micro_batch: int,
     micro_batches: int,

@@ -71,7 +71,7 @@ class Operator:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class DevicePart:
     """One device's part of a micro-batch: `tokens` of each sample's tokens, and 1 / `tensor` of the weights."""
 
     micro_batch: int
@@ -81,7 +81,7 @@ class Piece:
     expert: int = 1  # size of the expert axis
 
 
-def layer_forward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
+def layer_forward(model: Transformer, piece: DevicePart, software: Software) -> list[Operator]:
     """Operators of one layer's forward on one device. Activations have 2 bytes per element."""
     rows, hidden, tensor = _rows(piece), model.hidden, piece.tensor
     whole = 2.0 * rows * hidden / (tensor if piece.split else 1)  # bytes of the hidden state
@@ -105,7 +105,7 @@ def layer_forward(model: Transformer, piece: Piece, software: Software) -> list[
     ]
 
 
-def layer_recomputation(model: Transformer, piece: Piece, software: Software, how: str) -> list[Operator]:
+def layer_recomputation(model: Transformer, piece: DevicePart, software: Software, how: str) -> list[Operator]:
     """Operators that are recomputed before a layer's backward.
 
     PyTorch's checkpoint stops once every saved tensor is recomputed (`set_checkpoint_early_stop`), before the last
@@ -123,7 +123,7 @@ def layer_recomputation(model: Transformer, piece: Piece, software: Software, ho
     return [operator for operator in forward if operator.matmul is None and not operator.attention_flops]
 
 
-def layer_backward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
+def layer_backward(model: Transformer, piece: DevicePart, software: Software) -> list[Operator]:
     """Operators of one layer's backward on one device; weight gradients accumulate over micro-batches.
 
     Frozen weights have no gradient. Adapters are far smaller than the frozen weights, and are not counted.
@@ -131,7 +131,7 @@ def layer_backward(model: Transformer, piece: Piece, software: Software) -> list
     return [each for each in _layer_backward(model, piece, software) if not (model.adapter and each.of_weight)]
 
 
-def _layer_backward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
+def _layer_backward(model: Transformer, piece: DevicePart, software: Software) -> list[Operator]:
     """The kernels of a layer's backward, last operator of the forward first.
 
     `traffic` is in bytes, with 16 bits per number (hence the factor 2.0 of `whole` and `wide`). Each matrix product
@@ -161,7 +161,7 @@ def _layer_backward(model: Transformer, piece: Piece, software: Software) -> lis
     ]
 
 
-def head_forward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
+def head_forward(model: Transformer, piece: DevicePart, software: Software) -> list[Operator]:
     """The kernels of the last norm, the output layer and the loss."""
     rows, vocab = _rows(piece), _slice(model.vocab, piece.tensor)
     whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
@@ -172,7 +172,7 @@ def head_forward(model: Transformer, piece: Piece, software: Software) -> list[O
     ]
 
 
-def head_backward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
+def head_backward(model: Transformer, piece: DevicePart, software: Software) -> list[Operator]:
     """The backward's kernels of loss, output layer and last norm; with adapters, no weight gradient."""
     rows, vocab = _rows(piece), _slice(model.vocab, piece.tensor)
     whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
@@ -184,14 +184,14 @@ def head_backward(model: Transformer, piece: Piece, software: Software) -> list[
     return [each for each in found if not (model.adapter and each.of_weight)]
 
 
-def embedding(model: Transformer, piece: Piece) -> list[Operator]:
+def embedding(model: Transformer, piece: DevicePart) -> list[Operator]:
     """The kernels of the embedding's forward and backward (rows read, written, added), and of the batch's masks."""
     rows = _rows(piece)
     whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
     return [Operator(name="embedding", traffic=(8 if model.dropout else 5) * whole, launches=50)]
 
 
-def _attention(model: Transformer, piece: Piece, software: Software, *, backward: bool) -> list[Operator]:
+def _attention(model: Transformer, piece: DevicePart, software: Software, *, backward: bool) -> list[Operator]:
     """Kernels of scores, softmax and context. A flash kernel skips the masked half of a causal model's scores."""
     heads = _slice(model.heads, piece.tensor)
     keys, dim = model.seq, model.head_dim
@@ -254,7 +254,7 @@ def _product_backward(
     )
 
 
-def _routed(model: Transformer, piece: Piece) -> tuple[int, int]:
+def _routed(model: Transformer, piece: DevicePart) -> tuple[int, int]:
     """Tokens per expert on this device, and its number of experts, if all experts are chosen equally often."""
     if model.experts == 1:
         return _rows(piece), 1
@@ -262,7 +262,7 @@ def _routed(model: Transformer, piece: Piece) -> tuple[int, int]:
     return max(1, _rows(piece) * model.active_experts // here), here
 
 
-def _routing(model: Transformer, piece: Piece, whole: float) -> list[Operator]:
+def _routing(model: Transformer, piece: DevicePart, whole: float) -> list[Operator]:
     """The kernels that choose experts, put tokens in expert order, and put them back."""
     if model.experts == 1:
         return []
@@ -270,7 +270,7 @@ def _routing(model: Transformer, piece: Piece, whole: float) -> list[Operator]:
     return [router, Operator(name="routing", traffic=8 * model.active_experts * whole, launches=12)]
 
 
-def _rows(piece: Piece) -> int:
+def _rows(piece: DevicePart) -> int:
     return piece.micro_batch * piece.tokens
 
 
@@ -279,7 +279,7 @@ def _slice(total: int, parts: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class OperatorTimes:
     """Time of operators on a device, by the resource that limits them, and their FLOPs."""
 
     seconds: float = 0.0  # on the device: the sum of the next three
@@ -289,12 +289,12 @@ class Work:
     host_seconds: float = 0.0  # to launch them
     flops: float = 0.0
 
-    def __add__(self, other: "Work") -> "Work":
+    def __add__(self, other: "OperatorTimes") -> "OperatorTimes":
         return self.combined(other, 1)
 
-    def combined(self, other: "Work", times: float) -> "Work":
+    def combined(self, other: "OperatorTimes", times: float) -> "OperatorTimes":
         """This work plus `times` times another."""
-        return Work(
+        return OperatorTimes(
             seconds=self.seconds + times * other.seconds,
             matmul_seconds=self.matmul_seconds + times * other.matmul_seconds,
             attention_seconds=self.attention_seconds + times * other.attention_seconds,
@@ -314,7 +314,7 @@ def issued(device_seconds: float, host_seconds: float) -> float:
     return (device_seconds**_SMOOTH + host_seconds**_SMOOTH) ** (1 / _SMOOTH)
 
 
-def work_of(operators: Sequence[Operator], device: Device, software: Software, precision: str) -> Work:
+def work_of(operators: Sequence[Operator], device: Device, software: Software, precision: str) -> OperatorTimes:
     """Sum the times of operators that run one after the other."""
     matmul = attention = memory = launches = flops = 0.0
     given = device.efficiency
@@ -333,7 +333,7 @@ def work_of(operators: Sequence[Operator], device: Device, software: Software, p
             attention += operator.attention_flops / rate + given.kernel_seconds
         elif operator.traffic:
             memory += operator.traffic / (given.bandwidth * device.bandwidth) + given.kernel_seconds
-    return Work(
+    return OperatorTimes(
         seconds=matmul + attention + memory,
         matmul_seconds=matmul,
         attention_seconds=attention,

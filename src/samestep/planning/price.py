@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.planning.hardware import Cluster
-from samestep.planning.stage_time import Job
+from samestep.planning.hardware import ClusterSpec
+from samestep.planning.stage_time import PlannedJob
 
 _FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]{3}|[$€¥])\s*/\s*(hour|hr|h|day|month)\s*")
 _HOURS = {"hour": 1.0, "hr": 1.0, "h": 1.0, "day": 24.0, "month": 730.0}
@@ -49,7 +49,7 @@ class Cost:
         }
 
 
-def cost_of(job: Job, cluster: Cluster, step_seconds: float, price: Price | None) -> Cost:
+def cost_of(job: PlannedJob, cluster: ClusterSpec, step_seconds: float, price: Price | None) -> Cost:
     """Compute the cost of a million tokens from the time of a step.
 
     Device-hours per million tokens are devices * seconds per step / 3600 / (tokens per step / 10^6). Energy is these

@@ -14,7 +14,7 @@ from samestep.planning.hardware import cluster_of, device_of
 from samestep.planning.memory import memory_of
 from samestep.planning.shapes import Transformer, with_parameters
 from samestep.planning.software import SOFTWARE, Software
-from samestep.planning.stage_time import Job
+from samestep.planning.stage_time import PlannedJob
 from samestep.planning.step_time import step_time, with_micro_batches
 
 _VTRAIN = {
@@ -279,13 +279,13 @@ def predict(row: PublishedRow, factors: Mapping[str, float] | None = None) -> Pr
         given = cluster.device.efficiency
         changed: dict[str, Any] = {name: getattr(given, name) * factor for name, factor in factors.items()}
         cluster = replace(cluster, device=replace(cluster.device, efficiency=replace(given, **changed)))
-    job = Job(model=row.model, global_batch=row.global_batch, precision=row.precision, software=row.software)
+    job = PlannedJob(model=row.model, global_batch=row.global_batch, precision=row.precision, software=row.software)
     sizes = [row.micro_batch] if row.micro_batch else with_micro_batches(job, row.layout)[:4]
     seconds, size = min((step_time(job, _fitted(row, job, size), size, cluster).seconds, size) for size in sizes)
     return PredictedRow(row=row, seconds=seconds, micro_batch=size)
 
 
-def _fitted(row: PublishedRow, job: Job, micro_batch: int) -> Layout:
+def _fitted(row: PublishedRow, job: PlannedJob, micro_batch: int) -> Layout:
     """The row's layout; if its recomputation was not published, with the least with which the step fits."""
     if row.recompute_known:
         return row.layout

@@ -11,12 +11,12 @@ from typing import Any
 
 from samestep.errors import UserError
 from samestep.layout import Layout, Recompute, Schedule
-from samestep.planning.hardware import Cluster
+from samestep.planning.hardware import ClusterSpec
 from samestep.planning.memory import RankMemory, fits, memory_of, offloaded_bytes
 from samestep.planning.pipeline_events import SPLIT_BACKWARD
 from samestep.planning.shapes import Transformer
 from samestep.planning.software import Software
-from samestep.planning.stage_time import Job
+from samestep.planning.stage_time import PlannedJob
 from samestep.planning.step_time import StepTime, offloads_of, step_time
 
 _PLAYED = 24  # number of the best candidates by estimate that are simulated event by event
@@ -33,7 +33,7 @@ _LARGE = 100e9  # parameters above which steps have 16 Mi tokens (Llama 3: arXiv
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class LayoutCandidate:
     """A layout with a micro-batch size, its memory by pipeline rank and its step time."""
 
     layout: Layout
@@ -45,7 +45,7 @@ class Candidate:
     def peak_bytes(self) -> float:
         return max(rank.total for rank in self.memory)
 
-    def to_json(self, job: Job, cluster: Cluster) -> dict[str, Any]:
+    def to_json(self, job: PlannedJob, cluster: ClusterSpec) -> dict[str, Any]:
         """A dict in seconds, bytes and tokens per second; utilisation is relative to the device's peak FLOPs."""
         return {
             "layout": str(self.layout),
@@ -65,14 +65,14 @@ class Candidate:
 class ClusterPlan:
     """The candidates found for a job on a cluster, fastest first."""
 
-    job: Job
-    cluster: Cluster
-    candidates: Sequence[Candidate]
+    job: PlannedJob
+    cluster: ClusterSpec
+    candidates: Sequence[LayoutCandidate]
     tried: int
     too_large: int  # number of tried ones that don't fit in memory
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> LayoutCandidate:
         return self.candidates[0]
 
 
@@ -89,7 +89,7 @@ def usual_batch(model: Transformer, devices: int) -> int:
     return -(-samples // devices) * devices
 
 
-def plan(job: Job, cluster: Cluster, *, most: int = 10) -> ClusterPlan:
+def plan(job: PlannedJob, cluster: ClusterSpec, *, most: int = 10) -> ClusterPlan:
     """Find the `most` fastest layouts of a job on a cluster.
 
     Raises UserError if no layout fits in memory.
@@ -115,14 +115,14 @@ def plan(job: Job, cluster: Cluster, *, most: int = 10) -> ClusterPlan:
     too_large = tried - len(fitting)
     fitting = [each for each in fitting if each[1].schedule not in SPLIT_BACKWARD or each[0] < _NEAR * fitting[0][0]]
     played = [
-        Candidate(layout=layout, micro_batch=size, memory=memory, time=step_time(job, layout, size, cluster))
+        LayoutCandidate(layout=layout, micro_batch=size, memory=memory, time=step_time(job, layout, size, cluster))
         for _, layout, size, memory in fitting[: max(_PLAYED, most)]
     ]
     played.sort(key=lambda candidate: (candidate.time.seconds, candidate.peak_bytes))
     return ClusterPlan(job=job, cluster=cluster, candidates=played[:most], tried=tried, too_large=too_large)
 
 
-def _nothing_fits(job: Job, cluster: Cluster, smallest: tuple[float, Layout] | None) -> str:
+def _nothing_fits(job: PlannedJob, cluster: ClusterSpec, smallest: tuple[float, Layout] | None) -> str:
     """The message if no layout fits, with the smallest one and the memory that it needs."""
     where = f"{cluster.devices} x {cluster.device.name}"
     if smallest is None:
@@ -137,7 +137,7 @@ def _nothing_fits(job: Job, cluster: Cluster, smallest: tuple[float, Layout] | N
     )
 
 
-def candidates(job: Job, cluster: Cluster, *, offloaded: bool = False) -> Iterator[tuple[Layout, int]]:
+def candidates(job: PlannedJob, cluster: ClusterSpec, *, offloaded: bool = False) -> Iterator[tuple[Layout, int]]:
     """Generate layouts and micro-batch sizes whose sizes divide what they split; `offloaded`: only with offload."""
     if offloaded:
         for layout, micro_batch in candidates(job, cluster):
@@ -172,7 +172,7 @@ def _contexts(model: Transformer, left: int) -> list[int]:
     return [size for size in _divisors(left) if model.seq % size == 0 and model.seq // size >= 2048]
 
 
-def _all_shardings(job: Job, base: Layout, data: int, cluster: Cluster) -> Iterator[Layout]:
+def _all_shardings(job: PlannedJob, base: Layout, data: int, cluster: ClusterSpec) -> Iterator[Layout]:
     """The shardings that a program supports, with each possible size of the expert axis."""
     for expert in _divisors(min(job.model.experts, data)):
         if job.model.experts % expert or data % expert:
@@ -182,7 +182,7 @@ def _all_shardings(job: Job, base: Layout, data: int, cluster: Cluster) -> Itera
                 yield replace(layout, expert=expert)
 
 
-def _shardings(base: Layout, data: int, cluster: Cluster) -> Iterator[Layout]:
+def _shardings(base: Layout, data: int, cluster: ClusterSpec) -> Iterator[Layout]:
     """The ways to replicate or shard parameters, gradients and optimizer state over `data` ranks."""
     if data == 1:
         yield base
@@ -198,7 +198,7 @@ def _shardings(base: Layout, data: int, cluster: Cluster) -> Iterator[Layout]:
                 yield replace(base, replicate=data // part, shard=part, zero=3)
 
 
-def _details(job: Job, layout: Layout, samples: int) -> Iterator[tuple[Layout, int]]:
+def _details(job: PlannedJob, layout: Layout, samples: int) -> Iterator[tuple[Layout, int]]:
     """The schedules, recomputation and micro-batch sizes to try for a mesh; `samples` is per data rank."""
     for micro_batch in (1, 2, 4, 8, 16, 32, 64):
         if samples % micro_batch:
@@ -245,7 +245,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def why_slower(candidate: Candidate, best: Candidate) -> str:
+def why_slower(candidate: LayoutCandidate, best: LayoutCandidate) -> str:
     """The part of the step whose time exceeds the best layout's most, with the seconds; empty if none does."""
     more = {
         name: candidate.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0)
@@ -286,7 +286,7 @@ _LEVERS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def minimum(job: Job, cluster: Cluster, *, most_devices: int = 65536) -> list[Lever]:
+def minimum(job: PlannedJob, cluster: ClusterSpec, *, most_devices: int = 65536) -> list[Lever]:
     """For each lever, find the fewest devices (a power of two) on which one sample per data rank fits."""
     found = []
     for name, lever in _LEVERS.items():
@@ -295,7 +295,7 @@ def minimum(job: Job, cluster: Cluster, *, most_devices: int = 65536) -> list[Le
     return found
 
 
-def _fewest(name: str, lever: Mapping[str, Any], job: Job, cluster: Cluster, most_devices: int) -> Lever:
+def _fewest(name: str, lever: Mapping[str, Any], job: PlannedJob, cluster: ClusterSpec, most_devices: int) -> Lever:
     devices = 1
     while devices <= most_devices:
         for layout in _levered(lever, devices, cluster.node_size, job.model):

@@ -7,9 +7,9 @@ from math import ceil
 
 from samestep.layout import Layout
 from samestep.planning import collectives, operators
-from samestep.planning.collectives import Group
-from samestep.planning.hardware import Cluster, Device
-from samestep.planning.operators import Piece, Work
+from samestep.planning.collectives import RankGroup
+from samestep.planning.hardware import ClusterSpec, Device
+from samestep.planning.operators import DevicePart, OperatorTimes
 from samestep.planning.pipeline_events import StageTimes
 from samestep.planning.shapes import Transformer
 from samestep.planning.software import Software
@@ -26,7 +26,7 @@ _WEIGHTS, _WEIGHTS_RECOMPUTED = 0.45, 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PlannedJob:
     """The model, batch and precision of a step, and the program that runs it."""
 
     model: Transformer
@@ -43,28 +43,28 @@ class Job:
 class LayerTime:
     """The time of one layer for one micro-batch on one device: compute and exposed communication."""
 
-    forward: Work
-    recomputation: Work
-    backward: Work
+    forward: OperatorTimes
+    recomputation: OperatorTimes
+    backward: OperatorTimes
     forward_exposed: float  # seconds of communication that does not overlap compute
     backward_exposed: float
 
-    def direction(self, *, backward: bool) -> tuple[Work, float]:
+    def direction(self, *, backward: bool) -> tuple[OperatorTimes, float]:
         return (self.backward, self.backward_exposed) if backward else (self.forward, self.forward_exposed)
 
 
-def groups(layout: Layout) -> Mapping[str, Group]:
+def groups(layout: Layout) -> Mapping[str, RankGroup]:
     """The group of each mesh axis: its size, and the stride of its ranks in the layout's placement order."""
-    found: dict[str, Group] = {}
+    found: dict[str, RankGroup] = {}
     stride = 1
     for name in reversed(layout.placement):
         size = getattr(layout, name)
-        found[name] = Group(size=size, stride=stride)
+        found[name] = RankGroup(size=size, stride=stride)
         stride *= size
     return found
 
 
-def data_group(layout: Layout, names: Sequence[str]) -> Group:
+def data_group(layout: Layout, names: Sequence[str]) -> RankGroup:
     """Several mesh axes as one group, such as the ranks that reduce a gradient; its stride is the innermost's."""
     all_groups = groups(layout)
     size, stride = 1, None
@@ -72,11 +72,11 @@ def data_group(layout: Layout, names: Sequence[str]) -> Group:
         if name in names and all_groups[name].size > 1:
             size *= all_groups[name].size
             stride = all_groups[name].stride if stride is None else stride
-    return Group(size=size, stride=stride or 1)
+    return RankGroup(size=size, stride=stride or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stages:
+class PlannedStages:
     """The times of a pipeline's stages; without a pipeline, the whole model is one stage."""
 
     layer: LayerTime
@@ -84,7 +84,7 @@ class Stages:
     gathering: float  # seconds per micro-batch that all-gathers of parameters add, summed over stages
 
 
-def stages_of(job: Job, layout: Layout, micro_batch: int, cluster: Cluster) -> Stages:
+def stages_of(job: PlannedJob, layout: Layout, micro_batch: int, cluster: ClusterSpec) -> PlannedStages:
     """Compute the time of each stage: its layers, with the embedding in the first and the head in the last."""
     count = layout.pipeline * layout.stages_a_rank if layout.pipeline > 1 else 1
     piece = _piece(job, layout, micro_batch)
@@ -107,7 +107,7 @@ def stages_of(job: Job, layout: Layout, micro_batch: int, cluster: Cluster) -> S
             gathering += added
         weights = seconds[1] * (_WEIGHTS if layout.recompute == "none" else _WEIGHTS_RECOMPUTED)
         found.append(StageTimes(forward=seconds[0], backward=seconds[1], weights=weights, send=send))
-    return Stages(layer=layer, times=found, gathering=gathering)
+    return PlannedStages(layer=layer, times=found, gathering=gathering)
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
@@ -121,11 +121,11 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
 
 
 def _stage(
-    job: Job,
+    job: PlannedJob,
     layout: Layout,
-    cluster: Cluster,
+    cluster: ClusterSpec,
     layer: LayerTime,
-    piece: Piece,
+    piece: DevicePart,
     layers: int,
     *,
     first: bool,
@@ -135,7 +135,7 @@ def _stage(
     """Seconds of one direction of a stage, and those of them that all-gathers of parameters add."""
     context = (job.model, piece, job.software, cluster.device, job.precision)
     work, exposed = layer.direction(backward=backward)
-    work, traffic = Work().combined(work, layers), layers * exposed
+    work, traffic = OperatorTimes().combined(work, layers), layers * exposed
     if backward:
         work = work.combined(layer.recomputation, layers)
         traffic += layers * layer.forward_exposed * (layout.recompute == "full")
@@ -164,7 +164,7 @@ def layer_parameters(model: Transformer, layout: Layout) -> tuple[float, float]:
 
 
 def _shard_traffic(
-    job: Job, layout: Layout, cluster: Cluster, layers: int, *, ends: bool, backward: bool
+    job: PlannedJob, layout: Layout, cluster: ClusterSpec, layers: int, *, ends: bool, backward: bool
 ) -> tuple[float, float]:
     """Seconds of a stage's all-gathers and reduce-scatters, and of the first or last one, which nothing overlaps.
 
@@ -184,7 +184,7 @@ def _shard_traffic(
     return (wire if layout.zero == 2 else 1 + wire) * gathered, one * wire
 
 
-def _layer_time(job: Job, layout: Layout, micro_batch: int, cluster: Cluster) -> LayerTime:
+def _layer_time(job: PlannedJob, layout: Layout, micro_batch: int, cluster: ClusterSpec) -> LayerTime:
     """The time of a layer for one micro-batch: forward, recomputation, backward, and exposed communication."""
     piece = _piece(job, layout, micro_batch)
     forward, recomputation, backward = _layer_work(
@@ -201,7 +201,12 @@ def _layer_time(job: Job, layout: Layout, micro_batch: int, cluster: Cluster) ->
 
 
 def _exposed(
-    job: Job, layout: Layout, micro_batch: int, cluster: Cluster, forward: Work, backward: Work
+    job: PlannedJob,
+    layout: Layout,
+    micro_batch: int,
+    cluster: ClusterSpec,
+    forward: OperatorTimes,
+    backward: OperatorTimes,
 ) -> tuple[float, float]:
     """Exposed seconds of tensor, context and expert parallel communication in a layer's forward and backward."""
     joined = groups(layout)
@@ -232,8 +237,8 @@ def _exposed(
 
 @lru_cache(maxsize=4096)
 def _layer_work(
-    model: Transformer, piece: Piece, software: Software, device: Device, precision: str, recompute: str
-) -> tuple[Work, Work, Work]:
+    model: Transformer, piece: DevicePart, software: Software, device: Device, precision: str, recompute: str
+) -> tuple[OperatorTimes, OperatorTimes, OperatorTimes]:
     """Work of a layer's forward, recomputation and backward."""
     return (
         operators.work_of(operators.layer_forward(model, piece, software), device, software, precision),
@@ -245,7 +250,9 @@ def _layer_work(
 
 
 @lru_cache(maxsize=4096)
-def _head(model: Transformer, piece: Piece, software: Software, device: Device, precision: str) -> tuple[Work, Work]:
+def _head(
+    model: Transformer, piece: DevicePart, software: Software, device: Device, precision: str
+) -> tuple[OperatorTimes, OperatorTimes]:
     """Work of the output layer and the loss: forward, backward."""
     return (
         operators.work_of(operators.head_forward(model, piece, software), device, software, precision),
@@ -254,13 +261,15 @@ def _head(model: Transformer, piece: Piece, software: Software, device: Device, 
 
 
 @lru_cache(maxsize=4096)
-def _embedding(model: Transformer, piece: Piece, software: Software, device: Device, precision: str) -> Work:
+def _embedding(
+    model: Transformer, piece: DevicePart, software: Software, device: Device, precision: str
+) -> OperatorTimes:
     return operators.work_of(operators.embedding(model, piece), device, software, precision)
 
 
-def _piece(job: Job, layout: Layout, micro_batch: int) -> Piece:
+def _piece(job: PlannedJob, layout: Layout, micro_batch: int) -> DevicePart:
     """One rank's part of a layer: its samples, tokens, and tensor and expert slices."""
-    return Piece(
+    return DevicePart(
         micro_batch=micro_batch,
         tokens=ceil(job.model.seq / layout.context),
         tensor=layout.tensor,

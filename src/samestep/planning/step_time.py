@@ -12,12 +12,20 @@ from math import ceil, log, sqrt
 
 from samestep.layout import Layout
 from samestep.planning import collectives, pipeline_events
-from samestep.planning.hardware import HOST_EFFICIENCY, HOSTS, LINKS, Cluster, Device
+from samestep.planning.hardware import HOST_EFFICIENCY, HOSTS, LINKS, ClusterSpec, Device
 from samestep.planning.memory import held_parameters, kept_activations
-from samestep.planning.operators import Work
+from samestep.planning.operators import OperatorTimes
 from samestep.planning.pipeline_events import SPLIT_BACKWARD, StageTimes
 from samestep.planning.shapes import Transformer
-from samestep.planning.stage_time import CONTENTION, Job, Stages, data_group, groups, layer_parameters, stages_of
+from samestep.planning.stage_time import (
+    CONTENTION,
+    PlannedJob,
+    PlannedStages,
+    data_group,
+    groups,
+    layer_parameters,
+    stages_of,
+)
 
 # Relative standard deviation of the time that devices of one kind take for the same work (Sinha et al., arXiv
 # 2208.11035: GPUs of one kind in one cluster differ by several per cent).
@@ -42,7 +50,9 @@ class StepTime:
         return self.flops / self.seconds / device.flops[precision]
 
 
-def step_time(job: Job, layout: Layout, micro_batch: int, cluster: Cluster, *, played: bool = True) -> StepTime:
+def step_time(
+    job: PlannedJob, layout: Layout, micro_batch: int, cluster: ClusterSpec, *, played: bool = True
+) -> StepTime:
     """Compute the time of a step of `job` under `layout` with micro-batches of `micro_batch` samples.
 
     A pipeline is simulated event by event if `played`, and else estimated from its slowest rank.
@@ -89,7 +99,7 @@ def _steps_on_host(layout: Layout) -> bool:
     return layout.offloads("optimizer") or layout.offloads_parameters
 
 
-def _links(layout: Layout, cluster: Cluster, gradients: str) -> Mapping[str, str]:
+def _links(layout: Layout, cluster: ClusterSpec, gradients: str) -> Mapping[str, str]:
     """The link that limits each kind of communication."""
     found = {"gradients": gradients, "gathering parameters": gradients}
     if layout.tensor * layout.context > 1:
@@ -136,7 +146,7 @@ def _by_rank(layout: Layout, seconds: Sequence[float]) -> list[float]:
 
 
 def _gradient_reduction(
-    job: Job, layout: Layout, cluster: Cluster, stages: Sequence[StageTimes]
+    job: PlannedJob, layout: Layout, cluster: ClusterSpec, stages: Sequence[StageTimes]
 ) -> tuple[float, str]:
     """Exposed seconds of a step's gradient reduction and ZeRO's all-gather of parameters, and the limiting link."""
     group = data_group(layout, ("replicate", "shard", "expert", "context"))
@@ -168,7 +178,7 @@ def _gradient_reduction(
     return exposed, link
 
 
-def _update(job: Job, layout: Layout, cluster: Cluster) -> float:
+def _update(job: PlannedJob, layout: Layout, cluster: ClusterSpec) -> float:
     """Seconds of the optimizer's memory traffic for the parameters whose state a rank holds."""
     device = cluster.device
     held = _held_parameters(job.model, layout) * job.model.trained
@@ -186,10 +196,10 @@ def _held_parameters(model: Transformer, layout: Layout) -> float:
     return layers * sum(layer_parameters(model, layout)) + ends / layout.tensor
 
 
-def _parts(job: Job, layout: Layout, made: Stages, micro_batches: int) -> dict[str, float]:
+def _parts(job: PlannedJob, layout: Layout, made: PlannedStages, micro_batches: int) -> dict[str, float]:
     """Seconds of a step's layers by cause, which the caller scales to the step's time."""
     layer, layers = made.layer, ceil(job.model.layers / layout.pipeline)
-    work = Work().combined(layer.backward, layers).combined(layer.forward, layers)
+    work = OperatorTimes().combined(layer.backward, layers).combined(layer.forward, layers)
     traffic = layers * (layer.backward_exposed + layer.forward_exposed)
     work = work.combined(layer.recomputation, layers)
     traffic += layers * layer.forward_exposed * (layout.recompute == "full")
@@ -205,7 +215,7 @@ def _parts(job: Job, layout: Layout, made: Stages, micro_batches: int) -> dict[s
     return {name: micro_batches * seconds for name, seconds in parts.items()}
 
 
-def with_micro_batches(job: Job, layout: Layout) -> list[int]:
+def with_micro_batches(job: PlannedJob, layout: Layout) -> list[int]:
     """Powers of two that divide a data rank's samples and give at least one micro-batch per pipeline rank."""
     samples = max(1, job.global_batch // layout.data_ranks)
     sizes = {2**power for power in range(7) if samples % 2**power == 0}
@@ -225,7 +235,9 @@ def offloads_of(layout: Layout) -> Iterator[Layout]:
             yield replace(layout, offload="activations+parameters")
 
 
-def offload_seconds(job: Job, layout: Layout, micro_batch: int, micro_batches: int, cluster: Cluster) -> float:
+def offload_seconds(
+    job: PlannedJob, layout: Layout, micro_batch: int, micro_batches: int, cluster: ClusterSpec
+) -> float:
     """Seconds that offload adds to a rank's step: copies, and the optimizer's step on the host.
 
     Activations are copied in order with the device's work, so the copies are exposed. Complete gradients are copied

@@ -29,7 +29,7 @@ class Interval:
 
 
 @dataclass(kw_only=True)
-class Portion:
+class PhaseTime:
     """Time of one phase in one step, in nanoseconds."""
 
     wall: int = 0  # without waits for messages
@@ -44,7 +44,7 @@ class StepTimes:
     step: int
     start: int  # nanoseconds of `time.perf_counter_ns`
     end: int
-    portions: Mapping[Phase, Portion]
+    portions: Mapping[Phase, PhaseTime]
     phases: tuple[Interval, ...]  # in order of time, without gaps
     waits: tuple[Interval, ...]
 
@@ -53,7 +53,7 @@ class StepTimes:
 class _Step:
     step: int
     start: int
-    portions: dict[Phase, Portion] = field(default_factory=dict)
+    portions: dict[Phase, PhaseTime] = field(default_factory=dict)
     phases: list[Interval] = field(default_factory=list)
     waits: list[Interval] = field(default_factory=list)
 
@@ -172,7 +172,7 @@ class StepClock:
         self._last, self._processor = now, processor
         if self._step is None:
             return
-        portion = self._step.portions.setdefault(self._phase(), Portion())
+        portion = self._step.portions.setdefault(self._phase(), PhaseTime())
         if self._waiting:
             portion.waited += wall
         elif self._ending:

@@ -32,7 +32,7 @@ _ROWS = {"phases": 900_000_001, "waits for messages": 900_000_002, "collectives"
 _WAITS = "_c10d_functional::wait_tensor"
 
 
-class Trace:
+class TraceFile:
     """The trace file of one rank. Its events are in microseconds of the profiler's clock."""
 
     def __init__(self, file: Path, steps: Sequence[StepTimes]) -> None:
@@ -209,7 +209,7 @@ class StepProfiler:
         folder.mkdir(parents=True, exist_ok=True)
         file = trace_file(folder, rank)
         self._profiler.export_chrome_trace(str(file))
-        trace = Trace(file, self._times)
+        trace = TraceFile(file, self._times)
         ran = self._watch.ran()
         trace.write(rank, ran)
         return rank_profile(

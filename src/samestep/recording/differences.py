@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from samestep.recording.record import Joined, Run, piece_of
+from samestep.recording.record import JoinedTensor, RunRecord, piece_of
 
 # A difference counts from so many times the noise that was measured: rounding draws again in every sum.
 NOISES = 20.0
@@ -65,14 +65,16 @@ def limits_of(tensors: Sequence[Apart], dtype: torch.dtype, before: RoundingLimi
     return RoundingLimits(common=common, own=own)
 
 
-def compare_tensors(number: int, kind: str, alone: Run, split: Run, again: Run | None) -> list[Apart]:
+def compare_tensors(
+    number: int, kind: str, alone: RunRecord, split: RunRecord, again: RunRecord | None
+) -> list[Apart]:
     """Compare all tensors of a kind in one step."""
     names = alone.tensor_names(number, kind)
     scale = _usual_size(number, kind, alone, names)
     return [_apart(number, kind, name, alone, split, again, scale) for name in names]
 
 
-def _usual_size(number: int, kind: str, run: Run, names: Sequence[str]) -> float:
+def _usual_size(number: int, kind: str, run: RunRecord, names: Sequence[str]) -> float:
     """The root mean square over all tensors."""
     squares = count = 0.0
     for name in names:
@@ -83,7 +85,9 @@ def _usual_size(number: int, kind: str, run: Run, names: Sequence[str]) -> float
     return math.sqrt(squares / count) if count else 0.0
 
 
-def _apart(number: int, kind: str, name: str, alone: Run, split: Run, again: Run | None, usual: float) -> Apart:
+def _apart(
+    number: int, kind: str, name: str, alone: RunRecord, split: RunRecord, again: RunRecord | None, usual: float
+) -> Apart:
     """Compare a tensor of the split run with the run alone, relative to its norm.
 
     `usual`, the typical magnitude of a number, is a floor for tensors near zero. `noise` is the difference between
@@ -134,7 +138,7 @@ def ratio_of(product: float, square: float, split_square: float) -> tuple[float,
     return ratio, math.sqrt(rest)
 
 
-def _of_ranks(found: Joined, known: Tensor) -> list[tuple[float, float]]:
+def _of_ranks(found: JoinedTensor, known: Tensor) -> list[tuple[float, float]]:
     """Return, for each rank's piece, its ratio to the known piece, and the remainder."""
     numbers = []
     for _, place, value in found.pieces:

@@ -45,7 +45,7 @@ class RankStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank:
+class RankRecord:
     """Records of one rank."""
 
     steps: Sequence[RankStep]
@@ -55,7 +55,7 @@ class Rank:
     end: Mapping[str, Any]
 
     @classmethod
-    def read(cls, folder: Path) -> "Rank":
+    def read(cls, folder: Path) -> "RankRecord":
         """Read one rank's records."""
         found = list(events(folder))
 
@@ -70,14 +70,14 @@ class Rank:
             end=next(iter(of("end")), {}),
         )
 
-    def then(self, other: "Rank") -> "Rank":
+    def then(self, other: "RankRecord") -> "RankRecord":
         """Append the records of a rank that resumed where this one ended."""
         before = len(self.steps)
 
         def later(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             return [{**each, "after": each["after"] + before} for each in events]
 
-        return Rank(
+        return RankRecord(
             steps=[*self.steps, *other.steps],
             evaluations=[*self.evaluations, *later(other.evaluations)],
             gathered=[*self.gathered, *later(other.gathered)],
@@ -87,7 +87,7 @@ class Rank:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
+class JoinedTensor:
     """A tensor of one step, assembled over all ranks."""
 
     value: Tensor  # the whole tensor, in float64
@@ -97,20 +97,20 @@ class Joined:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunRecord:
     """Records of a run's ranks."""
 
-    ranks: Sequence[Rank]
+    ranks: Sequence[RankRecord]
     names: Mapping[str, str] = field(default_factory=dict)  # requested name -> recorded name
 
     @classmethod
-    def read(cls, folder: Path) -> "Run":
+    def read(cls, folder: Path) -> "RunRecord":
         """What all ranks left, in the order of their numbers."""
         places = sorted(folder.glob("rank-*/"), key=lambda place: int(place.name.removeprefix("rank-")))
-        return cls(ranks=[Rank.read(place) for place in places])
+        return cls(ranks=[RankRecord.read(place) for place in places])
 
-    def then(self, other: "Run") -> "Run":
-        return Run(ranks=[mine.then(its) for mine, its in zip(self.ranks, other.ranks, strict=True)])
+    def then(self, other: "RunRecord") -> "RunRecord":
+        return RunRecord(ranks=[mine.then(its) for mine, its in zip(self.ranks, other.ranks, strict=True)])
 
     @property
     def steps(self) -> int:
@@ -126,7 +126,7 @@ class Run:
             found |= dict.fromkeys(step.tensors.get(kind, ()))
         return list(found)
 
-    def joined(self, number: int, kind: str, name: str) -> Joined | None:
+    def joined(self, number: int, kind: str, name: str) -> JoinedTensor | None:
         """Assemble a tensor; None if no rank has it."""
         name = self.names.get(name, name)
         places = [step.tensors.get(kind, {}).get(name) for step in self.step(number)]
@@ -136,14 +136,14 @@ class Run:
         absent = [rank for rank, place in enumerate(places) if place is None]
         loaded = [(rank, place, _real(load(self.ranks[rank].steps[number].folder, place))) for rank, place in held]
         if all(place["start"] is None and place["offset"] is None for _, place, _ in loaded):
-            return Joined(value=loaded[0][2], copies=[value for _, _, value in loaded], absent=absent)
+            return JoinedTensor(value=loaded[0][2], copies=[value for _, _, value in loaded], absent=absent)
         if (partial := loaded[0][1].get("partial")) is not None:
             total = torch.stack([value for _, _, value in loaded]).sum(dim=0)
-            return Joined(value=total / len(loaded) if partial == "avg" else total)
+            return JoinedTensor(value=total / len(loaded) if partial == "avg" else total)
         whole = torch.zeros(loaded[0][1]["whole"], dtype=torch.float64)
         for _, place, value in loaded:
             piece_of(whole, place).copy_(value.reshape(piece_of(whole, place).shape))
-        return Joined(value=whole, pieces=loaded, absent=absent)
+        return JoinedTensor(value=whole, pieces=loaded, absent=absent)
 
     def dtype(self) -> torch.dtype:
         """Dtype of the gradients, which determines rounding."""
@@ -168,7 +168,7 @@ def _real(value: Tensor) -> Tensor:
     return (torch.view_as_real(value) if value.is_complex() else value).double()
 
 
-def with_names_of(run: Run, other: Run) -> Run:
+def with_names_of(run: RunRecord, other: RunRecord) -> RunRecord:
     """Return a run whose tensors are accessed by another run's names.
 
     A model that a framework wraps has other names: `net.0.weight` is `0.weight`. If no names match, tensors of the
@@ -181,7 +181,7 @@ def with_names_of(run: Run, other: Run) -> Run:
     found = dict(_by_ending(list(theirs), list(own)))
     if not found and len(own) == len(theirs):
         found = dict(zip(theirs, own, strict=True))
-    return Run(ranks=run.ranks, names=found)
+    return RunRecord(ranks=run.ranks, names=found)
 
 
 def _by_ending(wanted: Sequence[str], known: Sequence[str]) -> Iterator[tuple[str, str]]:

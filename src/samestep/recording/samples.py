@@ -35,7 +35,7 @@ def tensors_in(value: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tupl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class ForwardRows:
     """The rows of one forward."""
 
     batch: int  # how many
@@ -43,7 +43,7 @@ class Rows:
     counts: Mapping[str, int] = field(default_factory=dict)  # possible divisors of a mean over the batch
 
 
-def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], made: Container[int] = ()) -> Rows | None:
+def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], made: Container[int] = ()) -> ForwardRows | None:
     """The rows of a model's inputs, as the first tensor among them has them; None where there is none.
 
     `made`: addresses of what other models have returned, which is no sample.
@@ -57,7 +57,7 @@ def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], made: Container[int]
     batch = next(iter(found.values())).shape[0]
     found = {name: value.detach() for name, value in found.items() if value.shape[0] == batch}
     mask = next((value for name, value in found.items() if name.endswith(_MASK) and value.dim() == 2), None)
-    return Rows(
+    return ForwardRows(
         batch=batch,
         hashes={name: [_hash(row) for row in _left(value, mask)] for name, value in found.items()},
         counts={"rows": batch, **_counts(found)},

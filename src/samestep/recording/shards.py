@@ -62,7 +62,7 @@ def named_modules(module: nn.Module, name: str = "", seen: set[int] | None = Non
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TensorPart:
     """A rank's tensor, or a stretch of it, as part of one parameter.
 
     `start`: offset of a stretch in the flattened parameter. `offset`: offset of a block. Neither: the whole
@@ -85,9 +85,9 @@ class Part:
         return {"name": self.name, "whole": list(self.shape), "start": self.start, "offset": self.offset}
 
 
-def parts_of(roots: Mapping[str, nn.Module]) -> dict[int, list[Part]]:
+def parts_of(roots: Mapping[str, nn.Module]) -> dict[int, list[TensorPart]]:
     """Return the parts in each parameter, by its id; `roots`: prefix of names -> model."""
-    found: dict[int, list[Part]] = {}
+    found: dict[int, list[TensorPart]] = {}
     for root_name, root in roots.items():
         for name, module in named_modules(root, root_name):
             if getattr(module, "_handle", None) is not None:
@@ -100,27 +100,27 @@ def parts_of(roots: Mapping[str, nn.Module]) -> dict[int, list[Part]]:
     return found
 
 
-def _part(name: str, parameter: Tensor) -> Part:
+def _part(name: str, parameter: Tensor) -> TensorPart:
     """The part that a parameter is: all of it, or a DTensor's shard by its offsets."""
     if not isinstance(parameter, DTensor):
-        return Part(name=name, shape=tuple(parameter.shape))
+        return TensorPart(name=name, shape=tuple(parameter.shape))
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return Part(name=name, shape=tuple(parameter.shape), offset=tuple(int(each) for each in offset))
+    return TensorPart(name=name, shape=tuple(parameter.shape), offset=tuple(int(each) for each in offset))
 
 
-def _flat_parts(handle: Any, name: str) -> Iterator[tuple[int, list[Part]]]:
+def _flat_parts(handle: Any, name: str) -> Iterator[tuple[int, list[TensorPart]]]:
     """The parts of one of FSDP1's flat parameters; with `use_orig_params` each parameter is a stretch by itself."""
     flat = handle.flat_param
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     for number, info in enumerate(flat._shard_param_infos):
         fqn = ".".join(each for each in flat._fqns[number].split(".") if each not in _HOLDERS)
-        whole = Part(
+        whole = TensorPart(
             name=f"{name}.{fqn}" if name else fqn, shape=tuple(flat._shapes[number]), start=0, stretch=(0, 0)
         )
         if info.in_shard:
             start, count = int(info.intra_param_start_idx), int(info.numel_in_shard)
             at = int(info.offset_in_shard)
-            whole = Part(name=whole.name, shape=whole.shape, start=start, stretch=(at, at + count))
+            whole = TensorPart(name=whole.name, shape=whole.shape, start=start, stretch=(at, at + count))
         parts.append(whole)
     yield id(flat), parts
     for parameter, part in zip(flat._params or [], parts, strict=False):
@@ -130,20 +130,20 @@ def _flat_parts(handle: Any, name: str) -> Iterator[tuple[int, list[Part]]]:
         yield (
             id(parameter),
             [
-                Part(name=part.name, shape=part.shape)
+                TensorPart(name=part.name, shape=part.shape)
                 if full and handle.uses_sharded_strategy is False
-                else Part(name=part.name, shape=part.shape, start=part.start, stretch=(0, count))
+                else TensorPart(name=part.name, shape=part.shape, start=part.start, stretch=(0, count))
             ],
         )
 
 
-def _deepspeed_parts(engine: Any, root_name: str) -> Iterator[tuple[int, list[Part]]]:
+def _deepspeed_parts(engine: Any, root_name: str) -> Iterator[tuple[int, list[TensorPart]]]:
     """The parts of the flat tensors that the optimizer of DeepSpeed's ZeRO 1 to 3 steps, in their order.
 
     ZeRO 1 and 2 cut the parameters of a group, laid end to end, into one piece a rank; ZeRO 3 cuts each parameter.
     """
     optimizer = engine.optimizer
-    found: dict[int, dict[int, Part]] = {}  # by the flat tensor, and where a part begins in it
+    found: dict[int, dict[int, TensorPart]] = {}  # by the flat tensor, and where a part begins in it
     named = [
         (f"{name}.{key}" if name else key, parameter)
         for name, module in named_modules(engine, root_name)
@@ -152,7 +152,7 @@ def _deepspeed_parts(engine: Any, root_name: str) -> Iterator[tuple[int, list[Pa
     ]
     for name, parameter in named:
         for flat, at, start, count, shape in _fragments(optimizer, parameter):
-            part = Part(name=name, shape=shape, start=start, stretch=(at, at + count))
+            part = TensorPart(name=name, shape=shape, start=start, stretch=(at, at + count))
             found.setdefault(id(flat), {}).setdefault(at, part)
     for flat, parts in found.items():
         yield flat, [parts[at] for at in sorted(parts)]

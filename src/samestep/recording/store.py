@@ -12,7 +12,7 @@ from torch import Tensor
 EVENTS, TENSORS = "events.jsonl", "tensors.bin"
 
 
-class Writer:
+class RecordWriter:
     """Writes one rank's record; a tensor is flushed before the next is copied.
 
     Each event is flushed to the operating system, so that a killed rank leaves its records.

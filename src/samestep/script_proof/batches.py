@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.recording.store import Writer, events
+from samestep.recording.store import RecordWriter, events
 
 Indices = list[int]
 
@@ -71,7 +71,7 @@ def _of_rank(folder: Path) -> dict[int, dict[str, Any]]:
 class Batches:
     """A rank's iterations over its DataLoaders."""
 
-    def __init__(self, writer: Writer, *, given: Path | None, times: int, made: Sequence[int]) -> None:
+    def __init__(self, writer: RecordWriter, *, given: Path | None, times: int, made: Sequence[int]) -> None:
         """`given`: the run whose batches are replayed. `times`: factor on the batch size of the samplers `made`."""
         self._writer = writer
         self._given: Mapping[int, Iteration] = iterations(given) if given is not None else {}

@@ -17,7 +17,7 @@ import torch
 from samestep.display.page import Words
 from samestep.errors import UserError
 from samestep.recording.differences import Apart, RoundingLimits, common_module, compare_tensors, limits_of, overall
-from samestep.recording.record import Run, with_names_of
+from samestep.recording.record import RunRecord, with_names_of
 from samestep.script_proof.follow import order_finding
 from samestep.script_proof.gradients import StepPair, gradient_finding
 from samestep.script_proof.kinds import ScriptFinding
@@ -108,7 +108,7 @@ def prove(proof: ScriptProof, folder: Path, starter: Starter = launched) -> Verd
     run_all(proof, folder, starter)
     verdict = compare_runs(folder, dropout=proof.dropout)
     found = verdict.finding
-    if found is None or proof.dtype is not None or Run.read(folder / ALONE).dtype() == torch.float64:
+    if found is None or proof.dtype is not None or RunRecord.read(folder / ALONE).dtype() == torch.float64:
         return verdict
     if found.kind not in _DOUBTFUL or not found.relative < _DOUBTFUL_BELOW:
         return verdict
@@ -129,7 +129,7 @@ def _checked(verdict: Verdict, found: ScriptFinding, proof: ScriptProof, folder:
     except UserError as error:
         return replace(verdict, notes=[*verdict.notes, _NOT_IN_FLOAT64.format(error=str(error).partition("\n")[0])])
     facts = {"step": found.step, "what": found.what, "relative": found.relative}
-    in_float64 = Run.read(place / ALONE).dtype() == torch.float64
+    in_float64 = RunRecord.read(place / ALONE).dtype() == torch.float64
     if in_float64 and _is_clear(exact):
         return replace(exact, notes=[*exact.notes, _ROUNDING.format(**facts)])
     if proof.noise == "order" and measure_in_halves(exactly, place, starter):
@@ -171,11 +171,11 @@ _ROUNDING_OF_HALVES = Words(
 
 def compare_runs(folder: Path, *, dropout: bool = False) -> Verdict:
     """The verdict on the runs in a folder. Raises UserError where they can't be compared: what to pass instead."""
-    alone, again, split = (Run.read(folder / name) for name in (ALONE, AGAIN, SPLIT))
+    alone, again, split = (RunRecord.read(folder / name) for name in (ALONE, AGAIN, SPLIT))
     if (folder / f"{SPLIT}-then").is_dir():
-        split = split.then(Run.read(folder / f"{SPLIT}-then"))
+        split = split.then(RunRecord.read(folder / f"{SPLIT}-then"))
     check_steps(alone, split)
-    own = Run.read(folder / OWN) if (folder / OWN).is_dir() else None
+    own = RunRecord.read(folder / OWN) if (folder / OWN).is_dir() else None
     order = order_finding(folder / OWN, folder / SPLIT, split) if own is not None else None
     named = with_names_of(split, alone)
     return _Comparison(
@@ -192,11 +192,11 @@ def compare_runs(folder: Path, *, dropout: bool = False) -> Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class _Comparison:
-    alone: Run
-    again: Run
-    split: Run
+    alone: RunRecord
+    again: RunRecord
+    split: RunRecord
     dropout: bool
-    own: Run | None = None  # the run alone with its own batches, if `alone` was given the split run's
+    own: RunRecord | None = None  # the run alone with its own batches, if `alone` was given the split run's
     whole: bool = False  # the model can't be called with half batches, by which rounding is measured
     placed: bool = False  # a sample's place in its batch matters
     order: tuple[int, ScriptFinding] | None = (
@@ -260,7 +260,7 @@ class _Comparison:
                 "model, such as with labels that are not all -100"
             )
 
-    def _runs(self) -> dict[str, Run]:
+    def _runs(self) -> dict[str, RunRecord]:
         return {ALONE: self.alone, AGAIN: self.again, SPLIT: self.split}
 
     @property
@@ -471,7 +471,7 @@ def _coarse_note(gradients: RoundingLimits | None) -> Iterator[Words]:
         ).format(coarse=gradients.common)
 
 
-def losses_of(run: Run) -> list[float]:
+def losses_of(run: RunRecord) -> list[float]:
     """Each step's loss, as given to backward: summed over micro-batches, the mean over ranks."""
     return [
         math.fsum(each["value"] for step in run.step(number) for each in step.losses) / len(run.ranks)
@@ -479,7 +479,7 @@ def losses_of(run: Run) -> list[float]:
     ]
 
 
-def _loss_apart(alone: Run, split: Run, number: int) -> float | None:
+def _loss_apart(alone: RunRecord, split: RunRecord, number: int) -> float | None:
     """The relative difference of the losses given to backward, averaged over ranks."""
     values = []
     for run in (alone, split):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.recording.record import Run
+from samestep.recording.record import RunRecord
 from samestep.script_proof.batches import Iteration, iterations
 from samestep.script_proof.kinds import ScriptFinding
 from samestep.script_proof.sampling import check_steps, sampling
@@ -27,7 +27,7 @@ class Following:
 
 def following(alone: Path, split: Path) -> Following | None:
     """Return how to follow the split run; None if steps are comparable already, or batches can't be replayed."""
-    mine, theirs = Run.read(alone), Run.read(split)
+    mine, theirs = RunRecord.read(alone), RunRecord.read(split)
     check_steps(mine, theirs)
     if sampling(mine, theirs, mine).mistake is None:
         return None
@@ -44,7 +44,7 @@ def following(alone: Path, split: Path) -> Following | None:
     return Following(folder=str(split), times=times if times > 1 and not rest else 1, widened=made)
 
 
-def order_finding(own: Path, split: Path, steps: Run) -> tuple[int, ScriptFinding] | None:
+def order_finding(own: Path, split: Path, steps: RunRecord) -> tuple[int, ScriptFinding] | None:
     """What is wrong with the order of the split run's samples, and the number of the step, from 0.
 
     `own`: the folder of the run alone with batches of its own, which says what is usual: a sampler that draws with

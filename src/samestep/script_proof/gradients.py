@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from samestep.recording.differences import Apart, RoundingLimits, common_module, together
 from samestep.recording.forward import Keys, ModuleApart, first_module_apart
-from samestep.recording.record import RankStep, Run
+from samestep.recording.record import RankStep, RunRecord
 from samestep.script_proof.kinds import ScriptFinding
 
 # Largest remainder, after subtracting a multiple, at which the difference counts as that multiple.
@@ -49,7 +49,7 @@ class StepPair:
         )
 
 
-def gradient_finding(pair: StepPair, alone: Run, split: Run, keys: Keys | None) -> ScriptFinding | None:
+def gradient_finding(pair: StepPair, alone: RunRecord, split: RunRecord, keys: Keys | None) -> ScriptFinding | None:
     """Classify the difference of a step's gradients; None if there is none."""
     apart = _ranks_apart(pair)
     if apart is not None:

@@ -21,23 +21,23 @@ from samestep.recording import shards
 from samestep.recording.activations import Activations
 from samestep.recording.calls import Call, ModelCalls
 from samestep.recording.samples import random_state, rows_of, tensors_in
-from samestep.recording.store import Writer
+from samestep.recording.store import RecordWriter
 from samestep.script_proof import interception
 from samestep.script_proof.batches import Batches
 from samestep.script_proof.halves import Halves
 from samestep.script_proof.settings import RecordSettings
 
 
-class Stopped(SystemExit):
+class RecordingEnd(SystemExit):
     """Raised after the last recorded step; derives from SystemExit, so that error handlers let it pass."""
 
 
-class Recorder:
+class ScriptRecorder:
     """Listens to the functions of `interception`, and writes what a rank does."""
 
     def __init__(self, settings: RecordSettings, *, rank: int, world_size: int) -> None:
         self._settings = settings
-        self._writer = Writer(Path(settings.folder) / f"rank-{rank}")
+        self._writer = RecordWriter(Path(settings.folder) / f"rank-{rank}")
         self._thread = threading.get_ident()
         self._roots: dict[str, nn.Module] = {}  # prefix of names -> model that was called
         self._sharers: dict[str, int] = {}  # model -> number of ranks that train on one sample together
@@ -283,7 +283,7 @@ class Recorder:
             return
         step, number = self._step, self._number(optimizer)
         if self._ended():  # the script has handled what stops it, and goes on
-            raise Stopped(0)
+            raise RecordingEnd(0)
         if step.tensors is None:  # a closure that was never called
             self._note_gradients(optimizer)
         if self._whole_step():
@@ -295,7 +295,7 @@ class Recorder:
         self._writer.event("step", **step.to_json(), optimizer=number, number=self._counts[number])
         self._step = _Noted()
         if number == 0 and self._ended():
-            raise Stopped(0)
+            raise RecordingEnd(0)
 
     def _ended(self) -> bool:
         """Whether the last step that is to be noted was taken."""
@@ -308,18 +308,18 @@ class Recorder:
         """Whether the tensors of this step are written."""
         return (self._counts[0] if self._counts else 0) % self._settings.every == 0
 
-    def _parameters(self, optimizer: Any) -> Iterator[tuple[Tensor, list[shards.Part]]]:
+    def _parameters(self, optimizer: Any) -> Iterator[tuple[Tensor, list[shards.TensorPart]]]:
         """The optimizer's parameters, each with the parts of the user's parameters that it holds."""
         number = self._number(optimizer)
         for at, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
                 yield parameter, self._parts(number, at, place, parameter)
 
-    def _parts(self, number: int, group: int, place: int, parameter: Tensor) -> list[shards.Part]:
+    def _parts(self, number: int, group: int, place: int, parameter: Tensor) -> list[shards.TensorPart]:
         """One in no model that was called has the name of its place in the optimizer."""
         known = self._step.parts.get(id(parameter))
         name = f"optimizer{number}.group{group}.{place}"
-        return known if known is not None else [shards.Part(name=name, shape=tuple(parameter.shape))]
+        return known if known is not None else [shards.TensorPart(name=name, shape=tuple(parameter.shape))]
 
     def _group(self, number: int, group: Mapping[str, Any], at: int) -> dict[str, Any]:
         """The names in a group and its settings."""
@@ -330,7 +330,7 @@ class Recorder:
         ]
         return {"names": names, "options": dict(_options(group))}
 
-    def _add(self, kind: str, part: shards.Part, tensor: Tensor) -> None:
+    def _add(self, kind: str, part: shards.TensorPart, tensor: Tensor) -> None:
         """Record a tensor's values, with their place in the whole tensor."""
         if self._settings.modules is not None and not fnmatch.fnmatch(part.name, self._settings.modules):
             return
@@ -377,7 +377,7 @@ class _Noted:
         self.losses: list[dict[str, Any]] = []
         self.clips: list[dict[str, Any]] = []
         self.groups: list[dict[str, Any]] = []
-        self.parts: dict[int, list[shards.Part]] = {}
+        self.parts: dict[int, list[shards.TensorPart]] = {}
         self.tensors: dict[str, list[dict[str, Any]]] | None = None
         self.targets: float = 0  # of mean losses since the last forward began
         self.dropout = False

@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 
 from samestep import environment
-from samestep.script_proof.recorder import Recorder, Stopped
+from samestep.script_proof.recorder import RecordingEnd, ScriptRecorder
 from samestep.script_proof.settings import RecordSettings
 
 
@@ -28,12 +28,12 @@ def main(arguments: Sequence[str]) -> None:
     settings = RecordSettings.read(file)
     ranks = environment.ranks()
     _prepare(settings)
-    recorder = Recorder(settings, rank=ranks.rank if ranks else 0, world_size=ranks.world_size if ranks else 1)
+    recorder = ScriptRecorder(settings, rank=ranks.rank if ranks else 0, world_size=ranks.world_size if ranks else 1)
     recorder.install()
     try:
         with environment.given(settings.variables):
             _run(command, engines)
-    except Stopped:
+    except RecordingEnd:
         recorder.end("stopped")
     except SystemExit as ended:
         recorder.end("ended" if ended.code in (None, 0) else f"exit code {ended.code}")

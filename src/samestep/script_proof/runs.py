@@ -10,7 +10,7 @@ from pathlib import Path
 
 from samestep import subprocess_group
 from samestep.errors import UserError
-from samestep.recording.record import Run
+from samestep.recording.record import RunRecord
 from samestep.recording.store import events
 from samestep.script_proof.follow import following
 from samestep.script_proof.sampling import check_steps, places_matter
@@ -94,7 +94,7 @@ def with_variables(command: Sequence[str]) -> tuple[dict[str, str], tuple[str, .
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class ScriptStart:
     """One run to start."""
 
     name: str  # of its folder
@@ -113,10 +113,10 @@ class Start:
         return self.place / SETTINGS
 
 
-Starter = Callable[[Sequence[Start], ScriptProof], Sequence[subprocess_group.CommandOutcome]]
+Starter = Callable[[Sequence[ScriptStart], ScriptProof], Sequence[subprocess_group.CommandOutcome]]
 
 
-def launched(starts: Sequence[Start], proof: ScriptProof) -> list[subprocess_group.CommandOutcome]:
+def launched(starts: Sequence[ScriptStart], proof: ScriptProof) -> list[subprocess_group.CommandOutcome]:
     """Start runs one after the other, each by `samestep launch`."""
     outcomes = []
     for start in starts:
@@ -174,7 +174,7 @@ def _measure_rounding(
     starter: Starter,
     alone: tuple[str, ...],
     settings: RecordSettings,
-    *before: Start,
+    *before: ScriptStart,
 ) -> None:
     """Run the script alone again, by the first variant that differs from it by rounding only.
 
@@ -217,7 +217,7 @@ def _is_rounding(variant: Variant, folder: Path) -> bool:
     """Whether the second run differs by rounding only: no sample's output depends on its place in the batch."""
     if variant == "halves" and not any(each["event"] == "halved" for each in events(folder / AGAIN / "rank-0")):
         return False
-    return not places_matter(Run.read(folder / ALONE), Run.read(folder / AGAIN))
+    return not places_matter(RunRecord.read(folder / ALONE), RunRecord.read(folder / AGAIN))
 
 
 def _tried(folder: Path, variant: Variant) -> Path:
@@ -229,20 +229,20 @@ def gave_no_measure(folder: Path, variant: Variant) -> bool:
     return _tried(folder, variant).is_dir()
 
 
-def _run(proof: ScriptProof, starter: Starter, *starts: Start) -> None:
+def _run(proof: ScriptProof, starter: Starter, *starts: ScriptStart) -> None:
     _check(starts, starter(starts, proof), proof)
 
 
 def make_start(
     proof: ScriptProof, folder: Path, name: str, command: tuple[str, ...], settings: RecordSettings, ranks: int
-) -> Start:
+) -> ScriptStart:
     """Make the folder of a run, and write its settings there."""
     place = folder / name
     place.mkdir(parents=True)
     variables, command = with_variables(command)
     settings = replace(settings, folder=str(place), variables=variables)
     further = proof.launch if name.startswith(SPLIT) else ()
-    start = Start(name=name, command=command, settings=settings, ranks=ranks, place=place, further=further)
+    start = ScriptStart(name=name, command=command, settings=settings, ranks=ranks, place=place, further=further)
     settings.write(start.settings_file)
     return start
 
@@ -250,7 +250,9 @@ def make_start(
 _ALONE = " (verify needs one that works with one process as well; --alone names arguments for that)"
 
 
-def _check(starts: Sequence[Start], outcomes: Sequence[subprocess_group.CommandOutcome], proof: ScriptProof) -> None:
+def _check(
+    starts: Sequence[ScriptStart], outcomes: Sequence[subprocess_group.CommandOutcome], proof: ScriptProof
+) -> None:
     """Raise UserError for the first run that failed, or did not end."""
     for start, outcome in zip(starts, outcomes, strict=False):
         (start.place / "output.txt").write_text(outcome.output, encoding="utf-8")
@@ -281,7 +283,7 @@ def _check_ranks(proof: ScriptProof, folder: Path) -> None:
     """Raise UserError where the hosts of --launch have another number of slots."""
     if not proof.launch:
         return
-    ranks = len(Run.read(folder / SPLIT).ranks)
+    ranks = len(RunRecord.read(folder / SPLIT).ranks)
     if ranks != proof.processes:
         raise UserError(
             f"--processes is {proof.processes}, and --launch {shlex.join(proof.launch)} has {ranks} ranks; "
@@ -292,7 +294,7 @@ def _check_ranks(proof: ScriptProof, folder: Path) -> None:
 def _check_steps(folder: Path) -> None:
     """Raise UserError for a run that trained nothing, with what it said last."""
     try:
-        check_steps(Run.read(folder / ALONE), Run.read(folder / SPLIT))
+        check_steps(RunRecord.read(folder / ALONE), RunRecord.read(folder / SPLIT))
     except UserError as error:
         said = _last_words(folder)
         raise UserError(f"{error}" + (f"; its last words:\n{said}" if said else "")) from None
@@ -302,7 +304,7 @@ def _check_modules(proof: ScriptProof, folder: Path) -> None:
     """Raise UserError where no parameter has a name of --modules: nothing would be compared."""
     if proof.modules is None:
         return
-    steps = [step for rank in Run.read(folder / ALONE).ranks for step in rank.steps]
+    steps = [step for rank in RunRecord.read(folder / ALONE).ranks for step in rank.steps]
     names = list(dict.fromkeys(name for step in steps for name in step.settings))
     if names and not any(fnmatch.fnmatch(name, proof.modules) for name in names):
         shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")

@@ -11,7 +11,7 @@ from typing import Any
 
 from samestep.errors import UserError
 from samestep.recording.forward import Keys, first_module_apart, rows_of_forward
-from samestep.recording.record import Row, Run
+from samestep.recording.record import Row, RunRecord
 from samestep.script_proof.kinds import ScriptFinding
 
 Rows = Counter[Row]
@@ -27,7 +27,7 @@ class Sampling:
     seen: bool = True  # whether samples were seen at all
 
 
-def sampling(alone: Run, split: Run, again: Run, *, given: bool = False) -> Sampling:
+def sampling(alone: RunRecord, split: RunRecord, again: RunRecord, *, given: bool = False) -> Sampling:
     """Compare the samples of each step. `given`: the run alone was given the split run's batches."""
     steps = min(alone.steps, split.steps)
     keys = keys_of(alone, split)
@@ -49,12 +49,12 @@ def sampling(alone: Run, split: Run, again: Run, *, given: bool = False) -> Samp
     return Sampling(same=steps)
 
 
-def _continues(split: Run) -> bool:
+def _continues(split: RunRecord) -> bool:
     """Whether the run was stopped before its end."""
     return any(rank.end.get("how") == "stopped" for rank in split.ranks)
 
 
-def keys_of(alone: Run, split: Run) -> Keys | None:
+def keys_of(alone: RunRecord, split: RunRecord) -> Keys | None:
     """Return the inputs that identify samples; None if no model's forward was seen, or none with rows."""
     if not alone.steps or not split.steps:
         return None
@@ -73,7 +73,7 @@ def keys_of(alone: Run, split: Run) -> Keys | None:
     return Keys(alone=shared or list(mine), split=shared or list(theirs))
 
 
-def _first_inputs(run: Run) -> dict[str, list[str]]:
+def _first_inputs(run: RunRecord) -> dict[str, list[str]]:
     """The hashes of the first step's rows, by the name of the input."""
     found: dict[str, list[str]] = {}
     for step in run.step(0):
@@ -83,12 +83,12 @@ def _first_inputs(run: Run) -> dict[str, list[str]]:
     return found
 
 
-def rows_in_step(run: Run, number: int) -> int:
+def rows_in_step(run: RunRecord, number: int) -> int:
     """How many rows all ranks put into their models in one step."""
     return sum(forward["batch"] or 0 for step in run.step(number) for forward in step.forwards) // _sharers(run)
 
 
-def _sharers(run: Run) -> int:
+def _sharers(run: RunRecord) -> int:
     """Count the ranks that train on one sample together, as in tensor parallelism.
 
     Without DTensors they are detected by communication in a model's forward, and by the same rows as rank 0's.
@@ -106,14 +106,14 @@ def _each_once(rows: Rows, sharers: int) -> Rows:
     return Counter({row: -(-count // sharers) for row, count in rows.items()}) if sharers > 1 else rows
 
 
-def _of_rank(run: Run, rank: int, number: int, keys: Sequence[str]) -> Rows:
+def _of_rank(run: RunRecord, rank: int, number: int, keys: Sequence[str]) -> Rows:
     """The rows of one rank in one step, with how often each came."""
     return Counter(
         row for forward in run.ranks[rank].steps[number].forwards for row in rows_of_forward(forward, keys)
     )
 
 
-def _rows(run: Run, number: int, keys: Sequence[str]) -> Rows:
+def _rows(run: RunRecord, number: int, keys: Sequence[str]) -> Rows:
     """Return the rows of all ranks in one step; ranks that share samples count once."""
     total: Rows = Counter()
     for rank in range(len(run.ranks)):
@@ -150,7 +150,7 @@ _GIVEN = (
 
 
 def _judged(
-    alone: Run, split: Run, number: int, mine: Sequence[Rows], theirs: Sequence[Rows], keys: Keys
+    alone: RunRecord, split: RunRecord, number: int, mine: Sequence[Rows], theirs: Sequence[Rows], keys: Keys
 ) -> tuple[ScriptFinding | None, str | None]:
     """Classify the first step with different samples; or return why that isn't possible."""
     a, s = mine[number], theirs[number]
@@ -192,7 +192,7 @@ def _hint(mine: Sequence[Rows], theirs: Sequence[Rows]) -> str:
     )
 
 
-def _same_on_ranks(split: Run, number: int, keys: Keys, theirs: Sequence[Rows]) -> ScriptFinding | None:
+def _same_on_ranks(split: RunRecord, number: int, keys: Keys, theirs: Sequence[Rows]) -> ScriptFinding | None:
     """The finding that all ranks train on the same samples: no sampler shares them out."""
     ranks = [_of_rank(split, rank, number, keys.split) for rank in range(len(split.ranks))]
     if len(ranks) <= _sharers(split) or not ranks[0] or any(rank != ranks[0] for rank in ranks):
@@ -207,7 +207,7 @@ def _same_on_ranks(split: Run, number: int, keys: Keys, theirs: Sequence[Rows]) 
     )
 
 
-def _resumed(split: Run, number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> ScriptFinding | None:
+def _resumed(split: RunRecord, number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> ScriptFinding | None:
     """Steps that train, from a resumption on, on the samples of earlier or later ones."""
     loaded = [at for rank in split.ranks for at in rank.loaded if at <= number]
     if not loaded:
@@ -289,7 +289,7 @@ def _shuffled_apart(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -
 
 
 def _never_seen(
-    alone: Run, split: Run, number: int, mine: Sequence[Rows], theirs: Sequence[Rows]
+    alone: RunRecord, split: RunRecord, number: int, mine: Sequence[Rows], theirs: Sequence[Rows]
 ) -> ScriptFinding | None:
     """Find samples of the run alone that never occur in the split run, though both completed their epoch."""
     for run, rows in ((alone, mine), (split, theirs)):
@@ -301,7 +301,7 @@ def _never_seen(
     return _samples("lost-samples", number, len(known - found), Counter(known))
 
 
-def evaluation_finding(alone: Run, split: Run, keys: Keys | None) -> ScriptFinding | None:
+def evaluation_finding(alone: RunRecord, split: RunRecord, keys: Keys | None) -> ScriptFinding | None:
     """Evaluation's samples, phase by phase. What Accelerate cuts off before a metric sees it doesn't count."""
     if keys is None:
         return None
@@ -320,7 +320,7 @@ def evaluation_finding(alone: Run, split: Run, keys: Keys | None) -> ScriptFindi
     return None
 
 
-def _evaluated(run: Run, keys: Sequence[str]) -> dict[int, Rows]:
+def _evaluated(run: RunRecord, keys: Sequence[str]) -> dict[int, Rows]:
     """The samples of each evaluation, by the number of steps before it."""
     found: dict[int, Rows] = {}
     for rank in run.ranks:
@@ -334,7 +334,7 @@ def _evaluation_rows(forward: Mapping[str, Any], keys: Sequence[str]) -> Iterato
     yield from rows
 
 
-def _cut(split: Run, after: int) -> int:
+def _cut(split: RunRecord, after: int) -> int:
     """How many rows were cut off after all ranks' were gathered, in evaluations after so many steps."""
     ranks = len(split.ranks)
     return sum(
@@ -348,7 +348,7 @@ def _cut(split: Run, after: int) -> int:
 _PLACED = 0.02
 
 
-def places_matter(alone: Run, again: Run) -> bool:
+def places_matter(alone: RunRecord, again: RunRecord) -> bool:
     """Whether a module makes something else of a sample in another place of its batch, with the first weights."""
     keys = keys_of(alone, again)
     if keys is None:
@@ -356,7 +356,7 @@ def places_matter(alone: Run, again: Run) -> bool:
     return first_module_apart(alone.step(0)[:1], again.step(0)[:1], keys, eps=_PLACED / 100) is not None
 
 
-def check_steps(alone: Run, split: Run) -> None:
+def check_steps(alone: RunRecord, split: RunRecord) -> None:
     """Raise UserError where a run left no step."""
     for run, title in ((alone, "alone"), (split, "split")):
         if run.steps:

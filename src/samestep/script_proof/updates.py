@@ -5,13 +5,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from samestep.recording.differences import Apart, RoundingLimits, common_module
-from samestep.recording.record import RankStep, Run, piece_of
+from samestep.recording.record import RankStep, RunRecord, piece_of
 from samestep.script_proof.kinds import ScriptFinding
 
 _RELATIVE = 1e-6  # of settings, which are computed in Python
 
 
-def initial_finding(tensors: Sequence[Apart], limits: RoundingLimits, alone: Run, split: Run) -> ScriptFinding | None:
+def initial_finding(
+    tensors: Sequence[Apart], limits: RoundingLimits, alone: RunRecord, split: RunRecord
+) -> ScriptFinding | None:
     """Weights with which the first step begins."""
     copies = [each for each in tensors if each.ranks_apart > 0 or each.absent]
     departing = [each for each in tensors if limits.exceeded(each)]
@@ -29,7 +31,7 @@ def initial_finding(tensors: Sequence[Apart], limits: RoundingLimits, alone: Run
     return _weights("weights-not-broadcast" if first_ranks_only else "other-initial-weights", tensors, names, worst)
 
 
-def _rank_0_agrees(alone: Run, split: Run, name: str) -> bool:
+def _rank_0_agrees(alone: RunRecord, split: RunRecord, name: str) -> bool:
     """Whether rank 0's shards of a parameter are those of the run alone, and other ranks' are not."""
     mine, theirs = alone.joined(0, "before", name), split.joined(0, "before", name)
     if mine is None or theirs is None or not theirs.pieces:
@@ -45,7 +47,7 @@ def _weights(kind: str, tensors: Sequence[Apart], names: Sequence[str], relative
     return ScriptFinding(kind=kind, step=0, what="initial weights", relative=relative, module=module)
 
 
-def settings_finding(number: int, alone: Run, split: Run) -> ScriptFinding | None:
+def settings_finding(number: int, alone: RunRecord, split: RunRecord) -> ScriptFinding | None:
     """The optimizer's settings of each parameter in one step: learning rate, decay, betas, ..."""
     if (own := _rates_of_ranks(number, split)) is not None:
         return own
@@ -70,7 +72,7 @@ def settings_finding(number: int, alone: Run, split: Run) -> ScriptFinding | Non
     return None
 
 
-def _rates_of_ranks(number: int, split: Run) -> ScriptFinding | None:
+def _rates_of_ranks(number: int, split: RunRecord) -> ScriptFinding | None:
     """Find learning rates that differ between ranks."""
     rates = [
         next((options["lr"] for options in step.settings.values() if "lr" in options), None)
@@ -123,7 +125,7 @@ def _setting(
 
 
 def _learning_rate(
-    number: int, alone: Run, split: Run, name: str, a: float, s: float, names: Sequence[str] | None
+    number: int, alone: RunRecord, split: RunRecord, name: str, a: float, s: float, names: Sequence[str] | None
 ) -> ScriptFinding:
     """Classify a learning rate: a schedule that is stepped too often, a common factor, or something else."""
     mine = _rates(alone, name)
@@ -157,7 +159,7 @@ def _times_as_fast(mine: Sequence[float], theirs: Sequence[float], by: int, begu
     return len(pairs) > 1 and all(_equal(one, other) for one, other in pairs)
 
 
-def follows_samples(own: Run, split: Run, by: int) -> bool:
+def follows_samples(own: RunRecord, split: RunRecord, by: int) -> bool:
     """Whether the split run has, after as many samples, the rates of one process with batches `by` times smaller."""
     name = next(iter(own.step(0)[0].settings), None)
     if name is None:
@@ -167,7 +169,7 @@ def follows_samples(own: Run, split: Run, by: int) -> bool:
     return len(pairs) > 1 and all(_equal(one, other) for one, other in pairs)
 
 
-def _rates(run: Run, name: str) -> list[float]:
+def _rates(run: RunRecord, name: str) -> list[float]:
     return [float(_settings(run.step(number)).get(name, {}).get("lr", 0.0)) for number in range(run.steps)]
 
 
@@ -175,7 +177,13 @@ COARSE = 0.01  # of a gradient: where rounding moves it by more, an update says 
 
 
 def update_finding(
-    number: int, tensors: Sequence[Apart], limits: RoundingLimits, alone: Run, split: Run, *, gradients: float
+    number: int,
+    tensors: Sequence[Apart],
+    limits: RoundingLimits,
+    alone: RunRecord,
+    split: RunRecord,
+    *,
+    gradients: float,
 ) -> ScriptFinding | None:
     """Weights after a step whose gradients were the same, up to `gradients`, relative.
 
@@ -200,7 +208,7 @@ def update_finding(
     return _parameters("update-differs", number, tensors, departing, worst)
 
 
-def _continued(split: Run) -> int | None:
+def _continued(split: RunRecord) -> int | None:
     """Return the number of steps after which the script was started again and resumed; None if it wasn't."""
     folders = [step.folder for step in split.ranks[0].steps]
     return next((number for number, folder in enumerate(folders) if folder != folders[0]), None)

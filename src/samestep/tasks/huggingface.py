@@ -129,11 +129,11 @@ class HuggingFace(Task):
 
         Of a contrastive loss, how often a held-out sample's nearest embedding of the other kind is its own.
         """
-        from samestep.tasks.metrics import Nearest, Share
+        from samestep.tasks.metrics import ColumnMean, Nearest
 
         if (contrast := self._facts.contrast) is not None:
             return {f"{rows}_to_{columns}": Nearest(turned=turned) for turned, (rows, columns) in contrast.directions}
-        return {"loss": Share(0)} | ({"accuracy": Share(1)} if self._facts.classes else {})
+        return {"loss": ColumnMean(0)} | ({"accuracy": ColumnMean(1)} if self._facts.classes else {})
 
     def scores(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """A batch's sums and the counts that they are to be divided by: of the loss, and of right labels.

@@ -34,7 +34,7 @@ class Ratio:
         return self.total / self.count
 
 
-class Share(Ratio):
+class ColumnMean(Ratio):
     """Sum of one column over its count. Updated with sums and counts, both [batches, columns]."""
 
     def __init__(self, column: int) -> None:

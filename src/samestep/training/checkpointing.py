@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from samestep import environment
 from samestep.checkpoint.compatibility import Base, changes, check_shared
 from samestep.checkpoint.folder import Info, best_of, found_in, prune
-from samestep.checkpoint.load import Loader, open_newest
+from samestep.checkpoint.load import CheckpointLoader, open_newest
 from samestep.checkpoint.peer_memory import Neighbours
 from samestep.checkpoint.save import Saver
 from samestep.comm.mesh import new_group
@@ -79,7 +79,7 @@ class MemoryCopies:
     def waited_seconds(self) -> float:
         return self._saver.waited_seconds
 
-    def newer(self, on_disk: Loader | None, group: ProcessGroup) -> Loader | None:
+    def newer(self, on_disk: CheckpointLoader | None, group: ProcessGroup) -> CheckpointLoader | None:
         """The copy in memory if it is complete and newer than the checkpoint on disk; else the one on disk."""
         try:
             if not self._neighbours.gather(self._place, partial(self._saver.together, where=self._place)):

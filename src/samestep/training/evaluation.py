@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.data.loader import Chunk
+from samestep.data.loader import SampleChunk
 from samestep.data.types import Batch
 from samestep.engines.base import Trainer
 from samestep.errors import UserError, index_errors_explained
@@ -86,7 +86,7 @@ Scores = Callable[[Any, Batch], tuple[Tensor, Tensor]]
 
 def evaluate(
     trainer: Trainer,
-    chunks: Iterable[Chunk],
+    chunks: Iterable[SampleChunk],
     *,
     metrics: "Mapping[str, Metric]",
     scores: Scores,
@@ -139,7 +139,7 @@ def _alone() -> bool:
     return False
 
 
-def _batched(chunks: Iterable[Chunk], count: int) -> Iterator[list[Chunk]]:
+def _batched(chunks: Iterable[SampleChunk], count: int) -> Iterator[list[SampleChunk]]:
     """Yield groups of `count` chunks; a chunk is loaded when its group is built."""
     iterator = iter(chunks)
     while some := list(islice(iterator, count)):

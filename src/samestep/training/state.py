@@ -12,7 +12,7 @@ from torch import Tensor
 
 from samestep.checkpoint.compatibility import Base, check_base, fingerprint
 from samestep.checkpoint.folder import Info
-from samestep.checkpoint.load import Loader
+from samestep.checkpoint.load import CheckpointLoader
 from samestep.checkpoint.save import Saver
 from samestep.engines.base import Checkpointed
 from samestep.errors import CheckpointError
@@ -78,7 +78,7 @@ def base_of(trainer: Checkpointed, adapter: AdapterFacts | None, group: dist.Pro
     )
 
 
-def load_state(trainer: Checkpointed, loader: Loader, world: World, layout: Layout) -> None:
+def load_state(trainer: Checkpointed, loader: CheckpointLoader, world: World, layout: Layout) -> None:
     """Load a checkpoint into a trainer of any layout. Raises CheckpointError where it is of another model.
 
     Parameters that the checkpoint leaves out are not changed.

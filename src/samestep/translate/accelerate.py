@@ -9,7 +9,16 @@ import yaml
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.translate.base import Draft, GivenSizes, Keys, Reader, Sizes, Writer, Written, has_any
+from samestep.translate.base import (
+    ConfigReader,
+    ConfigWriter,
+    Draft,
+    GivenSizes,
+    SectionKeys,
+    Sizes,
+    Written,
+    has_any,
+)
 from samestep.translate.deepspeed import micro_batch_of
 from samestep.translate.unsaid import unsaid
 
@@ -57,7 +66,7 @@ _KINDS = ("NO", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 _KINDS_OF_SAGEMAKER = ("DATA_PARALLEL", "MODEL_PARALLEL")
 
 
-class ReadAccelerate(Reader):
+class ReadAccelerate(ConfigReader):
     title = "an accelerate YAML"
 
     def recognises(self, given: Any) -> bool:
@@ -65,7 +74,7 @@ class ReadAccelerate(Reader):
 
     def read(self, given: Any, asked: GivenSizes) -> Draft:
         draft = Draft()
-        keys = Keys(given, draft)
+        keys = SectionKeys(given, draft)
         kind = str(keys.take("distributed_type") or "NO")
         if kind not in (*_KINDS, *_KINDS_OF_SAGEMAKER) and not kind.startswith("MULTI_"):
             raise UserError(f"distributed_type is {kind}; use {', '.join(_KINDS)} or MULTI_GPU")
@@ -102,16 +111,16 @@ def _why(processes: int | None, hosts: int) -> str:
     return f"over {hosts} machines, of which each starts its ranks by torchrun" if hosts > 1 else ""
 
 
-def _replicas(keys: Keys, draft: Draft, hosts: int) -> Sizes:
+def _replicas(keys: SectionKeys, draft: Draft, hosts: int) -> Sizes:
     return Sizes()
 
 
-def _read_fsdp(keys: Keys, draft: Draft, hosts: int) -> Sizes:
+def _read_fsdp(keys: SectionKeys, draft: Draft, hosts: int) -> Sizes:
     raw = keys.take("fsdp_config") or {}
     if not isinstance(raw, Mapping):
         raise UserError(f"fsdp_config is {raw!r}; it should be a section of keys and values")
     # accelerate accepts these keys with and without the prefix.
-    section = Keys(
+    section = SectionKeys(
         {k if str(k).startswith("fsdp_") else f"fsdp_{k}": v for k, v in raw.items()}, draft, "fsdp_config"
     )
     zero, hybrid = 3, False
@@ -142,7 +151,7 @@ def _strategy(place: str, given: Any) -> tuple[int, bool]:
     return _STRATEGIES[name]
 
 
-def _read_deepspeed(keys: Keys, draft: Draft, hosts: int) -> Sizes:
+def _read_deepspeed(keys: SectionKeys, draft: Draft, hosts: int) -> Sizes:
     section = keys.section("deepspeed_config")
     if (file := section.take("deepspeed_config_file")) is not None:
         raise UserError(
@@ -178,11 +187,13 @@ def _read_deepspeed(keys: Keys, draft: Draft, hosts: int) -> Sizes:
     return Sizes(zero=stage, offload=offload)
 
 
-def _read_megatron(keys: Keys, draft: Draft, hosts: int) -> Sizes:
+def _read_megatron(keys: SectionKeys, draft: Draft, hosts: int) -> Sizes:
     raw = keys.take("megatron_lm_config") or {}
     if not isinstance(raw, Mapping):
         raise UserError(f"megatron_lm_config is {raw!r}; it should be a section of keys and values")
-    section = Keys({str(k).removeprefix("megatron_lm_"): v for k, v in raw.items()}, draft, "megatron_lm_config")
+    section = SectionKeys(
+        {str(k).removeprefix("megatron_lm_"): v for k, v in raw.items()}, draft, "megatron_lm_config"
+    )
     tensor = section.whole("tp_degree") or 1
     options = {}
     if section.switch("sequence_parallelism") and tensor > 1:
@@ -208,13 +219,13 @@ def _read_megatron(keys: Keys, draft: Draft, hosts: int) -> Sizes:
 _SIZES = {"FSDP": _read_fsdp, "DEEPSPEED": _read_deepspeed, "MEGATRON_LM": _read_megatron}
 
 
-def _parallelism(keys: Keys, draft: Draft, sizes: Sizes) -> Sizes:
+def _parallelism(keys: SectionKeys, draft: Draft, sizes: Sizes) -> Sizes:
     """The mesh sizes with those of `parallelism_config`, if there is one."""
     raw = keys.take("parallelism_config") or {}
     if not isinstance(raw, Mapping):
         raise UserError(f"parallelism_config is {raw!r}; it should be a section of keys and values")
     short = {str(key).removeprefix("parallelism_config_"): value for key, value in raw.items()}
-    section = Keys(short, draft, "parallelism_config")
+    section = SectionKeys(short, draft, "parallelism_config")
     if not section:
         return sizes
     shard = section.whole("dp_shard_size") or 1
@@ -244,7 +255,7 @@ def _filled(sizes: Sizes, processes: int | None) -> Sizes:
     return sizes if sizes.data is not None else replace(sizes, data=processes // taken)
 
 
-def _precision(keys: Keys, draft: Draft) -> None:
+def _precision(keys: SectionKeys, draft: Draft) -> None:
     given = str(keys.take("mixed_precision") or "no").lower()
     if keys.switch("fp16"):  # the key of older versions
         given = "fp16"
@@ -256,11 +267,13 @@ def _precision(keys: Keys, draft: Draft) -> None:
         raise UserError(f"mixed_precision is {given}; use no, fp16, bf16 or fp8")
 
 
-def _compile(keys: Keys, draft: Draft) -> None:
+def _compile(keys: SectionKeys, draft: Draft) -> None:
     raw = keys.take("dynamo_config") or {}
     if not isinstance(raw, Mapping):
         raise UserError(f"dynamo_config is {raw!r}; it should be a section of keys and values")
-    section = Keys({str(key).removeprefix("dynamo_"): value for key, value in raw.items()}, draft, "dynamo_config")
+    section = SectionKeys(
+        {str(key).removeprefix("dynamo_"): value for key, value in raw.items()}, draft, "dynamo_config"
+    )
     backend = section.take("backend") or keys.take("dynamo_backend")
     if backend is not None and str(backend).upper() not in ("NO", "FALSE"):
         draft.set("run.compile", True, "" if str(backend).upper() == "INDUCTOR" else f"by inductor, not {backend}")
@@ -271,7 +284,7 @@ _SAID = {"recipe.precision", "run.layout", "run.device", "run.compile", "run.pro
 _OFFLOADS_OF_ZERO = {"optimizer": "cpu", "optimizer-disk": "nvme"}
 
 
-class WriteAccelerate(Writer):
+class WriteAccelerate(ConfigWriter):
     def write(self, job: Job, layout: Layout) -> Written:
         remarks, said = list[str](), set(_SAID)
         config: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """What readers and writers of other tools' configurations share.
 
-A `Draft` collects the keys of a job that a reader found, and a remark for every value that has no counterpart. `Keys`
-reads a section and tracks which of its keys were read, so that none is ignored silently.
+A `Draft` collects the keys of a job that a reader found, and a remark for every value that has no counterpart.
+`SectionKeys` reads a section and tracks which of its keys were read, so that none is ignored silently.
 """
 
 from abc import ABC, abstractmethod
@@ -159,7 +159,7 @@ AUTO = "auto"
 _SWITCHES = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
 
-class Keys:
+class SectionKeys:
     """Reads a section's keys, and tracks which were read."""
 
     def __init__(self, values: Any, draft: Draft, place: str = "") -> None:
@@ -222,17 +222,17 @@ class Keys:
                 return choice
         raise UserError(f"{self.place(key)} is {shown(value)}; {closest(str(value), choices)}")
 
-    def section(self, key: str) -> "Keys":
+    def section(self, key: str) -> "SectionKeys":
         """Read an inner section; an empty one if it is missing."""
         value = self._left.pop(key, {})
-        return Keys({} if value is None else value, self._draft, self.place(key))
+        return SectionKeys({} if value is None else value, self._draft, self.place(key))
 
-    def enabled(self, key: str) -> "Keys":
+    def enabled(self, key: str) -> "SectionKeys":
         """Read an inner section with a switch `enabled`; an empty one, with a remark, if that is off."""
         section = self.section(key)
         if section and not section.switch("enabled"):
             self._draft.remark(self.place(key), None, "not enabled")
-            return Keys({}, self._draft, self.place(key))
+            return SectionKeys({}, self._draft, self.place(key))
         return section
 
     def remark(self, key: str, why: str) -> None:
@@ -277,7 +277,7 @@ class Written:
     remarks: Sequence[str] = ()
 
 
-class Reader(ABC):
+class ConfigReader(ABC):
     """Reads another tool's configuration into the draft of a job."""
 
     title: str  # name of such a file in messages and comments
@@ -291,7 +291,7 @@ class Reader(ABC):
         """Read the content. Raises UserError for values that are wrong or contradict each other."""
 
 
-class Writer(ABC):
+class ConfigWriter(ABC):
     """Writes a job as another tool's configuration."""
 
     @abstractmethod

@@ -11,7 +11,16 @@ from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.recipe import Recipe
-from samestep.translate.base import Draft, GivenSizes, Keys, Reader, Sizes, Writer, Written, has_any
+from samestep.translate.base import (
+    ConfigReader,
+    ConfigWriter,
+    Draft,
+    GivenSizes,
+    SectionKeys,
+    Sizes,
+    Written,
+    has_any,
+)
 from samestep.translate.deepspeed_optimizer import read_optimizer, written_optimizer, written_schedule
 from samestep.translate.unsaid import unsaid
 
@@ -70,7 +79,7 @@ _ZERO_REASONS = {
 _ZERO_OTHERWISE = "buckets, prefetching and overlap are set by themselves"
 
 
-class ReadDeepSpeed(Reader):
+class ReadDeepSpeed(ConfigReader):
     title = "a DeepSpeed JSON"
 
     def recognises(self, given: Any) -> bool:
@@ -78,7 +87,7 @@ class ReadDeepSpeed(Reader):
 
     def read(self, given: Any, asked: GivenSizes) -> Draft:
         draft = Draft()
-        keys = Keys(given, draft)
+        keys = SectionKeys(given, draft)
         sizes = _sizes(keys, draft)
         data = read_batch(keys, draft, sizes, asked)
         draft.set_layout(
@@ -93,7 +102,7 @@ class ReadDeepSpeed(Reader):
         return draft
 
 
-def _sizes(keys: Keys, draft: Draft) -> Sizes:
+def _sizes(keys: SectionKeys, draft: Draft) -> Sizes:
     """Read the mesh sizes, except the number of data ranks."""
     tensor_keys = keys.section("tensor_parallel")
     tensor = tensor_keys.whole("autotp_size", least=0) or 1
@@ -131,12 +140,12 @@ def _sizes(keys: Keys, draft: Draft) -> Sizes:
     )
 
 
-def _zero(keys: Keys, draft: Draft) -> tuple[int, list[str]]:
+def _zero(keys: SectionKeys, draft: Draft) -> tuple[int, list[str]]:
     """Read the ZeRO stage and the offloads."""
     given = keys.take("zero_optimization")
     if isinstance(given, bool):  # the oldest versions' form
         return int(given), []
-    section = Keys(given or {}, draft, "zero_optimization")
+    section = SectionKeys(given or {}, draft, "zero_optimization")
     stage = stage_of({"zero_optimization": {"stage": section.whole("stage", least=0)}}) or 0
     offload = []
     if section.switch("cpu_offload"):
@@ -162,7 +171,7 @@ def _zero(keys: Keys, draft: Draft) -> tuple[int, list[str]]:
     return stage, offload
 
 
-def read_batch(keys: Keys, draft: Draft, sizes: Sizes, asked: GivenSizes) -> int | None:
+def read_batch(keys: SectionKeys, draft: Draft, sizes: Sizes, asked: GivenSizes) -> int | None:
     """Set batch and micro-batch size; returns the number of data ranks, or None if it is not known.
 
     DeepSpeed requires train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks.
@@ -230,7 +239,7 @@ def _contradiction(batch: int, micro: int | None, accumulation: int | None, data
     )
 
 
-def _clip(keys: Keys, draft: Draft) -> None:
+def _clip(keys: SectionKeys, draft: Draft) -> None:
     given = "gradient_clipping" in keys
     clip = keys.number("gradient_clipping")
     if clip:
@@ -243,7 +252,7 @@ def _clip(keys: Keys, draft: Draft) -> None:
         )
 
 
-def _read_precision(keys: Keys, draft: Draft) -> None:
+def _read_precision(keys: SectionKeys, draft: Draft) -> None:
     """Set the precision: torch_autocast is samestep's autocast over float32 parameters; fp16 and bf16 come close."""
     fp16 = keys.enabled("fp16")
     bf16 = keys.enabled("bf16" if "bf16" in keys else "bfloat16")
@@ -260,7 +269,7 @@ def _read_precision(keys: Keys, draft: Draft) -> None:
     autocast.leave({}, "PyTorch's own list of operations is taken")
 
 
-def _tensorboard(keys: Keys, draft: Draft) -> None:
+def _tensorboard(keys: SectionKeys, draft: Draft) -> None:
     if "tensorboard" not in keys:
         return
     section = keys.section("tensorboard")
@@ -280,7 +289,7 @@ _SAID = {
 }
 
 
-class WriteDeepSpeed(Writer):
+class WriteDeepSpeed(ConfigWriter):
     def write(self, job: Job, layout: Layout) -> Written:
         recipe, remarks = job.recipe, list[str]()
         said = set(_SAID)

@@ -5,7 +5,7 @@ from typing import Any
 from samestep.engines.deepspeed.config import DEFAULT_LR, default_decay
 from samestep.errors import UserError
 from samestep.recipe import AdamW, NamedOptimizer, Recipe
-from samestep.translate.base import Draft, Keys
+from samestep.translate.base import Draft, SectionKeys
 
 _OTHER_OPTIMIZER = "recipe.optimizer can be adamw or sgd; until you say it is adamw with its default rate"
 _OTHER_SCHEDULE = "recipe.schedule has a linear warm-up and a linear or cosine decay"
@@ -15,7 +15,7 @@ _DECAY_ALL = "DeepSpeed decays biases and norms too, where the script hands it n
 _SCHEDULES = {"WarmupLR": "none", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-def read_optimizer(keys: Keys, draft: Draft) -> None:
+def read_optimizer(keys: SectionKeys, draft: Draft) -> None:
     """Set the recipe's optimizer and schedule and, if the schedule has it, the number of steps."""
     optimizer = keys.section("optimizer")
     name = optimizer.take("type")
@@ -33,7 +33,7 @@ def read_optimizer(keys: Keys, draft: Draft) -> None:
     _read_schedule(keys.section("scheduler"), draft)
 
 
-def _adamw(name: str, given: Keys, draft: Draft) -> None:
+def _adamw(name: str, given: SectionKeys, draft: Draft) -> None:
     left_out = "weight_decay" not in given
     decay = given.number("weight_decay")
     decoupled = given.switch("adam_w_mode")
@@ -59,7 +59,7 @@ def _adamw(name: str, given: Keys, draft: Draft) -> None:
             draft.remark(given.place(switch), value, "AdamW is computed without it")
 
 
-def _sgd(given: Keys, draft: Draft) -> None:
+def _sgd(given: SectionKeys, draft: Draft) -> None:
     draft.set("recipe.optimizer.name", "sgd")
     _rate(given, draft, default=DEFAULT_LR)
     if (momentum := given.number("momentum")) is not None:
@@ -71,7 +71,7 @@ def _sgd(given: Keys, draft: Draft) -> None:
         draft.remark(given.place("dampening"), dampening, "momentum has no dampening")
 
 
-def _rate(given: Keys, draft: Draft, default: float) -> None:
+def _rate(given: SectionKeys, draft: Draft, default: float) -> None:
     asked = "lr" in given
     rate = given.number("lr")
     if rate:
@@ -88,7 +88,7 @@ def _decay(decay: float | None, why: str, draft: Draft) -> None:
         draft.set("recipe.optimizer.decay_all", True, _DECAY_ALL)
 
 
-def _read_schedule(section: Keys, draft: Draft) -> None:
+def _read_schedule(section: SectionKeys, draft: Draft) -> None:
     if not section:
         return
     name = section.take("type")
@@ -122,7 +122,7 @@ def _read_schedule(section: Keys, draft: Draft) -> None:
 _DEFAULT = "DeepSpeed's default"
 
 
-def _highest(rate: float, why: str, given: Keys, draft: Draft) -> None:
+def _highest(rate: float, why: str, given: SectionKeys, draft: Draft) -> None:
     """Set the recipe's learning rate to the highest of the schedule."""
     if draft.get("recipe.optimizer.name") is None:
         draft.remark(given.place("warmup_max_lr"), rate, "write it as recipe.optimizer.lr")
@@ -130,7 +130,7 @@ def _highest(rate: float, why: str, given: Keys, draft: Draft) -> None:
         draft.set("recipe.optimizer.lr", rate, why)
 
 
-def _warmup(given: Keys, draft: Draft, *, cosine: bool) -> None:
+def _warmup(given: SectionKeys, draft: Draft, *, cosine: bool) -> None:
     steps = given.whole("warmup_num_steps", least=0)
     kind = given.word("warmup_type", ("log", "linear"))
     if "warmup_num_steps" not in given:

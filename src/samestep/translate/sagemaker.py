@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.translate.base import Draft, GivenSizes, Keys, Reader, Sizes, has_any
+from samestep.translate.base import ConfigReader, Draft, GivenSizes, SectionKeys, Sizes, has_any
 
 # Keys of the launchers that start the ranks; some of them have no counterpart.
 _LAUNCHERS = ("torch_distributed", "pytorchddp", "mpi", "parameter_server", "multi_worker_mirrored_strategy")
@@ -47,7 +47,7 @@ _REASONS = {
 _OTHERWISE = "no counterpart"
 
 
-class ReadSageMaker(Reader):
+class ReadSageMaker(ConfigReader):
     title = "a SageMaker distribution dictionary"
 
     def recognises(self, given: Any) -> bool:
@@ -55,7 +55,7 @@ class ReadSageMaker(Reader):
 
     def read(self, given: Any, asked: GivenSizes) -> Draft:
         draft = Draft()
-        keys = Keys(given, draft)
+        keys = SectionKeys(given, draft)
         if "distribution" in keys:
             outer = keys
             keys = keys.section("distribution")
@@ -81,7 +81,7 @@ class ReadSageMaker(Reader):
         return draft
 
 
-def _launchers(keys: Keys, draft: Draft) -> None:
+def _launchers(keys: SectionKeys, draft: Draft) -> None:
     for name in _LAUNCHERS:
         section = keys.enabled(name)
         if section and name in _NO_COUNTERPART:
@@ -91,7 +91,7 @@ def _launchers(keys: Keys, draft: Draft) -> None:
         section.leave({}, "who starts the ranks says it")
 
 
-def _model_parallel(keys: Keys, draft: Draft, asked: GivenSizes) -> Sizes:
+def _model_parallel(keys: SectionKeys, draft: Draft, asked: GivenSizes) -> Sizes:
     """Read the sizes and options of smdistributed.modelparallel."""
     pipeline = _either(keys, "pipeline_parallel_degree", "partitions") or 1
     tensor = keys.whole("tensor_parallel_degree") or 1
@@ -118,7 +118,7 @@ def _model_parallel(keys: Keys, draft: Draft, asked: GivenSizes) -> Sizes:
     return replace(sizes, options=options)
 
 
-def _either(keys: Keys, *names: str) -> int | None:
+def _either(keys: SectionKeys, *names: str) -> int | None:
     """Read a size that has several names. Raises UserError if they have different values."""
     found = {name: size for name in names if (size := keys.whole(name)) is not None}
     if len(set(found.values())) > 1:
@@ -126,7 +126,7 @@ def _either(keys: Keys, *names: str) -> int | None:
     return next(iter(found.values()), None)
 
 
-def _pipeline(keys: Keys, draft: Draft, pipeline: int) -> dict[str, str]:
+def _pipeline(keys: SectionKeys, draft: Draft, pipeline: int) -> dict[str, str]:
     """Read the pipeline's options. SageMaker's `interleaved` runs backwards as early as possible, which is 1F1B."""
     schedule = keys.word("pipeline", ("interleaved", "simple"))
     balance = keys.word("optimize", ("speed", "memory"))
@@ -140,7 +140,7 @@ def _pipeline(keys: Keys, draft: Draft, pipeline: int) -> dict[str, str]:
     return options
 
 
-def _data_ranks(keys: Keys, draft: Draft, sizes: Sizes, asked: GivenSizes) -> int | None:
+def _data_ranks(keys: SectionKeys, draft: Draft, sizes: Sizes, asked: GivenSizes) -> int | None:
     """The number of data ranks: 1 without replicas, else from the number of processes; None if that is not known."""
     replicas = keys.switch("ddp") or keys.switch("horovod")
     if asked.processes is None:
@@ -155,7 +155,7 @@ def _data_ranks(keys: Keys, draft: Draft, sizes: Sizes, asked: GivenSizes) -> in
     return asked.processes // sizes.model
 
 
-def _shards(keys: Keys, sizes: Sizes, data: int | None) -> Sizes:
+def _shards(keys: SectionKeys, sizes: Sizes, data: int | None) -> Sizes:
     """Read how parameters are sharded: over all data ranks or a part of them."""
     place = keys.place("hybrid_shard_degree")
     first, second = keys.whole("sharded_data_parallel_degree"), keys.whole("hybrid_shard_degree", least=0)
@@ -171,7 +171,7 @@ def _shards(keys: Keys, sizes: Sizes, data: int | None) -> Sizes:
     return replace(sizes, zero=3, replicas=data // degree if data else None, data=degree)
 
 
-def _order(keys: Keys, sizes: Sizes) -> str | None:
+def _order(keys: SectionKeys, sizes: Sizes) -> str | None:
     """The order of the mesh axes over the ranks; None if only one axis is split, where all orders are the same."""
     given = keys.take("placement_strategy")
     letters = str(given if given is not None else "cluster")
@@ -185,7 +185,7 @@ def _order(keys: Keys, sizes: Sizes) -> str | None:
     return ".".join(_PLACED[letter] for letter in letters) if split > 1 else None
 
 
-def _precision(keys: Keys, draft: Draft) -> None:
+def _precision(keys: SectionKeys, draft: Draft) -> None:
     if keys.switch("bf16"):
         draft.set("recipe.precision", "bf16")
     if keys.switch("fp16") or keys.switch("fp16_params"):
@@ -195,7 +195,7 @@ def _precision(keys: Keys, draft: Draft) -> None:
     keys.take("fp16_params")
 
 
-def _micro_batch(keys: Keys, draft: Draft, sizes: Sizes) -> None:
+def _micro_batch(keys: SectionKeys, draft: Draft, sizes: Sizes) -> None:
     """Set the micro-batch size from the number of micro-batches, if the batch is known; else add a remark."""
     count = keys.whole("microbatches")
     if count is None:

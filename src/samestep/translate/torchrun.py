@@ -9,7 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.translate.base import Draft, GivenSizes, Reader, Sizes
+from samestep.translate.base import ConfigReader, Draft, GivenSizes, Sizes
 
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -23,7 +23,7 @@ _OTHERWISE = "stays torchrun's: torchrun ... -m samestep train JOB.yaml"
 _SCRIPT = ("training_script", "training_script_args", "module", "no_python", "run_path", "use_env")
 
 
-class ReadTorchrun(Reader):
+class ReadTorchrun(ConfigReader):
     title = "a torchrun command"
 
     def recognises(self, given: Any) -> bool:

@@ -16,20 +16,20 @@ from samestep.errors import UserError, closest
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.translate.accelerate import ReadAccelerate, WriteAccelerate
-from samestep.translate.base import Draft, GivenSizes, Reader, Writer, Written
+from samestep.translate.base import ConfigReader, ConfigWriter, Draft, GivenSizes, Written
 from samestep.translate.deepspeed import ReadDeepSpeed, WriteDeepSpeed
 from samestep.translate.sagemaker import ReadSageMaker
 from samestep.translate.torchrun import ReadTorchrun
 from samestep.validation import shown
 
-READERS: Mapping[str, Reader] = {
+READERS: Mapping[str, ConfigReader] = {
     "accelerate": ReadAccelerate(),
     "deepspeed": ReadDeepSpeed(),
     "sagemaker": ReadSageMaker(),
     "torchrun": ReadTorchrun(),
 }
 
-WRITERS: Mapping[str, Writer] = {
+WRITERS: Mapping[str, ConfigWriter] = {
     "accelerate": WriteAccelerate(),
     "deepspeed": WriteDeepSpeed(),
 }

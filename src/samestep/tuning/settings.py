@@ -11,7 +11,7 @@ from samestep.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class SettingCandidate:
     """One value of a setting."""
 
     value: str  # as it is shown
@@ -30,65 +30,71 @@ class Setting:
     """A setting to try; `keeps_result` is False if it changes results beyond the order of sums."""
 
     name: str
-    candidates: Callable[[Job, Layout], Sequence[Candidate]]
+    candidates: Callable[[Job, Layout], Sequence[SettingCandidate]]
     keeps_result: bool = True
 
 
-def _transports(job: Job, layout: Layout) -> list[Candidate]:
+def _transports(job: Job, layout: Layout) -> list[SettingCandidate]:
     """Other transports, where there are messages."""
     if layout.size == 1:
         return []
     others = [name for name in ("auto", "gloo") if name != job.run.transport]
-    return [Candidate(value=name, run={"transport": name}) for name in others]
+    return [SettingCandidate(value=name, run={"transport": name}) for name in others]
 
 
-def _threads(job: Job, layout: Layout) -> list[Candidate]:
+def _threads(job: Job, layout: Layout) -> list[SettingCandidate]:
     """Half and twice the threads of a rank, as far as there are cores."""
     now = threads_of(layout.size, job.run.threads)
     wanted = sorted({max(1, now // 2), min(cores(), now * 2)} - {now})
-    return [Candidate(value=str(threads), run={"threads": threads}) for threads in wanted]
+    return [SettingCandidate(value=str(threads), run={"threads": threads}) for threads in wanted]
 
 
-def _micro_batches(job: Job, layout: Layout) -> list[Candidate]:
+def _micro_batches(job: Job, layout: Layout) -> list[SettingCandidate]:
     """The whole slice of a rank, a half and a quarter of it; of a pipeline also less."""
     slice_ = -(-job.recipe.batch // layout.data_ranks)
     parts = (1, 2, 4, 8) if layout.pipeline > 1 else (1, 2, 4)
     sizes = dict.fromkeys(-(-slice_ // part) for part in parts)
     now = min(job.run.micro_batch or slice_, slice_)
-    return [Candidate(value=str(size), run={"micro_batch": size}) for size in sizes if size != now]
+    return [SettingCandidate(value=str(size), run={"micro_batch": size}) for size in sizes if size != now]
 
 
-def _buckets(job: Job, layout: Layout) -> list[Candidate]:
+def _buckets(job: Job, layout: Layout) -> list[SettingCandidate]:
     """Other sizes of gradient buckets, in MiB."""
     if layout.size == 1:
         return []
     now = job.run.bucket_mb or 25.0
-    return [Candidate(value=f"{size:g}", run={"bucket_mb": size}) for size in (1.0, 5.0, 25.0, 100.0) if size != now]
+    return [
+        SettingCandidate(value=f"{size:g}", run={"bucket_mb": size})
+        for size in (1.0, 5.0, 25.0, 100.0)
+        if size != now
+    ]
 
 
-def _compile(job: Job, layout: Layout) -> list[Candidate]:
+def _compile(job: Job, layout: Layout) -> list[SettingCandidate]:
     other = not job.run.compile
-    return [Candidate(value=str(other).lower(), run={"compile": other})]
+    return [SettingCandidate(value=str(other).lower(), run={"compile": other})]
 
 
-def _workers(job: Job, layout: Layout) -> list[Candidate]:
-    return [Candidate(value=str(count), run={"workers": count}) for count in (0, 1, 2) if count != job.run.workers]
+def _workers(job: Job, layout: Layout) -> list[SettingCandidate]:
+    return [
+        SettingCandidate(value=str(count), run={"workers": count}) for count in (0, 1, 2) if count != job.run.workers
+    ]
 
 
-def _allocators(job: Job, layout: Layout) -> list[Candidate]:
+def _allocators(job: Job, layout: Layout) -> list[SettingCandidate]:
     """Allocators of main memory that take malloc's place: where they are installed, by the name that loads them."""
-    found: list[Candidate] = []
+    found: list[SettingCandidate] = []
     for name, libraries in {"jemalloc": ("jemalloc",), "tcmalloc": ("tcmalloc", "tcmalloc_minimal")}.items():
         file = next(filter(None, map(ctypes.util.find_library, libraries)), None)
         if file is None:
-            found.append(Candidate(value=name, missing=f"lib{name} is not installed"))
+            found.append(SettingCandidate(value=name, missing=f"lib{name} is not installed"))
         else:
-            found.append(Candidate(value=name, environment={"LD_PRELOAD": file}))
+            found.append(SettingCandidate(value=name, environment={"LD_PRELOAD": file}))
     return found
 
 
-def _precision(job: Job, layout: Layout) -> list[Candidate]:
-    return [Candidate(value="bf16", recipe={"precision": "bf16"})] if job.recipe.precision == "fp32" else []
+def _precision(job: Job, layout: Layout) -> list[SettingCandidate]:
+    return [SettingCandidate(value="bf16", recipe={"precision": "bf16"})] if job.recipe.precision == "fp32" else []
 
 
 # In the order in which they are tried.

@@ -19,7 +19,7 @@ from samestep.jobfile import LoadedJob, dump
 from samestep.tasks.base import Task
 from samestep.training.metrics_log import Bar
 from samestep.tuning.results import Status, Timing, Tuned, TuningRow
-from samestep.tuning.settings import SETTINGS, Candidate, Setting
+from samestep.tuning.settings import SETTINGS, Setting, SettingCandidate
 
 TIME_LIMIT = 600.0  # seconds of one trial
 _FIRST = 3  # steps that are not timed: state and buffers are made in two of them, and bytes are counted in the third
@@ -105,7 +105,7 @@ def greedy(
     layout = layout_of(job)
     variables: dict[str, str] = {}
     rows: list[TuningRow] = []
-    best = Candidate(value="")
+    best = SettingCandidate(value="")
     first = last = None
     with Bar("tune", len(settings)) as bar:
         for setting in sorted(settings, key=lambda setting: not setting.keeps_result):
@@ -135,13 +135,13 @@ def _measured(measure: Measure, job: Job, variables: Mapping[str, str]) -> float
         raise RankFailedError(0, str(error)) from None
 
 
-Found = list[tuple[Candidate, Timing | TrialError]]
+Found = list[tuple[SettingCandidate, Timing | TrialError]]
 
 
 def _compared(
     job: Job,
     variables: Mapping[str, str],
-    candidates: Sequence[Candidate],
+    candidates: Sequence[SettingCandidate],
     measure: Measure,
     repeats: int,
     task: Task | None,
@@ -175,7 +175,7 @@ def _compared(
     return found, Timing(repeats=tuple(seconds[-1]))
 
 
-def _refused(candidate: Candidate, job: Job, task: Task | None) -> TrialError | None:
+def _refused(candidate: SettingCandidate, job: Job, task: Task | None) -> TrialError | None:
     """Why a value can't be tried, as far as it is known before any process starts."""
     if candidate.missing is not None:
         return TrialError("not installed", candidate.missing)
@@ -187,7 +187,7 @@ def _refused(candidate: Candidate, job: Job, task: Task | None) -> TrialError | 
     return None
 
 
-def _fastest(found: Found, before: Timing | None) -> Candidate | None:
+def _fastest(found: Found, before: Timing | None) -> SettingCandidate | None:
     """The value that is faster than what was best before, by more than the repeats differ; None where none is."""
     timed = [(candidate, result) for candidate, result in found if isinstance(result, Timing)]
     if before is None or not timed:
@@ -198,7 +198,7 @@ def _fastest(found: Found, before: Timing | None) -> Candidate | None:
 
 
 def _row(
-    setting: Setting, candidate: Candidate, result: Timing | TrialError, before: Timing | None, *, kept: bool
+    setting: Setting, candidate: SettingCandidate, result: Timing | TrialError, before: Timing | None, *, kept: bool
 ) -> TuningRow:
     """Build a value's row: its speedup, or why it could not be tried."""
     if isinstance(result, TrialError):

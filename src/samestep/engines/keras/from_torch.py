@@ -142,7 +142,7 @@ class Groups:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Converted:
+class ConvertedModel:
     """A Keras model, and the variable in it for each parameter of the PyTorch model."""
 
     model: Any  # takes and gives tensors with the dimensions in PyTorch's order
@@ -187,7 +187,7 @@ def check(model: nn.Module) -> None:
             owners[id(parameter)] = name
 
 
-def convert(model: nn.Module, tools: Tools, example: Any) -> Converted:
+def convert(model: nn.Module, tools: Tools, example: Any) -> ConvertedModel:
     """Make the Keras model in the strategy's scope that is entered. `example`: what the model may be called with."""
     check(model)
     if not isinstance(example, Tensor):
@@ -209,7 +209,7 @@ def convert(model: nn.Module, tools: Tools, example: Any) -> Converted:
         else:
             arguments = fx.map_arg((node.args, node.kwargs), lambda inner: values[inner])
             values[node] = FUNCTIONS[node.target](tools, *arguments[0], **arguments[1])
-    converted = Converted(model=tools.keras.Model(given, output), weights=weights)
+    converted = ConvertedModel(model=tools.keras.Model(given, output), weights=weights)
     for name, parameter in model.named_parameters():
         if name in weights:
             converted.assign(name, parameter)

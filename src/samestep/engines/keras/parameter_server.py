@@ -31,7 +31,7 @@ def roles(ranks: int) -> list[str]:
     return [CHIEF, *[WORKER] * (ranks - 1 - servers), *[SERVER] * servers]
 
 
-class ParameterServer(Engine):
+class KerasParameterServer(Engine):
     """The servers hold parameters and optimizer state, the workers compute, and the chief hands out samples.
 
     A step's batch is cut into parts, a worker's share or a micro-batch each. Whichever worker is free takes the

@@ -2,7 +2,7 @@
 
 Point-to-point over a gloo group of their own. A push is a header, the numbers of touched rows if there are any, and
 values; the header tells how many. A reply is a header and the shard's parameters. A worker whose process has died
-pushes headers alone (`Kind`).
+pushes headers alone (`PushKind`).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _UNUSED, _DENSE = -2, -1
 _INDEX_BYTES = 8
 
 
-class Kind(IntEnum):
+class PushKind(IntEnum):
     """The kind of a push. All but GRADIENT are sent for workers whose process has died, without a gradient."""
 
     GRADIENT = 0  # a gradient; the reply has the parameters, once the staleness bound allows the next step
@@ -43,7 +43,7 @@ class Told:
     global_samples: float
     norm: float  # of its own mean gradient, before clipping; only for asynchronous workers
     stop_at: float  # the step from which on all ranks report a loss of NaN; infinite: none
-    kind: float = Kind.GRADIENT
+    kind: float = PushKind.GRADIENT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
 from samestep.engines.parameter_server.member import ServerSetup
-from samestep.engines.parameter_server.messages import Answer, Kind, Push, Told
+from samestep.engines.parameter_server.messages import Answer, Push, PushKind, Told
 from samestep.engines.parameter_server.worker import Worker
 from samestep.engines.parameter_server.worker_process import ProcessDiedError, WorkerProcess
 from samestep.engines.setup import TrainerSetup
@@ -57,7 +57,7 @@ class RestartingWorker(Worker):
     def _leave(self, death: ProcessDiedError, batch: StepBatch, loss: Loss) -> None:
         """Report the worker as away to the servers, and start another process if a restart is left."""
         self._away = True
-        self._tell(Kind.AWAY, batch)
+        self._tell(PushKind.AWAY, batch)
         self.wire.wait()
         limit = self.settings.worker_restarts or 0
         while True:
@@ -82,17 +82,17 @@ class RestartingWorker(Worker):
 
     def _miss(self, batch: StepBatch) -> StepReport:
         """Skip a step, and receive the servers' replies."""
-        self._tell(Kind.LOST if self._lost else Kind.MISSED, batch)
+        self._tell(PushKind.LOST if self._lost else PushKind.MISSED, batch)
         return self._report(self._heard(self.wire.receive_headers(self.roles.servers)))
 
     def _return(self) -> None:
         """Report the worker as back, and receive the current parameters."""
-        self._tell(Kind.BACK, None)
+        self._tell(PushKind.BACK, None)
         self._heard(self.wire.receive_replies(self.roles.servers, self._shards()))
         self.wire.wait()
         self._changed, self._away = True, False
 
-    def _tell(self, kind: Kind, batch: StepBatch | None) -> None:
+    def _tell(self, kind: PushKind, batch: StepBatch | None) -> None:
         """Push a header without a gradient to every server."""
         told = Told(
             loss=0.0,

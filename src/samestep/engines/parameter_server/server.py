@@ -15,7 +15,7 @@ from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
 from samestep.engines.parameter_server.attendance import Attendance
 from samestep.engines.parameter_server.member import ParameterServerMember, ServerSetup, piece_of_state
-from samestep.engines.parameter_server.messages import Answer, Kind, Pushed, Told
+from samestep.engines.parameter_server.messages import Answer, Pushed, PushKind, Told
 from samestep.engines.parameter_server.shards import Chunk
 from samestep.engines.setup import TrainerSetup
 from samestep.parallel.holdings import Holdings, state_tensors
@@ -192,17 +192,17 @@ class AsynchronousServer(Server):
     def _take(self, worker: int, pushed: Pushed) -> None:
         """Handle a push, and reply to the workers that the bound then allows to continue."""
         self._stop_at = min(self._stop_at, pushed.told.stop_at)
-        kind = Kind(int(pushed.told.kind))
-        if kind is Kind.GRADIENT:
+        kind = PushKind(int(pushed.told.kind))
+        if kind is PushKind.GRADIENT:
             self._take_gradient(worker, pushed)
-        elif kind is Kind.AWAY:
+        elif kind is PushKind.AWAY:
             self._attendance.leaves(worker, self._updates)
-        elif kind is Kind.BACK:
+        elif kind is PushKind.BACK:
             self._attendance.returns(worker, self._updates)
             self._hand_out(worker)
             self._reply(worker, self.shard)
         else:
-            self._take_missed(worker, pushed.told, lost=kind is Kind.LOST)
+            self._take_missed(worker, pushed.told, lost=kind is PushKind.LOST)
         self._answer()
 
     def _take_gradient(self, worker: int, pushed: Pushed) -> None:

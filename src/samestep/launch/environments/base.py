@@ -108,7 +108,7 @@ class FoundCluster:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class RendezvousInfo:
     """Rendezvous information of ranks whose launcher only numbers them."""
 
     job: str  # id of the job, unique at any time

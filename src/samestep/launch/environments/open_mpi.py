@@ -9,8 +9,8 @@ from samestep.launch.environments.base import (
     Cluster,
     FoundCluster,
     Host,
-    Meeting,
     PlaceInputs,
+    RendezvousInfo,
     Variables,
     shares,
     unnamed,
@@ -71,14 +71,14 @@ class OpenMpi:
         )
 
 
-def meeting(environ: Mapping[str, str]) -> Meeting:
+def rendezvous_info(environ: Mapping[str, str]) -> RendezvousInfo:
     """Return where the processes of an mpirun meet: on mpirun's host, whose addresses are all known."""
     read = Variables(environ)
     job = _job(read)
     if job is None:
         raise UserError(f"Open MPI's variables don't name the job; {TELL_US}")
     uri = read.text("OMPI_MCA_orte_hnp_uri") or ""
-    return Meeting(job=f"open-mpi {job} {uri}", addresses=tuple(_addresses(uri)))
+    return RendezvousInfo(job=f"open-mpi {job} {uri}", addresses=tuple(_addresses(uri)))
 
 
 def _job(read: Variables) -> str | None:

@@ -13,8 +13,8 @@ from samestep.launch.environments.base import (
     Cluster,
     FoundCluster,
     Host,
-    Meeting,
     PlaceInputs,
+    RendezvousInfo,
     Slots,
     Variables,
     which,
@@ -107,12 +107,12 @@ def _nodes(read: Variables, *, step: bool) -> tuple[str, list[str]]:
     return name, host_names(name, read.wanted(name, "the names of the job's hosts"))
 
 
-def meeting(environ: Mapping[str, str]) -> Meeting:
+def rendezvous_info(environ: Mapping[str, str]) -> RendezvousInfo:
     """Return where the tasks of a step meet: on its first node."""
     read = Variables(environ)
     _, nodes = _nodes(read, step=True)
     parts = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    return Meeting(
+    return RendezvousInfo(
         job=" ".join(["slurm", *(read.text(part) or "" for part in parts)]),
         addresses=(nodes[0],),
         other=nodes[1] if len(nodes) > 1 else None,

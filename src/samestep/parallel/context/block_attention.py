@@ -19,7 +19,7 @@ _ATEN: Any = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class KeyValueBlock:
     """Queries, and a block of keys and values."""
 
     query: Tensor  # [batch, heads, queries, head_dim]
@@ -48,17 +48,17 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 class _Kernel(NamedTuple):
     """Forward and backward of a block for one kind of device and dtype."""
 
-    attend: Callable[[Block], Attended]
+    attend: Callable[[KeyValueBlock], Attended]
     # (block, gradient of the output over all keys, output over all keys) -> gradients of the block
-    gradients: Callable[[Block, Tensor, Attended], Gradients]
+    gradients: Callable[[KeyValueBlock, Tensor, Attended], Gradients]
 
 
-def attend(block: Block) -> Attended:
+def attend(block: KeyValueBlock) -> Attended:
     """A block's attention."""
     return _kernel(block).attend(block)
 
 
-def gradients(block: Block, gradient: Tensor, attended: Attended) -> Gradients:
+def gradients(block: KeyValueBlock, gradient: Tensor, attended: Attended) -> Gradients:
     """Gradients of a block's queries, keys and values; `attended`: the output of attention over all keys."""
     # A query that sees no key gets a zero gradient: its scores are -inf, and exp(-inf - 0) = 0.
     # [batch, heads, queries].
@@ -83,7 +83,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
-def _kernel(block: Block) -> _Kernel:
+def _kernel(block: KeyValueBlock) -> _Kernel:
     """The fastest kernel that gives the log-sum-exp as well, for this device, dtype and mask."""
     query = block.query
     if query.device.type == "cpu" and block.value.shape[-1] == query.shape[-1]:
@@ -94,14 +94,14 @@ def _kernel(block: Block) -> _Kernel:
     return _WRITTEN_OUT
 
 
-def _fits_flash(block: Block) -> bool:
+def _fits_flash(block: KeyValueBlock) -> bool:
     """Whether PyTorch's flash attention takes these heads: a width of at most 256, a multiple of 8."""
     width = block.query.shape[-1]
     fits = width % 8 == 0 and width <= 256 and block.value.shape[-1] == width
     return fits and has_flash_attention(block.query.device)
 
 
-def _attend_for_cpu(block: Block) -> Attended:
+def _attend_for_cpu(block: KeyValueBlock) -> Attended:
     """By PyTorch's kernel for CPUs, which takes any dtype and masks."""
     output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(  # lse [batch, heads, queries]
         block.query, block.key, block.value, 0.0, block.causal, attn_mask=block.mask, scale=block.scale
@@ -112,7 +112,7 @@ def _attend_for_cpu(block: Block) -> Attended:
     return Attended(output, lse)
 
 
-def _gradients_for_cpu(block: Block, gradient: Tensor, attended: Attended) -> Gradients:
+def _gradients_for_cpu(block: KeyValueBlock, gradient: Tensor, attended: Attended) -> Gradients:
     return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient,
         block.query,
@@ -127,7 +127,7 @@ def _gradients_for_cpu(block: Block, gradient: Tensor, attended: Attended) -> Gr
     )
 
 
-def _attend_by_flash(block: Block) -> Attended:
+def _attend_by_flash(block: KeyValueBlock) -> Attended:
     """On an accelerator, in 16 bits and without a mask. lse: [batch, heads, queries] in float32."""
     key, value = _for_each_head(block)
     output, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
@@ -136,7 +136,7 @@ def _attend_by_flash(block: Block) -> Attended:
     return Attended(output, lse)
 
 
-def _gradients_by_flash(block: Block, gradient: Tensor, attended: Attended) -> Gradients:
+def _gradients_by_flash(block: KeyValueBlock, gradient: Tensor, attended: Attended) -> Gradients:
     key, value = _for_each_head(block)
     # Without dropout the kernel reads neither seed nor offset, and of unpacked samples no lengths.
     unused = torch.empty(0, dtype=torch.int64, device=key.device)
@@ -160,7 +160,7 @@ def _gradients_by_flash(block: Block, gradient: Tensor, attended: Attended) -> G
     return query, _over_groups(key, block), _over_groups(value, block)
 
 
-def _attend_written_out(block: Block) -> Attended:
+def _attend_written_out(block: KeyValueBlock) -> Attended:
     """By products of matrices: [batch, heads, queries, keys] is in memory for the time of this block."""
     scores = _scores(block)  # [batch, heads, queries, keys]
     # Taken away before exp, so that no exponential overflows.
@@ -173,7 +173,7 @@ def _attend_written_out(block: Block) -> Attended:
     return Attended(output.to(block.query.dtype), (total.log() + largest).squeeze(-1))
 
 
-def _gradients_written_out(block: Block, gradient: Tensor, attended: Attended) -> Gradients:
+def _gradients_written_out(block: KeyValueBlock, gradient: Tensor, attended: Attended) -> Gradients:
     key, value = _for_each_head(block)
     weights = (_scores(block) - attended.lse.unsqueeze(-1)).exp_()  # [batch, heads, queries, keys]
     exact = weights.dtype
@@ -187,7 +187,7 @@ def _gradients_written_out(block: Block, gradient: Tensor, attended: Attended) -
     return of_query, _over_groups(of_key, block), _over_groups(of_value, block)
 
 
-def _scores(block: Block) -> Tensor:
+def _scores(block: KeyValueBlock) -> Tensor:
     """[batch, heads, queries, keys], in float32 where the query is of half precision."""
     key = _for_each_head(block)[0]
     scores = (block.query @ key.mT).to(exact_dtype(block.query.dtype)) * block.scale
@@ -204,14 +204,14 @@ def exact_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _for_each_head(block: Block) -> tuple[Tensor, Tensor]:
+def _for_each_head(block: KeyValueBlock) -> tuple[Tensor, Tensor]:
     """Keys and values, once for each head of the queries."""
     if block.groups == 1:
         return block.key, block.value
     return block.key.repeat_interleave(block.groups, 1), block.value.repeat_interleave(block.groups, 1)
 
 
-def _over_groups(gradient: Tensor, block: Block) -> Tensor:
+def _over_groups(gradient: Tensor, block: KeyValueBlock) -> Tensor:
     """The sum over the query heads that share a key-value head."""
     return gradient if block.groups == 1 else gradient.unflatten(1, (-1, block.groups)).sum(2)
 

@@ -51,7 +51,7 @@ class Gathered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Messages:
+class TokenExchange:
     """A layout's functions to gather and split the tokens of the running block."""
 
     own: Callable[[], int]  # the number of this rank's tokens
@@ -172,7 +172,7 @@ def _token_dim(seen: Seen, tokens: int) -> int | None:
     return next((dim for dim in (1, 2) if seen.shape[dim] == tokens), None)
 
 
-def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now: ForwardContext) -> None:
+def give_all_tokens(module: nn.Module, which: Gathered, messages: TokenExchange, now: ForwardContext) -> None:
     """Make a module work on all tokens. Every rank computes the same in it, with the same gradients."""
 
     def on_all_tokens(inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -201,7 +201,7 @@ def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now:
     wrap_forward(module, on_all_tokens)
 
 
-def _gathered(tensor: Tensor, messages: Messages, dim: int) -> Tensor:
+def _gathered(tensor: Tensor, messages: TokenExchange, dim: int) -> Tensor:
     """Gather all tokens of a tensor. Raises RuntimeError if it has another length than this rank's tokens."""
     own = messages.own()
     if tensor.shape[dim] != own:  # something that every rank has whole

@@ -42,7 +42,15 @@ from torch.autograd.function import once_differentiable
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.calls import Trace
-from samestep.parallel.context.block_attention import Attended, Block, additive, attend, exact_dtype, gradients, merge
+from samestep.parallel.context.block_attention import (
+    Attended,
+    KeyValueBlock,
+    additive,
+    attend,
+    exact_dtype,
+    gradients,
+    merge,
+)
 from samestep.parallel.context.shares import Shares, own_part
 
 WITHOUT_DROPOUT = (
@@ -123,7 +131,7 @@ class _Ring:
             first = piece  # only this rank's late piece
         if not keys:
             return None
-        block = Block(
+        block = KeyValueBlock(
             query=query.narrow(2, first, own - first),
             key=key.narrow(2, 0, keys),
             value=value.narrow(2, 0, keys),
@@ -150,7 +158,7 @@ class _Ring:
 class _Place:
     """A block of the scores and its place: the index of its first query, and its number of keys."""
 
-    block: Block
+    block: KeyValueBlock
     first: int
     keys: int
 

@@ -32,7 +32,7 @@ from samestep.parallel.blocks import repeated_layers, with_forward
 from samestep.parallel.calls import Trace
 from samestep.parallel.collectives import copy_to_region, divide_gradient, gather_from_region, scatter_to_region
 from samestep.parallel.context.attention import AttentionOverAll, Length
-from samestep.parallel.context.gathered import Messages, give_all_tokens, parameters_in
+from samestep.parallel.context.gathered import TokenExchange, give_all_tokens, parameters_in
 from samestep.parallel.context.hidden import Block, Key, keeps_tokens, look, refused
 from samestep.parallel.context.ring import check_ring
 from samestep.parallel.context.shares import Shares, own_part
@@ -298,9 +298,9 @@ def _split_chain(model: nn.Module, chain: Sequence[Block], shares: Shares, now: 
     _at_the_edges([block.module for block in chain], chain[0].hidden, shares, length)
 
 
-def _messages(shares: Shares, length: Length, mode: AttentionOverAll) -> Messages:
+def _messages(shares: Shares, length: Length, mode: AttentionOverAll) -> TokenExchange:
     """The messages of modules that get all tokens, over the context axis."""
-    return Messages(
+    return TokenExchange(
         own=lambda: shares.length(length.tokens),
         gather=lambda part, dim: gather_from_region(part, shares.of(length.tokens), dim),
         split=lambda whole, dim: scatter_to_region(whole, shares.of(whole.shape[dim]), dim),

@@ -24,7 +24,7 @@ SPLIT, WHOLE = "split", "whole"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class FirstCall:
     """A module's first call in the observed forward."""
 
     arguments: tuple[Any, ...]
@@ -39,7 +39,7 @@ class Stacked:
     name: str
     experts: int
     arguments: Arguments
-    seen: Seen
+    seen: FirstCall
 
     @property
     def caller(self) -> str:
@@ -55,7 +55,7 @@ class Listed:
     experts: int
     caller: str
     form: Form
-    seen: Seen  # of the caller
+    seen: FirstCall  # of the caller
 
 
 Experts = Stacked | Listed
@@ -65,7 +65,7 @@ Experts = Stacked | Listed
 class _Watched:
     """Observations of one forward."""
 
-    first: dict[str, Seen] = field(default_factory=dict)  # by name, of modules that may be experts or call them
+    first: dict[str, FirstCall] = field(default_factory=dict)  # by name, of modules that may be experts or call them
     # For each expert of a list its calls' input and output shapes, or None for other than single tensors.
     calls: dict[str, list[tuple[torch.Size, torch.Size] | None]] = field(default_factory=dict)
 
@@ -185,7 +185,7 @@ def _watch(model: nn.Module, example: Any, names: Sequence[str], lists: Mapping[
 
     def end(name: str, module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
         given = before[name]
-        watched.first.setdefault(name, Seen(arguments=given[0], keywords=given[1], output=_copied(output)))
+        watched.first.setdefault(name, FirstCall(arguments=given[0], keywords=given[1], output=_copied(output)))
 
     def note(name: str, module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
         all_given = (*arguments, *keywords.values())
@@ -253,7 +253,7 @@ def _rows(shape: torch.Size, *, flat: bool) -> int:
     return rows_of(torch.empty(shape, device="meta"), flat=flat)[0].shape[0]
 
 
-def _by_value(calls: Sequence[Sequence[Any]], rows: Sequence[int], seen: Seen) -> bool:
+def _by_value(calls: Sequence[Sequence[Any]], rows: Sequence[int], seen: FirstCall) -> bool:
     """Whether the numbers of rows of the experts depend on values: they differ, or are less than the caller's."""
     given = [each for each in pytree.tree_leaves((seen.arguments, seen.keywords)) if isinstance(each, Tensor)]
     most = max(

@@ -35,21 +35,21 @@ class MessageId:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class TensorSpec:
     """A tensor's shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Form":
+    def of(cls, tensor: Tensor) -> "TensorSpec":
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype)
 
 
-Forms = tuple[Form, ...]
+Forms = tuple[TensorSpec, ...]
 
 
-def has_gradient(tensor: Tensor | Form) -> bool:
+def has_gradient(tensor: Tensor | TensorSpec) -> bool:
     """Whether a tensor's gradient is sent back; false for masks and indices."""
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
@@ -64,7 +64,7 @@ class _Line:
     posted: dict[MessageId, tuple[list[Tensor], list[dist.Work]]] = field(default_factory=dict)
 
 
-class Messages:
+class StageMessages:
     """Asynchronous sends and receives between stages.
 
     Every ordered pair of ranks has its own process group, so that each group carries messages in one direction and
@@ -128,7 +128,7 @@ class Messages:
         target = self._rank_of[letter.to]
         # The receiver allocates contiguous tensors.
         sent = [tensor.detach().contiguous() for tensor in tensors]
-        forms = tuple(Form.of(tensor) for tensor in sent)
+        forms = tuple(TensorSpec.of(tensor) for tensor in sent)
         if letter.kind == "F":
             back = MessageId(to=letter.to - 1, kind="B", micro_batch=letter.micro_batch)
             self._gradient_forms[back] = tuple(form for form in forms if has_gradient(form))
@@ -228,4 +228,6 @@ def _header(forms: Forms) -> Tensor:
 
 
 def _read(header: Tensor) -> Forms:
-    return tuple(Form(shape=tuple(sizes[:dims]), dtype=_DTYPES[dtype]) for dtype, dims, *sizes in header.tolist())
+    return tuple(
+        TensorSpec(shape=tuple(sizes[:dims]), dtype=_DTYPES[dtype]) for dtype, dims, *sizes in header.tolist()
+    )

@@ -31,7 +31,7 @@ from samestep.parallel.ddp import average_experts, average_gradients, average_wh
 from samestep.parallel.fsdp import put_back
 from samestep.parallel.parallel_model import ParallelModel, Term
 from samestep.parallel.pipeline.early_gradients import EarlyGradients
-from samestep.parallel.pipeline.p2p import MessageId, Messages, has_gradient
+from samestep.parallel.pipeline.p2p import MessageId, StageMessages, has_gradient
 from samestep.parallel.pipeline.schedule import Action, Orders, backward_in_two, orders_of, owners
 from samestep.parallel.pipeline.stage import Cut
 from samestep.parallel.pipeline.timeline import Timeline
@@ -60,7 +60,7 @@ class Pipeline(ParallelModel):
         self._mesh = mesh
         self._last_stage = cut.plan.stages - 1
         counts = [len(of_stage) for of_stage in cut.plan.handed_on]
-        self._messages = Messages(mesh, owners(layout), counts, device)
+        self._messages = StageMessages(mesh, owners(layout), counts, device)
         self._chunk_orders = _forwards_alone(owners(layout), layout.pipeline)
         self._bucket_mb = bucket_mb
         self._early: EarlyGradients | None = None

@@ -15,7 +15,7 @@ from samestep.parallel.pipeline.schedule import SCHEDULES, Action, Orders
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class TimelineSpan:
     """An action, with its start and end in seconds."""
 
     stage: int
@@ -35,7 +35,7 @@ class Timeline:
         self._device = device
         self._recording = False
         self._origin = 0.0
-        self._spans: list[Span] = []
+        self._spans: list[TimelineSpan] = []
         self._orders: Orders = ()
 
     @contextmanager
@@ -58,7 +58,7 @@ class Timeline:
             return
         began = self._now()
         yield
-        self._spans.append(Span(**vars(action), start=began, end=self._now()))
+        self._spans.append(TimelineSpan(**vars(action), start=began, end=self._now()))
 
     def _now(self) -> float:
         """The time in seconds, after the device has finished all queued work."""
@@ -91,7 +91,7 @@ class Timeline:
         }
 
 
-def _on_one_clock(told: Sequence[tuple[str, float, list[Span]]]) -> list[list[Span]]:
+def _on_one_clock(told: Sequence[tuple[str, float, list[TimelineSpan]]]) -> list[list[TimelineSpan]]:
     """Every rank's spans, relative to the time at which the first rank of its host left the barrier.
 
     Ranks of one host read the same clock, and leave a barrier with up to milliseconds between them.
@@ -105,7 +105,7 @@ def _on_one_clock(told: Sequence[tuple[str, float, list[Span]]]) -> list[list[Sp
     ]
 
 
-def _as_json(ranks: Sequence[Sequence[Span]]) -> list[list[dict[str, Any]]]:
+def _as_json(ranks: Sequence[Sequence[TimelineSpan]]) -> list[list[dict[str, Any]]]:
     """Convert spans to JSON, with times relative to the first start."""
     first = min(span.start for rank in ranks for span in rank)
     return [
@@ -113,7 +113,7 @@ def _as_json(ranks: Sequence[Sequence[Span]]) -> list[list[dict[str, Any]]]:
     ]
 
 
-def bubble(ranks: Sequence[Sequence[Span]]) -> float:
+def bubble(ranks: Sequence[Sequence[TimelineSpan]]) -> float:
     """The idle fraction of all ranks' time, from the start of the first action to the end of the last."""
     spans = [span for rank in ranks for span in rank]
     total = (max(span.end for span in spans) - min(span.start for span in spans)) * len(ranks)
@@ -138,14 +138,14 @@ def bubble_formula(layout: Layout, micro_batches: int) -> float:
 _UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
-def ideal_times(orders: Orders, units: Mapping[str, float] = _UNITS) -> list[list[Span]]:
+def ideal_times(orders: Orders, units: Mapping[str, float] = _UNITS) -> list[list[TimelineSpan]]:
     """Simulate the actions with messages that take no time and stages of equal length.
 
     Raises ValueError if the ranks would deadlock.
     """
     last_stage = max(action.stage for rank in orders for action in rank)
     done: dict[tuple[int, str, int], float] = {}
-    times: list[list[Span]] = [[] for _ in orders]
+    times: list[list[TimelineSpan]] = [[] for _ in orders]
     clocks = [0.0] * len(orders)
     left = sum(len(rank) for rank in orders)
     # In each round every rank runs its actions up to the first whose dependencies are not done.
@@ -159,7 +159,7 @@ def ideal_times(orders: Orders, units: Mapping[str, float] = _UNITS) -> list[lis
                     break
                 start = max([clocks[rank], *(done[need] for need in needed)])
                 clocks[rank] = start + units[action.kind]
-                times[rank].append(Span(**vars(action), start=start, end=clocks[rank]))
+                times[rank].append(TimelineSpan(**vars(action), start=start, end=clocks[rank]))
                 # Other stages only wait for the input's gradient.
                 half = "B" if action.kind == "I" else action.kind
                 done[action.stage, half, action.micro_batch] = clocks[rank]

@@ -26,10 +26,10 @@ from samestep.parallel.attributes import Attributes, wrap_forward
 from samestep.parallel.blocks import are_of_one_kind
 from samestep.parallel.calls import Seen, Trace, seen_in
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
-from samestep.parallel.parallel_model import Findings, Slices
+from samestep.parallel.parallel_model import Findings, WholeModules
 from samestep.parallel.sharding import Part, ShardTable, Slice
 from samestep.parallel.tensor import layers, sequence_parallel
-from samestep.parallel.tensor.compare import Comparison, Departure, Output, output_of, pattern_of
+from samestep.parallel.tensor.compare import Output, SliceComparison, SliceDeparture, output_of, pattern_of
 from samestep.parallel.tensor.layers import InputMessage, Message, UnitRegion, multihead
 from samestep.parallel.tensor.modules import divide, outputs_dim, outputs_of
 from samestep.parallel.tensor.pairs import Unit
@@ -112,7 +112,7 @@ class _Slicing:
     now: ForwardContext
     example: Any
     given: Mapping[str, str] | None
-    known: dict[Sequence[Any], Slices]  # findings of other rehearsed ranks, by the lists of blocks
+    known: dict[Sequence[Any], WholeModules]  # findings of other rehearsed ranks, by the lists of blocks
 
     @cached_property
     def _expected(self) -> Output:
@@ -146,7 +146,7 @@ class _Slicing:
         whole: dict[str, str] = {} if known is None else dict(known.whole)
         # Columns that are sliced head by head after slicing them matrix by matrix gave a wrong output.
         by_head: set[str] = set() if known is None else set(known.by_head)
-        departure: Departure | None = None
+        departure: SliceDeparture | None = None
         # One try per iteration, until it returns or no further module can be left whole (LayoutError).
         while True:
             try:
@@ -180,10 +180,10 @@ class _Slicing:
             if known is not None or expected is None:
                 vocabulary.able = known is not None and known.able
                 return vocabulary, plan
-            comparison = Comparison(model, layout, plan, self.seen, streams, group, everyone, self.given)
+            comparison = SliceComparison(model, layout, plan, self.seen, streams, group, everyone, self.given)
             departure = comparison.hold(self.example, expected, vocabulary, failed, rehearse=uneven)
             if departure is None:
-                self.known[key] = Slices(whole=whole, by_head=by_head, able=vocabulary.able)
+                self.known[key] = WholeModules(whole=whole, by_head=by_head, able=vocabulary.able)
                 return vocabulary, plan
             self._take_back(before, table)
             blamed = _leave_whole(departure, plan, everyone)
@@ -213,7 +213,7 @@ class _Slicing:
         self.parts.table.update(table)
 
 
-def _leave_whole(departure: Departure, plan: TensorPlan, group: dist.ProcessGroup) -> list[str]:
+def _leave_whole(departure: SliceDeparture, plan: TensorPlan, group: dist.ProcessGroup) -> list[str]:
     """The modules that any rank of the group would leave whole; if there are none, all attentions and pairs."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     # Ranks hold different slices, so each may blame a different module; the union is in rank order.

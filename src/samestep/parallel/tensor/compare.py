@@ -50,7 +50,7 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Departure:
+class SliceDeparture:
     """A difference of the sliced model's output from the whole model's, or a failure of its forward."""
 
     sentence: str  # for a user whose plan it was
@@ -78,7 +78,7 @@ def output_of(model: nn.Module, example: Any, marks: list[Mark] | None = None) -
     )
 
 
-class Comparison:
+class SliceComparison:
     """Compares a sliced model's output with the whole model's."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Comparison:
 
     def hold(
         self, example: Any, expected: Output, vocabulary: Vocabulary, failed: Exception | None, *, rehearse: bool
-    ) -> Departure | None:
+    ) -> SliceDeparture | None:
         """Compare the outputs; return their difference, or None and set whether logits can stay in slices.
 
         `failed`: the error that slicing the model raised on this rank. `rehearse`: its forward may fail on some ranks
@@ -162,7 +162,7 @@ class Comparison:
         whole = [seen for each in self._trace.of("") for seen in each.outputs()]
         return bool(logits) and bool(self._trace.behind(whole, up_to=logits))
 
-    def _departure(self, expected: Output, found: Output, failed: Exception | None) -> Departure:
+    def _departure(self, expected: Output, found: Output, failed: Exception | None) -> SliceDeparture:
         """Find where the sliced model first differs from the whole one, what to leave whole, and what to tell."""
         departed = self._first_departure(expected, found)
         where = departed if failed is None else self._failing(failed)
@@ -182,7 +182,7 @@ class Comparison:
         fix = f"run.tensor_plan: {{{plan}}}" if leave else f"dp{ranks} or fsdp{ranks}"
         if self._streams and where not in self._plan.roles():
             fix = f"tp{ranks}, which shows whether the slices or the split tokens are at fault"
-        return Departure(
+        return SliceDeparture(
             sentence=f'layout "{self._layout}": sliced, {what} {verb}; use {fix}',
             why=f"{verb} when it is sliced{hint}",
             to_leave_whole=leave,

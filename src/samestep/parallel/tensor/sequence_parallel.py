@@ -38,7 +38,7 @@ from samestep.parallel.collectives import (
     reduce_scatter_to_region,
     scatter_to_region,
 )
-from samestep.parallel.context.gathered import Gathered, Messages, find_gathered, give_all_tokens
+from samestep.parallel.context.gathered import Gathered, TokenExchange, find_gathered, give_all_tokens
 from samestep.parallel.context.hidden import keeps_tokens, used_between
 from samestep.parallel.exact.forward_context import ForwardContext, NotesTokens, Portion
 
@@ -119,7 +119,7 @@ class Stream:
         for block, summed in zip(blocks, self._summed, strict=True):
             block.register_forward_pre_hook(self._tell_total, with_kwargs=True)
             self._wrap(block, summed, now)
-        messages = Messages(
+        messages = TokenExchange(
             own=self._own,
             gather=self._gather_tokens,
             split=self._split_tokens,
