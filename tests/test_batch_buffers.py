@@ -79,6 +79,7 @@ def test_one_process_is_as_it_was(expected: own_loops.Taken) -> None:
     assert expected.state["blocks.0.chosen"].unique().numel() > 1
 
 
+@pytest.mark.slow
 def test_many_ranks_join_theirs(expected: own_loops.Taken) -> None:
     cases = [
         Case(layout="dp2"),

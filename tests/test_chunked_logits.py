@@ -158,10 +158,9 @@ def test_what_a_step_keeps_falls_by_the_logits() -> None:
     assert peak(vocabulary, 16) - rest < 0.2 * logits
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("layout", "ranks"), [("cp2", 2), pytest.param("cp4 attention=ring", 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("layout", "ranks"), [("cp2", 2), ("cp4 attention=ring", 4)])
 def test_logits_and_loss_fall_with_the_ranks_of_context_parallel(layout: str, ranks: int) -> None:
     vocabulary, samples = 16384, 32
     layouts = ["single", layout]

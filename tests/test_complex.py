@@ -89,6 +89,7 @@ def plain_training(given: samestep.Recipe, task: samestep.Task) -> tuple[list[fl
     return losses, model.state_dict()
 
 
+@pytest.mark.slow
 def test_a_training_is_that_of_plain_pytorch_and_another_layout_goes_on_from_it(tmp_path: Path) -> None:
     given = recipe(Filters(), optimizer=samestep.AdamW(lr=1e-2, weight_decay=0.01))
     losses, weights = plain_training(given, Filters())

@@ -139,6 +139,7 @@ class Sided(Half):
         return used + self.unused(points) if self.training and dist.get_rank() == 1 else used
 
 
+@pytest.mark.slow
 def test_unused_parameters_keep_their_values_or_are_refused() -> None:
     half = recipe(task=HalfUsed(), optimizer=samestep.AdamW(lr=1e-2, weight_decay=0.1))
     sided = recipe(task=OneSided())
@@ -173,6 +174,7 @@ class Later(Half):
         return both + self.used(points) if self.forwards > 2 and dist.get_rank() == 1 else both
 
 
+@pytest.mark.slow
 def test_a_forward_that_would_wait_for_ever_ends(tmp_path: Path) -> None:
     with pytest.raises(samestep.UserError, match="a forward runs used where the first forward did not"):
         samestep.train(recipe(task=LateSided()), "fsdp2", engine="deepspeed", device="cpu", folder=tmp_path / "run")

@@ -100,6 +100,7 @@ def test_a_build_that_waits_for_ever_is_named(monkeypatch: pytest.MonkeyPatch, t
         samestep.train(recipe(), "fsdp2 offload=optimizer-disk", engine="deepspeed", offload_folder=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 def test_a_build_that_is_stopped_lets_go_of_its_lock(
     background: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -123,6 +123,7 @@ def test_draws_take_the_same_step_under_layouts() -> None:
     assert_same_steps([(recipe, layout, run) for recipe in recipes for layout, run in runs], steps=3)
 
 
+@pytest.mark.slow
 def test_a_model_that_begins_to_draw_takes_the_same_step() -> None:
     recipe = samestep.Recipe(task=odd.Odd(odd.LateDropout), batch=13, steps=5, optimizer=samestep.AdamW(lr=0.01))
     layouts = [("dp2", {}), ("dp2", {"micro_batch": 3}), ("zero1x2", {}), ("fsdp2", {})]

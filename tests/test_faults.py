@@ -111,6 +111,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
     assert found["seconds"] > 2
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_with_its_stack(tmp_path: Path) -> None:
     with pytest.raises(samestep.RankFailedError, match=r"it was stopped \(SIGSTOP\)") as caught:
         train(tmp_path, task=Stopped(call=4), hang_limit=2)
@@ -185,6 +186,7 @@ def test_a_training_that_is_never_finite_comes_to_an_end(tmp_path: Path) -> None
         train(tmp_path, "single", task, on_nonfinite="rollback")
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     planted = {"rank": 1, "step": 1, "fault": "slow", "seconds": 0.4}
     result = train(tmp_path, inject=planted)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from small_tasks import Points
 from torch import Tensor, nn
@@ -72,6 +73,7 @@ def _of_third_step(
     return found
 
 
+@pytest.mark.slow
 def test_stages_gather_their_shards_once_a_step_under_zero2_and_for_every_micro_batch_under_fsdp() -> None:
     of_four = local.start(_of_third_step, (["zero2x2 pp2", "fsdp2 pp2"], 2), 4)
     micro_batches, units = 4, LAYERS // 2  # of 16 samples on two ranks, two each; of a stage

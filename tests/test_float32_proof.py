@@ -83,7 +83,7 @@ def check_in_bfloat16(rounding: Mapping[str, RoundingFound]) -> None:
             assert each.update < 0.5, (name, each)
 
 
-@pytest.mark.parametrize("kind", [Float32, PlantedAccelerate])
+@pytest.mark.parametrize("kind", [Float32, pytest.param(PlantedAccelerate, marks=pytest.mark.slow)])
 def test_planted_mistakes_are_seen(kind: type[Float32] | type[PlantedAccelerate]) -> None:
     engines: dict[str, Engine] = {mistake: kind(mistake) for mistake in EVERY}
     rounding = found({f"points: {mistake}": (POINTS, "dp2", {"engine": each}) for mistake, each in engines.items()})
@@ -106,6 +106,7 @@ def of_engine(
     return {f"{layout}: {mistake}": (recipe, layout, {"engine": kind(mistake)}) for mistake in mistakes}
 
 
+@pytest.mark.slow
 def test_planted_mistakes_are_seen_under_a_parameter_server() -> None:
     """Three mistakes, of which one shows in the server's state alone; the other ones are slow, and like these."""
     check(found(of_engine(PlantedParameterServer, "dp3", ("", "no decay", SUMMED))))

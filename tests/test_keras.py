@@ -53,7 +53,7 @@ def names(value: object) -> str:
     ("recipe", "run", "steps"),
     [
         pytest.param(SGD, {}, 7, id="SGD with momentum"),
-        pytest.param(PLAIN_SGD, {"micro_batch": 2}, 3, id="SGD"),
+        pytest.param(PLAIN_SGD, {"micro_batch": 2}, 3, id="SGD", marks=pytest.mark.slow),
         pytest.param(ADAMW, {"micro_batch": 4}, 2, id="AdamW"),
         pytest.param(ADAMW, {"micro_batch": 4}, 5, id="AdamW, more steps", marks=pytest.mark.slow),
         pytest.param(RESIDUAL, {}, 2, id="ResNet", marks=pytest.mark.slow),

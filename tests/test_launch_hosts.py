@@ -44,6 +44,7 @@ def one_of_two(node_rank: int, port: int, *words: str) -> list[str]:
     return ["--no-ssh", "--num-nodes", "2", "--node-rank", str(node_rank), *where, *words]
 
 
+@pytest.mark.slow
 def test_two_hosts_started_one_by_one_are_one_job(port: int, capfd: pytest.CaptureFixture[str]) -> None:
     with started(*one_of_two(1, port, "--num-procs", "1", "--", TOLD, "tell")) as other:
         assert main(["launch", *one_of_two(0, port, "--num-procs", "1", "--", TOLD, "tell")]) == 0

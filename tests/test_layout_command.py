@@ -217,6 +217,7 @@ def messages_of_a_step(layout: Layout) -> Counter[str]:
     return collectives.sent
 
 
+@pytest.mark.slow
 def test_messages_are_those_that_a_step_sends(shown: Any) -> None:
     gathers = {"dp2": 0, "zero1x2": 0, "zero2x2": BLOCKS, "fsdp2": 2 * BLOCKS}
     found: dict[str, Counter[str]] = local.start(count_messages, (list(gathers),), 2)

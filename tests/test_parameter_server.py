@@ -117,7 +117,7 @@ def measured_by(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "report.json").read_text(encoding="utf-8"))["engine_measured"]
 
 
-@pytest.mark.parametrize(("staleness", "servers"), [(2, 1), ("infinite", 1)])
+@pytest.mark.parametrize(("staleness", "servers"), [(2, 1), pytest.param("infinite", 1, marks=pytest.mark.slow)])
 def test_no_worker_runs_further_ahead_than_the_bound(staleness: int | str, servers: int, tmp_path: Path) -> None:
     config = settings_file(tmp_path, staleness=staleness, servers=servers)
     slow = {"rank": servers + 1, "step": 0, "fault": "slow", "seconds": 0.04}
@@ -153,6 +153,7 @@ def test_a_worker_that_fails_ends_the_others() -> None:
         samestep.train(recipe(Failing(way="raise")), "dp2", **RUN)
 
 
+@pytest.mark.slow
 def test_checkpoints_go_from_any_layout_to_any_other(tmp_path: Path) -> None:
     job = recipe(precision="fp64", schedule=samestep.Schedule(warmup=3, decay="cosine"))
     expected = samestep.train(job, "single", threads=1, device="cpu", folder=tmp_path / "alone").losses

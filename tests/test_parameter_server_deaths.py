@@ -155,6 +155,7 @@ def test_the_others_go_on_while_a_worker_is_away_and_it_comes_back(servers: int,
     assert all_gone(task.processes())
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_beyond_its_limit_is_lost_and_the_others_finish(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,14 +28,14 @@ FAST = ("modules", "long", "module")
 OTHERS = ("places", "places:micro-batches", "rounds", "departs", "coarse")
 SLOW = (*(kind for kind in (*REFUSED, *JUDGED) if kind not in FAST), *OTHERS)
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 
 def judged(kinds: Sequence[str]) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "tests/scripts/judge_odd.py"), *kinds]
     path = os.pathsep.join([str(ROOT / "tools"), str(ROOT / "src")])
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=480, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -343,8 +343,9 @@ MORE_BESIDE: dict[str, tuple[samestep.Recipe, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("cases", [BESIDE, pytest.param(MORE_BESIDE, marks=pytest.mark.slow)], ids=["few", "more"])
+@pytest.mark.parametrize("cases", [BESIDE, MORE_BESIDE], ids=["few", "more"])
 def test_slices_beside_data_ranks_take_the_step_of_one_process(cases: Mapping[str, Case]) -> None:
     assert not same(prove(cases, steps=2), list(cases))
 

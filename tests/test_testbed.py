@@ -160,6 +160,7 @@ def seconds_for(bytes_sent: int, bed: Testbed) -> float:
     return seconds
 
 
+@pytest.mark.slow
 def test_a_slow_link_carries_what_it_may(bed: Testbed) -> None:
     size = 2_000_000  # bytes; 1.6 s at 10 Mbit/s, less what the limit lets pass in a burst
     bed.limit("10mbit")
@@ -168,6 +169,7 @@ def test_a_slow_link_carries_what_it_may(bed: Testbed) -> None:
     assert seconds_for(size, bed) < 1
 
 
+@pytest.mark.slow
 def test_a_cable_between_racks_takes_its_time() -> None:
     with Testbed(2, racks=2, cable=Cable(delay_ms=60), ssh=False) as far:
         host_a, host_b = far.hosts
