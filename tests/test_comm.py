@@ -249,6 +249,7 @@ def test_transports_are_measured_side_by_side(capsys: pytest.CaptureFixture[str]
     assert "results: 30 right, 0 wrong, 6 refused by the back end" in output
 
 
+@pytest.mark.slow
 def test_shared_memory_that_ranks_can_not_have_is_told_and_not_measured(tmp_path: Path) -> None:
     sizes = ["--sizes", "1KB", "--collectives", "all-reduce", "--seconds", "0.02"]
     found = _without_shared_memory(["--processes", "2", *sizes], tmp_path)

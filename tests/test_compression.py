@@ -177,6 +177,7 @@ def test_methods_take_other_steps_than_plain_replicas_and_each_other(trained: Ma
     assert min(abs(a - b) for i, a in enumerate(last) for b in last[:i]) > 1000 * CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_an_evaluation_in_a_round_is_of_the_mean_of_all_ranks(
     name: str, folder: Path, trained: Mapping[str, Any]

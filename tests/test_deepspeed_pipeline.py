@@ -141,6 +141,7 @@ def around_a_checkpoint(folder: str) -> list[list[float]]:
         return [steps(folder, again=again) for again in (False, True)]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
     losses, resumed = local.start(around_a_checkpoint, (str(tmp_path),), 2)
     assert resumed == pytest.approx(losses, rel=1e-6)

@@ -20,8 +20,8 @@ OTHERS = (
     *("fsdp2", "dp2", "zero1x2", "zero2x2", "tp2", "cp2", "pp2 stages=2 schedule=zbv-zero-bubble"),
     *("fsdp2 tp2", "pp2 tp2", "pp2 fsdp2", "pp2 cp2", "dp2 offload=optimizer", "fsdp2 offload=parameters"),
 )
-LARGE = 2.0**30  # a scale with which gradients overflow, and fewer on one rank than on another as it comes down
-STEPS = 16  # in which it comes down to where steps can be taken
+LARGE = 2.0**20  # a scale with which gradients overflow, and fewer on one rank than on another as it comes down
+STEPS = 7  # in which it comes down to where steps can be taken
 
 
 @dataclass(frozen=True, kw_only=True)

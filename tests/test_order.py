@@ -276,6 +276,7 @@ class Held:
         self.group.allreduce([torch.ones(1)]).wait()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_loading_processes_inherit_no_garbage_that_waits_for_threads() -> None:

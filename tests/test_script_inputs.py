@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,57 +23,41 @@ REFUSED = {
     "exits": r"(?s)with 1 process failed.*exit code",
 }
 JUDGED = ("no-module", "alike", "forks", "leaves", "traceback", "goes-on", "long")
-# tests/test_bad_inputs.py has fast tests of much that only slow ones look at here.
-FAST = ("modules", "long", "module")
-OTHERS = ("places", "places:micro-batches", "rounds", "departs", "coarse")
-SLOW = (*(kind for kind in (*REFUSED, *JUDGED) if kind not in FAST), *OTHERS)
+OTHERS = ("modules", "module", "places", "places:micro-batches", "rounds", "departs", "coarse")
 
-pytestmark = pytest.mark.timeout(500)
+# Each kind takes some starts of Python; tests/test_bad_inputs.py has fast tests of some.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def judged(kinds: Sequence[str]) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "tests/scripts/judge_odd.py"), *kinds]
     path = os.pathsep.join([str(ROOT / "tools"), str(ROOT / "src")])
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=480, check=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return judged(FAST)
+    return judged(list(dict.fromkeys([*REFUSED, *JUDGED, *OTHERS])))
 
 
-@pytest.fixture(scope="module")
-def found_slowly() -> dict[str, Any]:
-    return judged(SLOW)
-
-
-@pytest.fixture
-def outcome(kind: str, request: pytest.FixtureRequest) -> Any:
-    """Of one kind."""
-    return request.getfixturevalue("found" if kind in FAST else "found_slowly")[kind]
-
-
-def marked(kinds: Iterable[str]) -> list[Any]:
-    return [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in kinds]
-
-
-@pytest.mark.parametrize("kind", marked(REFUSED))
-def test_what_can_not_be_proved_is_told(outcome: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_can_not_be_proved_is_told(found: dict[str, Any], kind: str) -> None:
+    outcome = found[kind]
     assert isinstance(outcome, str), outcome
     assert re.search(REFUSED[kind], outcome)
 
 
-@pytest.mark.parametrize("kind", marked(JUDGED))
-def test_an_odd_script_is_judged(outcome: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", JUDGED)
+def test_an_odd_script_is_judged(found: dict[str, Any], kind: str) -> None:
+    outcome = found[kind]
     assert outcome["same_step"], outcome
     assert outcome["steps"] == (3 if kind == "leaves" else 4)
 
 
-@pytest.mark.slow
-def test_a_place_in_the_batch_is_no_rounding(found_slowly: dict[str, Any]) -> None:
-    places = found_slowly["places"]
+def test_a_place_in_the_batch_is_no_rounding(found: dict[str, Any]) -> None:
+    places = found["places"]
     assert (places["kind"], places["first_difference"]["step"]) == ("forward-differs", 1), places
     assert places["noise"]["gradient"] < 1e-4
     assert any("its place in the batch matters" in note for note in places["notes"])
@@ -86,16 +70,14 @@ def test_a_module_is_judged_in_float64_and_in_micro_batches(found: dict[str, Any
     assert not any(_WHOLE in note for note in module["notes"])
 
 
-@pytest.mark.slow
-def test_a_model_that_can_not_be_called_with_halves_is_told(found_slowly: dict[str, Any]) -> None:
-    places, halves = found_slowly["places"], found_slowly["places:micro-batches"]
+def test_a_model_that_can_not_be_called_with_halves_is_told(found: dict[str, Any]) -> None:
+    places, halves = found["places"], found["places:micro-batches"]
     assert any(_WHOLE in note for note in halves["notes"])
     assert (halves["kind"], halves["noise"]) == (places["kind"], places["noise"])
 
 
-@pytest.mark.slow
-def test_a_small_departure_is_rounding_only_where_float64_has_none(found_slowly: dict[str, Any]) -> None:
-    rounds, departs = found_slowly["rounds"], found_slowly["departs"]
+def test_a_small_departure_is_rounding_only_where_float64_has_none(found: dict[str, Any]) -> None:
+    rounds, departs = found["rounds"], found["departs"]
     assert rounds["same_step"], rounds
     assert rounds["noise"]["gradient"] < 1e-12
     assert any("apart from step" in note and "that is rounding" in note for note in rounds["notes"])
@@ -103,9 +85,8 @@ def test_a_small_departure_is_rounding_only_where_float64_has_none(found_slowly:
     assert any("in float64 the runs differ too" in note for note in departs["notes"])
 
 
-@pytest.mark.slow
-def test_what_computes_in_bfloat16_is_judged_by_the_rounding_of_halves(found_slowly: dict[str, Any]) -> None:
-    coarse = found_slowly["coarse"]
+def test_what_computes_in_bfloat16_is_judged_by_the_rounding_of_halves(found: dict[str, Any]) -> None:
+    coarse = found["coarse"]
     assert coarse["same_step"], coarse
     assert any("called with each half of a batch" in note for note in coarse["notes"])
     assert any("an update that departs for another reason is not told" in note for note in coarse["notes"])
@@ -114,27 +95,19 @@ def test_what_computes_in_bfloat16_is_judged_by_the_rounding_of_halves(found_slo
 _WHOLE = "can't be called with a half of its batch"
 
 
-_EQUAL = "losses of all ranks are equal"
+def test_what_was_not_seen_is_said(found: dict[str, Any]) -> None:
+    assert any("no samples were seen" in note for note in found["no-module"]["notes"])
+    equal = [
+        "losses of all ranks are equal" in " ".join(found[kind]["notes"]) for kind in ("no-module", "alike", "long")
+    ]
+    assert equal == [False, True, False]
 
 
-def test_losses_that_differ_between_ranks_are_not_called_equal(found: dict[str, Any]) -> None:
-    assert _EQUAL not in " ".join(found["long"]["notes"])
+def test_an_end_that_was_not_seen_is_said(found: dict[str, Any]) -> None:
+    assert any("left without an end that Python knows" in note for note in found["leaves"]["notes"])
 
 
-@pytest.mark.slow
-def test_what_was_not_seen_is_said(found_slowly: dict[str, Any]) -> None:
-    assert any("no samples were seen" in note for note in found_slowly["no-module"]["notes"])
-    equal = [_EQUAL in " ".join(found_slowly[kind]["notes"]) for kind in ("no-module", "alike")]
-    assert equal == [False, True]
-
-
-@pytest.mark.slow
-def test_an_end_that_was_not_seen_is_said(found_slowly: dict[str, Any]) -> None:
-    assert any("left without an end that Python knows" in note for note in found_slowly["leaves"]["notes"])
-
-
-@pytest.mark.parametrize("which", ["found", pytest.param("found_slowly", marks=pytest.mark.slow)])
-def test_nothing_is_left_running(which: str, request: pytest.FixtureRequest) -> None:
-    assert request.getfixturevalue(which)
+def test_nothing_is_left_running(found: dict[str, Any]) -> None:
+    assert found
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert "odd_training.py" not in left
