@@ -103,6 +103,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return str(error).strip().partition("\n")[0]
+
+
 def described(error: BaseException) -> str:
     """Describe an error in one line: its type, its message, and the line of the user's code that led to it."""
     place = place_of(error)

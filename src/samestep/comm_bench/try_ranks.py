@@ -8,8 +8,8 @@ files (`Notes`), a line of JSON each time, which stay where a rank crashes or is
 import json
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from samestep import subprocess_group
@@ -54,8 +54,7 @@ def main(function: str, ranks: str, arguments: str) -> None:
     """Start the ranks, and wait for them."""
     from samestep.launch import local  # only this process starts any
 
-    module, _, name = function.partition(":")
-    local.start(getattr(import_module(module), name), tuple(json.loads(arguments)), int(ranks))
+    local.start(resolve_name(function), tuple(json.loads(arguments)), int(ranks))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Running text for language models: where it comes from, and which pieces of it are held out."""
 
-import importlib
+import pkgutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -38,8 +38,7 @@ def read(source: str, where: str) -> list[str]:
     be read, or is empty.
     """
     if source in SOURCES:
-        module, _, function = SOURCES[source].partition(":")
-        return getattr(importlib.import_module(module), function)()
+        return pkgutil.resolve_name(SOURCES[source])()
     path = locate(source, where)
     documents = [text for text in map(read_utf8, _files(path, source, where)) if text.strip()]
     if not documents:

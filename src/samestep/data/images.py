@@ -5,9 +5,9 @@ others (LeCun, Cortes & Burges: The MNIST database, file formats).
 """
 
 import gzip
-import importlib
+import pkgutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -59,21 +59,16 @@ def read(source: str, where: str) -> ImageSource:
     Raises UserError where there is no such source, or it can't be read.
     """
     if source in SOURCES:
-        return _function(SOURCES[source])()
+        return pkgutil.resolve_name(SOURCES[source])()
     path = locate(source, where)
     if path.is_dir():
         for pattern, reader in _READERS:
             if any(path.glob(pattern)):
-                return _function(reader)(path)
+                return pkgutil.resolve_name(reader)(path)
         raise UserError(f"{where} is {source}: that folder has no folders in it; use one a class, with images")
     if path.exists():
         raise UserError(f"{where} is {source}, which is a file; use a folder with a folder of images a class")
     raise UserError(f'{where} is "{source}"; {closest(source, SOURCES)}, or a path to a folder with a folder a class')
-
-
-def _function(name: str) -> Callable[..., ImageSource]:
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")

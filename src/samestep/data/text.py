@@ -5,10 +5,10 @@ Sources by name and readers by suffix stand in two tables, a line each. A reader
 """
 
 import csv
-import importlib
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import pkgutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -239,18 +239,13 @@ def read_source(source: str, where: str) -> LabelledTexts:
     Raises UserError where there is no such source, or it can't be read.
     """
     if source in SOURCES:
-        return _function(SOURCES[source])()
+        return pkgutil.resolve_name(SOURCES[source])()
     path = locate(source, where)
     if path.suffix in READERS:
-        return _function(READERS[path.suffix])(path)
+        return pkgutil.resolve_name(READERS[path.suffix])(path)
     if path.exists():
         raise UserError(f"{where} is {source}; use a file that ends in {known_suffixes()}")
     raise UserError(f'{where} is "{source}"; {closest(source, SOURCES)}, or a path to a {known_suffixes()} file')
-
-
-def _function(name: str) -> Callable[..., Any]:
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,6 +147,14 @@ class Trainer(ABC):
         return state if kept else {}
 
 
+def scale_to_mean(mesh: Mesh, batch: StepBatch) -> float:
+    """The factor of a rank's loss sum for which the average over the data ranks is sum / samples.
+
+    The number of samples is known before any message is sent; the count of terms only after the last forward.
+    """
+    return mesh.data_place.of / batch.global_samples
+
+
 class TurnTaking(Trainer):
     """A trainer that can take a step in turns, such as those of a GAN's two networks."""
 

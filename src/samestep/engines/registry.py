@@ -1,7 +1,7 @@
 """From an engine's name to the engine, and whether it can do what a job asks for."""
 
-import importlib
 import importlib.util
+import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,7 @@ def resolve(engine: Any) -> Engine:
         return engine
     if engine not in ENGINES:
         raise UserError(f'run.engine is "{engine}"; {closest(str(engine), ENGINES)}')
-    module_name, _, class_name = ENGINES[engine].partition(":")
-    return getattr(importlib.import_module(module_name), class_name)()
+    return pkgutil.resolve_name(ENGINES[engine])()
 
 
 def check(engine: Engine, layout: Layout, precision: str, config: Path | None = None) -> None:

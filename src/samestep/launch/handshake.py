@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep.errors import StartError, UserError
+from samestep.errors import StartError, UserError, first_line
 from samestep.launch import consistency, store_address
 from samestep.launch.clock_skew import Clocks
 from samestep.launch.failure import Failure
@@ -81,7 +81,7 @@ class Handshake:
         if not isinstance(store, Exception):
             return store
         raise StartError(
-            f"{self._part.host}: what listens at {self._where} is no job's store ({_first_line(store)}); use "
+            f"{self._part.host}: what listens at {self._where} is no job's store ({first_line(store)}); use "
             "another --master-port"
         )
 
@@ -136,7 +136,7 @@ class Handshake:
                     self._store = self._reached()
                     self._clocks.go_on_with(self._store)
                     return
-        raise StartError(f"{self._part.host} lost the job's store at {self._where}: {_first_line(error)}")
+        raise StartError(f"{self._part.host} lost the job's store at {self._where}: {first_line(error)}")
 
     def _compare(self) -> None:
         """Compare this host with the first one. Raises UserError, or StartError for a late host of an elastic job."""
@@ -221,7 +221,7 @@ class Handshake:
         try:
             return self._store.get(_ENDED).decode() if self._there(_ENDED) else None
         except RuntimeError as error:
-            raise StartError(f"{self._part.host} lost the job's store: {_first_line(error)}") from None
+            raise StartError(f"{self._part.host} lost the job's store: {first_line(error)}") from None
 
     def tell_success(self) -> None:
         """Publish that the job has succeeded, for hosts that come later."""
@@ -274,7 +274,3 @@ def _runs_here(other: Mapping[str, Any]) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -281,7 +281,7 @@ def _end_when_silent(port: int, seconds: float) -> None:
         (socket.IPPROTO_TCP, getattr(socket, "TCP_USER_TIMEOUT", None)): round(seconds * 1000),
         (socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS if hasattr(socket, "TCP_USER_TIMEOUT") else None): 1,
     }
-    for descriptor in _sockets():
+    for descriptor in sockets():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.getpeername()[1] != port:
                 continue
@@ -290,10 +290,11 @@ def _end_when_silent(port: int, seconds: float) -> None:
                     connection.setsockopt(level, option, value)
 
 
-def _sockets() -> list[int]:
+def sockets() -> list[int]:
     """The descriptors of this process's sockets: PyTorch does not show those of its stores."""
     found = []
-    for file in Path("/dev/fd").iterdir() if Path("/dev/fd").is_dir() else ():
+    folder = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")
+    for file in folder.iterdir() if folder.is_dir() else ():
         with suppress(OSError, ValueError):
             if stat.S_ISSOCK(os.fstat(int(file.name)).st_mode):
                 found.append(int(file.name))

@@ -21,9 +21,9 @@ from samestep.errors import (
     NonFiniteError,
     RankFailedError,
     UserError,
+    first_line,
 )
 from samestep.layout import Layout
-from samestep.parallel.trace import first_line
 
 # Errors that samestep itself raises.
 _OWN = (UserError, RankFailedError, InterruptedJobError, NonFiniteError, HostLostError)

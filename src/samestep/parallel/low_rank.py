@@ -63,7 +63,7 @@ def can_adapt(module: nn.Module) -> bool:
     holds = isinstance(module._parameters.get("weight"), Tensor) and not is_parametrized(module)
     if holds and is_lazy(module.get_parameter("weight")):  # it has no sizes yet
         return False
-    return (plain or _is_conv1d(module)) and holds and adapted(module) is None
+    return (plain or is_conv1d(module)) and holds and adapted(module) is None
 
 
 def adapt(layer: nn.Module, *, rank: int, alpha: float, dropout: float) -> None:
@@ -73,7 +73,7 @@ def adapt(layer: nn.Module, *, rank: int, alpha: float, dropout: float) -> None:
     by alpha / rank.
     """
     weight = layer.get_parameter("weight")
-    outputs, inputs = reversed(weight.shape) if _is_conv1d(layer) else weight.shape
+    outputs, inputs = reversed(weight.shape) if is_conv1d(layer) else weight.shape
     layer.requires_grad_(False)
     like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
     down, up = nn.Linear(inputs, rank, bias=False, **like), nn.Linear(rank, outputs, bias=False, **like)
@@ -102,7 +102,7 @@ def adapted(module: nn.Module) -> Adapted | None:
 def _of_peft(layer: Any) -> Adapted | None:
     base = layer.base_layer
     active = [name for name in layer.active_adapters if name in layer.lora_A]
-    plain_base = (type(base).forward is nn.Linear.forward or _is_conv1d(base)) and not is_parametrized(base)
+    plain_base = (type(base).forward is nn.Linear.forward or is_conv1d(base)) and not is_parametrized(base)
     plain = not layer.merged and not layer.disable_adapters and not any(name in layer.lora_variant for name in active)
     if not plain_base or not plain or any(layer.lora_B[name].bias is not None for name in active):
         return None
@@ -161,7 +161,8 @@ def adapted_layers(model: nn.Module) -> Mapping[str, Adapted]:
     return {name: each for name, each in found.items() if each is not None}
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    """GPT-2's linear layer, whose weight is [inputs, outputs]."""
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D, GPT-2's linear layer, whose weight is [inputs, outputs]."""
+    # Only transformers' own models have one, so if it is not imported yet, this module is none.
     kinds: Any = sys.modules.get("transformers.pytorch_utils")
     return kinds is not None and isinstance(module, kinds.Conv1D)

@@ -21,7 +21,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from samestep.errors import UserError
+from samestep.errors import UserError, first_line
 from samestep.parallel.attributes import Attributes, forget_results
 from samestep.parallel.blocks import caller_of, is_list_of_like
 from samestep.parallel.calls import Stop, Trace, seen_of
@@ -153,11 +153,6 @@ def _call_rest(
     first = differentiable.index(True)
     leaves[first] = depending(leaves[first], [each for each in made if isinstance(each, Tensor)])
     return pytree.tree_unflatten(leaves, form)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return str(error).strip().partition("\n")[0]
 
 
 def _kind(model: nn.Module, name: str) -> str:

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from samestep.comm.compression.wire import flat, put_back
 from samestep.comm.mesh import Mesh
 from samestep.comm.messages import largest
 from samestep.parallel.joined_optimizer import rebuild
@@ -120,7 +121,7 @@ class Owners:
         # Every rank has the same buckets and owners, and so the same order of messages, by which gloo and NCCL match
         # the collectives of a group.
         for (owner, _), some in together.items():
-            message = _flat([gradient for _, gradient in some])  # [numbers], a copy of them
+            message = flat([gradient for _, gradient in some])  # [numbers], a copy of them
             if owner is None:
                 work = dist.all_reduce(message, group=data, async_op=True)
             else:
@@ -134,7 +135,7 @@ class Owners:
             work.wait()
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             if owner in (None, self._mesh.coordinate("shard")):
-                _put_back(message, gradients)
+                put_back(message, gradients)
             else:
                 # Zero and not None, since the parameter was used; only the owner's gradient counts in the norm
                 # (`ShardTable.copies`).
@@ -151,9 +152,9 @@ class Owners:
             gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
             for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
                 some = [gradient for gradient in gradients if gradient.dtype == dtype]
-                message = _flat(some)
+                message = flat(some)
                 dist.all_reduce(message, group=self._mesh.group(*others))
-                _put_back(message, some)
+                put_back(message, some)
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average gradients on their owners, after backward; parameters that no rank used keep `grad=None`."""
@@ -192,18 +193,8 @@ def _gradients(bucket: dist.GradBucket, parameters: Sequence[nn.Parameter]) -> S
     if not parameters[0].is_complex():  # a bucket is of one dtype
         return bucket.gradients()
     # The buffer holds pairs of real numbers, of which `bucket.gradients()` returns the first half.
-    flat = torch.view_as_complex(bucket.buffer().view(-1, 2))
-    return flat.split([parameter.numel() for parameter in parameters])
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _put_back(message: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write a flat message back into the tensors that it was made of."""
-    for tensor, values in zip(tensors, message.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(values.view_as(tensor))
+    numbers = torch.view_as_complex(bucket.buffer().view(-1, 2))
+    return numbers.split([parameter.numel() for parameter in parameters])
 
 
 def shard_optimizer(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from samestep.data.types import Batch, Samples, as_batch, missing_sample
 from samestep.errors import UserError, one_line
 from samestep.layout import ModelShape
-from samestep.tasks.prediction import Model, Prediction, ToPredict
+from samestep.tasks.prediction import Model, Prediction, ToPredict, of_classes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -133,6 +133,40 @@ class Task(ABC):
         """Raise UserError for what is wrong with the data, before any process starts."""
         if len(self.train_set()) == 0:
             raise UserError("the data set is empty; at least one sample is needed")
+
+
+class Classification(Task):
+    """A task whose model gives a number for each class, and whose targets are numbers of classes."""
+
+    @abstractmethod
+    def class_names(self) -> Sequence[str]:
+        """The classes in the order of their numbers."""
+
+    def loss(self, output: Any, batch: Batch) -> "tuple[Tensor, int]":
+        """Cross-entropy summed over the samples, and how many they are."""
+        from torch.nn import functional as F
+
+        return F.cross_entropy(_logits(output), batch.targets, reduction="sum"), len(batch.targets)
+
+    def metrics(self) -> "Mapping[str, Metric]":
+        """Accuracy over all samples, and by class; the rows of the confusion matrix sum to the support."""
+        from samestep.tasks.metrics import classification_metrics
+
+        return classification_metrics(len(self.class_names()))
+
+    def scores(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
+        """The probability of each class, [batch, classes], and the true classes."""
+        return _logits(output).softmax(dim=-1).float(), batch.targets
+
+    def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
+        """The likeliest class of each sample, and its probability."""
+        return of_classes(*self.scores(output, batch), self.class_names())
+
+
+def _logits(output: Any) -> "Tensor":
+    """[batch, classes], in float32 at least; of a transformers output or a plain tensor."""
+    logits = getattr(output, "logits", output)
+    return logits.float() if logits.element_size() < 4 else logits
 
 
 def default_scores(output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":

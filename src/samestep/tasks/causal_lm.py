@@ -6,7 +6,6 @@ From the top: the model, its data (which texts, what is held out, blocks of toke
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from samestep import environment
 from samestep.data import cache, corpus, tokenizer
 from samestep.data.cache import DataCache
 from samestep.data.corpus import RunningText
-from samestep.data.package_files import locate
 from samestep.data.tokenizer import IGNORED, StreamTokenizer, TokenBlocks
 from samestep.data.types import Batch
 from samestep.errors import UserError
@@ -81,11 +79,6 @@ class DecoderModel:
         return self
 
 
-def folder_of(model: DecoderModel) -> Path | None:
-    """The folder of a pretrained model; None for a new one. Raises UserError where it is not there."""
-    return transformers_model.folder_of(model.folder)
-
-
 def configure(model: DecoderModel, *, vocabulary: int, end: int | None, length: int) -> Any:
     """The configuration of a model for ids below `vocabulary`, rounded up to a multiple of 8, and `length` tokens.
 
@@ -94,7 +87,7 @@ def configure(model: DecoderModel, *, vocabulary: int, end: int | None, length: 
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as WITH_HEAD
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
-    folder = folder_of(model)
+    folder = transformers_model.folder_of(model.folder)
     if folder is not None:
         return transformers_model.config_of_folder(folder, model.config, _FOR_TRAINING)
     # Encoders have a head for next tokens too, but they would look at them.
@@ -118,7 +111,7 @@ def build(model: DecoderModel, config: "PreTrainedConfig") -> "PreTrainedModel":
     """
     from transformers import AutoModelForCausalLM
 
-    folder = folder_of(model)
+    folder = transformers_model.folder_of(model.folder)
     if folder is None:
         return AutoModelForCausalLM.from_config(config)
     built, lacking = transformers_model.load(AutoModelForCausalLM, folder, config)
@@ -182,9 +175,6 @@ def _sizes(model: DecoderModel, plain: "PreTrainedConfig") -> dict[str, Any]:
     return sizes | {key: model.dropout for key in _DROPOUT_KEYS if hasattr(plain, key)}
 
 
-_TOKENIZER = "recipe.data.tokenizer"
-
-
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LanguageData:
     """Running text, what of it is held out, and how it becomes blocks of tokens.
@@ -216,21 +206,6 @@ def read(data: LanguageData) -> RunningText:
         held_out = corpus.read(data.eval_source, "recipe.data.eval_source")
         return RunningText(train=documents, held_out=held_out)
     return corpus.divide(documents, data.held_out, "recipe.data.held_out")
-
-
-def loaded_tokenizer(data: LanguageData, model_folder: Path | None) -> StreamTokenizer | None:
-    """The tokenizer of a file or folder; None where one is to be trained.
-
-    Raises UserError where it can't be loaded.
-    """
-    if data.tokenizer is not None:
-        return tokenizer.load_stream(locate(data.tokenizer, _TOKENIZER), _TOKENIZER)
-    if model_folder is not None:
-        # The weights of a pretrained model mean nothing under the ids of another tokenizer.
-        return tokenizer.load_stream(
-            model_folder, f"{_TOKENIZER} is missing, and recipe.model.folder has no usable one"
-        )
-    return None
 
 
 class TokenLoss(Ratio):
@@ -356,7 +331,7 @@ class CausalLM(Task):
 
         config = deepcopy(self._config)
         config.use_cache = True  # for writing text, for which the folder is meant
-        folder = folder_of(self._model) if self._data.tokenizer is None else None
+        folder = transformers_model.folder_of(self._model.folder) if self._data.tokenizer is None else None
         tokenizer = transformers_model.tokenizer_of(
             self._tokenizer.tokenizer, folder, padding=self._padding, end=self._end, length=self._data.length
         )
@@ -368,7 +343,7 @@ class CausalLM(Task):
 
     @cached_property
     def _loaded_tokenizer(self) -> StreamTokenizer | None:
-        return loaded_tokenizer(self._data, folder_of(self._model))
+        return transformers_model.loaded_tokenizer(tokenizer.load_stream, self._data.tokenizer, self._model.folder)
 
     @cached_property
     def _tokenizer(self) -> StreamTokenizer:

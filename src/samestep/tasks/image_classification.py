@@ -3,7 +3,7 @@
 From the top: the networks, the data (which images, how they are split, one size for all), and the task.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass as plain_dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,14 +23,13 @@ from samestep.data.split import check_split, limited, split
 from samestep.data.types import Batch
 from samestep.errors import UserError
 from samestep.recipe import STRICT, Positive, Real, Whole
-from samestep.tasks.base import Task, predict_each
-from samestep.tasks.prediction import Model, Prediction, ToPredict, of_classes
+from samestep.tasks.base import Classification, predict_each
+from samestep.tasks.prediction import Model, Prediction, ToPredict
 from samestep.tasks.registry import refuse_together
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from samestep.tasks.metrics import Metric
 
 Norm = Callable[[int], nn.Module]  # from channels to a normalisation
 
@@ -292,7 +291,7 @@ def _image_set(side: LabelledImages, color: str, size: int | None, shape: tuple[
     return ImageSet(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)), np.array(side.labels, dtype=np.int64))
 
 
-class ImageClassification(Task):
+class ImageClassification(Classification):
     """Classify images. Everything is read once, at the first use."""
 
     predicts_from = "an image, or a folder with images"
@@ -327,22 +326,6 @@ class ImageClassification(Task):
         pixels = np.stack([pixels for pixels, _ in samples]).astype(np.float32)  # [batch, channels, height, width]
         return Batch(torch.from_numpy((pixels - mean) / deviation), torch.tensor([label for _, label in samples]))
 
-    def loss(self, output: "Tensor", batch: Batch) -> "tuple[Tensor, int]":
-        """Cross-entropy summed over the samples, and how many they are."""
-        from torch.nn import functional as F
-
-        return F.cross_entropy(_wide(output), batch.targets, reduction="sum"), len(batch.targets)
-
-    def metrics(self) -> "Mapping[str, Metric]":
-        """Accuracy over all samples, and by class; the rows of the confusion matrix sum to the support."""
-        from samestep.tasks.metrics import classification_metrics
-
-        return classification_metrics(len(self._pictures.names))
-
-    def scores(self, output: "Tensor", batch: Batch) -> "tuple[Tensor, Tensor]":
-        """The probability of each class, [batch, classes], and the true classes."""
-        return _wide(output).softmax(dim=-1).float(), batch.targets
-
     def class_names(self) -> Sequence[str]:
         return self._pictures.names
 
@@ -356,9 +339,6 @@ class ImageClassification(Task):
         for file, found in zip(files, predict_each(self, model, samples, wanted.batch), strict=True):
             yield {"file": str(file), **found}
 
-    def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
-        return of_classes(*self.scores(output, batch), self.class_names())
-
     @property
     def _size(self) -> tuple[int, int]:
         height, width = self._pictures.train.pixels.shape[2:]
@@ -367,8 +347,3 @@ class ImageClassification(Task):
     @cached_property
     def _pictures(self) -> Pictures:
         return read(self._data)
-
-
-def _wide(logits: "Tensor") -> "Tensor":
-    """[batch, classes], in float32 at least."""
-    return logits.float() if logits.element_size() < 4 else logits

@@ -1,9 +1,9 @@
 """From a recipe to its task object: finds the class, checks the arguments against its signature, builds it."""
 
 import hashlib
-import importlib
 import importlib.util
 import inspect
+import pkgutil
 import re
 import sys
 import traceback
@@ -49,8 +49,7 @@ def resolve(recipe: Recipe) -> Task:
 def _find_class(name: str) -> type[Task]:
     """The class that `recipe.task` names. Raises UserError for none, or for one with methods missing."""
     if name in TASKS:
-        module_name, _, class_name = TASKS[name].partition(":")
-        return getattr(importlib.import_module(module_name), class_name)
+        return pkgutil.resolve_name(TASKS[name])
     file, separator, class_name = name.rpartition(":")
     if not separator or not file.endswith(".py"):
         raise UserError(f'recipe.task is "{name}"; {closest(name, TASKS)}, or path/to/file.py:ClassName')

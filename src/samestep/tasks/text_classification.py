@@ -3,10 +3,9 @@
 From the top: the model, its data (which texts, how they are split, how they become tokens), and the task.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass as plain_dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from pydantic.dataclasses import dataclass
 from samestep import environment
 from samestep.data import cache, tokenizer
 from samestep.data.cache import DataCache, sequences
-from samestep.data.package_files import locate
 from samestep.data.split import check_split, limited, split
 from samestep.data.text import Classes, LabelledTexts, find_classes, read_source
 from samestep.data.tokenizer import TEXT_PADDING, TextTokenizer, TokenisedTexts
@@ -26,16 +24,15 @@ from samestep.errors import UserError
 from samestep.layout import ModelShape
 from samestep.recipe import STRICT, Positive
 from samestep.tasks import transformers_model
-from samestep.tasks.base import Task, predict_each
-from samestep.tasks.prediction import Model, Prediction, ToPredict, lines_of, of_classes
+from samestep.tasks.base import Classification, predict_each
+from samestep.tasks.prediction import Model, Prediction, ToPredict, lines_of
 from samestep.tasks.registry import check_heads, refuse_together
 from samestep.tasks.transformers_model import Pretrained
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from samestep.tasks.metrics import Metric
 
 _KNOWN_TO_FIT = "bert, roberta, distilbert, electra or albert"
 
@@ -75,11 +72,6 @@ class TextModel:
         return self
 
 
-def folder_of(model: TextModel) -> Path | None:
-    """The folder of a pretrained model; None for a new one. Raises UserError where it is not there."""
-    return transformers_model.folder_of(model.folder)
-
-
 def configure(model: TextModel, *, names: Sequence[str], vocabulary: int, padding: int, length: int) -> Any:
     """The configuration of a model that tells `names` apart, for ids below `vocabulary` and `length` tokens.
 
@@ -88,7 +80,7 @@ def configure(model: TextModel, *, names: Sequence[str], vocabulary: int, paddin
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
-    folder = folder_of(model)
+    folder = transformers_model.folder_of(model.folder)
     if folder is not None:
         return transformers_model.config_of_folder(folder, model.config, labels)
     plain = transformers_model.default_config(model.type, CLASSIFIERS, _KNOWN_TO_FIT)
@@ -111,7 +103,7 @@ def build(model: TextModel, config: "PreTrainedConfig") -> "PreTrainedModel":
     """
     from transformers import AutoModelForSequenceClassification
 
-    folder = folder_of(model)
+    folder = transformers_model.folder_of(model.folder)
     if folder is None:
         return AutoModelForSequenceClassification.from_config(config)
     built, lacking = transformers_model.load(AutoModelForSequenceClassification, folder, config)
@@ -152,7 +144,6 @@ def _sizes(model: TextModel, plain: "PreTrainedConfig") -> dict[str, Any]:
 
 _SOURCE = "recipe.data.source"
 _EVAL_SOURCE = "recipe.data.eval_source"
-_TOKENIZER = "recipe.data.tokenizer"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -230,21 +221,6 @@ def read(data: TextData) -> Corpus:
     return Corpus(classes=classes, train=texts.pick(train), held_out=texts.pick(held))
 
 
-def loaded_tokenizer(data: TextData, model_folder: Path | None) -> TextTokenizer | None:
-    """The tokenizer of a file or folder; None where one is to be trained.
-
-    Raises UserError where it can't be loaded.
-    """
-    if data.tokenizer is not None:
-        return tokenizer.load_text(locate(data.tokenizer, _TOKENIZER), _TOKENIZER)
-    if model_folder is not None:
-        # The weights of a pretrained model mean nothing under the ids of another tokenizer.
-        return tokenizer.load_text(
-            model_folder, f"{_TOKENIZER} is missing, and recipe.model.folder has no usable one"
-        )
-    return None
-
-
 def tokenised(
     texts: NumberedTexts, with_tokenizer: TextTokenizer, max_length: int, cache: DataCache
 ) -> TokenisedTexts:
@@ -253,7 +229,8 @@ def tokenised(
     empty = np.flatnonzero(np.diff(starts) == 0)
     if len(empty):
         text = texts.texts[int(empty[0])]
-        raise UserError(f'{_TOKENIZER}: it gives no tokens for the text "{text[:40]}"; remove that text')
+        where = transformers_model.TOKENIZER
+        raise UserError(f'{where}: it gives no tokens for the text "{text[:40]}"; remove that text')
     return TokenisedTexts(ids, starts, texts.classes)
 
 
@@ -265,7 +242,7 @@ def _numbered(source: LabelledTexts, classes: Classes, limit: int | None) -> Num
 _UNKNOWN = -1  # the class of a text that is to be classified
 
 
-class TextClassification(Task):
+class TextClassification(Classification):
     """Classify texts. Everything is read and tokenised once, at the first use."""
 
     predicts_from = "a text file, of which each line is classified"
@@ -306,22 +283,6 @@ class TextClassification(Task):
         }
         return Batch(inputs, torch.tensor([number for _, number in samples]))
 
-    def loss(self, output: Any, batch: Batch) -> "tuple[Tensor, int]":
-        """Cross-entropy summed over the samples, and how many they are."""
-        from torch.nn import functional as F
-
-        return F.cross_entropy(_logits(output), batch.targets, reduction="sum"), len(batch.targets)
-
-    def metrics(self) -> "Mapping[str, Metric]":
-        """Accuracy over all samples, and by class; the rows of the confusion matrix sum to the support."""
-        from samestep.tasks.metrics import classification_metrics
-
-        return classification_metrics(len(self._corpus.classes.names))
-
-    def scores(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
-        """The probability of each class, (batch, classes), and the true classes."""
-        return _logits(output).softmax(dim=-1).float(), batch.targets
-
     def class_names(self) -> Sequence[str]:
         return self._corpus.classes.names
 
@@ -336,9 +297,6 @@ class TextClassification(Task):
         for text, found in zip(texts, predict_each(self, model, samples, wanted.batch), strict=True):
             yield {"text": text, **found}
 
-    def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
-        return of_classes(*self.scores(output, batch), self.class_names())
-
     def shape(self) -> ModelShape:
         """Heads and layers of the model, and the longest sequence that the data gives it."""
         config = self._config
@@ -352,7 +310,7 @@ class TextClassification(Task):
     def pretrained(self) -> Pretrained:
         from transformers import AutoModelForSequenceClassification
 
-        folder = folder_of(self._model) if self._data.tokenizer is None else None
+        folder = transformers_model.folder_of(self._model.folder) if self._data.tokenizer is None else None
         tokenizer = transformers_model.tokenizer_of(
             self._tokenizer.tokenizer, folder, padding=self._padding, end=None, length=self._data.max_length
         )
@@ -364,7 +322,7 @@ class TextClassification(Task):
 
     @cached_property
     def _loaded_tokenizer(self) -> TextTokenizer | None:
-        return loaded_tokenizer(self._data, folder_of(self._model))
+        return transformers_model.loaded_tokenizer(tokenizer.load_text, self._data.tokenizer, self._model.folder)
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:
@@ -406,9 +364,3 @@ class TextClassification(Task):
             padding=self._padding,
             length=self._data.max_length,
         )
-
-
-def _logits(output: Any) -> "Tensor":
-    """(batch, classes), in float32 at least; of a transformers output or a plain tensor."""
-    logits = getattr(output, "logits", output)
-    return logits.float() if logits.element_size() < 4 else logits

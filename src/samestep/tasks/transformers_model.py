@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from samestep.data.package_files import locate
 from samestep.errors import UserError, closest
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+_T = TypeVar("_T")  # a kind of tokenizer
+
 FOLDER = "recipe.model.folder"
+TOKENIZER = "recipe.data.tokenizer"
 
 # What each size is called in the configurations of transformers' model types.
 _SIZE_KEYS = {
@@ -99,6 +102,20 @@ def folder_of(folder: str | None) -> Path | None:
         there = "it has no config.json" if path.is_dir() else "there is no such folder"
         raise UserError(f"{FOLDER} is {folder}: {there}; use a folder written by save_pretrained")
     return path
+
+
+def loaded_tokenizer(load: Callable[[Path, str], _T], given: str | None, model_folder: str | None) -> _T | None:
+    """The tokenizer of a file or folder, or else of the model's folder; None where one is to be trained.
+
+    Raises UserError where it can't be loaded.
+    """
+    folder = folder_of(model_folder)
+    if given is not None:
+        return load(locate(given, TOKENIZER), TOKENIZER)
+    if folder is not None:
+        # The weights of a pretrained model mean nothing under the ids of another tokenizer.
+        return load(folder, f"{TOKENIZER} is missing, and {FOLDER} has no usable one")
+    return None
 
 
 def default_config(model_type: str, known: Collection[str], known_to_fit: str) -> "PreTrainedConfig":

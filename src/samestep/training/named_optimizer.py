@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from samestep.errors import UserError, closest
 from samestep.parallel.optimizer_kinds import Shapes
-from samestep.recipe import NamedOptimizer
+from samestep.recipe import SGD, AdamW, NamedOptimizer
 from samestep.tasks.registry import checked_value, hints_of, import_file
 
 Make = Callable[[Sequence[dict[str, Any]]], Optimizer]  # from groups of parameters with their settings
@@ -35,7 +35,7 @@ def maker_of(spec: NamedOptimizer, where: str) -> Make:
     given = {**{name: (f"{where}.{name}", value) for name, value in settings.items()}}
     given |= {name: (f"{where}.args.{name}", value) for name, value in spec.args.items()}
     arguments = _checked(function, given, str(spec.name))
-    return partial(_made, function, arguments, where, _shown(spec))
+    return partial(_made, function, arguments, where, title_of(spec))
 
 
 def try_out() -> list[Shapes]:
@@ -79,7 +79,8 @@ def _is_rate(value: Any) -> bool:
         return False
 
 
-def _shown(spec: NamedOptimizer) -> str:
+def title_of(spec: AdamW | SGD | NamedOptimizer) -> str:
+    """What messages and tables call an optimizer."""
     return spec.name if isinstance(spec.name, str) else getattr(spec.name, "__qualname__", str(spec.name))
 
 

@@ -29,7 +29,7 @@ from samestep.parallel.optimizer_kinds import Make, Shapes
 from samestep.parallel.rounded_state import RoundedState
 from samestep.recipe import SGD, AdamW, Group, NamedOptimizer, Recipe, Schedule
 from samestep.tasks.turns import Turn
-from samestep.training.named_optimizer import maker_of, takes, try_out
+from samestep.training.named_optimizer import maker_of, takes, title_of, try_out
 
 
 def make_optimizer(spec: AdamW | SGD, groups: Sequence[dict[str, Any]], *, fused: bool = True) -> Optimizer:
@@ -187,7 +187,7 @@ class OptimizerPlan:
                 for name in ("lr", "weight_decay"):
                     given = section.weight_decay if name == "weight_decay" else section.settings.get(name)
                     if given is not None and not takes(spec, name, part.where):
-                        raise UserError(f"{section.where}.{name} is given, and {_title(spec)} takes no {name}")
+                        raise UserError(f"{section.where}.{name} is given, and {title_of(spec)} takes no {name}")
             make = maker_of(spec, part.where)
             for name in (name for section in part.sections for name in section.names):
                 try:
@@ -223,7 +223,7 @@ class OptimizerPlan:
             for group in self._split(part)
         ]
         return OptimizerMember(
-            title=f"{part.where} ({_title(part.spec)})",
+            title=f"{part.where} ({title_of(part.spec)})",
             make=make,
             groups=whole,
             optimizer=make(groups) if groups else None,
@@ -323,10 +323,6 @@ def _settings(group: Group) -> dict[str, Any]:
     """The settings that a group changes: its learning rate and its schedule."""
     settings: dict[str, Any] = {} if group.lr is None else {"lr": group.lr}
     return settings if group.schedule is None else {**settings, SCHEDULE: group.schedule}
-
-
-def _title(spec: Spec) -> str:
-    return spec.name if isinstance(spec.name, str) else getattr(spec.name, "__qualname__", str(spec.name))
 
 
 def _ndim(model: nn.Module, name: str) -> int:

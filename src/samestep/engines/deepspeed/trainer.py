@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch, StepBatch, to_device
-from samestep.engines.base import Loss, StepReport, Trainer
+from samestep.engines.base import Loss, StepReport, Trainer, scale_to_mean
 from samestep.engines.deepspeed.gradients import SameOrder, gradients_of
 from samestep.engines.deepspeed.initialize import at_work, quietly, without_deprecations
 from samestep.errors import UserError, index_errors_explained
@@ -237,11 +237,8 @@ class DeepSpeedTrainer(Trainer):
         return loss_sum * micro_batch.weight
 
     def _scale(self, batch: StepBatch) -> float:
-        """The factor of a loss sum for which the average over the data ranks is sum / samples.
-
-        The number of samples is known before any message is sent; the count of terms only after the last forward.
-        """
-        return self._mesh.data_place.of / batch.global_samples
+        """The factor of a loss sum."""
+        return scale_to_mean(self._mesh, batch)
 
     def _settle(self, batch: StepBatch, totals: Tensor) -> None:
         """Sum the totals over all ranks, and rescale the gradient from sum / samples to sum / count."""

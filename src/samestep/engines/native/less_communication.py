@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -61,8 +61,7 @@ def prepare(
 
 def _method_class(kind: str) -> type[Method]:
     """The class of a method, imported on first use."""
-    module, _, name = METHODS[kind].partition(":")
-    return getattr(import_module(module), name)
+    return resolve_name(METHODS[kind])
 
 
 def _check_model(model: nn.Module, method_class: type[Method], kind: str) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.data.loader import MicroBatch, StepBatch
-from samestep.engines.base import Checkpointed, Loss, Skipping, StepReport, TurnTaking
+from samestep.engines.base import Checkpointed, Loss, Skipping, StepReport, TurnTaking, scale_to_mean
 from samestep.engines.setup import TrainerSetup
 from samestep.errors import UserError, index_errors_explained
 from samestep.parallel.exact import generators
@@ -267,11 +267,8 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         self._draws_checked = True
 
     def gradient_scale(self, batch: StepBatch) -> float:
-        """The factor of a rank's loss sum for which the average over the data ranks is sum / samples.
-
-        The number of samples is known before any message is sent; the count of terms only after the forwards.
-        """
-        return self._mesh.data_place.of / batch.global_samples
+        """The factor of a rank's loss sum."""
+        return scale_to_mean(self._mesh, batch)
 
     def scale_and_clip(self, batch: StepBatch, totals: Tensor) -> Tensor:
         """Turn sum / samples into sum / count, clip the whole gradient's norm, and return it as it was before."""

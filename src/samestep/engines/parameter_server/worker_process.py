@@ -12,7 +12,6 @@ import gc
 import os
 import pickle
 import signal
-import stat
 import sys
 import threading
 import time
@@ -34,6 +33,7 @@ from samestep.engines.parameter_server.shards import FlatParameters, shared_empt
 from samestep.errors import UserError
 from samestep.fault_tolerance.watchdog import Handle
 from samestep.launch.fork_server import end_with_parent
+from samestep.launch.network import sockets
 
 _STDERR = 2  # the number of its open file
 _READY = b"ready"
@@ -284,9 +284,7 @@ def _let_go_of_sockets(kept: int) -> None:
     collected owner of the socket would close.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
-    for number in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+    for number in sockets():
         if number > _STDERR and number != kept:
-            with suppress(OSError):  # that of the listing
-                if stat.S_ISSOCK(os.fstat(number).st_mode):
-                    os.dup2(nothing, number, inheritable=False)
+            os.dup2(nothing, number, inheritable=False)
     os.close(nothing)

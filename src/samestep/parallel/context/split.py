@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from samestep.comm.mesh import Mesh
-from samestep.errors import LayoutError
+from samestep.errors import LayoutError, first_line
 from samestep.layout import Layout
 from samestep.parallel.attributes import Attributes, wrap_forward
 from samestep.parallel.blocks import repeated_layers, with_forward
@@ -41,7 +41,6 @@ from samestep.parallel.exact.forward_context import ForwardContext, NotesTokens,
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.tensor.compare import Output, alike_numbers, output_of
 from samestep.parallel.tensor.vocab_parallel import agree
-from samestep.parallel.trace import first_line
 from samestep.parallel.valueless import has_values
 
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.data.order import bounds
+from samestep.errors import first_line
 from samestep.layout import Layout
 from samestep.parallel.attributes import evaluating
 from samestep.parallel.calls import Trace
@@ -27,7 +28,6 @@ from samestep.parallel.layout_failure import failing_module, foreign_line
 from samestep.parallel.tensor.plan import TensorPlan
 from samestep.parallel.tensor.sequence_parallel import Stream
 from samestep.parallel.tensor.vocab_parallel import Vocabulary, agree, near
-from samestep.parallel.trace import first_line
 from samestep.parallel.valueless import has_values
 from samestep.tasks.base import call
 

@@ -28,8 +28,7 @@ from torch.nn import functional as F
 from samestep.parallel import collectives
 from samestep.parallel.attributes import replace_forward
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
-from samestep.parallel.low_rank import base_of, updates_of
-from samestep.parallel.tensor.modules import is_conv1d
+from samestep.parallel.low_rank import base_of, is_conv1d, updates_of
 from samestep.parallel.valueless import has_values
 
 Message = Callable[[Tensor], Tensor]

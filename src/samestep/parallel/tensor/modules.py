@@ -1,7 +1,6 @@
 """Which modules can be sliced and along which dimension, attention heads, and the roles that a user gives."""
 
 import copy
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from samestep.errors import LayoutError
 from samestep.job import TensorRole
-from samestep.parallel.low_rank import Adapted, adapted, base_of
+from samestep.parallel.low_rank import Adapted, adapted, base_of, is_conv1d
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -25,13 +24,6 @@ def is_linear(module: nn.Module) -> bool:
     # `layers` replaces the forward by the product, so the forward may do nothing else.
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return (plain or is_conv1d(module)) and _holds(module, "weight", "bias")
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D, GPT-2's linear layer, whose weight is [in, out]."""
-    # Only transformers' own models have one, so if it is not imported yet, this module is none.
-    kinds: Any = sys.modules.get("transformers.pytorch_utils")
-    return kinds is not None and isinstance(module, kinds.Conv1D)
 
 
 def is_embedding(module: nn.Module) -> bool:
