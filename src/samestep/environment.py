@@ -195,9 +195,9 @@ def marked(mark: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]
     return {**environ, _MARK: mark}
 
 
-def mark_line(mark: str) -> bytes:
-    """Return the mark as an entry of a process's environment."""
-    return f"{_MARK}={mark}".encode()
+def mark_of(environ: Mapping[str, str]) -> str | None:
+    """Return the mark in a process's environment; None if it has none."""
+    return environ.get(_MARK)
 
 
 def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:

@@ -10,8 +10,9 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
+
+import psutil
 
 from samestep import environment
 from samestep.errors import InterruptedJobError
@@ -85,13 +86,8 @@ def _signal_group(leader: int, number: signal.Signals) -> None:
 
 def _marked(mark: str) -> list[int]:
     """Processes whose environment holds a run's mark; where the system doesn't show environments, none."""
-    line = environment.mark_line(mark)
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if line in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
+    found = psutil.process_iter(["environ"])  # None where it may not be read
+    return [each.pid for each in found if environment.mark_of(each.info["environ"] or {}) == mark]
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import pwd
 import random
 import socket
 import stat
-import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -18,6 +17,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+import psutil
 
 from samestep import environment
 from samestep.ranks import Ranks
@@ -81,6 +82,7 @@ def held_port() -> socket.socket:
     raise OSError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free")
 
 
+# Not psutil.net_connections: it does not give a socket's user, by which another user's process is named.
 _PROC = Path("/proc")
 _LISTENING = "0A"
 
@@ -159,13 +161,13 @@ def _user(number: int) -> str:
         return f"user {number}"
 
 
-_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of linux/sockios.h
-
-
 def loopback_interface() -> str | None:
     """Return the name of the loopback interface; None if unknown."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+_IP = (socket.AF_INET, socket.AF_INET6)
 
 
 def interface_of(address: str) -> str | None:
@@ -173,26 +175,12 @@ def interface_of(address: str) -> str | None:
     if sys.platform != "linux":
         return None
     wanted = ipaddress.ip_address(address.partition("%")[0])
-    if wanted.version == 6:
-        return _interface_of_6(wanted.packed.hex())
-    from fcntl import ioctl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = ioctl(asked, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
-                continue
-            if answer[20:24] == wanted.packed:  # follows the interface's name and the address family and port
+    addresses = psutil.net_if_addrs()
+    for _, name in socket.if_nameindex():  # psutil also has labels of further addresses, such as eth0:1
+        for each in addresses.get(name, ()):
+            if each.family in _IP and ipaddress.ip_address(each.address.partition("%")[0]) == wanted:
                 return name
     return None
-
-
-def _interface_of_6(digits: str) -> str | None:
-    """Return the interface with an IPv6 address, given as 32 hexadecimal digits as in /proc."""
-    table = Path("/proc/net/if_inet6")
-    lines = table.read_text(encoding="ascii").splitlines() if table.exists() else []
-    return next((line.split()[5] for line in lines if line.startswith(digits)), None)
 
 
 def own_name_leads_nowhere() -> bool:
