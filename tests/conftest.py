@@ -4,11 +4,11 @@ import gc
 import multiprocessing.process
 import multiprocessing.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
@@ -43,9 +43,15 @@ NOT_OURS = {
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # by DeepSpeed, which transformers imports where it is installed
 }
 
+# A name of the module, since multiprocessing forgets its finalizers in a forked child: were this the last reference,
+# the child would remove the folder there and then.
+_FOLDERS = ExitStack()
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give all that the tests start one folder for temporary files, which goes when the last test is done.
+
+    Those of runs that were killed go as well: their processes no longer hold them locked.
 
     torchrun, TensorFlow and others leave files in it where a test kills them. pytest's own folders stay where they
     were, for who looks at a failed test.
@@ -53,10 +59,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return  # one of several workers, which have it from their parent
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    folder = tempfile.mkdtemp(prefix="samestep-tests-")
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    from samestep.fault_tolerance.scratch import scratch  # samestep, for which this file prepares
+
+    folder = _FOLDERS.enter_context(scratch("samestep-tests-"))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     # After multiprocessing has removed its own folder in it, which it does at -100.
-    multiprocessing.util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-200)
+    multiprocessing.util.Finalize(None, _FOLDERS.close, exitpriority=-200)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
