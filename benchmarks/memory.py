@@ -68,12 +68,13 @@ KEPT = {
 }
 
 # Bytes per parameter gathered at the peak. zero2xN: all parameters, from forward to backward, and the messages of two
-# blocks of L. fsdpN: the block being computed, the next one, and the messages of both while they last.
+# blocks of L. fsdpN: the block being computed, its message, which FSDP2 keeps until the next block's is copied out,
+# and that next message.
 GATHERED = {
     ("zero2xN", "fp32"): Formula("4 + 8/L", lambda n: 4 + 8 / BLOCKS),
-    ("fsdpN", "fp32"): Formula("up to 16/L", lambda n: 16 / BLOCKS),
+    ("fsdpN", "fp32"): Formula("12/L", lambda n: 12 / BLOCKS),
     ("zero2xN", "bf16"): Formula("2 + 4/L", lambda n: 2 + 4 / BLOCKS),
-    ("fsdpN", "bf16"): Formula("up to 8/L", lambda n: 8 / BLOCKS),
+    ("fsdpN", "bf16"): Formula("6/L", lambda n: 6 / BLOCKS),
 }
 
 # Figures of Rajbhandari et al. 2020 (section 3, table 1) for bf16 parameters and gradients with a float32 copy.
