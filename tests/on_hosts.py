@@ -81,7 +81,9 @@ def proved(file: Path) -> str:
 
 
 def _end(commands: Sequence[Running], reason: str) -> None:
-    time.sleep(1.0)  # the others say why they end, too
+    deadline = time.monotonic() + 5  # a command that has failed ends the others, which say why, too
+    while any(command.poll() is None for command in commands) and time.monotonic() < deadline:
+        time.sleep(0.02)
     for command in commands:
         command.stop()
     told = "\n".join(f"--- {command}\n{command.text}" for command in commands)

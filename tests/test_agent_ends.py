@@ -19,10 +19,16 @@ from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import RankOptions
 
 
-def forked_ranks(agent: Agent) -> list[psutil.Process]:
+def forked_ranks(one: Agent) -> list[psutil.Process]:
     """Ranks of samestep's own command: children of the agent's fork server."""
-    servers = psutil.Process(agent.process.pid).children()
+    servers = psutil.Process(one.process.pid).children()
     return [rank for server in servers for rank in server.children()]
+
+
+def told_to_end(rank: psutil.Process) -> bool:
+    """Whether a signal waits for a rank that is suspended."""
+    status = Path(f"/proc/{rank.pid}/status").read_text(encoding="ascii")
+    return any(int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd")))
 
 
 @pytest.mark.slow
@@ -36,7 +42,8 @@ def test_forked_ranks_that_take_no_notice_are_ended_on_all_hosts(tmp_path: Path)
         for rank in ranks:
             rank.suspend()  # it hears nothing but SIGKILL
         one.send(signal.SIGINT)
-        time.sleep(1)
+        agents.wait_for(lambda: told_to_end(ranks[0]))
+        time.sleep(agent._AGAIN)  # signals that follow each other sooner count as one
         assert one.process.poll() is None
         one.send(signal.SIGINT)
         assert one.wait(20) == 130, one.text
@@ -44,25 +51,30 @@ def test_forked_ranks_that_take_no_notice_are_ended_on_all_hosts(tmp_path: Path)
         assert not any(rank.is_running() for rank in ranks)
 
 
+LIMIT = 4.0  # seconds; less than those after which the host would end its children
+assert LIMIT < agent._AFTER_END
+
+
 class ToldByItself:
-    """A job's store in which nobody but this host says that the job has ended, and which then answers slowly."""
+    """A job's store in which nobody but this host says that the job has ended, just as the host looks for it."""
 
     def __init__(self) -> None:
-        self._told, self._read = threading.Event(), threading.Event()
+        self.asked, self.told = threading.Event(), threading.Event()
+        self._looking = threading.current_thread()
 
     def tell_failure(self, failure: Failure) -> None:
-        self._told.set()
-        self._read.wait(2)
-        time.sleep(0.2)
+        self.told.set()
+        # Until the host has looked at what it was told, and its thread has done with that.
+        self._looking.join(LIMIT)
+        assert not self._looking.is_alive()
 
     def tell_time(self) -> None:
         pass
 
     def ended(self) -> str | None:
-        if not self._told.wait(2):
-            return None
-        self._read.set()
-        return "a rank on host-a failed"
+        self._looking = threading.current_thread()
+        self.asked.set()
+        return "a rank on host-a failed" if self.told.wait(LIMIT) else None
 
 
 def test_a_host_takes_its_own_failure_for_no_end_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,11 +82,13 @@ def test_a_host_takes_its_own_failure_for_no_end_elsewhere(monkeypatch: pytest.M
     monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
     monkeypatch.setattr(agent, "_LOOK", 0.01)
     part = NodeSpec(job="one", host="host-a", num_procs=1, command=("x",), ranks=RankOptions(logs="logs"))
-    ranks = agent._Ranks(part, ["x"], agent._Signals(), cast(Handshake, ToldByItself()))
+    store = ToldByItself()
+    ranks = agent._Ranks(part, ["x"], agent._Signals(), cast(Handshake, store))
     failure = Failure(host="host-a", rank=0, exit_code=1, reason="ValueError: planted", log="rank-0.err", at=0.0)
     with ranks._watch():
-        time.sleep(0.1)
+        assert store.asked.wait(LIMIT)
         outcome = ranks._failed(lambda: failure)
+    assert store.told.is_set()
     assert killed == []
     assert outcome.exit_code == 1
     assert outcome.message is not None

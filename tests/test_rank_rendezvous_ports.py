@@ -3,9 +3,9 @@
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -73,11 +73,21 @@ def test_a_server_of_another_program_is_not_rank_0(
         assert rank_rendezvous.heard([LOOPBACK], "a job", 2, timeout=5) == (LOOPBACK, 4711)
 
 
-def test_rank_0_may_come_last(ports: list[int]) -> None:
+def test_rank_0_may_come_last(ports: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[str, int]] = []
+    ask, in_vain = rank_rendezvous._ask, threading.Event()
+
+    def asked(address: str, port: int) -> tuple[str, dict[str, Any]] | None:
+        answer = ask(address, port)
+        if answer is None and port == ports[-1]:
+            in_vain.set()
+        return answer
+
+    monkeypatch.setattr(rank_rendezvous, "_ask", asked)
     asking = threading.Thread(target=lambda: heard.append(rank_rendezvous.heard([LOOPBACK], "a job", 2, timeout=20)))
     asking.start()
-    time.sleep(0.2)
+    assert in_vain.wait(20)
+    assert heard == []
     with rank_rendezvous.lit(LOOPBACK, "a job", 2, 4711):
         asking.join(20)
     assert heard == [(LOOPBACK, 4711)]

@@ -165,14 +165,18 @@ def test_a_command_is_ended_with_another_rank_and_else_ends_by_itself(ends: str,
     )
     assert chief.stdout is not None
     port = int(chief.stdout.readline())
-    program = f"import pathlib, sys, time; pathlib.Path({str(tmp_path / 'began')!r}).touch(); "
-    program += "time.sleep(60)" if ends == "chief" else "time.sleep(0.5); sys.exit(7)"
+    began, end = tmp_path / "began", tmp_path / "end"
+    program = f"import os, pathlib, sys, time; pathlib.Path({str(began)!r}).touch()\n"
+    program += f"while not os.path.exists({str(end)!r}): time.sleep(0.02)\n"
+    program += "sys.exit(7)"
     other = subprocess.Popen(sidecar.until_rank_ends("127.0.0.1", port, [sys.executable, "-c", program]))
     try:
+        wait_until(began.exists)
+        assert other.poll() is None
         if ends == "chief":
-            wait_until((tmp_path / "began").exists)
-            assert other.poll() is None
             chief.kill()
+        else:
+            end.touch()
         assert other.wait(20) == code
     finally:
         chief.kill()
