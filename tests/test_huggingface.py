@@ -1,5 +1,6 @@
 """samestep.tasks.HuggingFace: a model with its own loss, a data set and a collator, as they are handed over."""
 
+import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -198,9 +199,17 @@ def test_metrics_are_those_of_each_row_alone() -> None:
 def test_predictions_are_the_classes_by_their_names() -> None:
     task = handed(bert, texts(), classes)
     batch = task.collate(texts()[:3])
-    found = task.predictions(task.model().eval()(**batch.inputs), batch)
-    assert [set(each) for each in found] == [{"class", "probability", "target"}] * 3
-    assert found[0]["class"] in {"LABEL_0", "LABEL_1", "LABEL_2"}
+    output = task.model().eval()(**batch.inputs)
+    found = task.predictions(output, batch)
+    powers = [[math.exp(logit) for logit in row] for row in output.logits.tolist()]
+    assert found == [
+        {
+            "class": f"LABEL_{row.index(max(row))}",
+            "probability": pytest.approx(max(row) / sum(row), rel=1e-6),
+            "target": f"LABEL_{each['label']}",
+        }
+        for row, each in zip(powers, texts()[:3], strict=True)
+    ]
 
 
 def test_each_model_is_a_copy_and_the_one_handed_over_stays_as_it_was() -> None:

@@ -34,10 +34,15 @@ def test_a_lost_rank_is_refilled_from_memory(tmp_path: Path, layout: str, capfd:
     assert result.losses == whole.losses
     assert result.model_file.read_bytes() == whole.model_file.read_bytes()
     (found,) = faults_in(tmp_path / "run")
-    # The copy after step 8 may still have been under way; the disk has that after step 5.
-    assert found["goes_on_at"] in (6, 8)
-    (folder,) = folders_named(capfd.readouterr().err)
+    told = capfd.readouterr().err
+    (folder,) = folders_named(told)
     assert not folder.exists()
+    # Copies are made beside the training: when the fault comes, that after 8 steps may be complete or not, but the
+    # one before it is, and newer than the disk's after 5. The ranks go on from the very copy that is named.
+    step = found["goes_on_at"]
+    assert step in (6, 8)
+    assert re.findall(r"goes on from (\S+), after step (\d+)", told) == [(f"{folder}/step-{step}", str(step))]
+    assert found["steps_lost"] == 8 - step
 
 
 def test_the_disk_is_taken_where_it_is_newer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

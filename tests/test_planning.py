@@ -42,27 +42,40 @@ def predicted() -> Sequence[PredictedRow]:
 
 
 @pytest.mark.parametrize(
-    ("group", "precision", "most"),
+    ("group", "precision", "most", "ordered"),
     [
-        ("vtrain", "fp16", 0.0837),  # vTrain's own error on these rows, after profiling
-        ("mosaicml-a100", "bf16", 0.10),
-        ("dgxc-h100", "bf16", 0.10),
-        ("megatron-a100-2021", "fp16", 0.10),
+        ("vtrain", "fp16", 0.0837, 8),  # vTrain's own error on these rows, after profiling
+        ("mosaicml-a100", "bf16", 0.10, 9),
+        ("dgxc-h100", "bf16", 0.10, 2),
+        ("megatron-a100-2021", "fp16", 0.10, 0),  # a row of each model
     ],
 )
-def test_published_steps_are_met(predicted: Sequence[PredictedRow], group: str, precision: str, most: float) -> None:
+def test_published_steps_are_met(
+    predicted: Sequence[PredictedRow], group: str, precision: str, most: float, ordered: int
+) -> None:
     rows = [row for row in predicted if row.row.group == group and row.row.precision == precision]
     found = errors_of(group, rows)
     assert found.rows >= 10
     assert found.mean_error < most
-    assert found.mean_tau is None or found.mean_tau > 0.9
+    taus, ceilings = taus_of(rows), ceilings_of(rows)
+    assert len(taus) == ordered  # models with rows enough to be put in order
+    if ordered:
+        assert found.mean_tau is not None
+        assert found.mean_tau > 0.9
+    else:
+        assert found.mean_tau is None
     # Models whose tau is not above 0.9: no count of work can have more, or five rows of one kind are slower than the
     # same devices elsewhere (docs/planning.md).
-    taus, ceilings = taus_of(rows), ceilings_of(rows)
-    low = {name for name, tau in taus.items() if tau is not None and tau <= 0.9}
+    low = {name for name, tau in taus.items() if tau is None or tau <= 0.9}
     assert all(ceilings[name] <= 0.9 for name in low - {"mpt-13b"})
+
+
+def test_steps_of_a_model_are_in_order_without_its_nodes_that_lack_memory(predicted: Sequence[PredictedRow]) -> None:
+    rows = [row for row in predicted if row.row.group == "mosaicml-a100" and row.row.precision == "bf16"]
     alone = [row for row in rows if row.row.model_name == "mpt-13b" and _no_short_node(row)]
-    assert not alone or taus_of(alone)["mpt-13b"] > 0.95  # type: ignore[operator]
+    tau = taus_of(alone)["mpt-13b"]
+    assert tau is not None
+    assert tau > 0.95
 
 
 def _no_short_node(row: PredictedRow) -> bool:

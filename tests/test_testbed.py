@@ -142,7 +142,7 @@ def test_a_cable_is_pulled_and_put_back(bed: Testbed) -> None:
     server = host_b.start([*PYTHON, LISTEN + "time.sleep(60)"])
     host_b.wait_for(9000)
     host_b.unplug()
-    assert host_a.run([*PYTHON, CALL, "host-b", "0.5"]).stdout.split()[0] in ("TimeoutError", "OSError")
+    assert host_a.run([*PYTHON, CALL, "host-b", "0.5"]).stdout.split()[0] == "TimeoutError"
     host_b.plug()
     assert host_a.run([*PYTHON, CALL, "host-b", "20", "0.5"]).stdout.split()[0] == "connected"
     server.stop()

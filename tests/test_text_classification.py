@@ -202,12 +202,19 @@ def test_model_types_have_the_sizes_that_were_asked_for(source: Path, kind: str)
     assert made.shape() == ModelShape(heads=4, layers=3, sequence_length=16)
     assert model.config._attn_implementation == "sdpa"
     numbers = {int(found[1]) for name, _ in model.named_parameters() if (found := re.search(r"layer\.(\d+)\.", name))}
-    assert kind == "albert" or numbers == {0, 1, 2}  # albert's layers share their weights
+    # albert's layers share their weights: one feed-forward, which runs once a layer.
+    assert numbers == (set() if kind == "albert" else {0, 1, 2})
+    wide = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == 40]
+    assert len(wide) == (1 if kind == "albert" else 3)
+    runs: list[torch.nn.Module] = []
+    for module in wide:
+        module.register_forward_hook(lambda module, *_: runs.append(module))
     linear = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     assert {(24, 24), (24, 40), (40, 24), (24, 3)} <= linear
     assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.25}
     assert model.get_input_embeddings().num_embeddings == 200
     assert call(model, batch_of(made, 0, 1).inputs).logits.shape == (2, 3)
+    assert len(runs) == 3
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
