@@ -45,8 +45,8 @@ def counterpart(loss: Loss) -> LossOf:
         owner = type(getattr(loss, "__self__", loss)).__name__
         there = ", ".join(sorted(each.__qualname__.partition(".")[0] for each in _LOSSES))
         raise UserError(
-            f"the loss of {owner} has no TensorFlow counterpart; a task that inherits the loss of one of these would "
-            f"do: {there}; or engine native"
+            f"the loss of {owner} has no TensorFlow counterpart; use a task that inherits the loss of one of these: "
+            f"{there}; or engine native"
         )
     return _LOSSES[function]
 
