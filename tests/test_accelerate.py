@@ -12,7 +12,8 @@ from small_tasks import Words
 from tiny_models import Tiny
 
 import samestep
-from samestep.engines import registry
+from samestep.cli.main import main
+from samestep.engines import accelerate, registry
 from samestep.layout import Layout
 
 pytest.importorskip("accelerate")
@@ -138,6 +139,33 @@ def test_a_file_that_asks_for_another_job_is_refused(
     with pytest.raises(samestep.UserError, match=message) as raised:
         samestep.verify(recipe(precision=precision), layout, engine="accelerate", engine_config=file, device="cpu")
     assert str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ("dp2", {"dynamo_config": {"dynamo_backend": "NO"}}),
+        ("dp2", {"mixed_precision": False}),  # YAML's bare no
+        ("fsdp2", {"fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True}}),
+        ("zero2x2", {"fsdp_config": {"version": 2, "reshard_after_forward": "false"}}),
+        # FSDP2 goes by fsdp_reshard_after_forward alone.
+        ("fsdp2", {"fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}}),
+        ("dp2", {"distributed_type": "MULTI_XPU"}),
+    ],
+)
+def test_the_engine_and_translate_read_the_same(
+    layout: str, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = "MULTI_GPU" if layout == "dp2" else "FSDP"
+    values = {"distributed_type": kind, "num_processes": 2, "mixed_precision": "no", **changes}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    accelerate.check(file, Layout.parse(layout), "fp32")
+    assert main(["translate", str(file), "--batch", "8"]) == 0
+    job = capsys.readouterr().out
+    assert f"layout: {layout}\n" in job
+    assert "compile" not in job
+    assert "precision" not in job.partition("\n#")[0]
 
 
 @pytest.mark.parametrize("text", ["", "a list: [", "- distributed_type", "num_processes: 2"])

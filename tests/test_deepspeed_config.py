@@ -10,7 +10,9 @@ import pytest
 from small_tasks import Points
 
 import samestep
+from samestep.cli.main import main
 from samestep.engines.deepspeed import config as configuration
+from samestep.engines.deepspeed import keys
 from samestep.engines.deepspeed.config import JobValues
 from samestep.engines.registry import resolve
 from samestep.job import Job, Run
@@ -125,7 +127,9 @@ def test_a_wrong_configuration_is_explained(
         settled(tmp_path, config=config, **values)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "can't be read as JSON"), ("[]", "holds a list")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "ds.json:1: not JSON: Expecting"), ("[]", "the file is .*should be a section")]
+)
 def test_a_file_that_is_no_configuration(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text, encoding="utf-8")
@@ -177,3 +181,65 @@ def test_the_example_is_one() -> None:
     job = load(ROOT / "examples/deepspeed/digits.yaml").job
     job, layout = resolve("deepspeed").settle(job, Layout.parse(job.run.layout))
     assert (str(layout), job.recipe.clip, job.run.micro_batch) == ("zero2x2", 1.0, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "stage", "offload"),
+    [
+        ('{"zero_optimization": true}', 1, None),
+        ('{"zero_optimization": false}', 0, None),
+        ('{"zero_optimization": {"stage": 2, "cpu_offload": true}}', 2, "cpu"),
+        ('{"zero_optimization": {"stage": 2, "cpu_offload": false}}', 2, None),
+        ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}', 3, "cpu"),
+        (
+            '// DeepSpeed reads Hjson\n{"zero_optimization": {"stage": 1,}, # so far\n "bf16": {"enabled": true}}',
+            1,
+            None,
+        ),
+    ],
+)
+def test_the_engine_translate_and_deepspeed_read_the_same(
+    text: str, stage: int, offload: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(text, encoding="utf-8")
+    config = configuration.read(file)
+    assert (keys.stage_of(config), keys.offload_of(config, "offload_optimizer")) == (stage, offload)
+
+    done = configuration.completed(config, JobValues(ranks=2, batch=8), on_cpu=True)
+    zero = importlib.import_module("deepspeed.runtime.zero.config")
+    for theirs in (zero.get_zero_config(config), zero.get_zero_config(done)):
+        assert int(theirs.stage) == stage
+        assert getattr(theirs.offload_optimizer, "device", None) == offload
+
+    assert main(["translate", str(file), "--processes", "2", "--batch", "8"]) == 0
+    layout = {0: "dp2", 1: "zero1x2", 2: "zero2x2", 3: "fsdp2"}[stage]
+    assert f"layout: {layout}{' offload=optimizer' if offload else ''}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"train_batch_size": 8, "train_batch_size": 9}', "key 'train_batch_size' stands twice; keep one of them"),
+        ('{"train_batch_size": 8 "steps_per_print": 9}', ":1: not JSON: Expecting ',' delimiter at column 24"),
+        (" ", " is empty"),
+    ],
+)
+def test_a_mistake_in_the_file_has_one_message(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(samestep.UserError) as told:
+        configuration.read(file)
+    assert message in str(told.value)
+    assert main(["translate", str(file)]) == 2
+    assert capsys.readouterr().err == f"samestep: {told.value}\n"
+
+
+def test_the_older_name_of_bf16_counts_where_the_newer_one_is_missing(tmp_path: Path) -> None:
+    older = {"bfloat16": {"enabled": True}}
+    both = {**older, "bf16": {"enabled": False}}
+    own = importlib.import_module("deepspeed.runtime.precision_config").get_bfloat16_config
+    assert [own(config).enabled for config in (older, both)] == [True, False]
+    assert [keys.precision_of(config) for config in (older, both)] == ["bf16", "fp32"]

@@ -3,6 +3,8 @@
 Read `base` first (what an engine is and declares), then `native` (samestep's own step). `registry` finds an engine
 and checks a job against what it can do, `precision` has dtypes, autocast and loss scaling.
 
+`config_file` reads other tools' files, `accelerate_keys` says what Accelerate's means.
+
 `setup` is what all native trainers are made of. Engines that take the native step with another package's parts:
 `data_parallel`, `accelerate`, `horovod`, `parameter_server`. With a step of their own: `deepspeed`, `keras`.
 

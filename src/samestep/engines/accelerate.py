@@ -19,6 +19,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep import environment
+from samestep.engines.accelerate_keys import (
+    AXES,
+    FSDP_KEYS,
+    compiler_of,
+    fsdp_keys,
+    is_fsdp2,
+    precision_of,
+    replicates,
+    reshards,
+    short_keys,
+)
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.precision import Precision
@@ -38,14 +49,12 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-_REPLICAS = frozenset({"MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU"})
 _PRECISIONS = {"fp32": "no", "fp64": "no", "bf16": "bf16"}
 
 # Sections that another part of samestep has instead, or nothing has; refused where they say something.
 _REFUSED = {
     "fp8_config": "engine native with recipe.precision: bf16",
     "megatron_lm_config": "engine native with a tp or pp layout",
-    "dynamo_config": "run.compile: true with engine native",
 }
 _REFUSED_OF_FSDP = {
     "fsdp_offload_params": "engine native with offload=parameters in the layout",
@@ -60,21 +69,6 @@ _PLUGIN = {
     "fsdp_min_num_params": "min_num_params",
     "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
 }
-# What it has no use for: of FSDP1, or of checkpoints, which are samestep's.
-_UNUSED_OF_FSDP = frozenset(
-    {
-        "fsdp_version",
-        "fsdp_reshard_after_forward",
-        "fsdp_state_dict_type",
-        "fsdp_backward_prefetch",
-        "fsdp_backward_prefetch_policy",
-        "fsdp_forward_prefetch",
-        "fsdp_sharding_strategy",
-        "fsdp_sync_module_states",
-        "fsdp_use_orig_params",
-    }
-)
-_SIZES = {"dp_replicate_size": "replicate", "dp_shard_size": "shard", "tp_size": "tensor", "cp_size": "context"}
 
 
 def read(path: Path) -> Any:
@@ -105,7 +99,12 @@ def check(path: Path, layout: Layout, precision: str) -> None:
         raise UserError(
             f'{path}: num_processes is {processes}, and layout "{layout}" needs {layout.size}; they have to agree'
         )
-    asked, wanted = config.mixed_precision or "no", _PRECISIONS.get(precision)
+    try:
+        asked, wanted = precision_of(config.mixed_precision), _PRECISIONS.get(precision)
+        compiler = compiler_of(short_keys(config.dynamo_config, "dynamo_config", "dynamo_"))
+        shards = fsdp_keys(config.fsdp_config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     if wanted is not None and asked != wanted:
         raise UserError(
             f"{path}: mixed_precision is {asked!r}, and recipe.precision is {precision}, which is {wanted!r} there; "
@@ -114,9 +113,13 @@ def check(path: Path, layout: Layout, precision: str) -> None:
     for section, instead in _REFUSED.items():
         if getattr(config, section):
             raise UserError(f'{path}: engine "accelerate" does not take {section}; use {instead}')
+    if compiler is not None:
+        raise UserError(
+            f'{path}: engine "accelerate" does not take dynamo_config; use run.compile: true with engine native'
+        )
     _check_sizes(path, config.parallelism_config, layout)
     if layout.zero:
-        _check_shards(path, config.fsdp_config, layout)
+        _check_shards(path, shards, layout)
 
 
 def _check_type(path: Path, config: Any, layout: Layout) -> None:
@@ -126,7 +129,7 @@ def _check_type(path: Path, config: Any, layout: Layout) -> None:
         raise UserError(f"{path}: distributed_type is DEEPSPEED; use engine deepspeed with its own configuration")
     if kind == "FSDP":
         fits, would_do = layout.zero >= 2, "fsdp2"
-    elif kind in _REPLICAS:
+    elif replicates(kind):
         fits, would_do = layout.zero == 0, "dp2"
     elif kind == "NO":
         fits, would_do = layout.size == 1, "single"
@@ -143,7 +146,7 @@ def _check_type(path: Path, config: Any, layout: Layout) -> None:
 
 def _check_sizes(path: Path, sizes: Mapping[str, Any], layout: Layout) -> None:
     """Raise UserError where the file's parallelism_config has other sizes than the layout."""
-    for key, axis in _SIZES.items():
+    for key, axis in AXES.items():
         asked = sizes.get(f"parallelism_config_{key}", getattr(layout, axis))
         if asked != getattr(layout, axis):
             raise UserError(
@@ -154,14 +157,13 @@ def _check_sizes(path: Path, sizes: Mapping[str, Any], layout: Layout) -> None:
 
 def _check_shards(path: Path, given: Mapping[str, Any], layout: Layout) -> None:
     """Raise UserError for FSDP settings that would shard otherwise than the layout says, or that are unknown."""
-    version = given.get("fsdp_version", 1)
-    if str(version) != "2":
+    if not is_fsdp2(given):
         raise UserError(
-            f"{path}: fsdp_version is {version}; use the file for 2 that "
+            f"{path}: fsdp_version is {given.get('fsdp_version', 1)}; use the file for 2 that "
             f"`accelerate to-fsdp2 --config_file {path.name} --output_file NEW` writes"
         )
-    reshard = given.get("fsdp_reshard_after_forward", True)
-    if reshard is not (layout.zero == 3):
+    if reshards(given) is not (layout.zero == 3):
+        reshard = given.get("fsdp_reshard_after_forward", True)
         raise UserError(
             f'{path}: fsdp_reshard_after_forward is {reshard}, and layout "{layout}" is ZeRO-{layout.zero}; '
             f"true goes with fsdp{layout.shard}, false with zero2x{layout.shard}"
@@ -169,7 +171,7 @@ def _check_shards(path: Path, given: Mapping[str, Any], layout: Layout) -> None:
     for key, value in given.items():
         if key in _REFUSED_OF_FSDP and value:
             raise UserError(f'{path}: engine "accelerate" does not take {key}; use {_REFUSED_OF_FSDP[key]}')
-        if key not in _REFUSED_OF_FSDP and key not in _PLUGIN and key not in _UNUSED_OF_FSDP:
+        if key not in FSDP_KEYS:
             raise UserError(f"{path}: fsdp_config has {key}, which Accelerate does not know; take it out")
     from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
 
@@ -180,6 +182,7 @@ def _check_shards(path: Path, given: Mapping[str, Any], layout: Layout) -> None:
 
 def plugin_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The section `fsdp_config` as arguments of Accelerate's plugin."""
+    given = fsdp_keys(given)
     settings = {argument: given[key] for key, argument in _PLUGIN.items() if given.get(key) is not None}
     settings.setdefault("auto_wrap_policy", "NO_WRAP")
     names = settings.get("transformer_cls_names_to_wrap")

@@ -1,11 +1,21 @@
 """Translates the YAML of `accelerate config` to a job, and a job to a file for `accelerate launch --config_file`."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import yaml
 
+from samestep.engines.accelerate_keys import (
+    AXES,
+    KINDS,
+    compiler_of,
+    fsdp_keys,
+    is_fsdp2,
+    precision_of,
+    replicates,
+    sharding_of,
+    short_keys,
+)
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -40,6 +50,7 @@ _REASONS = {
     "num_cpu_threads_per_process": "run.threads says it",
 }
 
+_PREFETCH = "prefetching is set by itself"
 _FSDP_REASONS = {
     "fsdp_version": "shards are those of FSDP2",
     "fsdp_state_dict_type": "model.safetensors is always whole",
@@ -50,19 +61,13 @@ _FSDP_REASONS = {
     "fsdp_sync_module_states": "initial weights are the same on every rank",
     "fsdp_use_orig_params": "that of FSDP1; FSDP2 always keeps them",
     "fsdp_ignored_modules": "every parameter is sharded",
+    "fsdp_sharding_strategy": "that of FSDP1; FSDP2 goes by fsdp_reshard_after_forward",
+    "fsdp_backward_prefetch": _PREFETCH,
+    "fsdp_backward_prefetch_policy": _PREFETCH,
+    "fsdp_forward_prefetch": _PREFETCH,
 }
+_SHARDING = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
 
-# FSDP1's sharding strategies: the ZeRO stage, and whether only over the ranks of a machine.
-_STRATEGIES = {
-    "FULL_SHARD": (3, False),
-    "SHARD_GRAD_OP": (2, False),
-    "NO_SHARD": (0, False),
-    "HYBRID_SHARD": (3, True),
-    "HYBRID_SHARD_ZERO2": (2, True),
-}
-
-# All other types that begin with MULTI_, such as MULTI_GPU and MULTI_XPU, are accelerators.
-_KINDS = ("NO", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 _KINDS_OF_SAGEMAKER = ("DATA_PARALLEL", "MODEL_PARALLEL")
 
 
@@ -76,8 +81,8 @@ class ReadAccelerate(ConfigReader):
         draft = Draft()
         keys = SectionKeys(given, draft)
         kind = str(keys.take("distributed_type") or "NO")
-        if kind not in (*_KINDS, *_KINDS_OF_SAGEMAKER) and not kind.startswith("MULTI_"):
-            raise UserError(f"distributed_type is {kind}; use {', '.join(_KINDS)} or MULTI_GPU")
+        if kind not in (*KINDS, *_KINDS_OF_SAGEMAKER) and not replicates(kind):
+            raise UserError(f"distributed_type is {kind}; use {', '.join(KINDS)} or MULTI_GPU")
         if keys.word("compute_environment", ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")) == "AMAZON_SAGEMAKER":
             draft.remark("compute_environment", "AMAZON_SAGEMAKER", "a distribution dictionary can be translated")
         processes = keys.whole("num_processes", least=-1)  # -1: given at the start
@@ -116,39 +121,21 @@ def _replicas(keys: SectionKeys, draft: Draft, hosts: int) -> Sizes:
 
 
 def _read_fsdp(keys: SectionKeys, draft: Draft, hosts: int) -> Sizes:
-    raw = keys.take("fsdp_config") or {}
-    if not isinstance(raw, Mapping):
-        raise UserError(f"fsdp_config is {raw!r}; it should be a section of keys and values")
-    # accelerate accepts these keys with and without the prefix.
-    section = SectionKeys(
-        {k if str(k).startswith("fsdp_") else f"fsdp_{k}": v for k, v in raw.items()}, draft, "fsdp_config"
-    )
-    zero, hybrid = 3, False
-    strategy = section.take("fsdp_sharding_strategy")
-    reshard = section.take("fsdp_reshard_after_forward")
-    given = strategy if strategy is not None else reshard
-    if given is not None and str(given).lower() in ("true", "false"):
-        zero = 3 if str(given).lower() == "true" else 2
-    elif given is not None:
-        zero, hybrid = _strategy(section.place("fsdp_sharding_strategy"), given)
+    fsdp = fsdp_keys(keys.take("fsdp_config"))
+    section = SectionKeys(fsdp, draft, "fsdp_config")
+    names = ("fsdp_reshard_after_forward",) if is_fsdp2(fsdp) else _SHARDING
+    asked = {name: section.take(name) for name in names}
+    zero, hybrid = sharding_of({**fsdp, **asked})
     if hybrid and hosts == 1:
         hybrid = False
+        given = next(value for value in asked.values() if value is not None)
         draft.remark("fsdp_config.fsdp_sharding_strategy", given, "one machine, over which all is sharded")
     offload = ["parameters"] if section.switch("fsdp_offload_params") else []
     options = {"recompute": "full"} if section.switch("fsdp_activation_checkpointing") else {}
     if section.switch("fsdp_activation_checkpointing_offload"):
         offload.append("activations")
-    section.leave(_FSDP_REASONS, "prefetching is set by itself")
+    section.leave(_FSDP_REASONS, "no key that accelerate has")
     return Sizes(zero=zero, replicas=hosts if hybrid else 1, offload=offload, options=options)
-
-
-def _strategy(place: str, given: Any) -> tuple[int, bool]:
-    """FSDP1's sharding strategy, from its name or its number, which counts from 1."""
-    names = list(_STRATEGIES)
-    name = names[int(given) - 1] if str(given) in {"1", "2", "3", "4", "5"} else str(given).upper()
-    if name not in _STRATEGIES:
-        raise UserError(f"{place} is {given}; use {', '.join(names)}")
-    return _STRATEGIES[name]
 
 
 def _read_deepspeed(keys: SectionKeys, draft: Draft, hosts: int) -> Sizes:
@@ -188,12 +175,8 @@ def _read_deepspeed(keys: SectionKeys, draft: Draft, hosts: int) -> Sizes:
 
 
 def _read_megatron(keys: SectionKeys, draft: Draft, hosts: int) -> Sizes:
-    raw = keys.take("megatron_lm_config") or {}
-    if not isinstance(raw, Mapping):
-        raise UserError(f"megatron_lm_config is {raw!r}; it should be a section of keys and values")
-    section = SectionKeys(
-        {str(k).removeprefix("megatron_lm_"): v for k, v in raw.items()}, draft, "megatron_lm_config"
-    )
+    short = short_keys(keys.take("megatron_lm_config"), "megatron_lm_config", "megatron_lm_")
+    section = SectionKeys(short, draft, "megatron_lm_config")
     tensor = section.whole("tp_degree") or 1
     options = {}
     if section.switch("sequence_parallelism") and tensor > 1:
@@ -221,16 +204,13 @@ _SIZES = {"FSDP": _read_fsdp, "DEEPSPEED": _read_deepspeed, "MEGATRON_LM": _read
 
 def _parallelism(keys: SectionKeys, draft: Draft, sizes: Sizes) -> Sizes:
     """The mesh sizes with those of `parallelism_config`, if there is one."""
-    raw = keys.take("parallelism_config") or {}
-    if not isinstance(raw, Mapping):
-        raise UserError(f"parallelism_config is {raw!r}; it should be a section of keys and values")
-    short = {str(key).removeprefix("parallelism_config_"): value for key, value in raw.items()}
+    short = short_keys(keys.take("parallelism_config"), "parallelism_config", "parallelism_config_")
     section = SectionKeys(short, draft, "parallelism_config")
     if not section:
         return sizes
-    shard = section.whole("dp_shard_size") or 1
-    replicate = section.whole("dp_replicate_size") or 1
-    context, heads = section.whole("cp_size") or 1, section.whole("sp_size") or 1
+    asked = {axis: section.whole(key) or 1 for key, axis in AXES.items()}
+    shard, replicate = asked["shard"], asked["replicate"]
+    context, heads = asked["context"], section.whole("sp_size") or 1
     if context > 1 and heads > 1:
         raise UserError(f"parallelism_config: cp_size is {context} and sp_size is {heads}; one of them must be 1")
     zero = sizes.zero if shard > 1 else 0
@@ -241,7 +221,7 @@ def _parallelism(keys: SectionKeys, draft: Draft, sizes: Sizes) -> Sizes:
         data=shard if zero else shard * replicate,
         zero=zero,
         context=max(context, heads),
-        tensor=section.whole("tp_size") or 1,
+        tensor=asked["tensor"],
     )
 
 
@@ -256,27 +236,22 @@ def _filled(sizes: Sizes, processes: int | None) -> Sizes:
 
 
 def _precision(keys: SectionKeys, draft: Draft) -> None:
-    given = str(keys.take("mixed_precision") or "no").lower()
-    if keys.switch("fp16"):  # the key of older versions
-        given = "fp16"
+    asked = keys.take("mixed_precision")
+    if asked is not None:
+        keys.remark("fp16", "the key of older files; mixed_precision says it")
+    given = precision_of(asked, fp16=keys.switch("fp16"))
     if given in ("bf16", "fp16"):
         draft.set("recipe.precision", given)
     elif given == "fp8":
         draft.set("recipe.precision", "bf16", "the source says fp8, which there is not")
-    elif given not in ("no", "false"):  # YAML reads a bare no as false
-        raise UserError(f"mixed_precision is {given}; use no, fp16, bf16 or fp8")
 
 
 def _compile(keys: SectionKeys, draft: Draft) -> None:
-    raw = keys.take("dynamo_config") or {}
-    if not isinstance(raw, Mapping):
-        raise UserError(f"dynamo_config is {raw!r}; it should be a section of keys and values")
-    section = SectionKeys(
-        {str(key).removeprefix("dynamo_"): value for key, value in raw.items()}, draft, "dynamo_config"
-    )
-    backend = section.take("backend") or keys.take("dynamo_backend")
-    if backend is not None and str(backend).upper() not in ("NO", "FALSE"):
-        draft.set("run.compile", True, "" if str(backend).upper() == "INDUCTOR" else f"by inductor, not {backend}")
+    short = short_keys(keys.take("dynamo_config"), "dynamo_config", "dynamo_")
+    section = SectionKeys(short, draft, "dynamo_config")
+    backend = compiler_of({"backend": section.take("backend")}, keys.take("dynamo_backend"))
+    if backend is not None:
+        draft.set("run.compile", True, "" if backend.upper() == "INDUCTOR" else f"by inductor, not {backend}")
     section.leave({}, "every block is compiled by itself, in torch.compile's default mode")
 
 

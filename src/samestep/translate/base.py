@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import yaml
 
+from samestep.engines.config_file import check_section, switch_of
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout, Offload
@@ -156,15 +157,13 @@ def one_line(value: Any) -> str:
 
 # The value that transformers' Trainer and accelerate replace from their own arguments.
 AUTO = "auto"
-_SWITCHES = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
 
 class SectionKeys:
     """Reads a section's keys, and tracks which were read."""
 
     def __init__(self, values: Any, draft: Draft, place: str = "") -> None:
-        if not isinstance(values, Mapping):
-            raise UserError(f"{place or 'the file'} is {shown(values)}; it should be a section of keys and values")
+        check_section(values, place or "the file")
         self._values = {str(key): value for key, value in values.items() if value is not None}
         self._left = dict(self._values)
         self._draft = draft
@@ -207,7 +206,7 @@ class SectionKeys:
         value = self.take(key)
         if value is None:
             return None
-        found = _SWITCHES.get(str(value).lower())
+        found = switch_of(value)
         if found is None:
             raise self._wrong(key, value, "true or false")
         return found

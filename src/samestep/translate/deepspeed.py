@@ -6,7 +6,7 @@
 import json
 from typing import Any
 
-from samestep.engines.deepspeed.config import precision_of, stage_of
+from samestep.engines.deepspeed.keys import OFFLOADS, SIZES, bf16_key, precision_of, solved, stage_of, zero_of
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -46,7 +46,7 @@ _REASONS = {
     "wall_clock_breakdown": "metrics.jsonl has the seconds of each step and of its data",
     "memory_breakdown": "report.json has the peak of every rank, and train --dry-run what it holds",
     "dataloader_drop_last": "no sample is dropped, and none repeated",
-    "communication_data_type": "gradients travel in float32, so that every layout takes the same step",
+    "communication_data_type": "float32, for the same step in every layout; recipe.communication has bf16 and fp16",
     "prescale_gradients": "losses are summed and divided by the global count",
     "gradient_predivide_factor": "losses are summed and divided by the global count",
     "gradient_allreduce_op": "losses are summed and divided by the global count",
@@ -55,7 +55,7 @@ _REASONS = {
     "csv_monitor": "metrics.jsonl has the same numbers",
     "wandb": "there are metrics.jsonl and TensorBoard",
     "comet": "there are metrics.jsonl and TensorBoard",
-    "autotuning": "nothing is tuned by trial",
+    "autotuning": "samestep tune JOB.yaml tries settings that take the same step",
     "zero_allow_untested_optimizer": "any optimizer is sharded",
     "zero_force_ds_cpu_optimizer": "offload=optimizer steps with PyTorch's own optimizer",
     "aio": "offload=optimizer-disk maps a file into memory, and has nothing to set",
@@ -66,11 +66,12 @@ _REASONS = {
 }
 _OTHERWISE = "no counterpart"
 
+_FEWER_BITS = "shards are sent in full; for replicas (dpN) recipe.communication has methods that send fewer bits"
 _ZERO_REASONS = {
     "zero_hpz_partition_size": "keeps a second copy of the shards in each group; dpM fsdpN shards in groups alone",
-    "zero_quantized_weights": "nothing is sent in fewer bits",
-    "zero_quantized_gradients": "nothing is sent in fewer bits",
-    "zero_quantized_nontrainable_weights": "nothing is sent in fewer bits",
+    "zero_quantized_weights": _FEWER_BITS,
+    "zero_quantized_gradients": _FEWER_BITS,
+    "zero_quantized_nontrainable_weights": _FEWER_BITS,
     "stage3_gather_16bit_weights_on_model_save": "model.safetensors is always whole",
     "gather_16bit_weights_on_model_save": "model.safetensors is always whole",
     "ignore_unused_parameters": "unused parameters are found out by themselves",
@@ -142,24 +143,16 @@ def _sizes(keys: SectionKeys, draft: Draft) -> Sizes:
 
 def _zero(keys: SectionKeys, draft: Draft) -> tuple[int, list[str]]:
     """Read the ZeRO stage and the offloads."""
-    given = keys.take("zero_optimization")
-    if isinstance(given, bool):  # the oldest versions' form
-        return int(given), []
-    section = SectionKeys(given or {}, draft, "zero_optimization")
+    section = SectionKeys(zero_of({"zero_optimization": keys.take("zero_optimization")}), draft, "zero_optimization")
     stage = stage_of({"zero_optimization": {"stage": section.whole("stage", least=0)}}) or 0
     offload = []
-    if section.switch("cpu_offload"):
-        offload.append("optimizer")
-    if section.switch("cpu_offload_param"):
-        offload.append("parameters")
-    for key, on_cpu, on_disk in (
-        ("offload_optimizer", "optimizer", "optimizer-disk"),
-        ("offload_param", "parameters", "parameters-disk"),
-    ):
+    for (key, switch), what in zip(OFFLOADS.items(), ("optimizer", "parameters"), strict=True):
+        if section.switch(switch):  # beside the section that replaced it
+            offload.append(what)
         inner = section.section(key)
         device = inner.word("device", ("none", "cpu", "nvme"))
         if device in ("cpu", "nvme"):
-            offload.append(on_cpu if device == "cpu" else on_disk)
+            offload.append(what if device == "cpu" else f"{what}-disk")
         folder = inner.take("nvme_path")
         if folder is not None and device == "nvme" and draft.get("run.offload_folder") in (None, str(folder)):
             draft.set("run.offload_folder", str(folder))
@@ -177,26 +170,13 @@ def read_batch(keys: SectionKeys, draft: Draft, sizes: Sizes, asked: GivenSizes)
     DeepSpeed requires train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks.
     Raises UserError for numbers that contradict this.
     """
-    batch = keys.whole("train_batch_size")
-    micro = keys.whole("train_micro_batch_size_per_gpu")
-    accumulation = keys.whole("gradient_accumulation_steps")
+    batch, micro, accumulation = (keys.whole(name) for name in SIZES)
     if asked.batch is not None and batch not in (None, asked.batch):
         raise UserError(f"train_batch_size is {batch}, and --batch says {asked.batch}; give one of them")
     batch = batch or asked.batch
-    data = _data_ranks(sizes, asked)
-    if batch and micro and accumulation:
-        whole = batch % (micro * accumulation) == 0
-        data = data or (batch // (micro * accumulation) if whole else None)
-        if data is None or batch != micro * accumulation * data:
-            raise _contradiction(batch, micro, accumulation, data)
-    elif batch and micro and data and batch % (micro * data):
-        raise _contradiction(batch, micro, None, data)
-    elif batch and data and not micro:
-        micro, rest = divmod(batch, data * (accumulation or 1))
-        if rest:
-            raise _contradiction(batch, None, accumulation or 1, data)
-    elif micro and data and not batch:
-        batch = micro * (accumulation or 1) * data
+    # Where two of the three are left out, DeepSpeed accumulates nothing.
+    steps = accumulation or (None if batch and micro else 1)
+    batch, micro, _, data = solved(batch, micro, steps, _data_ranks(sizes, asked), _contradiction)
     if batch:
         draft.set("recipe.batch", batch, "of all ranks")
     else:
@@ -255,7 +235,7 @@ def _clip(keys: SectionKeys, draft: Draft) -> None:
 def _read_precision(keys: SectionKeys, draft: Draft) -> None:
     """Set the precision: torch_autocast is samestep's autocast over float32 parameters; fp16 and bf16 come close."""
     fp16 = keys.enabled("fp16")
-    bf16 = keys.enabled("bf16" if "bf16" in keys else "bfloat16")
+    bf16 = keys.enabled(bf16_key(keys))
     autocast = keys.enabled("torch_autocast")
     asked = precision_of({"fp16": {"enabled": bool(fp16)}, "bf16": {"enabled": bool(bf16)}})
     why = "DeepSpeed's parameters are in {} with float32 copies; here they are float32, and matrix products in {}"

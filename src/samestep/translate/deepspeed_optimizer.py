@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from samestep.engines.deepspeed.config import DEFAULT_LR, default_decay
+from samestep.engines.deepspeed.keys import DEFAULT_LR, NEUTRAL, adds_decay_to_gradient, default_decay, schema_of
 from samestep.errors import UserError
-from samestep.recipe import AdamW, NamedOptimizer, Recipe
+from samestep.recipe import SGD, AdamW, NamedOptimizer, Recipe
 from samestep.translate.base import Draft, SectionKeys
 
 _OTHER_OPTIMIZER = "recipe.optimizer can be adamw or sgd; until you say it is adamw with its default rate"
@@ -20,9 +20,10 @@ def read_optimizer(keys: SectionKeys, draft: Draft) -> None:
     optimizer = keys.section("optimizer")
     name = optimizer.take("type")
     parameters = optimizer.section("params")
-    if name is not None and str(name).lower() in ("adam", "adamw"):
+    schema = schema_of({"type": name})
+    if schema is AdamW:
         _adamw(str(name), parameters, draft)
-    elif name is not None and str(name).lower() == "sgd":
+    elif schema is SGD:
         _sgd(parameters, draft)
     elif name is not None:
         draft.remark("optimizer.type", name, _OTHER_OPTIMIZER)
@@ -39,8 +40,9 @@ def _adamw(name: str, given: SectionKeys, draft: Draft) -> None:
     decoupled = given.switch("adam_w_mode")
     if own := given.switch("torch_adam"):
         draft.remark(given.place("torch_adam"), own, "PyTorch's fused kernel is taken where there is one")
+    section = {"type": name, "params": {"torch_adam": own, "adam_w_mode": decoupled is not False}}
     why = ""
-    if name.lower() == "adam" and decoupled is False and decay:
+    if decay and adds_decay_to_gradient(section):
         why = "added to the gradient by DeepSpeed's adam_w_mode: false; decoupled here, which is another training"
     draft.set("recipe.optimizer.name", "adamw", "" if name.lower() == "adamw" else "DeepSpeed's Adam is AdamW, too")
     _rate(given, draft, default=DEFAULT_LR)
@@ -51,11 +53,11 @@ def _adamw(name: str, given: SectionKeys, draft: Draft) -> None:
     if (eps := given.number("eps")) is not None:
         draft.set("recipe.optimizer.eps", eps)
     if left_out:
-        decay = default_decay({"type": name, "params": {"torch_adam": own, "adam_w_mode": decoupled is not False}})
+        decay = default_decay(section)
         why = "PyTorch's default" if own else "DeepSpeed's default"
     _decay(decay, why, draft)
-    for switch, harmless in (("bias_correction", True), ("amsgrad", False)):
-        if (value := given.switch(switch)) not in (None, harmless):
+    for switch in ("bias_correction", "amsgrad"):
+        if (value := given.switch(switch)) not in (None, NEUTRAL[switch]):
             draft.remark(given.place(switch), value, "AdamW is computed without it")
 
 

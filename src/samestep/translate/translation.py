@@ -1,17 +1,16 @@
 """Translates a configuration: finds its format, reads it into a job, and writes a job file or another tool's file."""
 
 import ast
-import json
 import shlex
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from samestep import jobfile
+from samestep.engines.config_file import NotJsonError, json_of, text_of, unique, without_comments, yaml_of
 from samestep.errors import UserError, closest
 from samestep.job import Job
 from samestep.layout import Layout
@@ -20,7 +19,6 @@ from samestep.translate.base import ConfigReader, ConfigWriter, Draft, GivenSize
 from samestep.translate.deepspeed import ReadDeepSpeed, WriteDeepSpeed
 from samestep.translate.sagemaker import ReadSageMaker
 from samestep.translate.torchrun import ReadTorchrun
-from samestep.validation import shown
 
 READERS: Mapping[str, ConfigReader] = {
     "accelerate": ReadAccelerate(),
@@ -62,41 +60,32 @@ def source_of(words: Sequence[str]) -> Source:
     if words[0] == STANDARD_INPUT:
         return Source(name="standard input", content=_content("standard input", sys.stdin.read()))
     file = Path(words[0])
-    return Source(name=str(file), content=_content(str(file), _text_of(file)), file=file)
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"no file {file}; a command is translated behind --") from None
-    except IsADirectoryError:
-        raise UserError(f"{file} is a folder; the path of a file is wanted") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}") from None
-    except OSError as error:
-        raise UserError(f"{file} can't be read: {error.strerror}") from None
+    return Source(
+        name=str(file),
+        content=_content(str(file), text_of(file, missing="; a command is translated behind --")),
+        file=file,
+    )
 
 
 def _content(name: str, text: str) -> Any:
     """Parse a text as JSON, a Python literal (also `distribution = {...}`) or YAML, in this order; else the text."""
     if not text.strip():
         raise UserError(f"{name} is empty")
-    if text.lstrip()[0] not in "{[":
+    if without_comments(text).lstrip()[:1] not in ("{", "["):
         literal = _python_literal(name, text)
-        return _yaml(name, text) if literal is None else literal
+        return yaml_of(name, text) if literal is None else literal
     try:
-        return json.loads(text, object_pairs_hook=lambda pairs: _unique(name, pairs))
-    except json.JSONDecodeError as error:
+        return json_of(name, text)
+    except NotJsonError as error:
         literal = _python_literal(name, text)
         if literal is not None:
             return literal
-        try:  # JSON with comments, which DeepSpeed accepts too, is YAML
-            return yaml.load(text, _Loader)
-        except yaml.YAMLError:
-            raise UserError(f"{name}:{error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
-        raise UserError(f"{name}: sections are nested without end") from None
+        value: Any = None
+        with suppress(UserError):
+            value = yaml_of(name, text)  # sections in brackets, with keys without quotes
+        if not isinstance(value, (dict, list)):
+            raise error from None
+        return value
 
 
 def _python_literal(name: str, text: str) -> Any:
@@ -113,49 +102,12 @@ def _python_literal(name: str, text: str) -> Any:
     try:
         for inner in ast.walk(value):
             if isinstance(inner, ast.Dict):
-                _unique(name, [(ast.literal_eval(key) if key else "**", None) for key in inner.keys])
+                unique(name, [(ast.literal_eval(key) if key else "**", None) for key in inner.keys])
         return ast.literal_eval(value)
     except ValueError:
         raise UserError(
             f"{name}: a Python dictionary that is more than a literal; write its values instead of names and calls"
         ) from None
-
-
-def _unique(name: str, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise UserError(f"{name}: key {shown(key)} stands twice; keep one of them")
-        found[key] = value
-    return found
-
-
-class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key_node, _ in node.value:
-            if keys.count(key_node.value) > 1 and isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key_node.value!r} stands twice; keep one of them", key_node.start_mark
-                )
-        return super().construct_mapping(node, deep)
-
-
-def _yaml(name: str, text: str) -> Any:
-    """Parse YAML. A text that isn't YAML, or is just words, is returned unchanged."""
-    try:
-        value = yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        first = text.lstrip().partition("\n")[0]
-        if ":" not in first:  # a command, not YAML
-            return text
-        at = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{name}{at}: not YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
-    return value if isinstance(value, (dict, list)) else text
 
 
 JOB = "job"

@@ -3,13 +3,32 @@
 Also: which settings each layout allows, and the conversion of the configured optimizer to a recipe's.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from samestep.engines.config_file import json_section
+from samestep.engines.deepspeed.keys import (
+    DEFAULT_LR,
+    NEUTRAL,
+    OPTIMIZERS,
+    SIZES,
+    adds_decay_to_gradient,
+    bf16_key,
+    clip_of,
+    default_decay,
+    has_auto,
+    offload_of,
+    precision_of,
+    schema_of,
+    solved,
+    stage_of,
+    value_of,
+    zero_of,
+)
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.recipe import SGD, AdamW, NamedOptimizer, Recipe
@@ -17,7 +36,6 @@ from samestep.validation import checked
 
 Config = dict[str, Any]
 
-_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _ADAM = ("Adam", "AdamW")
 
 
@@ -37,48 +55,12 @@ class JobValues:
 
 def read(path: Path) -> Config:
     """The configuration as it stands in the file. Raises UserError where it is not a JSON object."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"run.engine_config is {path}, which can't be read as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise UserError(
-            f"run.engine_config is {path}, which holds a {type(config).__name__}; DeepSpeed wants an object"
-        )
+    config = json_section(path)
     for name in ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "bfloat16"):
-        if name in config and not isinstance(config[name], dict):
+        older = name == "zero_optimization" and isinstance(config.get(name), bool)
+        if name in config and not older and not isinstance(config[name], dict):
             raise UserError(f"{path}: {name} is {config[name]!r}; DeepSpeed wants an object there")
     return config
-
-
-def stage_of(config: Mapping[str, Any]) -> int | None:
-    """The ZeRO stage that a configuration asks for; None where it leaves it open."""
-    stage = _given(config.get("zero_optimization", {}), "stage")
-    if stage is not None and stage not in (0, 1, 2, 3):
-        raise UserError(f"the DeepSpeed configuration has zero_optimization.stage {stage!r}; it can be 0, 1, 2 or 3")
-    return stage
-
-
-def precision_of(config: Mapping[str, Any]) -> str | None:
-    """The precision that a configuration asks for; None where it leaves it open."""
-    asked = {name: _given(config.get(name, {}), "enabled") for name in ("fp16", "bf16", "bfloat16")}
-    low = {"bf16" if name == "bfloat16" else name for name, enabled in asked.items() if enabled is True}
-    if len(low) > 1:
-        raise UserError("the DeepSpeed configuration enables fp16 and bf16; use one of them")
-    if low:
-        return low.pop()
-    return "fp32" if any(enabled is False for enabled in asked.values()) else None
-
-
-def clip_of(config: Mapping[str, Any]) -> float | None:
-    return _given(config, "gradient_clipping") or None
-
-
-def has_auto(section: Any) -> bool:
-    """Whether a section has a value "auto", which the program that starts DeepSpeed must fill in."""
-    if isinstance(section, Mapping):
-        return any(has_auto(value) for value in section.values())
-    return section == "auto"
 
 
 def takes_optimizer(config: Mapping[str, Any]) -> bool:
@@ -95,20 +77,8 @@ def sizes(config: Mapping[str, Any], asked: JobValues) -> tuple[int | None, int 
 
     Raises UserError where train_batch_size is not micro-batch x accumulation x ranks, or not the job's batch.
     """
-    total, micro, steps = (_size(config, name) for name in _SIZES)
-    if micro is None and total is not None and steps is not None:
-        micro = _divided(total, steps * asked.ranks, f"{steps} (gradient_accumulation_steps) x {asked.ranks} (ranks)")
-    if total is not None and micro is not None and steps is None:
-        product = f"{micro} (train_micro_batch_size_per_gpu) x {asked.ranks} (ranks)"
-        steps = _divided(total, micro * asked.ranks, product)
-    if total is None and micro is not None and steps is not None:
-        total = micro * steps * asked.ranks
-    if total is not None and micro is not None and steps is not None and total != micro * steps * asked.ranks:
-        raise UserError(
-            f"the DeepSpeed configuration has train_batch_size {total}, which is not {micro} "
-            f"(train_micro_batch_size_per_gpu) x {steps} (gradient_accumulation_steps) x {asked.ranks} (ranks) = "
-            f'{micro * steps * asked.ranks}; use two of the three and "auto" for the other'
-        )
+    total, micro, steps = (_size(config, name) for name in SIZES)
+    total, micro, steps, _ = solved(total, micro, steps, asked.ranks, _contradiction)
     if total is not None and asked.batch is not None and total != asked.batch:
         raise UserError(
             f"recipe.batch is {asked.batch} and the DeepSpeed configuration makes batches of {total}; use "
@@ -119,19 +89,24 @@ def sizes(config: Mapping[str, Any], asked: JobValues) -> tuple[int | None, int 
     return total or asked.batch, micro
 
 
-def _divided(total: int, by: int, product: str) -> int:
-    """A size divided by another. Raises UserError with the nearest sizes that are divisible."""
-    if total % by:
-        raise UserError(
-            f"the DeepSpeed configuration has train_batch_size {total}, which {product} does not divide; use "
-            f"{total // by * by or by} or {total // by * by + by}"
+def _contradiction(total: int, micro: int | None, steps: int | None, ranks: int | None) -> UserError:
+    factors = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps, "ranks": ranks}
+    product = " x ".join(f"{size} ({name})" for name, size in factors.items() if size is not None)
+    by = prod(size for size in factors.values() if size is not None)
+    if micro is not None and steps is not None:
+        return UserError(
+            f"the DeepSpeed configuration has train_batch_size {total}, which is not {product} = {by}; use two of "
+            'the three and "auto" for the other'
         )
-    return total // by
+    return UserError(
+        f"the DeepSpeed configuration has train_batch_size {total}, which {product} does not divide; use "
+        f"{total // by * by or by} or {total // by * by + by}"
+    )
 
 
 def _size(config: Mapping[str, Any], name: str) -> int | None:
     """A batch size of the configuration; None for "auto" or none."""
-    value = _given(config, name)
+    value = value_of(config, name)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise UserError(f"the DeepSpeed configuration has {name} {value!r}; it must be a whole number of 1 or more")
     return value
@@ -140,14 +115,13 @@ def _size(config: Mapping[str, Any], name: str) -> int | None:
 def agree(config: Mapping[str, Any], asked: JobValues) -> None:
     """Raise one UserError that lists all settings whose values in the configuration and the job differ."""
     _, micro = sizes(config, asked)
-    zero = config.get("zero_optimization", {})
     both = {
         "run.layout (ZeRO stage)": (asked.stage, stage_of(config)),
         "run.micro_batch": (asked.micro_batch, micro),
         "recipe.clip": (asked.clip, clip_of(config)),
         "recipe.precision": (asked.precision, precision_of(config)),
-        "run.layout (offload of the optimizer)": (asked.offload_optimizer, _device(zero, "offload_optimizer")),
-        "run.layout (offload of parameters)": (asked.offload_parameters, _device(zero, "offload_param")),
+        "run.layout (offload of the optimizer)": (asked.offload_optimizer, offload_of(config, "offload_optimizer")),
+        "run.layout (offload of parameters)": (asked.offload_parameters, offload_of(config, "offload_param")),
     }
     wrong = {name: pair for name, pair in both.items() if None not in pair and pair[0] != pair[1]}
     if wrong:
@@ -165,7 +139,7 @@ def completed(given: Mapping[str, Any], asked: JobValues, *, on_cpu: bool) -> Co
     micro = micro or asked.micro_batch
     config = _without_auto(given)
     stage = stage_of(given)
-    zero = {**config.get("zero_optimization", {}), "stage": (asked.stage or 0) if stage is None else stage}
+    zero = {**zero_of(config), "stage": (asked.stage or 0) if stage is None else stage}
     for name, device in (("offload_optimizer", asked.offload_optimizer), ("offload_param", asked.offload_parameters)):
         if device is not None:
             zero[name] = {**zero.get(name, {}), "device": device}
@@ -175,12 +149,13 @@ def completed(given: Mapping[str, Any], asked: JobValues, *, on_cpu: bool) -> Co
     share = -(-(batch or asked.ranks) // asked.ranks)
     steps = -(-share // (micro or share))
     each = micro if batch is None and micro else -(-share // steps)
-    config |= dict(zip(_SIZES, (each * steps * asked.ranks, each, steps), strict=True))
+    config |= dict(zip(SIZES, (each * steps * asked.ranks, each, steps), strict=True))
     if clip_of(given) is None:
         # Left out, it would be 1.0 in DeepSpeed 0.19, and no clipping in versions before mid 2026.
         config["gradient_clipping"] = asked.clip or 0.0
     if precision_of(given) is None and asked.precision in ("bf16", "fp16"):
-        config[asked.precision] = {**config.get(asked.precision, {}), "enabled": True}
+        section = config.get(bf16_key(config) if asked.precision == "bf16" else "fp16", {})
+        config[asked.precision] = {**section, "enabled": True}
     for name, takes in (("optimizer", takes_optimizer), ("scheduler", takes_schedule)):
         if not takes(given):
             config.pop(name, None)
@@ -193,16 +168,6 @@ def completed(given: Mapping[str, Any], asked: JobValues, *, on_cpu: bool) -> Co
     return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **config}
 
 
-def _given(section: Mapping[str, Any], name: str) -> Any:
-    """A value of the configuration; None if it is missing or "auto"."""
-    value = section.get(name)
-    return None if value == "auto" else value
-
-
-def _device(zero: Mapping[str, Any], name: str) -> str | None:
-    return _given(zero.get(name) or {}, "device")
-
-
 def _without_auto(value: Any) -> Any:
     """A copy without "auto" values, for which DeepSpeed's defaults then apply."""
     if isinstance(value, Mapping):
@@ -210,13 +175,8 @@ def _without_auto(value: Any) -> Any:
     return deepcopy(value)
 
 
-_SCHEMAS: dict[str, type[AdamW] | type[SGD]] = {"adam": AdamW, "adamw": AdamW, "sgd": SGD}
-DEFAULT_LR = 1e-3  # of an optimizer whose section says none
-_PYTORCH_DECAY = 0.01  # of torch.optim.AdamW; DeepSpeed's own have none
-
-# Parameters that recipes don't have: those that change no number, and those that change none at this value.
+# Parameters that recipes don't have, and that change no number.
 _HARMLESS = {"torch_adam", "fused", "foreach", "fp32_optimizer_states"}
-_NEUTRAL: dict[str, Any] = {"amsgrad": False, "bias_correction": True, "maximize": False, "dampening": 0}
 
 
 def optimizer_of(given: Config, recipe: Recipe) -> AdamW | SGD:
@@ -258,32 +218,21 @@ def check_proof(given: Config) -> None:
 def _foreign(section: Config) -> str | None:
     """The first part of an optimizer's configuration that recipes don't support; None if they support all of it."""
     kind, params = str(section.get("type", "")), section.get("params", {})
-    schema = _SCHEMAS.get(kind.lower())
+    schema = schema_of(section)
     if schema is None:
         return f"optimizer {kind}"
-    if _adds_decay_to_gradient(section) and params.get("weight_decay", 0) != 0:
+    if adds_decay_to_gradient(section) and params.get("weight_decay", 0) != 0:
         return f"{kind} with adam_w_mode false and weight_decay {params['weight_decay']}"
     known = {field.name for field in fields(schema)} | {"adam_w_mode"} | _HARMLESS
     for name, value in params.items():
-        if name not in known and not (name in _NEUTRAL and value == _NEUTRAL[name]):
+        if name not in known and not (name in NEUTRAL and value == NEUTRAL[name]):
             return f"{kind} with {name} {value}"
     return None
 
 
-def _adds_decay_to_gradient(section: Mapping[str, Any]) -> bool:
-    """Adam of Kingma & Ba 2015, where AdamW decays the parameter. Without decay both are one."""
-    return str(section["type"]).lower() == "adam" and section.get("params", {}).get("adam_w_mode", True) is False
-
-
-def default_decay(section: Mapping[str, Any]) -> float:
-    """The weight decay of an `optimizer` section that says none: that of the optimizer which DeepSpeed makes."""
-    torch_decays = bool(section.get("params", {}).get("torch_adam")) and not _adds_decay_to_gradient(section)
-    return _PYTORCH_DECAY if torch_decays else 0.0
-
-
 def _mirrored(section: Config, recipe: Recipe) -> AdamW | SGD:
     """Convert the configured optimizer to a recipe's, with DeepSpeed's defaults for missing values."""
-    schema = _SCHEMAS[str(section["type"]).lower()]
+    schema = OPTIMIZERS[str(section["type"]).lower()]
     mine = recipe.optimizer if isinstance(recipe.optimizer, schema) else schema()
     params = section.get("params", {})
     names = {field.name for field in fields(schema)}

@@ -10,7 +10,7 @@ from torch import nn
 
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.deepspeed import config as configuration
-from samestep.engines.deepspeed import nvme, pipeline
+from samestep.engines.deepspeed import keys, nvme, pipeline
 from samestep.engines.deepspeed.config import (
     JobValues,
     check_layout,
@@ -64,15 +64,15 @@ class DeepSpeed(Engine):
         """Take settings from the configuration where the job has its defaults; those that both set must agree."""
         given = configuration.read(job.run.engine_config) if job.run.engine_config is not None else {}
         recipe = job.recipe
-        stage = configuration.stage_of(given)
+        stage = keys.stage_of(given)
         check_layout(layout, stage)
         check_pipeline_asked(given, job.run.cut_at or ())
         configuration.agree(given, _asked(layout, recipe=recipe, micro_batch=job.run.micro_batch))
         _, micro = configuration.sizes(given, JobValues(ranks=layout.data_ranks, batch=recipe.batch))
         recipe = replace(
             recipe,
-            clip=recipe.clip or configuration.clip_of(given),
-            precision=configuration.precision_of(given) or recipe.precision,
+            clip=recipe.clip or keys.clip_of(given),
+            precision=keys.precision_of(given) or recipe.precision,
             optimizer=optimizer_of(given, recipe),
         )
         if configuration.takes_schedule(given) and recipe.schedule != Schedule():
@@ -103,7 +103,7 @@ class DeepSpeed(Engine):
         (`SameOrder`), and `deepspeed.initialize` comes last, as it replaces parameters by its own.
         """
         given = configuration.read(how.details.engine_config) if how.details.engine_config is not None else {}
-        check_layout(how.layout, configuration.stage_of(given))
+        check_layout(how.layout, keys.stage_of(given))
         check_pipeline_asked(given, how.details.cut_at)
         asked = replace(
             _asked(how.layout),
@@ -173,5 +173,5 @@ def _check_precision(config: dict[str, Any], package: Any, device: torch.device)
     """Raise UserError for fp16 where DeepSpeed's accelerator has none."""
     with quietly(device):
         accelerator = package.accelerator.get_accelerator()
-    if configuration.precision_of(config) == "fp16" and not accelerator.is_fp16_supported():
+    if keys.precision_of(config) == "fp16" and not accelerator.is_fp16_supported():
         raise UserError(f"DeepSpeed has no fp16 on {device.type}; use bf16 or fp32")

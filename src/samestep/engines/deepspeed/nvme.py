@@ -18,6 +18,7 @@ from rich.console import Console
 from samestep import environment
 from samestep.engines.deepspeed.config import Config
 from samestep.engines.deepspeed.initialize import quietly
+from samestep.engines.deepspeed.keys import offload_of
 from samestep.errors import UserError
 
 _BUILDERS = "deepspeed.ops.op_builder"
@@ -39,20 +40,16 @@ _TO_END = 10.0  # seconds that an interrupted build has to let go of what it hol
 
 def to_disk(config: Mapping[str, Any]) -> bool:
     """Whether a configuration moves the optimizer's state to disk."""
-    return _device(config, "offload_optimizer") == "nvme"
+    return offload_of(config, "offload_optimizer") == "nvme"
 
 
 def check(given: Mapping[str, Any]) -> None:
     """Raise UserError for a user's configuration that moves parameters to disk."""
-    if _device(given, "offload_param") == "nvme":
+    if offload_of(given, "offload_param") == "nvme":
         raise UserError(
             "the DeepSpeed configuration has offload_param on nvme, from where DeepSpeed 0.19 takes parameters for "
             'bf16 whatever they are; use "device": "cpu", or engine native with offload=parameters-disk'
         )
-
-
-def _device(config: Mapping[str, Any], section: str) -> str | None:
-    return (config.get("zero_optimization", {}).get(section) or {}).get("device")
 
 
 @cache

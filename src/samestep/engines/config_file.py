@@ -1,0 +1,126 @@
+"""Reads other tools' configuration files: DeepSpeed's JSON and Accelerate's YAML, for engines and for translations.
+
+Each mistake has one message here: no such file, not UTF-8, neither JSON nor YAML, a key that stands twice, a value
+where a section of keys is wanted. What the keys mean stands in `deepspeed.keys` and in `accelerate_keys`.
+"""
+
+import json
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from samestep.errors import UserError
+from samestep.validation import shown
+
+# How DeepSpeed and Accelerate take true and false, also in quotes.
+_SWITCHES = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+
+_STRING = r'"(?:\\.|[^"\\])*"'
+_COMMENT = re.compile(rf"({_STRING})|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+_LAST_COMMA = re.compile(rf"({_STRING})|,(?=\s*[}}\]])", re.DOTALL)
+
+
+class NotJsonError(UserError):
+    """A text that is not JSON; it may still be of another format."""
+
+
+def text_of(file: Path, *, missing: str = "") -> str:
+    """The text of a file. Raises UserError if it can't be read; `missing` is added where there is no such file."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"no file {file}{missing}") from None
+    except IsADirectoryError:
+        raise UserError(f"{file} is a folder; the path of a file is wanted") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}") from None
+    except OSError as error:
+        raise UserError(f"{file} can't be read: {error.strerror}") from None
+
+
+def json_section(file: Path) -> dict[str, Any]:
+    """The keys and values of a JSON file. Raises UserError for a file that is none."""
+    text = text_of(file)
+    if not text.strip():
+        raise UserError(f"{file} is empty")
+    value = json_of(str(file), text)
+    check_section(value, f"{file}: the file")
+    return value
+
+
+def check_section(value: Any, place: str) -> None:
+    """Raise UserError for a value that has no keys."""
+    if not isinstance(value, Mapping):
+        raise UserError(f"{place} is {shown(value)}; it should be a section of keys and values")
+
+
+def json_of(name: str, text: str) -> Any:
+    """The value of a text in JSON, also with comments and with a comma after the last value, as DeepSpeed takes it.
+
+    Raises NotJsonError, or UserError for a key that stands twice, which DeepSpeed refuses too.
+    """
+    try:
+        return _json(name, text)
+    except json.JSONDecodeError as error:
+        plain = _LAST_COMMA.sub(lambda found: found[1] or "", without_comments(text))
+        try:
+            return _json(name, plain)
+        except json.JSONDecodeError:
+            raise NotJsonError(f"{name}:{error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise UserError(f"{name}: sections are nested without end") from None
+
+
+def _json(name: str, text: str) -> Any:
+    return json.loads(text, object_pairs_hook=lambda pairs: unique(name, pairs))
+
+
+def without_comments(text: str) -> str:
+    """The text without `// ...`, `# ...` and `/* ... */`, where these don't stand in a string."""
+    return _COMMENT.sub(lambda found: found[1] or "", text)
+
+
+def unique(name: str, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A section of these keys and values. Raises UserError for a key that stands twice."""
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise UserError(f"{name}: key {shown(key)} stands twice; keep one of them")
+        found[key] = value
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """A YAML loader that refuses duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key_node, _ in node.value:
+            if keys.count(key_node.value) > 1 and isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key_node.value!r} stands twice; keep one of them", key_node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def yaml_of(name: str, text: str) -> Any:
+    """The sections or the list of a text in YAML. A text that isn't YAML, or is just words, is returned unchanged."""
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        first = text.lstrip().partition("\n")[0]
+        if ":" not in first:  # a command, not YAML
+            return text
+        at = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{name}{at}: not YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
+    return value if isinstance(value, (dict, list)) else text
+
+
+def switch_of(value: Any) -> bool | None:
+    """True or false, also as a word or a number; None for any other value."""
+    return _SWITCHES.get(str(value).lower())
