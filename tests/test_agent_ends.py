@@ -68,9 +68,6 @@ class ToldByItself:
         self._looking.join(LIMIT)
         assert not self._looking.is_alive()
 
-    def tell_time(self) -> None:
-        pass
-
     def ended(self) -> str | None:
         self._looking = threading.current_thread()
         self.asked.set()

@@ -10,7 +10,7 @@ In the order of reading:
 - `elastic_agent`: PyTorch's elastic agent, which starts one host's ranks and looks after them. Two ways lead to it:
   `agent` for a command on one host or many, `local` for a function on this host.
 - `worker`, `rank_entry`: what a rank is. `fork_server` (`fork_server_main`): has it started in tenths of a second.
-- `handshake`, `consistency`, `clock_skew`: what hosts agree on before they begin, in the store of `store_address`.
+- `handshake`, `consistency`: what hosts agree on before they begin, in the store of `store_address`.
 - `rendezvous`, `rounds`: each round. `rank_rendezvous`: of ranks that srun or mpirun started.
 - `node_heartbeat`: notices hosts that died. `failure`: which rank failed first, and why.
 - `affinity`, `network`, `forwarded_env`, `logs`, `memory`: cores, addresses, variables, output, memory.
@@ -21,7 +21,7 @@ A job from its start to its end:
     1. find hosts        `environments` looks at variables, files or a scheduler; `filters` takes what was asked for
     2. bring agents up   `launcher` makes a NodeSpec a host; ssh, srun or Ray start `remote_agent` there (or each
                          host's own command is its agent); `controller` reads what they print
-    3. shake hands       agents meet in the job's store, compare versions, commands and clocks (300 s for all to come)
+    3. shake hands       agents meet in the job's store, compare versions, scripts, commands (300 s for all to come)
     4. meet              a round begins: rendezvous, a store for this round, ranks numbered by node rank
     5. run               each agent starts its ranks and looks after them; heartbeats between hosts every 0.5 s
     6. end of a round    a rank failed, a host was silent for 8 s, or one wants to join: ranks end, causes are posted,

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -17,11 +17,9 @@ import torch.distributed as dist
 
 from samestep.errors import StartError, UserError, first_line
 from samestep.launch import consistency, store_address
-from samestep.launch.clock_skew import Clocks
 from samestep.launch.failure import Failure
 from samestep.launch.network import reach, store_client
 from samestep.launch.node_spec import NodeSpec
-from samestep.launch.rounds import say
 
 _LOOK = 0.1  # seconds between two polls of the store
 _APART = 0.5  # seconds between two attempts to connect
@@ -45,8 +43,8 @@ class Handshake:
     `start_timeout` seconds (300 unless told) with a message that names the hosts that are missing.
     """
 
-    def __init__(self, part: NodeSpec, clock: Callable[[], float] = time.time) -> None:
-        """Connect to the store, and serve it first if this host has to. `clock` returns seconds since 1970.
+    def __init__(self, part: NodeSpec) -> None:
+        """Connect to the store, and serve it first if this host has to.
 
         Raises UserError for an impossible address or port, StartError if nothing answers in time.
         """
@@ -60,7 +58,6 @@ class Handshake:
         self._server = store_address.served(part, self.address) if part.serves else None
         self._await_port(self.address, part.port)
         self._store = self._reached()
-        self._clocks = Clocks(self._store, part, clock)
 
     def _reached(self) -> dist.TCPStore:
         """Connect to the store, in a thread with a time limit: PyTorch waits forever for the first response."""
@@ -114,14 +111,11 @@ class Handshake:
         while True:
             try:
                 self._compare()
-                self._clocks.ask()
                 self._take_seat()
                 self._await_others()
-                break
+                return
             except RuntimeError as error:  # raised by PyTorch's stores
                 self._reconnect(error)
-        if (apart := self._clocks.difference) is not None and apart.too_large:
-            say(apart.told(self._part.host))
 
     def _reconnect(self, error: Exception) -> None:
         """Reconnect to the store, until its host refuses connections. Raises StartError."""
@@ -134,7 +128,6 @@ class Handshake:
             if found == "answers":
                 with suppress(StartError):  # the connection may break again
                     self._store = self._reached()
-                    self._clocks.go_on_with(self._store)
                     return
         raise StartError(f"{self._part.host} lost the job's store at {self._where}: {first_line(error)}")
 
@@ -157,7 +150,7 @@ class Handshake:
             self._store.set(_REFUSED, message)  # so that the others don't wait
         if complete and part.elastic and part.controlled:
             raise StartError(message)  # the job goes on; this host may retry after a repair
-        raise UserError(message)
+        raise UserError(consistency.with_own_command(message, part))
 
     def _take_seat(self) -> None:
         """Claim this host's node rank. A restarted agent takes its old seat again."""
@@ -177,18 +170,15 @@ class Handshake:
         self._store.set(seat, mine)
 
     def _await_others(self) -> None:
-        """Wait until enough hosts are present, answering their clock questions."""
+        """Wait until enough hosts are present."""
         part = self._part
         while True:
             came = [number for number in range(part.most) if self._there(_seat(number))]
-            self._clocks.answer()  # questions of hosts that are present
-            heard = self._clocks.listen()
             if len(came) >= part.fewest:
                 self._store.set(_COMPLETE, "")
-                if heard:
-                    return
+                return
             if self._there(_REFUSED):
-                raise UserError(self._store.get(_REFUSED).decode())
+                raise UserError(consistency.with_own_command(self._store.get(_REFUSED).decode(), part))
             if time.monotonic() > self._deadline:
                 missing = [part.name_of(number) for number in range(part.most) if number not in came]
                 raise StartError(
@@ -196,10 +186,6 @@ class Handshake:
                     f"{', '.join(map(part.name_of, came))}; not {', '.join(missing)}"
                 )
             time.sleep(_LOOK)
-
-    def tell_time(self) -> None:
-        """Answer clock questions of late hosts; to be called repeatedly."""
-        self._clocks.answer()
 
     def _there(self, key: str) -> bool:
         return self._store.check([key])
