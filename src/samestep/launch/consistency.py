@@ -1,14 +1,13 @@
 """Facts that must agree on all hosts of a job, and the message if two hosts differ.
 
 The command is compared where the user starts it on every host: one with another learning rate would train wrong
-without any error. Hosts exchange only its digest: others may read the store, and a command may contain secrets.
+without any error. Hosts exchange 16 bits of its digest: others may read the store, and a command may contain secrets.
 Documented under "Who must agree" in docs/launch.md.
 """
 
 import hashlib
 import json
 import platform
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,8 +32,6 @@ _REMEDIES = {
     "command": "give both the same, and take what is a host's own from its environment",
 }
 _GIVE = "give both the same"
-
-_DIFFER = "the hosts of this job differ in their"
 
 _SCRIPTS = (".py", ".sh")
 
@@ -72,17 +69,10 @@ def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[str,
         return None
     name = names[0]
     message = (
-        f'{_DIFFER} {name}: {theirs["host"]} has "{theirs[name]}", {mine["host"]} has "{mine[name]}"; '
+        f'the hosts of this job differ in their {name}: {theirs["host"]} has "{theirs[name]}", {mine["host"]} has "{mine[name]}"; '
         f"{_REMEDIES.get(name, _GIVE)}"
     )
     return name, message
-
-
-def with_own_command(message: str, part: NodeSpec) -> str:
-    """Add this host's command to the message that commands differ; for this host's user only, not for the store."""
-    if not message.startswith(f"{_DIFFER} command:"):
-        return message
-    return f"{message} (the command of {part.host}: {shlex.join(part.command)})"
 
 
 def digest_of(folder: Path) -> str:
@@ -115,7 +105,10 @@ def _is_text(program: str) -> bool:
 
 
 def _digest_of_words(command: Sequence[str]) -> str:
-    """Hash a command's words. The folders of the program and of the script may differ between hosts."""
+    """Hash a command's words. The folders of the program and of the script may differ between hosts.
+
+    16 bits: enough to detect a difference, too few to try passwords against.
+    """
     file = _file(command)
     words = [(Path(word).name or word) if number in (0, file) else word for number, word in enumerate(command)]
-    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:4]

@@ -150,7 +150,7 @@ class Handshake:
             self._store.set(_REFUSED, message)  # so that the others don't wait
         if complete and part.elastic and part.controlled:
             raise StartError(message)  # the job goes on; this host may retry after a repair
-        raise UserError(consistency.with_own_command(message, part))
+        raise UserError(message)
 
     def _take_seat(self) -> None:
         """Claim this host's node rank. A restarted agent takes its old seat again."""
@@ -178,7 +178,7 @@ class Handshake:
                 self._store.set(_COMPLETE, "")
                 return
             if self._there(_REFUSED):
-                raise UserError(consistency.with_own_command(self._store.get(_REFUSED).decode(), part))
+                raise UserError(self._store.get(_REFUSED).decode())
             if time.monotonic() > self._deadline:
                 missing = [part.name_of(number) for number in range(part.most) if number not in came]
                 raise StartError(
