@@ -69,8 +69,8 @@ def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[str,
         return None
     name = names[0]
     message = (
-        f'the hosts of this job differ in their {name}: {theirs["host"]} has "{theirs[name]}", {mine["host"]} has "{mine[name]}"; '
-        f"{_REMEDIES.get(name, _GIVE)}"
+        f'the hosts of this job differ in their {name}: {theirs["host"]} has "{theirs[name]}", '
+        f'{mine["host"]} has "{mine[name]}"; {_REMEDIES.get(name, _GIVE)}'
     )
     return name, message
 
