@@ -66,7 +66,7 @@ HYBRIDS = [layout for layout in matrix.FAST if layout not in PAIRS]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("layouts", [PAIRS, pytest.param(HYBRIDS, marks=pytest.mark.slow)], ids=["pairs", "hybrids"])
+@pytest.mark.parametrize("layouts", [PAIRS, HYBRIDS], ids=["pairs", "hybrids"])
 def test_the_fast_set_takes_the_same_step(layouts: list[str]) -> None:
     recipe = samestep.Recipe(task=Tiny(name="llama"), batch=10, steps=2, optimizer=samestep.AdamW(lr=1e-2))
     rows = api.verify_layouts(Job(recipe=recipe, run=Run(threads=1, check=False)), layouts, steps=2)

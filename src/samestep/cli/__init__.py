@@ -7,4 +7,6 @@
 - To prove and compare: `verify` (`verify_script` for `--script`), `compare`, `drill`.
 - To choose: `layout`, `plan` (`plan_job` for a job file), `tune`, `comm`. To look around: `hosts`, `doctor`,
   `translate`.
+
+Arguments are argparse's: `samestep --help` takes 0.1 s, and importing click or typer alone would take longer.
 """

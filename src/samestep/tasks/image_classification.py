@@ -62,6 +62,8 @@ def small_net(*, channels: int, size: tuple[int, int], classes: int, width: int,
 class ResNet18(nn.Module):
     """Deep residual learning (He et al. 2016, table 1): a stem and eight blocks of two convolutions.
 
+    Not transformers' ResNet, which has batch norm alone and the large stem alone: `norm` and `stem` are choices here.
+
     With `small_stem` one 3 x 3 convolution stands in place of the 7 x 7 one of stride 2 and the pooling, as for
     images of 32 x 32 (section 4.2).
     """

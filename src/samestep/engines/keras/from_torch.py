@@ -1,6 +1,7 @@
 """From PyTorch to Keras: a model with the same weights, by what its forward calls; losses and update rules.
 
-The counterpart of each module and function stands in layers.py.
+The counterpart of each module and function stands in layers.py. The model is converted because a task that gave a
+Keras model of its own would define it twice, and nothing would hold the second definition equal to the first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
