@@ -231,5 +231,5 @@ def test_ranks_of_horovodrun_are_seen_and_torchruns_come_first() -> None:
     both = environment.ranks(of_both)
     assert both is not None
     assert both.world_size == 1
-    with pytest.raises(samestep.UserError, match="HOROVOD_SIZE='many' is not a whole number"):
+    with pytest.raises(samestep.UserError, match="HOROVOD_SIZE is 'many'; a whole number"):
         environment.ranks({**of_horovod, "HOROVOD_SIZE": "many"})

@@ -62,11 +62,14 @@ def test_a_process_that_is_no_rank(environ: Mapping[str, str]) -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({**SLURM, "SLURM_PROCID": "third"}, "SLURM_PROCID='third' is not a whole number"),
+        ({**SLURM, "SLURM_PROCID": "third"}, "SLURM_PROCID is 'third'; a whole number of 0 or more"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,3"}, "doesn't say the tasks of node 1 in a step of 5"),
         ({**SLURM, "SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE='3,2' doesn't say the tasks of node 2"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "some"}, "as 2(x3),1 does"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": ""}, "OMPI_COMM_WORLD_LOCAL_SIZE='' is not a whole number"),
+        (
+            {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": ""},
+            "OMPI_COMM_WORLD_LOCAL_SIZE is empty; it must hold a whole number",
+        ),
     ],
 )
 def test_wrong_variables_of_a_rank(environ: Mapping[str, str], message: str) -> None:

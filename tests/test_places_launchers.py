@@ -104,7 +104,7 @@ def test_slurm_one_task_a_node_is_there_on_every_host() -> None:
         ({"SLURM_NODEID": "first"}, "SLURM_NODEID is 'first'; a whole number of 0 or more is wanted"),
         ({"SLURM_GPUS_ON_NODE": "a lot"}, "SLURM_GPUS_ON_NODE is 'a lot'"),
         ({"SLURM_GPUS_PER_NODE": "a100"}, "SLURM_GPUS_PER_NODE is 'a100'; a number of accelerators such as 4"),
-        ({"SLURM_STEP_ID": "x"}, "SLURM_STEP_ID='x' is not a whole number"),
+        ({"SLURM_STEP_ID": "x"}, "SLURM_STEP_ID is 'x'; a whole number of 0 or more"),
     ],
 )
 def test_wrong_slurm_variables(change: dict[str, str], message: str) -> None:

@@ -1,9 +1,13 @@
-"""Ranks: what environment variables say of a process, which rank it is and which accelerators are left to it."""
+"""Ranks: what environment variables say of a process, which rank it is and which accelerators are left to it.
 
+`Variables` reads them, here and where hosts are found (`launch/environments`): one way to parse and one message.
+"""
+
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from samestep.errors import UserError
 
@@ -237,12 +241,72 @@ def visible_devices(environ: Mapping[str, str]) -> VisibleDevices | None:
     return VisibleDevices(variable=name, devices=devices[:end])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """A variable or line that was read, for display."""
+
+    source: str  # the variable, or the file and its line
+    value: str
+
+
+class Variables:
+    """Reads environment variables, and records each that is set, for display. An empty one counts as not set."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._read: dict[str, str] = {}
+
+    def read(self) -> tuple[Read, ...]:
+        return tuple(Read(source=name, value=value) for name, value in self._read.items())
+
+    def text(self, name: str) -> str | None:
+        """Return a variable's value; None if unset or empty."""
+        value = self._environ.get(name, "").strip()
+        if not value:
+            return None
+        self._read[name] = value
+        return value
+
+    def first(self, *names: str) -> str | None:
+        """Return the value of the first of these variables that is set."""
+        return next((value for name in names if (value := self.text(name)) is not None), None)
+
+    def wanted(self, name: str, what: str) -> str:
+        """Return the value of a required variable. Raises UserError if it is unset."""
+        value = self.text(name)
+        if value is None:
+            raise UserError(f"{name} is {'empty' if name in self._environ else 'not set'}; it must hold {what}")
+        return value
+
+    def number(self, name: str, least: int = 0) -> int | None:
+        """Return an integer of at least `least`; None if the variable is unset."""
+        text = self.text(name)
+        if text is None:
+            return None
+        if not (text.isascii() and text.isdigit()) or int(text) < least:
+            raise UserError(f"{name} is {text!r}; a whole number of {least} or more is wanted")
+        return int(text)
+
+    def needed(self, name: str, least: int = 0) -> int:
+        """Return a required integer. Raises UserError if it is unset or no integer."""
+        self.wanted(name, f"a whole number of {least} or more")
+        number = self.number(name, least)
+        assert number is not None
+        return number
+
+    def json(self, name: str, what: str) -> Any:
+        """Parse a variable as JSON; None if unset."""
+        text = self.text(name)
+        if text is None:
+            return None
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{name} is {text!r}, which is not JSON: {error.msg}; {what} is wanted") from None
+
+
 def integer(environ: Environ, name: str, default: int | None = None) -> int:
-    """A whole number of a variable. Raises UserError for anything else."""
-    text = environ.get(name)
-    if text is None and default is not None:
+    """Return the whole number of a variable; `default` if it is not set. Raises UserError for anything else."""
+    if default is not None and name not in environ:
         return default
-    try:
-        return int(text or "")
-    except ValueError:
-        raise UserError(f"environment variable {name}={text!r} is not a whole number") from None
+    return Variables(environ).needed(name)

@@ -277,7 +277,7 @@ class ScriptRecorder:
                     self._add("gradient", part, parameter.grad)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """A step has ended: weights and buffers, one event. Raises RecordingEnd after the last step that was asked for."""
+        """A step has ended: weights and buffers, one event. Raises RecordingEnd after the last step asked for."""
         self._stepping.pop()
         if self._stepping:
             return

@@ -3,17 +3,16 @@
 Some environments only say how many hosts there are; in others a host finds its own name among theirs.
 """
 
-import json
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from samestep.errors import UserError
 from samestep.launch.network import is_address, is_ours
-from samestep.ranks import DeviceChoice
+from samestep.ranks import DeviceChoice, Read
 
 # What a host's slots are counted from. Ranks may share cores; an accelerator, or a slot listed by the user, takes one
 # rank.
@@ -85,14 +84,6 @@ class PlaceInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Read:
-    """A variable or line that was read, for display."""
-
-    source: str  # the variable, or the file and its line
-    value: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class FoundCluster:
     """A cluster, and how it was found."""
 
@@ -142,62 +133,6 @@ class ClusterEnvironment(Protocol):
     def find(self, given: PlaceInputs) -> FoundCluster:
         """Find the hosts. Raises UserError with the variable or line, its value and what to use instead."""
         ...
-
-
-class Variables:
-    """Reads environment variables, and records each that is set, for display."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-        self._read: dict[str, str] = {}
-
-    def read(self) -> tuple[Read, ...]:
-        return tuple(Read(source=name, value=value) for name, value in self._read.items())
-
-    def text(self, name: str) -> str | None:
-        """Return a variable's value; None if unset or empty."""
-        value = self._environ.get(name, "").strip()
-        if not value:
-            return None
-        self._read[name] = value
-        return value
-
-    def first(self, *names: str) -> str | None:
-        """Return the value of the first of these variables that is set."""
-        return next((value for name in names if (value := self.text(name)) is not None), None)
-
-    def wanted(self, name: str, what: str) -> str:
-        """Return the value of a required variable. Raises UserError if it is unset."""
-        value = self.text(name)
-        if value is None:
-            raise UserError(f"{name} is {'empty' if name in self._environ else 'not set'}; it must hold {what}")
-        return value
-
-    def number(self, name: str, least: int = 0) -> int | None:
-        """Return an integer of at least `least`; None if the variable is unset."""
-        text = self.text(name)
-        if text is None:
-            return None
-        if not (text.isascii() and text.isdigit()) or int(text) < least:
-            raise UserError(f"{name} is {text!r}; a whole number of {least} or more is wanted")
-        return int(text)
-
-    def needed(self, name: str, least: int = 0) -> int:
-        """Return a required integer. Raises UserError if it is unset or no integer."""
-        self.wanted(name, f"a whole number of {least} or more")
-        number = self.number(name, least)
-        assert number is not None
-        return number
-
-    def json(self, name: str, what: str) -> Any:
-        """Parse a variable as JSON; None if unset."""
-        text = self.text(name)
-        if text is None:
-            return None
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{name} is {text!r}, which is not JSON: {error.msg}; {what} is wanted") from None
 
 
 def unnamed(nodes: int, this: int | None, own: str) -> list[str]:

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from samestep.errors import UserError
-from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Slots, Variables, unnamed
-from samestep.ranks import DeviceChoice, in_pytorchjob
+from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Slots, unnamed
+from samestep.ranks import DeviceChoice, Variables, in_pytorchjob
 
 
 class PyTorchJob:

@@ -11,10 +11,10 @@ from samestep.launch.environments.base import (
     Host,
     PlaceInputs,
     RendezvousInfo,
-    Variables,
     shares,
     unnamed,
 )
+from samestep.ranks import Variables
 
 
 class OpenMpi:

@@ -3,7 +3,8 @@
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Variables
+from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs
+from samestep.ranks import Variables
 
 _HOSTS = 'a list of hosts such as ["algo-1","algo-2"]'
 

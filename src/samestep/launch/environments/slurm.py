@@ -16,13 +16,12 @@ from samestep.launch.environments.base import (
     PlaceInputs,
     RendezvousInfo,
     Slots,
-    Variables,
     which,
 )
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import LaunchOptions
 from samestep.launch.starter import AgentCommand, Starter, agent_command
-from samestep.ranks import DeviceChoice, accelerators, counts, in_slurm_step
+from samestep.ranks import DeviceChoice, Variables, accelerators, counts, in_slurm_step
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 _PLAIN = re.compile(r"[\w.-]*", re.ASCII)

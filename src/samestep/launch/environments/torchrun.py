@@ -1,8 +1,8 @@
 """The ranks that torchrun, or whatever sets its variables, has started already."""
 
 from samestep.errors import UserError
-from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Variables, shares, unnamed
-from samestep.ranks import in_pytorchjob
+from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, shares, unnamed
+from samestep.ranks import Variables, in_pytorchjob
 
 
 class Torchrun:
