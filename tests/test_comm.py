@@ -263,7 +263,7 @@ def test_shared_memory_that_ranks_can_not_have_supports_nothing(tmp_path: Path) 
     found, _ = _without_shared_memory(["support", "--processes", "2"], tmp_path)
     attempts = found["attempts"]
     told = {(each["verdict"], each["reason"]) for each in attempts if each["transport"] == "shared-memory"}
-    assert told == {("refused", "the ranks could not map it, and their messages go through gloo")}
+    assert told == {("refused", "rank 0: the ranks could not map it, and their messages go through gloo")}
     assert any(each["verdict"] == "works" for each in attempts if each["transport"] == "gloo")
 
 
