@@ -1,16 +1,19 @@
 """Hosts that stay away, give up or are told to stop, while the others of their job go on."""
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from samestep.launch import controller
 from samestep.launch.controller import AgentEnded, AgentMessage, Controller, Event
-from samestep.launch.failure import Failure, JobOutcome
+from samestep.launch.failure import Failure, JobOutcome, first_of
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import RankOptions
 from samestep.launch.starter import AgentCommand
@@ -219,3 +222,34 @@ def test_behind_one_process_too_the_host_that_was_lost_is_named(run: Callable[..
     cut_off = JobOutcome(exit_code=1, message="cut off")
     found = run({"worker-1": [follows], "worker-2": [LOST], "worker-3": [cut_off]}, together=True)
     assert (found.exit_code, found.message) == (1, "worker-2 was lost in the middle of the job")
+
+
+LOST_A_PEER = """Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    loss.backward()
+RuntimeError: Got the following error when running the callback: DistBackendError: Connection closed by peer
+At:
+  /samestep/work.py(39): finish
+  /lib/threading.py(982): run
+"""
+OF_ITS_OWN = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    read(sample)
+  File "data.py", line 4, in read
+    raise ValueError("Connection closed by peer")
+ValueError: the sample has no label
+"""
+
+
+@pytest.mark.parametrize(("of_rank_0", "cause"), [(LOST_A_PEER, 1), (OF_ITS_OWN, 0)])
+def test_a_rank_that_lost_another_is_no_root_cause_though_it_failed_first(
+    of_rank_0: str, cause: int, tmp_path: Path
+) -> None:
+    failures: dict[int, ProcessFailure] = {}
+    for rank, reason in enumerate((of_rank_0, OF_ITS_OWN)):
+        file = tmp_path / f"{rank}.json"
+        told = {"message": reason, "extraInfo": {"py_callstack": reason, "timestamp": str(100 + rank)}}
+        file.write_text(json.dumps({"message": told}), encoding="utf-8")
+        failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file=str(file))
+    found = first_of(failures, "host-a", tmp_path)
+    assert (found.rank, found.follows) == (cause, False)

@@ -120,7 +120,7 @@ def test_a_rank_that_hangs_is_named_by_its_own_host(tmp_path: Path) -> None:
     (fault,) = faults_in(tmp_path / "run")
     assert (fault["rank"], fault["step"], fault["goes_on_at"]) == (1, 7, 6)
     assert fault["cause"].startswith("it hung in step 7")
-    assert "inject.py" in fault["reason"]
+    assert "injection.py" in fault["reason"]
 
 
 @pytest.mark.slow

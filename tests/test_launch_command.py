@@ -188,7 +188,7 @@ def test_a_rank_that_hangs_is_named_on_one_host_too(capfd: pytest.CaptureFixture
     assert main(["train", "job.yaml", *words]) == 1
     err = capfd.readouterr().err
     assert "samestep: rank 1 on localhost failed first: it hung, and was ended\nit hung in step 2: no rank" in err
-    assert "inject.py" in err
+    assert "injection.py" in err
     assert "memory runs out" not in err
     assert "it hung in step 2" in Path("run/faults.jsonl").read_text(encoding="utf-8")
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import TYPE_CHECKING, Any
@@ -245,7 +246,11 @@ def _traceback(lines: list[str]) -> str | None:
 
 
 def _exception(reason: str) -> str:
-    """Return the exception after a traceback's last stack."""
+    """Return the exception after a traceback's last stack, without the stack that PyTorch adds below "At:".
+
+    PyTorch does so for a callback that failed in its own thread, such as that of a collective.
+    """
     lines = reason.splitlines()
-    last = max((number for number, line in enumerate(lines) if line.startswith("  ")), default=-1)
-    return "\n".join(lines[last + 1 :])
+    last = max((number for number, line in enumerate(lines) if line.startswith('  File "')), default=-1)
+    own = dropwhile(lambda line: line.startswith("  "), lines[last + 1 :])
+    return "\n".join(takewhile(lambda line: line != "At:", own))
