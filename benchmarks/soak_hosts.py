@@ -31,9 +31,9 @@ from testbed import Host, Running, Testbed, why_not  # noqa: E402
 
 from samestep import jobfile  # noqa: E402
 from samestep.drill.disturbances import JobHosts, Target, kinds_of, last_step_in, raise_file  # noqa: E402
-from samestep.drill.drill import Left  # noqa: E402
+from samestep.drill.drill import FinishedRun  # noqa: E402
 from samestep.drill.run import print_soak  # noqa: E402
-from samestep.drill.soak import Soaked, SoakSettings, soak, soaked_job  # noqa: E402
+from samestep.drill.soak import SoakReport, SoakSettings, soak, soaked_job  # noqa: E402
 from samestep.errors import UserError  # noqa: E402
 from samestep.fault_tolerance.scratch import left_in  # noqa: E402
 from samestep.job import Job  # noqa: E402
@@ -163,7 +163,7 @@ class OnHosts:
         self._hostfile = place / "hosts"
         self._hostfile.write_text("".join(f"{name} slots=1\n" for name in bed.workers), encoding="utf-8")
 
-    def train(self, name: str, job: Job, watch: Callable[[Target], None]) -> Left:
+    def train(self, name: str, job: Job, watch: Callable[[Target], None]) -> FinishedRun:
         folder = self.folder(name)
         job = replace(job, run=replace(job.run, folder=folder))
         file = self._place / f"{name}.yaml"
@@ -179,7 +179,7 @@ class OnHosts:
             code = running.poll()
         finally:
             running.stop()
-        return Left(code=code, output=running.text, folder=folder)
+        return FinishedRun(code=code, output=running.text, folder=folder)
 
     def folder(self, name: str) -> Path:
         return self._place / name
@@ -207,7 +207,7 @@ def job_of(place: Path, hosts: int, faults: int) -> Job:
     return replace(job, run=replace(job.run, elastic=True))
 
 
-def soaked(bed: Bed, settings: SoakSettings) -> Soaked:
+def soaked(bed: Bed, settings: SoakSettings) -> SoakReport:
     with TemporaryDirectory(prefix="samestep-soak-", ignore_cleanup_errors=True) as place:
         job = job_of(Path(place), len(bed.workers), settings.faults)
         return soak(OnHosts(bed, Path(place)), job, settings)

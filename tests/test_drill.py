@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from samestep.cli.main import main
-from samestep.drill.drill import Drill, FaultOutcome, Left, row_of
+from samestep.drill.drill import Drill, FaultOutcome, FinishedRun, row_of
 from samestep.drill.faults import DRILLS
 
 TESTS = Path(__file__).parent
@@ -58,11 +58,11 @@ def test_every_fault_is_survived(job: str, capsys: pytest.CaptureFixture[str]) -
     assert same == {drill.name: not drill.changes_result for drill in DRILLS}
 
 
-def left(folder: Path, loss: float, weights: bytes) -> Left:
+def left(folder: Path, loss: float, weights: bytes) -> FinishedRun:
     folder.mkdir()
     (folder / "report.json").write_text(json.dumps({"final_loss": loss}), encoding="utf-8")
     (folder / "model.safetensors").write_bytes(weights)
-    return Left(code=0, output="", folder=folder)
+    return FinishedRun(code=0, output="", folder=folder)
 
 
 @pytest.mark.parametrize(

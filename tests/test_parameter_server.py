@@ -24,7 +24,7 @@ from samestep.data.order import SampleOrder
 from samestep.engines.base import Preparation
 from samestep.engines.parameter_server.engine import ParameterServer
 from samestep.engines.parameter_server.member import ServerSetup
-from samestep.engines.parameter_server.messages import Answer, PointToPoint, Push, Pushed, PushKind, Told
+from samestep.engines.parameter_server.messages import PointToPoint, Push, Pushed, PushHeader, PushKind, ReplyHeader
 from samestep.engines.parameter_server.server import AsynchronousServer
 from samestep.engines.parameter_server.settings import ParameterServerSettings, Roles
 from samestep.engines.parameter_server.shards import Chunk, FlatParameters, bounds_of, boxes, chunks_of, spans_of
@@ -247,12 +247,12 @@ class Scripted(PointToPoint):
 
     def __init__(self, pushes: Sequence[tuple[int, Pushed]]) -> None:
         self.pushes = list(pushes)
-        self.answered: list[tuple[int, Answer, torch.Tensor | None]] = []
+        self.answered: list[tuple[int, ReplyHeader, torch.Tensor | None]] = []
 
     def receive_push(self, chunks: Sequence[Chunk], dtype: torch.dtype, worker: int | None) -> tuple[int, Pushed]:
         return self.pushes.pop(0)
 
-    def reply(self, worker: int, answer: Answer, parameters: torch.Tensor | None) -> None:
+    def reply(self, worker: int, answer: ReplyHeader, parameters: torch.Tensor | None) -> None:
         self.answered.append((worker, answer, None if parameters is None else parameters.clone()))
 
     def wait(self) -> None:
@@ -260,7 +260,7 @@ class Scripted(PointToPoint):
 
 
 def _pushed(gradient: torch.Tensor, chunks: Sequence[Chunk]) -> Pushed:
-    told = Told(loss=1.0, count=1.0, samples=1.0, global_samples=2.0, norm=1.0, stop_at=math.inf)
+    told = PushHeader(loss=1.0, count=1.0, samples=1.0, global_samples=2.0, norm=1.0, stop_at=math.inf)
     push = Push(chunks, [gradient[chunk.at].view(chunk.shape) for chunk in chunks], sparse=False)
     assert push.values is not None
     return Pushed(told, chunks, [int(kind) for kind in push.kinds.tolist()], torch.empty(0), push.values)
@@ -337,7 +337,7 @@ def test_a_late_gradient_is_compensated_and_the_fast_worker_waits() -> None:
 
 
 def _told(kind: PushKind, chunks: Sequence[Chunk]) -> Pushed:
-    told = Told(loss=0, count=0, samples=1, global_samples=2, norm=math.nan, stop_at=math.inf, kind=kind)
+    told = PushHeader(loss=0, count=0, samples=1, global_samples=2, norm=math.nan, stop_at=math.inf, kind=kind)
     return Pushed(told, chunks, [], torch.empty(0), torch.empty(0))
 
 

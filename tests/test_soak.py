@@ -16,8 +16,8 @@ from samestep import jobfile
 from samestep.cli.main import main
 from samestep.drill import under_faults
 from samestep.drill.disturbances import KINDS, Processes, Target, kinds_of, last_step_in
-from samestep.drill.drill import Left
-from samestep.drill.soak import Soaked, SoakSettings, _samples, soak, soaked_job
+from samestep.drill.drill import FinishedRun
+from samestep.drill.soak import SoakReport, SoakSettings, _samples, soak, soaked_job
 from samestep.drill.under_faults import Planned, UnderFaults, planned
 from samestep.job import Job
 
@@ -109,11 +109,11 @@ def test_what_is_wrong_is_told(job: str, words: list[str], told: str, capsys: py
     assert told in capsys.readouterr().err
 
 
-def left(folder: Path, steps: list[int]) -> Left:
+def left(folder: Path, steps: list[int]) -> FinishedRun:
     folder.mkdir()
     lines = [json.dumps({"step": step, "loss": 1.0, "samples": 16}) for step in steps]
     (folder / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    return Left(code=0, output="", folder=folder)
+    return FinishedRun(code=0, output="", folder=folder)
 
 
 @pytest.mark.quick
@@ -123,7 +123,7 @@ def test_lost_and_repeated_samples_are_counted(tmp_path: Path) -> None:
     assert _samples(whole, left(tmp_path / "other", [0, 1, 1, 1, 3])) == (16, 32)
 
 
-RIGHT = Soaked(
+RIGHT = SoakReport(
     layout="dp2",
     steps=8,
     seed=0,
@@ -277,12 +277,12 @@ class Scripts:
     place: Path
     faulty: str
 
-    def train(self, name: str, job: Job, watch: Callable[[Target], None]) -> Left:
+    def train(self, name: str, job: Job, watch: Callable[[Target], None]) -> FinishedRun:
         words = [str(self.folder(name)), str(job.recipe.steps), self.faulty]
         with subprocess.Popen([sys.executable, "-S", "-c", TRAINING, *words]) as started:
             watch(OwnRank(started, self.folder(name), 1))
             code = started.wait(60)
-        return Left(code=code, output="", folder=self.folder(name))
+        return FinishedRun(code=code, output="", folder=self.folder(name))
 
     def folder(self, name: str) -> Path:
         return self.place / name

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from samestep.drill.soak import Soaked
+from samestep.drill.soak import SoakReport
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -49,7 +49,7 @@ def soaked(**changed: Any) -> dict[str, Any]:
         "left_files": 0,
         "last_words": "",
     }
-    return Soaked(**{**found, **changed}).to_json()
+    return SoakReport(**{**found, **changed}).to_json()
 
 
 def cells(text: str) -> list[list[str]]:

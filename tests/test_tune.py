@@ -15,7 +15,7 @@ import samestep
 from samestep import jobfile
 from samestep.cli.main import main
 from samestep.job import Job, Run
-from samestep.tuning.results import Tuned, TuningRow, print_tuned
+from samestep.tuning.results import TuningResult, TuningRow, print_tuned
 from samestep.tuning.settings import SETTINGS, Setting, SettingCandidate
 from samestep.tuning.tune import TrialError, greedy, tune_job
 
@@ -42,7 +42,7 @@ def settings(*names: str) -> list[Setting]:
     return [setting for setting in SETTINGS if setting.name in names]
 
 
-def rows_of(found: Tuned) -> dict[tuple[str, str], TuningRow]:
+def rows_of(found: TuningResult) -> dict[tuple[str, str], TuningRow]:
     return {(row.setting, row.value): row for row in found.rows}
 
 

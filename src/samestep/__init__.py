@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )
     from samestep.inference import evaluate, load_model
     from samestep.job import Checkpointing, Job, Run
-    from samestep.job_check import Checked, check
+    from samestep.job_check import CheckResult, check
     from samestep.layout import Layout
     from samestep.proof import Proof
     from samestep.recipe import (
@@ -50,7 +50,7 @@ _HOME = {
     "verify": "samestep.api",
     "dry_run": "samestep.api",
     "check": "samestep.job_check",
-    "Checked": "samestep.job_check",
+    "CheckResult": "samestep.job_check",
     "evaluate": "samestep.inference",
     "load_model": "samestep.inference",
     "compare": "samestep.comparison.compare",
@@ -95,7 +95,7 @@ __all__ = [
     "AdamW",
     "Average",
     "Batch",
-    "Checked",
+    "CheckResult",
     "CheckpointError",
     "Checkpointing",
     "Comparison",

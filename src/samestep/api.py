@@ -10,7 +10,7 @@ from typing import Any
 from samestep import environment, rank_tasks
 from samestep.bits import BitsRow, compare_bits
 from samestep.contract.check import check_contract, find_gradients_passed
-from samestep.contract.second_gradients import Passed, can_lack_gradients, check_second_gradients
+from samestep.contract.second_gradients import GradientThroughBlocks, can_lack_gradients, check_second_gradients
 from samestep.display.schedule_svg import draw_schedule
 from samestep.engines import registry as engines
 from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
@@ -264,7 +264,7 @@ def verify_layouts(
         raise UserError("--layouts starts its own processes; start it without a launcher")
     task = preflight(_alone(job), Layout())
     _check_contract(_alone(job), Layout(), task, dropout=dropout)
-    passed: Sequence[Passed] | None = None
+    passed: Sequence[GradientThroughBlocks] | None = None
     job = proof_job(job, dropout=dropout, precision=precision)
     fitting: dict[str, Layout] = {}
     rows: dict[str, MatrixRow] = {}

@@ -36,7 +36,7 @@ _KEPT = {True: "kept", False: "BROKEN", None: "?"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class CheckResult:
     """Results of checking a job: its contract, and the layouts if the contract holds."""
 
     job: str
@@ -63,7 +63,7 @@ class Checked:
         }
 
 
-def check(recipe: Recipe, *, layouts: Sequence[str] | None = None, **run: Any) -> Checked:
+def check(recipe: Recipe, *, layouts: Sequence[str] | None = None, **run: Any) -> CheckResult:
     """Check a recipe's task on its first samples, and try layouts of its model for two steps each in float64.
 
     `layouts`: None tries each axis over two processes, that of experts where the model has some.
@@ -73,7 +73,7 @@ def check(recipe: Recipe, *, layouts: Sequence[str] | None = None, **run: Any) -
     return check_layouts(Job(recipe=recipe, run=checked(Run, run, prefix=("run",))), layouts)
 
 
-def check_layouts(job: Job, layouts: Sequence[str] | None = None) -> Checked:
+def check_layouts(job: Job, layouts: Sequence[str] | None = None) -> CheckResult:
     """Check a job in the same way; its own layout is ignored."""
     # Compressed communication is left out: it takes another step by design.
     recipe = replace(job.recipe, communication=None)
@@ -83,11 +83,11 @@ def check_layouts(job: Job, layouts: Sequence[str] | None = None) -> Checked:
     name = job.name or (given if isinstance(given, str) else type(given).__name__)
     contract = examine(alone, task)
     if not all(finding.kept for finding in contract):
-        return Checked(job=name, contract=contract, layouts=())
+        return CheckResult(job=name, contract=contract, layouts=())
     if layouts is None:
         layouts = (*LAYOUTS, EXPERTS) if _has_experts(alone, task) else LAYOUTS
     seen = replace(alone, run=replace(alone.run, check=False))
-    return Checked(
+    return CheckResult(
         job=name, contract=contract, layouts=verify_layouts(seen, layouts, steps=_STEPS, held_out=_HELD_OUT)
     )
 
@@ -98,7 +98,7 @@ def _has_experts(job: Job, task: Task) -> bool:
     return has_experts(model, example_of(task, task.train_set(), turns_of(task)), job.run.expert_plan)
 
 
-def print_checked(found: Checked) -> None:
+def print_checked(found: CheckResult) -> None:
     """Print the parts of the contract, then the layouts that the model can have, and why it can't have the others."""
     console = plain_console()
     columns = [*texts("part", "", whole=True), *texts("")]

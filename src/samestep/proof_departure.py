@@ -26,7 +26,7 @@ from samestep.proof_steps import save, take
 from samestep.recording.activations import Activations
 from samestep.recording.calls import ModelCalls, listen_to_modules
 from samestep.recording.differences import common_module
-from samestep.recording.forward import Keys, ModuleApart, first_module_apart
+from samestep.recording.forward import Keys, ModuleDifference, first_module_apart
 from samestep.recording.record import RankStep
 from samestep.recording.samples import rows_of
 from samestep.tasks.base import Task
@@ -214,7 +214,7 @@ class _Comparison:
 
 def _module_apart(
     alone: Sequence[Mapping[str, Any]], split: Sequence[Mapping[str, Any]], *, eps: float
-) -> ModuleApart | None:
+) -> ModuleDifference | None:
     inputs = [set(forward["rows"]) for forward in (*alone, *split)]
     shared = sorted(set.intersection(*inputs)) if alone and split else []
     if not shared:

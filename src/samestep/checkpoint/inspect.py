@@ -32,7 +32,7 @@ class ListedCheckpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class CheckpointTensor:
     """A tensor of a checkpoint."""
 
     kind: str  # model, optimizer, random
@@ -98,18 +98,18 @@ def fault_in(path: Path, advance: Callable[[int], None] | None = None) -> str | 
     return None
 
 
-def held_in(path: Path) -> list[Held]:
+def held_in(path: Path) -> list[CheckpointTensor]:
     """List the tensors of a checkpoint. Raises CheckpointError if its index can't be read."""
-    held: list[Held] = []
+    held: list[CheckpointTensor] = []
     for name, entry in entries(read_metadata(path)).items():
         kind, _, rest = name.partition(".")
         held.append(held_as(kind, rest, entry))
     return held
 
 
-def held_as(kind: str, name: str, entry: Entry) -> Held:
+def held_as(kind: str, name: str, entry: Entry) -> CheckpointTensor:
     """Make the row of a table for one tensor."""
-    return Held(
+    return CheckpointTensor(
         kind=kind,
         name=name,
         shape=tuple(entry.shape),

@@ -46,7 +46,7 @@ def _launch(options: argparse.Namespace) -> int:
 
 def _manifest(options: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Print the PyTorchJob whose pods run this launch, each for its own host."""
-    from samestep.launch.environments.kubernetes import Wish, manifest
+    from samestep.launch.environments.kubernetes import PyTorchJobSpec, manifest
     from samestep.launch.launcher import check_size
 
     if options.image is None:
@@ -59,7 +59,7 @@ def _manifest(options: argparse.Namespace, command: tuple[str, ...]) -> int:
     launch_options.check(wanted)
     check_size(wanted)
     fewest, most = wanted.nodes or (wanted.hosts.num_nodes or 1,) * 2
-    wish = Wish(
+    wish = PyTorchJobSpec(
         name=wanted.job_id or "samestep",
         image=options.image,
         fewest=fewest,

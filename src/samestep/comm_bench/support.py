@@ -3,7 +3,7 @@
 An attempt may crash the ranks or make them hang. So rank 0 notes each one before it is made and when it is over.
 Where ranks have ended, the process that starts them reads in the notes which attempt it was, and new ranks go on
 behind it.
-`supported` and what follows it runs in that process, `Try` and what follows it on each rank.
+`supported` and what follows it runs in that process, `SupportAttempt` and what follows it on each rank.
 """
 
 import os
@@ -157,8 +157,8 @@ def _why(output: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Try:
-    """One attempt."""
+class SupportAttempt:
+    """One collective with one dtype, through one transport on one device."""
 
     index: int
     transport: str  # its key in the table
@@ -172,7 +172,7 @@ class Try:
         return {"index": self.index, **named, "dtype": short(self.dtype)}
 
 
-def tries(place: TransportContext) -> Iterator[Try]:
+def tries(place: TransportContext) -> Iterator[SupportAttempt]:
     """All attempts, in their order; a barrier has no dtype and is tried once."""
     index = 0
     for name, transport in TABLE.items():
@@ -182,7 +182,7 @@ def tries(place: TransportContext) -> Iterator[Try]:
             for collective in (GROUP, *COLLECTIVES):
                 once = collective == GROUP or COLLECTIVES[collective].gives == "none"
                 for dtype in [torch.float32] if once else DTYPES:
-                    yield Try(
+                    yield SupportAttempt(
                         index=index,
                         transport=name,
                         title=title_of(name, place),
@@ -230,7 +230,7 @@ def _try_all(
             say({**each.to_json(), "verdict": _verdict(told), "reason": told})
 
 
-def _group(each: Try, place: TransportContext, groups: dict[str, dist.ProcessGroup]) -> str | None:
+def _group(each: SupportAttempt, place: TransportContext, groups: dict[str, dist.ProcessGroup]) -> str | None:
     """Create a transport's group unless it exists. Returns why this rank has none, or None."""
     transport = TABLE[each.transport]
     if each.transport not in groups:

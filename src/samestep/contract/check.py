@@ -13,7 +13,12 @@ from samestep.contract.coupling import SUM, check_sum_of_parts
 from samestep.contract.errors import ContractError, TooLargeError, said
 from samestep.contract.samples import COLLATE, DATA, check_collate, take_samples
 from samestep.contract.scores import EVALUATION, check_evaluation
-from samestep.contract.second_gradients import Passed, can_lack_gradients, check_second_gradients, gradients_passed
+from samestep.contract.second_gradients import (
+    GradientThroughBlocks,
+    can_lack_gradients,
+    check_second_gradients,
+    gradients_passed,
+)
 from samestep.contract.step import (
     DRAWS,
     PARAMETERS,
@@ -75,7 +80,7 @@ def check_contract(job: Job, task: Task) -> None:
         print(f"samestep: the task's contract was not checked: {error}", file=sys.stderr)
 
 
-def find_gradients_passed(job: Job, task: Task) -> list[Passed]:
+def find_gradients_passed(job: Job, task: Task) -> list[GradientThroughBlocks]:
     """Find the gradients that a task takes through blocks of its model, for layouts tried without a contract."""
     task = copy.copy(task)
     try:

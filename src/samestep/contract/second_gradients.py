@@ -97,7 +97,7 @@ class _Calls(TorchFunctionMode):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passed:
+class GradientThroughBlocks:
     """A gradient that a task takes through blocks of its model with torch.autograd.grad."""
 
     blocks: Sequence[str]  # names and classes, in their order
@@ -106,7 +106,7 @@ class Passed:
     loss: str  # which loss, and where it stands
 
 
-def gradients_passed(trial: Trial) -> list[Passed]:
+def gradients_passed(trial: Trial) -> list[GradientThroughBlocks]:
     """Record the gradients that one forward and loss of a task take through blocks."""
     with _Calls() as calls:
         trial.loss(0, len(trial.sampled))
@@ -117,7 +117,7 @@ def gradients_passed(trial: Trial) -> list[Passed]:
     for taken in calls.taken:
         if passed := _blocks_between(taken, blocks):
             found.append(
-                Passed(
+                GradientThroughBlocks(
                     blocks=[f"{names[id(block)]} ({type(block).__name__})" for block in passed],
                     first=passed[0] is blocks[0],
                     twice=taken.twice,
@@ -132,7 +132,7 @@ def can_lack_gradients(layout: Layout, engine: Any) -> bool:
     return engine == "native" and any(limit.of(layout) for limit in _LIMITS)
 
 
-def check_second_gradients(passed: Sequence[Passed], layout: Layout, engine: Any) -> None:
+def check_second_gradients(passed: Sequence[GradientThroughBlocks], layout: Layout, engine: Any) -> None:
     """Raise LayoutError for a gradient through blocks that the layout doesn't support."""
     if engine != "native":
         return

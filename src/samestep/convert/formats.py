@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.checkpoint.folder import AT_ONCE, Info, read_info
-from samestep.checkpoint.inspect import UNFINISHED, Held, fault_in, held_as, held_in, listed
+from samestep.checkpoint.inspect import UNFINISHED, CheckpointTensor, fault_in, held_as, held_in, listed
 from samestep.convert import adapters, dcp, deepspeed, hugging_face, safetensors, torch_files
 from samestep.convert.base import Format, never
 from samestep.errors import UserError
@@ -117,7 +117,7 @@ class Contents:
 
     path: Path
     format: str
-    tensors: Sequence[Held]
+    tensors: Sequence[CheckpointTensor]
     info: Info | None  # of samestep's own
     tied: Mapping[str, str]  # further names of the model's tensors -> those under which they stand
 

@@ -19,7 +19,7 @@ Meanwhile = Callable[[subprocess.Popen[bytes], Path], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Left:
+class FinishedRun:
     """Exit code, output and files of a finished run."""
 
     code: int | None  # None: it did not end within the time limit
@@ -76,7 +76,9 @@ class Runs:
     rank: int  # the rank that commits the fault
     step_seconds: float = 0.0  # of the slowest rank in the undisturbed run
 
-    def train(self, name: str, *, meanwhile: Meanwhile | None = None, resume: str = "never", **run: Any) -> Left:
+    def train(
+        self, name: str, *, meanwhile: Meanwhile | None = None, resume: str = "never", **run: Any
+    ) -> FinishedRun:
         """Run the job to its end in the folder `name`, with `run` overriding its `run:` section."""
         folder = self.place / name
         settings = self.job.run.checkpoint
@@ -90,7 +92,7 @@ class Runs:
             limit=self.time_limit,
             meanwhile=None if meanwhile is None else lambda started: meanwhile(started, folder),
         )
-        return Left(code=outcome.code, output=outcome.output, folder=folder)
+        return FinishedRun(code=outcome.code, output=outcome.output, folder=folder)
 
     def wait_for_step(self, started: subprocess.Popen[bytes], folder: Path, step: int, *, since: float = 0.0) -> bool:
         """Wait until a run has recorded `step` in a file newer than `since`; False if it ended before."""
@@ -109,7 +111,7 @@ class FaultOutcome:
 
     survived: bool  # the fault happened, and the training finished
     happened: str  # in a few words
-    left: Left  # of the last run
+    left: FinishedRun  # of the last run
     seconds: float | None = None  # from the fault to the end of the next new step
     steps_lost: int | None = None  # steps taken again
 
@@ -147,7 +149,7 @@ class DrillRow:
         return {**asdict(self), "passed": self.passed}
 
 
-def row_of(drill: Drill, outcome: FaultOutcome, undisturbed: Left) -> DrillRow:
+def row_of(drill: Drill, outcome: FaultOutcome, undisturbed: FinishedRun) -> DrillRow:
     """Build a fault's row: whether the job survived, the cost, and the difference from the undisturbed run."""
     final, expected = (left.report.get("final_loss") for left in (outcome.left, undisturbed))
     return DrillRow(

@@ -11,7 +11,7 @@ from samestep.api import check_job, layout_of
 from samestep.display.tables import WIDTH, formatted, numbers, plain_console, table, texts, values_table
 from samestep.drill.drill import Drill, DrillRow, Runs, row_of
 from samestep.drill.faults import DRILLS
-from samestep.drill.soak import Soaked
+from samestep.drill.soak import SoakReport
 from samestep.errors import UserError, closest
 from samestep.job import Checkpointing, Job
 from samestep.training.metrics_log import Bar
@@ -20,7 +20,7 @@ FEWEST_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drilled:
+class DrillReport:
     """The results of a drill."""
 
     layout: str
@@ -59,7 +59,7 @@ def chosen(faults: Sequence[str] | None, processes: int) -> list[Drill]:
     return picked
 
 
-def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time_limit: float = 600) -> Drilled:
+def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time_limit: float = 600) -> DrillReport:
     """Train a job's first steps undisturbed, and again under each fault.
 
     Raises UserError for what is wrong with the job, also if the undisturbed run fails.
@@ -90,7 +90,7 @@ def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time
                 bar.say(drill.does)
                 rows.append(row_of(drill, drill.run(runs), undisturbed))
                 bar.advance()
-        return Drilled(
+        return DrillReport(
             layout=str(layout),
             steps=steps,
             fault_step=runs.step,
@@ -112,7 +112,7 @@ def _of(job: Job, steps: int) -> Job:
     )
 
 
-def print_drill(drilled: Drilled) -> None:
+def print_drill(drilled: DrillReport) -> None:
     """Print a row for each fault, and the undisturbed run."""
     console = plain_console(width=WIDTH)
     columns = [
@@ -142,7 +142,7 @@ def _cells(row: DrillRow) -> list[str]:
     ]
 
 
-def print_soak(soaked: Soaked) -> None:
+def print_soak(soaked: SoakReport) -> None:
     """Print the results of a soak: goodput, recovery times, and whether the weights are bit for bit the same."""
     console = plain_console()
     counts = ", ".join(f"{name} {count}" for name, count in soaked.faults.items())

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from samestep import environment, subprocess_group
 from samestep.api import check_job, layout_of
 from samestep.drill.disturbances import Processes, Target, kinds_of, raise_file
-from samestep.drill.drill import Left, Runs, lines
+from samestep.drill.drill import FinishedRun, Runs, lines
 from samestep.drill.under_faults import UnderFaults, planned
 from samestep.errors import UserError
 from samestep.fault_tolerance.scratch import left_in
@@ -57,7 +57,7 @@ class SoakSettings:
 class SoakRunner(Protocol):
     """Where and how a soak's runs are started."""
 
-    def train(self, name: str, job: Job, watch: Callable[[Target], None]) -> Left:
+    def train(self, name: str, job: Job, watch: Callable[[Target], None]) -> FinishedRun:
         """Start the job in the folder `name`, call `watch` until it has ended, and return its results."""
         ...
 
@@ -77,7 +77,7 @@ class OneHost:
     place: Path
     processes: int
 
-    def train(self, name: str, job: Job, watch: Callable[[Target], None]) -> Left:
+    def train(self, name: str, job: Job, watch: Callable[[Target], None]) -> FinishedRun:
         runs = Runs(job=job, place=self.place, time_limit=math.inf, step=0, rank=0)
         checkpoint = job.run.checkpoint
         assert checkpoint is not None  # soak jobs always save
@@ -95,7 +95,7 @@ class OneHost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Soaked:
+class SoakReport:
     """The results of a soak."""
 
     layout: str
@@ -139,7 +139,7 @@ def soak_job(
     kinds: Sequence[str] | None = None,
     steps: int | None = None,
     time_limit: float = 600,
-) -> Soaked:
+) -> SoakReport:
     """Train a job undisturbed, and once more under so many faults, `between` seconds apart on average.
 
     `steps`: None for as many as the faults take. `time_limit`: seconds without a step, after which a run is given up.
@@ -157,7 +157,7 @@ def soak_job(
         return soak(OneHost(place=Path(folder), processes=layout.size), job, settings)
 
 
-def soak(place: SoakRunner, job: Job, settings: SoakSettings) -> Soaked:
+def soak(place: SoakRunner, job: Job, settings: SoakSettings) -> SoakReport:
     """Soak a job of `soaked_job` that was checked. Raises UserError where the undisturbed run fails."""
     layout = layout_of(job)
     with Bar("soak", settings.faults, lines=True) as bar:
@@ -185,7 +185,7 @@ def soak(place: SoakRunner, job: Job, settings: SoakSettings) -> Soaked:
             left = place.train("soak", resumed, under.disturb)
         seconds = time.monotonic() - began
         lost, repeated = _samples(undisturbed, left)
-        return Soaked(
+        return SoakReport(
             layout=str(layout),
             steps=total,
             seed=settings.seed,
@@ -259,7 +259,7 @@ def _for_faults(job: Job, folder: Path, ranks: int, *, resume: str = "never") ->
     return replace(job, run=run)
 
 
-def _undisturbed(place: SoakRunner, name: str, job: Job, settings: SoakSettings) -> Left:
+def _undisturbed(place: SoakRunner, name: str, job: Job, settings: SoakSettings) -> FinishedRun:
     watched = UnderFaults(plan=(), stuck_after=settings.time_limit)
     left = place.train(name, job, watched.disturb)
     if watched.stuck:
@@ -272,12 +272,12 @@ def _undisturbed(place: SoakRunner, name: str, job: Job, settings: SoakSettings)
     return left
 
 
-def _step_seconds(left: Left) -> float:
+def _step_seconds(left: FinishedRun) -> float:
     found = [line["step_seconds"] + line["data_seconds"] for line in lines(left.folder / "metrics.jsonl")]
     return max(1e-4, median(found[len(found) // 2 :]))
 
 
-def _samples(undisturbed: Left, left: Left) -> tuple[int, int]:
+def _samples(undisturbed: FinishedRun, left: FinishedRun) -> tuple[int, int]:
     """Count the samples of steps that are missing in the run under faults, and of repeated ones."""
     wanted = {line["step"]: line["samples"] for line in lines(undisturbed.folder / "metrics.jsonl")}
     taken = Counter(line["step"] for line in lines(left.folder / "metrics.jsonl"))

@@ -43,7 +43,12 @@ from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.sharding import ShardTable
-from samestep.parallel.unused_parameters import Used, UsedAlone, UsedByReplicas, UsedByShards
+from samestep.parallel.unused_parameters import (
+    UnusedParameters,
+    UnusedParametersAlone,
+    UnusedParametersOfReplicas,
+    UnusedParametersOfShards,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -263,11 +268,11 @@ class Accelerate(Engine):
             optimizer = how.optimizer_of(model.named_parameters())
             prepared: Optimizer = accelerator.prepare_optimizer(optimizer)
         in_precision = _Precision(how.precision, how.device, accelerator)
-        used: Used = UsedAlone()
+        used: UnusedParameters = UnusedParametersAlone()
         if how.layout.zero:
-            used = UsedByShards(model, how.mesh.data_group, may_differ=False)
+            used = UnusedParametersOfShards(model, how.mesh.data_group, may_differ=False)
         elif how.layout.data_ranks > 1:
-            used = UsedByReplicas(model, how.mesh.data_group)
+            used = UnusedParametersOfReplicas(model, how.mesh.data_group)
         accumulating = partial(accelerator.no_sync, module)
         setup = TrainerSetup(
             how=how,

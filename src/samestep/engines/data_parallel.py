@@ -14,7 +14,7 @@ from samestep.launch.device import accelerators
 from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
-from samestep.parallel.unused_parameters import UsedAlone
+from samestep.parallel.unused_parameters import UnusedParametersAlone
 
 
 class DataParallel(Engine):
@@ -54,7 +54,7 @@ class DataParallel(Engine):
             module = nn.DataParallel(model)
         in_precision = Precision(how.precision, how.device)
         optimizer = how.optimizer_of(model.named_parameters())
-        spread_model = spread_by_engine(model, how, in_precision, now, module=module, used=UsedAlone())
+        spread_model = spread_by_engine(model, how, in_precision, now, module=module, used=UnusedParametersAlone())
         answers_draws = devices < 2  # of several, each device's thread draws for its own part of the batch
         setup = TrainerSetup.of(model, how, spread_model, optimizer, in_precision, answers_draws=answers_draws)
         return NativeTrainer(setup)

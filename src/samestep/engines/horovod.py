@@ -31,7 +31,7 @@ from samestep.parallel.exact.batch_norm import global_batch_norm
 from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
-from samestep.parallel.unused_parameters import UsedByReplicas
+from samestep.parallel.unused_parameters import UnusedParametersOfReplicas
 from samestep.recipe import STRICT
 from samestep.validation import checked_file
 
@@ -224,7 +224,7 @@ class HorovodTrainer(NativeTrainer):
         return {"all-reduce": round(2 * (ranks - 1) / ranks * sum(each))}
 
 
-class _UsedOnceSynchronized(UsedByReplicas):
+class _UsedOnceSynchronized(UnusedParametersOfReplicas):
     """Tracks used parameters. Horovod sends zeros for unused ones itself, so backward need not reach all of them."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, optimizer: Any) -> None:

@@ -17,7 +17,7 @@ from samestep.parallel.layout_failure import LayoutFailures
 from samestep.parallel.offload.memory import HostMemory
 from samestep.parallel.parallel_model import Context, ParallelModel, WholeModel
 from samestep.parallel.sharding import ShardTable
-from samestep.parallel.unused_parameters import Used
+from samestep.parallel.unused_parameters import UnusedParameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def spread_by_engine(
     now: ForwardContext,
     *,
     module: nn.Module,
-    used: Used,
+    used: UnusedParameters,
     accumulating: Context = nullcontext,
     parts: ShardTable | None = None,
 ) -> WholeModel:

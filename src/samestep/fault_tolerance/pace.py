@@ -74,7 +74,7 @@ def read(folder: Path, ranks: Iterable[int]) -> dict[int, float]:
         return {}
 
 
-class Slowest:
+class SlowRankReporter:
     """Prints the slow ranks on standard error whenever they change."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ _APART = 0.25  # seconds between two all-reduces
 _MOST_STEPS = 64
 
 
-class Notice:
+class StopAgreement:
     """Lets the ranks agree on a stop signal by an all-reduce of two numbers, which overlaps a step.
 
     The all-reduce runs about every quarter of a second, as measured by the slowest rank, so that its cost is

@@ -12,7 +12,7 @@ from samestep.errors import UserError
 from samestep.fault_tolerance import stacks
 from samestep.fault_tolerance.injection import Injection, spoiled
 from samestep.fault_tolerance.pace import Pace
-from samestep.fault_tolerance.preemption import Notice
+from samestep.fault_tolerance.preemption import StopAgreement
 from samestep.fault_tolerance.status import Heartbeat, Phase, RankStatus, job_info_of, write_job_info
 from samestep.job import Job, Run
 from samestep.layout import Layout
@@ -55,7 +55,7 @@ class RankSupervision:
         self._run = run
         self._round = round_
         self._injection = Injection(run.inject, self._rank, round_.number)
-        self._notice: Notice | None = None
+        self._notice: StopAgreement | None = None
         self.pace = Pace()
         self._beat: RankStatus | None = None
         self._heartbeat: Heartbeat | None = None
@@ -93,7 +93,7 @@ class RankSupervision:
     def joined(self) -> None:
         """The ranks have joined their group. From now on a signal stops a training that can be saved after a step."""
         if self._run.checkpoint is not None:
-            self._notice = Notice(self._world_size, told=self._round.folder is not None)
+            self._notice = StopAgreement(self._world_size, told=self._round.folder is not None)
             self._notice.listen()
 
     def ask_seldom(self) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Self
 import psutil
 
 from samestep.fault_tolerance import pace, stacks, status
-from samestep.fault_tolerance.pace import Slowest
+from samestep.fault_tolerance.pace import SlowRankReporter
 from samestep.fault_tolerance.status import Counts, Progress, members
 
 
@@ -164,7 +164,7 @@ class Hang:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elsewhere:
+class OtherHosts:
     """Status and entered collectives of the ranks on other hosts."""
 
     ranks: Sequence[Progress] = ()
@@ -181,7 +181,7 @@ class Watchdog:
         *,
         limit: float | None,
         goes_on: Callable[[Sequence[Progress]], None],
-        elsewhere: Callable[[], Elsewhere] = Elsewhere,
+        elsewhere: Callable[[], OtherHosts] = OtherHosts,
     ) -> None:
         """`goes_on` is called once, after all ranks' first step; `elsewhere` returns other hosts' ranks' status."""
         self._goes_on: Callable[[Sequence[Progress]], None] | None = goes_on
@@ -246,7 +246,7 @@ class Watchdog:
     def _look_on(self) -> None:
         """Thread: reads the ranks' status, detects deaths and hangs, and ends the round."""
         clock = Clock(_APART)
-        slowest, looked_at = Slowest(), 0.0
+        slowest, looked_at = SlowRankReporter(), 0.0
         before: Any = None
         moved_at = 0.0
         while not self._over.wait(_APART):

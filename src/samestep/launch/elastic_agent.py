@@ -30,7 +30,7 @@ from samestep.fault_tolerance.status import JobInfo
 from samestep.fault_tolerance.watchdog import Handle, Hang
 from samestep.launch import fork_server
 from samestep.launch.logs import RankFiles
-from samestep.launch.node_heartbeat import Lost
+from samestep.launch.node_heartbeat import RoundEndReason
 from samestep.launch.options import RankOptions
 from samestep.launch.rendezvous import BROKEN, NodeRendezvous
 from samestep.launch.rounds import NodeRounds, RanksEnded, say
@@ -203,7 +203,7 @@ class NodeElasticAgent(_ElasticAgent):
             self._leave_for(lost)
         return result
 
-    def _leave_for(self, lost: Lost) -> None:
+    def _leave_for(self, lost: RoundEndReason) -> None:
         """End the round because of a lost host: request a new one from the elastic agent, which asks for it next."""
         if lost.what != "round" or lost.state == "failed":
             if lost.what != "round":

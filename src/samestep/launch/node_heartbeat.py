@@ -34,7 +34,7 @@ class Peer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lost:
+class RoundEndReason:
     """The reason why this host's round is over."""
 
     what: Literal["host", "store", "round"]  # no heartbeat; unreachable; left by a live host
@@ -113,26 +113,26 @@ class NodeHeartbeat:
         """Last heartbeats of this round, by node rank."""
         return {node: word for node, word in self._said.items() if word.get("round") == self._round}
 
-    def lost(self) -> Lost | None:
+    def lost(self) -> RoundEndReason | None:
         """Return why this round is over for this host; None if it isn't. To be called every tenth of a second."""
         store = f"{self._address}:{self._port}"
         if self._replaced:
-            return Lost(what="store", host=store, seconds=self._mind.store_silent)
+            return RoundEndReason(what="store", host=store, seconds=self._mind.store_silent)
         said, peers = self._said, self._peers
         self._mind.look(self._answers, said)
         if self._mind.store_silent > (_GONE if self._refused else self._limits.heartbeat_timeout):
-            return Lost(what="store", host=store, seconds=self._mind.store_silent)
+            return RoundEndReason(what="store", host=store, seconds=self._mind.store_silent)
         for peer in peers:
             word = said.get(peer.node)
             if word is None or word["state"] == "done":
                 continue
             if word["agent"] != peer.agent:
-                return Lost(what="round", host=peer.name)
+                return RoundEndReason(what="round", host=peer.name)
             # Its first heartbeat of this round may still be missing.
             if word["round"] > self._round or (word["round"] == self._round and word["state"] != "runs"):
-                return Lost(what="round", host=peer.name, state=word["state"])
+                return RoundEndReason(what="round", host=peer.name, state=word["state"])
             if (seconds := self._mind.silent(peer.node)) > self._limits.heartbeat_timeout:
-                return Lost(what="host", host=peer.name, seconds=seconds)
+                return RoundEndReason(what="host", host=peer.name, seconds=seconds)
         return None
 
     def close(self) -> None:

@@ -144,7 +144,7 @@ _EVERYWHERE = "0.0.0.0"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Met:
+class JoinedStore:
     """The ranks' store and rank 0's address."""
 
     store: dist.Store
@@ -163,7 +163,7 @@ def tells_no_address(ranks: Ranks) -> bool:
     return ranks.launcher in _LAUNCHERS
 
 
-def meet(ranks: Ranks, *, timeout: float = 300.0) -> Met:
+def meet(ranks: Ranks, *, timeout: float = 300.0) -> JoinedStore:
     """Find rank 0's store, or serve it. Collective.
 
     Raises UserError if the launcher's variables are insufficient, TimeoutError if a rank doesn't come in time.
@@ -171,7 +171,7 @@ def meet(ranks: Ranks, *, timeout: float = 300.0) -> Met:
     address, port = environment.given_address(), environment.main_port()
     if address is not None and port is not None:
         store = _given_store(address, port, ranks) if ranks.rank == 0 else _store_of_rank_0(address, port, timeout)
-        return Met(store=store, address=address, port=port)
+        return JoinedStore(store=store, address=address, port=port)
     found = rendezvous_info(ranks, environment.snapshot())
     if address is not None:
         found = RendezvousInfo(job=found.job, addresses=(address,), other=found.other)
@@ -188,7 +188,7 @@ def meet(ranks: Ranks, *, timeout: float = 300.0) -> Met:
         address, port = heard(found.addresses, found.job, ranks.world_size, timeout)
         store = _store_of_rank_0(address, port, timeout)
         store.set(_arrived(ranks.rank), "")
-    return Met(store=store, address=address, port=port)
+    return JoinedStore(store=store, address=address, port=port)
 
 
 def _given_store(address: str, port: int, ranks: Ranks) -> dist.TCPStore:

@@ -29,13 +29,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from samestep import environment
 from samestep.errors import HostLostError
 from samestep.launch.network import LOOPBACK, address_towards, reach, store_at, store_client
-from samestep.launch.node_heartbeat import Lost, NodeHeartbeat, Peer, State
+from samestep.launch.node_heartbeat import NodeHeartbeat, Peer, RoundEndReason, State
 from samestep.launch.options import LaunchTimeouts
 
 _APART = 0.5  # seconds between polls; PyTorch's rendezvous polls once a second
 
 
-class Waiting:
+class WaitingHosts:
     """Polls, during a round, for hosts that wait to join."""
 
     def __init__(self, rendezvous: RendezvousHandler) -> None:
@@ -161,7 +161,7 @@ class SingleNodeRendezvous(RendezvousHandler):
     def leave(self) -> None:
         self.shutdown()
 
-    def lost(self) -> Lost | None:
+    def lost(self) -> RoundEndReason | None:
         return None
 
     def peers(self) -> tuple[Peer, ...]:
@@ -189,7 +189,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         self._timeout = _Timeout(self.limits)
         self._store, self.heartbeat = self._reached()
         self._inner = self._handler(self._store)
-        self._waiting: Waiting | None = None
+        self._waiting: WaitingHosts | None = None
         self._asked = 0
         self.round: HostRound | None = None
 
@@ -255,7 +255,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         self.heartbeat.leave("failed")
         self.heartbeat.close()
 
-    def lost(self) -> Lost | None:
+    def lost(self) -> RoundEndReason | None:
         """Return why the current round is over for this host; None if it isn't."""
         return self.heartbeat.lost()
 
@@ -363,7 +363,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         self.round = HostRound(number=place["number"], members=members, first=met.rank == 0, store=store)
         if met.rank == 0:
             self.post(f"round/{self.round.number}", {"members": [asdict(member) for member in members]})
-        self._waiting = Waiting(self._inner)
+        self._waiting = WaitingHosts(self._inner)
         return RendezvousInfo(
             store, met.rank, met.world_size, RendezvousStoreInfo(place["address"], int(place["port"]))
         )

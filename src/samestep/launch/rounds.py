@@ -23,7 +23,7 @@ from samestep.environment import ToldRound
 from samestep.fault_tolerance.fault import Fault, PendingFault, cause_of, first_step, tell
 from samestep.fault_tolerance.preemption import Signals
 from samestep.fault_tolerance.status import JobInfo, Progress, read_job_info
-from samestep.fault_tolerance.watchdog import Elsewhere, Hang, Watchdog
+from samestep.fault_tolerance.watchdog import Hang, OtherHosts, Watchdog
 from samestep.launch.rendezvous import HostRound, NodeRendezvous
 from samestep.run_folder import RunPlace
 
@@ -214,10 +214,10 @@ class NodeRounds:
         ranks = [asdict(each) | {"moved_at": self._began + each.moved_at} for each in watch.last]
         return {"ranks": ranks, "entered": watch.entered}
 
-    def _elsewhere(self) -> Elsewhere:
+    def _elsewhere(self) -> OtherHosts:
         """Return the status of other hosts' ranks from their heartbeats; the watchdog judges all ranks together."""
         words = self._hosts.heartbeat.said.values()
-        return Elsewhere(
+        return OtherHosts(
             ranks=[Progress(**each) for word in words for each in word.get("ranks", ())],
             entered={int(rank): mine for word in words for rank, mine in word.get("entered", {}).items()},
         )

@@ -28,7 +28,7 @@ from samestep.launch.network import (
     loopback_interface,
     store_at,
 )
-from samestep.launch.rank_rendezvous import Met
+from samestep.launch.rank_rendezvous import JoinedStore
 from samestep.ranks import Ranks
 
 _SCOPE, _KEY = "samestep", "store"
@@ -142,7 +142,7 @@ def join(
             give_back_freed_memory()
 
 
-def _met(ranks: Ranks) -> Met | None:
+def _met(ranks: Ranks) -> JoinedStore | None:
     """Rendezvous through a store, if torch.distributed can't do it itself or the ranks are on several hosts."""
     if ranks.world_size == 1 or environment.horovodrun() is not None:
         return None
@@ -151,10 +151,10 @@ def _met(ranks: Ranks) -> Met | None:
     if ranks.local_world_size == ranks.world_size:
         return None
     store, _, _ = next(dist.rendezvous("env://"))
-    return Met(store=store, address=environment.main_address())
+    return JoinedStore(store=store, address=environment.main_address())
 
 
-def _interface(ranks: Ranks, met: Met | None) -> str | None:
+def _interface(ranks: Ranks, met: JoinedStore | None) -> str | None:
     """Return the interface for messages between ranks; None if the back end finds it by itself."""
     if ranks.one_host:
         return loopback_interface()
@@ -166,7 +166,12 @@ def _interface(ranks: Ranks, met: Met | None) -> str | None:
 
 
 def _join_process_group(
-    world: World, ranks: Ranks, met: Met | None, while_here: ExitStack, transport: Transport, share_devices: bool
+    world: World,
+    ranks: Ranks,
+    met: JoinedStore | None,
+    while_here: ExitStack,
+    transport: Transport,
+    share_devices: bool,
 ) -> None:
     """Join the ranks' process group: alone, through Horovod's launcher, in a store that was met, or as torchrun says.
 

@@ -56,14 +56,18 @@ from samestep.parallel.offload.parameters import empty_in, move_parameters
 from samestep.parallel.parallel_model import Context, Details, ParallelModel, WholeModel
 from samestep.parallel.pipeline.blanks import without_numbers
 from samestep.parallel.pipeline.runner import Pipeline
-from samestep.parallel.pipeline.stage import Cut, cut
+from samestep.parallel.pipeline.stage import StagedModel, cut
 from samestep.parallel.recompute import in_graph, recompute
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.sparse_rows import SMALLEST, Choice, RowExchange, Table, find_tables
 from samestep.parallel.tensor.apply import slice_tensors
 from samestep.parallel.tensor.vocab_parallel import Vocabulary
 from samestep.parallel.trace import follow, trace
-from samestep.parallel.unused_parameters import UsedAlone, UsedByReplicas, UsedByShards
+from samestep.parallel.unused_parameters import (
+    UnusedParametersAlone,
+    UnusedParametersOfReplicas,
+    UnusedParametersOfShards,
+)
 from samestep.parallel.zero1 import BUCKET_BYTES, Owners
 
 
@@ -154,7 +158,7 @@ class _Spreading:
         self.shared_logits: SharedLogits | None = None  # where ranks share out the rows of the output layer
         # What pipeline stages are cut by: the shapes of the whole model.
         self.unsliced = without_numbers(model) if layout.pipeline > 1 else model
-        self.stages: Cut | None = None  # this rank's pipeline stages
+        self.stages: StagedModel | None = None  # this rank's pipeline stages
         self.shared: SharedExperts | None = None  # what is left of the experts here
 
     def split_tokens(self) -> None:
@@ -272,7 +276,9 @@ class _Spreading:
         assert isinstance(root, FSDPModule)
         if self.stages is not None:
             return self._pipeline(self.stages, disk)
-        used = UsedByShards(model, self.mesh.data_group, may_differ=units.may_differ, names=self.parts.parameters)
+        used = UnusedParametersOfShards(
+            model, self.mesh.data_group, may_differ=units.may_differ, names=self.parts.parameters
+        )
         accumulating = partial(without_messages, root, keep_gathered=layout.zero == 2)
         return WholeModel(module=root, accumulating=accumulating, used=used, disk=disk, **self._common())
 
@@ -290,7 +296,7 @@ class _Spreading:
         if exchange is not None and exchange.hook is None:
             return whole(module=model, accumulating=nullcontext, used=exchange.used(model))
         if layout.data_ranks == 1:
-            return whole(module=model, accumulating=nullcontext, used=UsedAlone())
+            return whole(module=model, accumulating=nullcontext, used=UnusedParametersAlone())
         assert self.shared is not None
         group, owners = self.mesh.data_group, self.parts.owners
         # Rows of an embedding's gradient are sent apart from DDP's buckets. An owner (ZeRO-1) needs the whole
@@ -298,7 +304,7 @@ class _Spreading:
         tables = _tables(model, self.details.sparse_rows, self.device) if owners is None and exchange is None else []
         rows = RowExchange(tables, group) if tables else None
         late = self._late() if owners is not None else None
-        used = UsedByReplicas(model, group, self.parts.parameters)
+        used = UnusedParametersOfReplicas(model, group, self.parts.parameters)
         apart = {*(table.parameter for table in tables), *self.shared.parameters}
         # DistributedDataParallel refuses a module without a parameter to reduce.
         if rows is not None and all(p in apart for p in model.parameters() if p.requires_grad):
@@ -319,7 +325,7 @@ class _Spreading:
         lot_bytes = message * self.mesh.size("shard")  # one message from each owner
         return LateParameters(units.modules, lot_bytes, compiled=self.details.compile)
 
-    def _pipeline(self, stages: Cut, disk: MappedFile | None) -> Pipeline:
+    def _pipeline(self, stages: StagedModel, disk: MappedFile | None) -> Pipeline:
         """The model as a pipeline of this rank's stages; `disk` is where their offloaded parameters lie, if any."""
         return Pipeline(
             cut=stages,

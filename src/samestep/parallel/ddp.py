@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup
 from samestep.parallel.sharding import ShardTable, sum_gradients_over
-from samestep.parallel.unused_parameters import Used, UsedAlone
+from samestep.parallel.unused_parameters import UnusedParameters, UnusedParametersAlone
 from samestep.parallel.valueless import has_values
 from samestep.parallel.valueless_replicas import ValuelessReplicas
 from samestep.parallel.zero1 import Owners, to_owners
@@ -35,7 +35,7 @@ class GradientExchange:
     # A communication hook of DistributedDataParallel, with its first argument.
     hook: tuple[Any, Callable[..., Any]] | None = None
     # Without a hook gradients are not exchanged by DDP; this then tracks the parameters that a step used.
-    used: Callable[[nn.Module], Used] = lambda model: UsedAlone()
+    used: Callable[[nn.Module], UnusedParameters] = lambda model: UnusedParametersAlone()
 
 
 def replicate(

@@ -7,7 +7,7 @@ What a rank does for each unit (Zhao et al. 2023, PyTorch FSDP, section 3): all-
 its forward, free them after it (ZeRO-3) or keep them (ZeRO-2); gather them again before its backward; reduce-scatter
 the gradients after it. All ranks of the shard axis take part in each of these, in the order of the units; replicas
 along `replicate` then all-reduce their shards' gradients. Two ranks that gathered different units would deadlock, so
-`agreed_units` and `UsedByShards` compare them.
+`agreed_units` and `UnusedParametersOfShards` compare them.
 """
 
 from collections.abc import Callable, Iterator, Sequence

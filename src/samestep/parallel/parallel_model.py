@@ -27,7 +27,7 @@ from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.sparse_rows import Choice, RowExchange
 from samestep.parallel.tensor.vocab_parallel import Backward, Loss, Vocabulary
-from samestep.parallel.unused_parameters import Used
+from samestep.parallel.unused_parameters import UnusedParameters
 from samestep.profiling.clock import StepClock
 from samestep.tasks.base import call
 
@@ -200,7 +200,7 @@ class WholeModel(ParallelModel):
         *,
         module: nn.Module,
         accumulating: Context,
-        used: Used,
+        used: UnusedParameters,
         rows: RowExchange | None = None,
         repeatable: bool = False,
         late: LateParameters | None = None,

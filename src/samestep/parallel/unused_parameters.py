@@ -4,10 +4,11 @@ Samples may decide which branch of a model runs. Then a rank has no gradient for
 use, while its peers wait for its part of the average; and parameters that no sample used would get a zero gradient,
 with which AdamW still decays and moves them.
 
-Three ways, by how gradients travel: `UsedAlone` (one process: autograd leaves None), `UsedByReplicas` (DDP waits for
-every parameter, so each is reached, with zeros) and `UsedByShards` (FSDP2 waits for every unit). Each rank notes with
-a hook what it really used, the ranks take the maximum, and what no rank used gets None again. AdamW passes over None,
-while with zeros it would decay the weight and move it by its first moment (Loshchilov & Hutter 2019).
+Three ways, by how gradients travel: `UnusedParametersAlone` (one process: autograd leaves None),
+`UnusedParametersOfReplicas` (DDP waits for every parameter, so each is reached, with zeros) and
+`UnusedParametersOfShards` (FSDP2 waits for every unit). Each rank notes with a hook what it really used, the ranks
+take the maximum, and what no rank used gets None again. AdamW passes over None, while with zeros it would decay the
+weight and move it by its first moment (Loshchilov & Hutter 2019).
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +26,7 @@ from samestep.parallel.sharding import local
 from samestep.parallel.valueless import has_values
 
 
-class Used(ABC):
+class UnusedParameters(ABC):
     """Tracks which parameters get a gradient on this rank, and restores `grad=None` for those that no rank used."""
 
     @abstractmethod
@@ -42,8 +43,8 @@ class Used(ABC):
 
         Called once a step, before gradients are scaled to the mean, clipped and used. An engine that exchanges
         gradients itself does it here, or waits here for messages from backward: each parameter's gradient becomes the
-        average over the ranks, where ranks without a gradient count as zero. It subclasses `UsedByReplicas`, and then
-        calls `super().settle()`; see `engines/horovod.py`.
+        average over the ranks, where ranks without a gradient count as zero. It subclasses
+        `UnusedParametersOfReplicas`, and then calls `super().settle()`; see `engines/horovod.py`.
         """
 
     def noted(self) -> list[bool]:
@@ -55,7 +56,7 @@ class Used(ABC):
         assert not used
 
 
-class UsedAlone(Used):
+class UnusedParametersAlone(UnusedParameters):
     """One process, where autograd itself leaves unused parameters without a gradient."""
 
     def reach(self, loss: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ class UsedAlone(Used):
         pass
 
 
-class UsedByRanks(Used):
+class UnusedParametersOfRanks(UnusedParameters):
     """Tracks used parameters over all ranks. `numbers`: parameter name -> index in `noted`.
 
     A subclass that exchanges gradients itself averages them in `settle`, then calls `self.forget(self.by_any())`.
@@ -103,7 +104,7 @@ class UsedByRanks(Used):
                 parameter.grad = None
 
 
-class UsedByReplicas(UsedByRanks):
+class UnusedParametersOfReplicas(UnusedParametersOfRanks):
     """For DistributedDataParallel, which waits for every parameter's gradient, so `reach` includes all of them."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, names: Iterable[str] | None = None) -> None:
@@ -137,7 +138,7 @@ class UsedByReplicas(UsedByRanks):
         self.forget([int(count) for count in message[len(totals) :].tolist()])
 
 
-class UsedByShards(UsedByRanks):
+class UnusedParametersOfShards(UnusedParametersOfRanks):
     """For FSDP2, which gathers and reduces by units: ranks must run the same units, with zeros for unused ones."""
 
     def __init__(

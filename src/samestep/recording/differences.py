@@ -19,7 +19,7 @@ _SMALL = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Apart:
+class TensorDifference:
     """Difference of one tensor between the runs. Squares and products are sums over its numbers, in float64."""
 
     name: str
@@ -47,14 +47,16 @@ class RoundingLimits:
     def of(self, name: str) -> float:
         return max(self.common, self.own.get(name, 0.0))
 
-    def exceeded(self, each: Apart) -> bool:
+    def exceeded(self, each: TensorDifference) -> bool:
         return each.missing or not each.apart <= self.of(each.name)
 
-    def ranks_exceeded(self, each: Apart) -> bool:
+    def ranks_exceeded(self, each: TensorDifference) -> bool:
         return bool(each.absent) or not each.ranks_apart <= self.of(each.name)
 
 
-def limits_of(tensors: Sequence[Apart], dtype: torch.dtype, before: RoundingLimits | None = None) -> RoundingLimits:
+def limits_of(
+    tensors: Sequence[TensorDifference], dtype: torch.dtype, before: RoundingLimits | None = None
+) -> RoundingLimits:
     """Return a step's limits; never below those `before`, since noise grows from step to step."""
     smallest = _UNITS * torch.finfo(dtype).eps
     common = max(smallest, NOISES * median([each.noise for each in tensors] or [0.0]))
@@ -67,7 +69,7 @@ def limits_of(tensors: Sequence[Apart], dtype: torch.dtype, before: RoundingLimi
 
 def compare_tensors(
     number: int, kind: str, alone: RunRecord, split: RunRecord, again: RunRecord | None
-) -> list[Apart]:
+) -> list[TensorDifference]:
     """Compare all tensors of a kind in one step."""
     names = alone.tensor_names(number, kind)
     scale = _usual_size(number, kind, alone, names)
@@ -87,7 +89,7 @@ def _usual_size(number: int, kind: str, run: RunRecord, names: Sequence[str]) ->
 
 def _apart(
     number: int, kind: str, name: str, alone: RunRecord, split: RunRecord, again: RunRecord | None, usual: float
-) -> Apart:
+) -> TensorDifference:
     """Compare a tensor of the split run with the run alone, relative to its norm.
 
     `usual`, the typical magnitude of a number, is a floor for tensors near zero. `noise` is the difference between
@@ -101,13 +103,13 @@ def _apart(
     noise = _distance(repeated.value, known.value) / least if repeated is not None else 0.0
     found = split.joined(number, kind, name)
     if found is None or found.value.shape != known.value.shape:
-        return Apart(
+        return TensorDifference(
             name=name, alone=norm, apart=math.inf, noise=noise, ranks_apart=0.0, ratio=0.0, rest=0.0, missing=True
         )
     product = (found.value * known.value).sum().item()
     square, split_square = known.value.square().sum().item(), found.value.square().sum().item()
     ratio, rest = ratio_of(product, square, split_square)
-    return Apart(
+    return TensorDifference(
         name=name,
         alone=norm,
         apart=_distance(found.value, known.value) / least,
@@ -151,7 +153,7 @@ def _of_ranks(found: JoinedTensor, known: Tensor) -> list[tuple[float, float]]:
     return numbers
 
 
-def together(tensors: Sequence[Apart]) -> tuple[float, float]:
+def together(tensors: Sequence[TensorDifference]) -> tuple[float, float]:
     """Return ratio and remainder of several tensors as one."""
     return ratio_of(
         sum(each.product for each in tensors),
@@ -160,7 +162,7 @@ def together(tensors: Sequence[Apart]) -> tuple[float, float]:
     )
 
 
-def overall(tensors: Sequence[Apart]) -> float:
+def overall(tensors: Sequence[TensorDifference]) -> float:
     """The difference of several tensors as one, relative to their norm alone."""
     norm = math.sqrt(sum(each.alone**2 for each in tensors))
     apart = math.sqrt(sum((each.apart * each.alone) ** 2 for each in tensors if math.isfinite(each.apart)))

@@ -22,7 +22,7 @@ def rows_of_forward(forward: Mapping[str, Any], keys: Sequence[str]) -> list[Row
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleApart:
+class ModuleDifference:
     module: str
     kind: str  # its class
     relative: float  # the largest difference of a row's numbers, relative to the row's norm
@@ -33,12 +33,12 @@ _LEAST = 1e-9  # of rounding, in float64; of other precisions a hundred times wh
 
 def first_module_apart(
     alone: Sequence[RankStep], split: Sequence[RankStep], keys: Keys, *, eps: float
-) -> ModuleApart | None:
+) -> ModuleDifference | None:
     """Return the first differing module in order of completion; None if none differs, or no row is in both runs."""
     mine = _outputs(alone, keys.alone)
     theirs = _outputs(split, keys.split)
     limit = max(_LEAST, 100 * eps)
-    found: dict[tuple[str, int], ModuleApart] = {}
+    found: dict[tuple[str, int], ModuleDifference] = {}
     for place, rows in mine.items():
         worst = 0.0
         others = theirs.get(place)
@@ -51,7 +51,7 @@ def first_module_apart(
             apart = max(abs(other[2] - norm), abs(other[3] - product)) / max(norm, 1e-12)
             worst = max(worst, apart)
             if apart > limit:
-                found[place] = ModuleApart(module=place[0], kind=kind, relative=worst)
+                found[place] = ModuleDifference(module=place[0], kind=kind, relative=worst)
         if place in found:
             return found[place]
     return None

@@ -16,7 +16,14 @@ import torch
 
 from samestep.display.page import Words
 from samestep.errors import UserError
-from samestep.recording.differences import Apart, RoundingLimits, common_module, compare_tensors, limits_of, overall
+from samestep.recording.differences import (
+    RoundingLimits,
+    TensorDifference,
+    common_module,
+    compare_tensors,
+    limits_of,
+    overall,
+)
 from samestep.recording.record import RunRecord, with_names_of
 from samestep.script_proof.follow import order_finding
 from samestep.script_proof.gradients import StepPair, gradient_finding
@@ -305,7 +312,7 @@ class _Comparison:
         )
 
     def _judge(
-        self, number: int, found: Mapping[str, Sequence[Apart]], limits: Mapping[str, RoundingLimits]
+        self, number: int, found: Mapping[str, Sequence[TensorDifference]], limits: Mapping[str, RoundingLimits]
     ) -> ScriptFinding | None:
         """Judge a step's gradients, update and buffers; None if all differences are noise."""
         pair = StepPair(
@@ -489,7 +496,7 @@ def _loss_apart(alone: RunRecord, split: RunRecord, number: int) -> float | None
     return abs(values[1] - values[0]) / max(abs(values[0]), 1e-300)
 
 
-def _modules(tensors: Sequence[Apart]) -> dict[str, float]:
+def _modules(tensors: Sequence[TensorDifference]) -> dict[str, float]:
     """The largest difference of a parameter's gradient, by the module that has the parameter."""
     found: dict[str, float] = {}
     for each in tensors:

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from samestep.recording.differences import Apart, RoundingLimits, common_module, together
-from samestep.recording.forward import Keys, ModuleApart, first_module_apart
+from samestep.recording.differences import RoundingLimits, TensorDifference, common_module, together
+from samestep.recording.forward import Keys, ModuleDifference, first_module_apart
 from samestep.recording.record import RankStep, RunRecord
 from samestep.script_proof.kinds import ScriptFinding
 
@@ -26,11 +26,11 @@ class StepPair:
     number: int
     alone: Sequence[RankStep]
     split: Sequence[RankStep]
-    tensors: Sequence[Apart]
+    tensors: Sequence[TensorDifference]
     limits: RoundingLimits
 
     @property
-    def departing(self) -> list[Apart]:
+    def departing(self) -> list[TensorDifference]:
         return [each for each in self.tensors if self.limits.exceeded(each)]
 
     @property
@@ -73,7 +73,7 @@ def gradient_finding(pair: StepPair, alone: RunRecord, split: RunRecord, keys: K
     return pair.finding("gradients-differ", names)
 
 
-def _of_forward(kind: str, pair: StepPair, found: ModuleApart) -> ScriptFinding:
+def _of_forward(kind: str, pair: StepPair, found: ModuleDifference) -> ScriptFinding:
     """Build a finding about a module's output."""
     return ScriptFinding(
         kind=kind, step=pair.number + 1, what="forward", relative=found.relative, module=found.module

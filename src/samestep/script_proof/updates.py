@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from samestep.recording.differences import Apart, RoundingLimits, common_module
+from samestep.recording.differences import RoundingLimits, TensorDifference, common_module
 from samestep.recording.record import RankStep, RunRecord, piece_of
 from samestep.script_proof.kinds import ScriptFinding
 
@@ -12,7 +12,7 @@ _RELATIVE = 1e-6  # of settings, which are computed in Python
 
 
 def initial_finding(
-    tensors: Sequence[Apart], limits: RoundingLimits, alone: RunRecord, split: RunRecord
+    tensors: Sequence[TensorDifference], limits: RoundingLimits, alone: RunRecord, split: RunRecord
 ) -> ScriptFinding | None:
     """Weights with which the first step begins."""
     copies = [each for each in tensors if each.ranks_apart > 0 or each.absent]
@@ -41,7 +41,7 @@ def _rank_0_agrees(alone: RunRecord, split: RunRecord, name: str) -> bool:
     return all(first) and bool(held)
 
 
-def _weights(kind: str, tensors: Sequence[Apart], names: Sequence[str], relative: float) -> ScriptFinding:
+def _weights(kind: str, tensors: Sequence[TensorDifference], names: Sequence[str], relative: float) -> ScriptFinding:
     """Build a finding about initial weights, with the module if it is a single one."""
     module = common_module(names) if len(names) < len(tensors) else None
     return ScriptFinding(kind=kind, step=0, what="initial weights", relative=relative, module=module)
@@ -178,7 +178,7 @@ COARSE = 0.01  # of a gradient: where rounding moves it by more, an update says 
 
 def update_finding(
     number: int,
-    tensors: Sequence[Apart],
+    tensors: Sequence[TensorDifference],
     limits: RoundingLimits,
     alone: RunRecord,
     split: RunRecord,
@@ -215,7 +215,11 @@ def _continued(split: RunRecord) -> int | None:
 
 
 def _parameters(
-    kind: str, number: int, tensors: Sequence[Apart], departing: Sequence[Apart], relative: float
+    kind: str,
+    number: int,
+    tensors: Sequence[TensorDifference],
+    departing: Sequence[TensorDifference],
+    relative: float,
 ) -> ScriptFinding:
     """A finding about parameters after a step."""
     names = [each.name for each in departing]
@@ -223,7 +227,7 @@ def _parameters(
     return ScriptFinding(kind=kind, step=number + 1, what="parameters", relative=relative, module=module)
 
 
-def buffer_finding(number: int, tensors: Sequence[Apart], limits: RoundingLimits) -> ScriptFinding | None:
+def buffer_finding(number: int, tensors: Sequence[TensorDifference], limits: RoundingLimits) -> ScriptFinding | None:
     """Buffers after a step, such as running statistics."""
     own = [each for each in tensors if limits.ranks_exceeded(each)]
     departing = [each for each in tensors if limits.exceeded(each)]

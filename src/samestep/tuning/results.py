@@ -70,7 +70,7 @@ class TuningRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuned:
+class TuningResult:
     """A tuned job: `job` has the settings that were kept."""
 
     job: Job
@@ -98,7 +98,7 @@ class Tuned:
         }
 
 
-def print_tuned(found: Tuned, console: Console | None = None) -> None:
+def print_tuned(found: TuningResult, console: Console | None = None) -> None:
     """A row for each value, the gain of all that were kept, and the section to paste."""
     console = console or plain_console(width=WIDTH)
     repeats = len(found.at_first.repeats)
@@ -125,7 +125,7 @@ def print_tuned(found: Tuned, console: Console | None = None) -> None:
         console.print(f"start it with {variables} before the command", soft_wrap=True)
 
 
-def section(found: Tuned) -> str:
+def section(found: TuningResult) -> str:
     """The `run:` section that was found best, as YAML."""
     return yaml.safe_dump({"run": found.run}, sort_keys=False, allow_unicode=True)
 

@@ -18,7 +18,7 @@ from samestep.job import Job
 from samestep.jobfile import LoadedJob, dump
 from samestep.tasks.base import Task
 from samestep.training.metrics_log import Bar
-from samestep.tuning.results import Status, Timing, Tuned, TuningRow
+from samestep.tuning.results import Status, Timing, TuningResult, TuningRow
 from samestep.tuning.settings import SETTINGS, Setting, SettingCandidate
 
 TIME_LIMIT = 600.0  # seconds of one trial
@@ -44,7 +44,7 @@ def tune_job(
     steps: int = 10,
     repeats: int = 3,
     time_limit: float = TIME_LIMIT,
-) -> Tuned:
+) -> TuningResult:
     """Tune a job's `run:` section for its layout on this machine.
 
     `settings`: names of those to try, None: all. `steps` are taken by each trial, of which the first three are not
@@ -97,7 +97,7 @@ def _check(job: Job) -> Task:
 
 def greedy(
     job: Job, settings: Sequence[Setting], measure: Measure, *, repeats: int, task: Task | None = None
-) -> Tuned:
+) -> TuningResult:
     """Try one setting after another on top of the best so far; a value is kept where it is faster than the noise.
 
     What changes the result is tried last, beside the settings that were kept, and not kept itself.
@@ -122,7 +122,7 @@ def greedy(
             bar.advance()
     if first is None or last is None:
         first = last = Timing(repeats=tuple(_measured(measure, job, variables) for _ in range(repeats)))
-    return Tuned(job=job, at_first=first, at_last=last, rows=rows, environment=variables)
+    return TuningResult(job=job, at_first=first, at_last=last, rows=rows, environment=variables)
 
 
 def _measured(measure: Measure, job: Job, variables: Mapping[str, str]) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from samestep.comm.mesh import Mesh
 from samestep.errors import UserError
-from samestep.parallel.unused_parameters import UsedByReplicas
+from samestep.parallel.unused_parameters import UnusedParametersOfReplicas
 
 # What hides a part of the graph, which it makes in backward: reentrant checkpoints, PyTorch's and DeepSpeed's.
 _HIDING = "CheckpointFunctionBackward"
@@ -152,7 +152,7 @@ class WholeGradients(Gradients):
     def __init__(self, engine: Any, mesh: Mesh) -> None:
         self._engine = engine
         self._mesh = mesh
-        self._used = UsedByReplicas(engine.module, mesh.data_group)
+        self._used = UnusedParametersOfReplicas(engine.module, mesh.data_group)
         self._norm = torch.zeros(())
 
     def scaled(self, loss: Tensor) -> Tensor:

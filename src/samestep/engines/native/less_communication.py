@@ -31,7 +31,7 @@ from samestep.parallel.layout_failure import LayoutFailures
 from samestep.parallel.sharding import Entry
 from samestep.parallel.spread_optimizer import spread_optimizer
 from samestep.parallel.state_shards import MODEL, OPTIMIZER, Box, Piece, model_pieces, optimizer_pieces, whole_piece
-from samestep.parallel.unused_parameters import Used, UsedAlone
+from samestep.parallel.unused_parameters import UnusedParameters, UnusedParametersAlone
 
 STATE = "communication."
 
@@ -47,7 +47,7 @@ def prepare(
     hook = method_class.hook(options)
     exchange = GradientExchange(
         hook=None if hook is None else (wire, hook),
-        used=(lambda _: UsedAlone()) if method_class.own_mean else partial(_UsedByAny, wire=wire),
+        used=(lambda _: UnusedParametersAlone()) if method_class.own_mean else partial(_UsedByAny, wire=wire),
     )
     spread_model = spread_as(model, how, in_precision, exchange=exchange)
     optimizer = spread_optimizer(
@@ -298,7 +298,7 @@ def _range_piece(held: Any) -> Piece:
     return Piece(shape=torch.Size([held.whole]), dtype=held.values.dtype, boxes=boxes)
 
 
-class _UsedByAny(Used):
+class _UsedByAny(UnusedParameters):
     """Gives a zero gradient to parameters that only other ranks used; those that no rank used keep None."""
 
     def __init__(self, model: nn.Module, *, wire: Wire) -> None:

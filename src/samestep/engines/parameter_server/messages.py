@@ -34,7 +34,7 @@ class PushKind(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class PushHeader:
     """The header of a push: a worker's figures of its part of a step."""
 
     loss: float  # sum over its samples
@@ -47,7 +47,7 @@ class Told:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ReplyHeader:
     """The header of a reply: a server's figures of the step."""
 
     loss: float
@@ -56,7 +56,7 @@ class Answer:
     slowest: float = 0.0  # steps of the slowest worker that is present; only for asynchronous workers
 
 
-_FIELDS = len(Told.__dataclass_fields__)
+_FIELDS = len(PushHeader.__dataclass_fields__)
 
 
 class Push:
@@ -99,7 +99,7 @@ class Pushed:
     """A received push."""
 
     def __init__(
-        self, told: Told, chunks: Sequence[Chunk], kinds: Sequence[int], rows: Tensor, values: Tensor
+        self, told: PushHeader, chunks: Sequence[Chunk], kinds: Sequence[int], rows: Tensor, values: Tensor
     ) -> None:
         self.told = told
         self._chunks = chunks
@@ -137,7 +137,7 @@ class PointToPoint:
         self._group = group
         self._pending: list[tuple[Any, Tensor]] = []  # keeps sent tensors alive until they have arrived
 
-    def push(self, server: int, told: Told, push: Push) -> None:
+    def push(self, server: int, told: PushHeader, push: Push) -> None:
         self._send(torch.cat([torch.tensor(astuple(told), dtype=torch.float64), push.kinds]), server, _HEADER)
         if push.rows is not None and len(push.rows):
             self._send(push.rows, server, _ROWS)
@@ -148,7 +148,7 @@ class PointToPoint:
         """Receive the next push of a worker, or with None of any worker. Returns the sender's rank and the push."""
         header = torch.empty(_FIELDS + len(chunks), dtype=torch.float64)
         source = dist.recv(header, src=worker, group=self._group, tag=_HEADER)
-        told = Told(**dict(zip(Told.__dataclass_fields__, header[:_FIELDS].tolist(), strict=True)))
+        told = PushHeader(**dict(zip(PushHeader.__dataclass_fields__, header[:_FIELDS].tolist(), strict=True)))
         kinds = [int(kind) for kind in header[_FIELDS:].tolist()]
         rows = torch.empty(sum(max(0, kind) for kind in kinds), dtype=torch.int64)
         counts = [_elements(chunk, kind) for chunk, kind in zip(chunks, kinds, strict=True)]
@@ -159,21 +159,21 @@ class PointToPoint:
             dist.recv(values, src=source, group=self._group, tag=_VALUES)
         return source, Pushed(told, chunks, kinds, rows, values)
 
-    def reply(self, worker: int, answer: Answer, parameters: Tensor | None) -> None:
+    def reply(self, worker: int, answer: ReplyHeader, parameters: Tensor | None) -> None:
         self._send(torch.tensor(astuple(answer), dtype=torch.float64), worker, _REPLY)
         if parameters is not None:
             self._send(parameters, worker, _PARAMETERS)
 
-    def receive_headers(self, servers: Sequence[int]) -> list[Answer]:
+    def receive_headers(self, servers: Sequence[int]) -> list[ReplyHeader]:
         """Receive a reply without parameters from each server."""
-        headers = [torch.empty(len(Answer.__dataclass_fields__), dtype=torch.float64) for _ in servers]
+        headers = [torch.empty(len(ReplyHeader.__dataclass_fields__), dtype=torch.float64) for _ in servers]
         for server, header in zip(servers, headers, strict=True):
             dist.recv(header, src=server, group=self._group, tag=_REPLY)
         return [_answer(header) for header in headers]
 
-    def receive_replies(self, servers: Sequence[int], shards: Sequence[Tensor]) -> list[Answer]:
+    def receive_replies(self, servers: Sequence[int], shards: Sequence[Tensor]) -> list[ReplyHeader]:
         """Receive a reply from each server, with its parameters into its shard."""
-        headers = [torch.empty(len(Answer.__dataclass_fields__), dtype=torch.float64) for _ in servers]
+        headers = [torch.empty(len(ReplyHeader.__dataclass_fields__), dtype=torch.float64) for _ in servers]
         hosts = [shard if shard.device.type == "cpu" else torch.empty_like(shard, device="cpu") for shard in shards]
         waiting: list[Any] = []
         for server, header, host in zip(servers, headers, hosts, strict=True):
@@ -197,8 +197,8 @@ class PointToPoint:
         self._pending.clear()
 
 
-def _answer(header: Tensor) -> Answer:
-    return Answer(**dict(zip(Answer.__dataclass_fields__, header.tolist(), strict=True)))
+def _answer(header: Tensor) -> ReplyHeader:
+    return ReplyHeader(**dict(zip(ReplyHeader.__dataclass_fields__, header.tolist(), strict=True)))
 
 
 def _elements(chunk: Chunk, kind: int) -> int:

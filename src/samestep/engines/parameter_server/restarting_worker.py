@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
 from samestep.engines.parameter_server.member import ServerSetup
-from samestep.engines.parameter_server.messages import Answer, Push, PushKind, Told
+from samestep.engines.parameter_server.messages import Push, PushHeader, PushKind, ReplyHeader
 from samestep.engines.parameter_server.worker import Worker
 from samestep.engines.parameter_server.worker_process import ProcessDiedError, WorkerProcess
 from samestep.engines.setup import TrainerSetup
@@ -94,7 +94,7 @@ class RestartingWorker(Worker):
 
     def _tell(self, kind: PushKind, batch: StepBatch | None) -> None:
         """Push a header without a gradient to every server."""
-        told = Told(
+        told = PushHeader(
             loss=0.0,
             count=0.0,
             samples=batch.local_samples if batch is not None else 0,
@@ -107,7 +107,7 @@ class RestartingWorker(Worker):
             chunks = self.flat.chunks[number]
             self.wire.push(server, told, Push(chunks, [None] * len(chunks), sparse=False))
 
-    def _heard(self, answers: list[Answer]) -> list[Answer]:
+    def _heard(self, answers: list[ReplyHeader]) -> list[ReplyHeader]:
         self._slowest = max(answer.slowest for answer in answers)
         return answers
 

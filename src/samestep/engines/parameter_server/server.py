@@ -15,7 +15,7 @@ from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
 from samestep.engines.parameter_server.attendance import Attendance
 from samestep.engines.parameter_server.member import ParameterServerMember, ServerSetup, piece_of_state
-from samestep.engines.parameter_server.messages import Answer, Pushed, PushKind, Told
+from samestep.engines.parameter_server.messages import Pushed, PushHeader, PushKind, ReplyHeader
 from samestep.engines.parameter_server.shards import Chunk
 from samestep.engines.setup import TrainerSetup
 from samestep.parallel.holdings import Holdings, state_tensors
@@ -32,7 +32,7 @@ class _Totals:
     norms: float = 0.0
     pushes: int = 0
 
-    def add(self, told: Told) -> None:
+    def add(self, told: PushHeader) -> None:
         self.loss += told.loss
         self.count += told.count
         self.norms += told.norm
@@ -133,7 +133,7 @@ class SynchronousServer(Server):
         self.step_shard(used)
         if self.schedule is not None:
             self.schedule.step()
-        answer = Answer(loss=totals.mean_loss, norm=norm, stop_at=math.inf)
+        answer = ReplyHeader(loss=totals.mean_loss, norm=norm, stop_at=math.inf)
         for worker in self.roles.workers:
             self.wire.reply(worker, answer, self.shard)
         return answer.loss, answer.norm
@@ -219,7 +219,7 @@ class AsynchronousServer(Server):
             self._leave_out(worker, step)
         self._waiting.append(worker)
 
-    def _take_missed(self, worker: int, told: Told, *, lost: bool) -> None:
+    def _take_missed(self, worker: int, told: PushHeader, *, lost: bool) -> None:
         self._attendance.misses(worker, int(told.samples), lost=lost)
         if self._attendance.lost == len(self._clock):
             raise RuntimeError(
@@ -302,7 +302,7 @@ class AsynchronousServer(Server):
     def _reply(self, worker: int, parameters: Tensor | None) -> None:
         slowest = self._attendance.slowest(self._clock)
         known = self._known()
-        answer = Answer(
+        answer = ReplyHeader(
             loss=known.mean_loss,
             norm=known.mean_norm,
             stop_at=self._stop_at,

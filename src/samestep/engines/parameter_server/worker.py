@@ -9,7 +9,7 @@ from torch import Tensor
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
 from samestep.engines.parameter_server.member import ParameterServerMember
-from samestep.engines.parameter_server.messages import Answer, Push, Told
+from samestep.engines.parameter_server.messages import Push, PushHeader, ReplyHeader
 
 
 class Worker(ParameterServerMember):
@@ -36,7 +36,7 @@ class Worker(ParameterServerMember):
         factor, norm = 1.0, math.nan
         if not self.settings.synchronous:
             factor, norm = self._mean_and_clip(batch, totals, gradients.values())
-        told = Told(
+        told = PushHeader(
             loss=totals[0].item(),
             count=totals[1].item(),
             samples=batch.local_samples,
@@ -57,7 +57,7 @@ class Worker(ParameterServerMember):
         """Each server's range of this rank's parameters."""
         return [self.flat.shard(number) for number in range(len(self.roles.servers))]
 
-    def _report(self, answers: Sequence[Answer]) -> StepReport:
+    def _report(self, answers: Sequence[ReplyHeader]) -> StepReport:
         """Make the report of a step from the servers' replies."""
         self.wire.wait()
         self._changed = True

@@ -120,8 +120,8 @@ _GPU = "nvidia.com/gpu"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
-    """Contents of a manifest."""
+class PyTorchJobSpec:
+    """What the manifest of a PyTorchJob is made from."""
 
     name: str
     image: str
@@ -132,7 +132,7 @@ class Wish:
     command: Sequence[str]  # with all options, as run in a pod
 
 
-def manifest(wish: Wish) -> str:
+def manifest(wish: PyTorchJobSpec) -> str:
     """Build the manifest as YAML. Raises UserError for a name that Kubernetes doesn't accept."""
     if not _NAME.fullmatch(wish.name):
         raise UserError(
@@ -160,7 +160,7 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
-def _replicas(wish: Wish, number: int, restart: str) -> dict[str, Any]:
+def _replicas(wish: PyTorchJobSpec, number: int, restart: str) -> dict[str, Any]:
     """Build the replica specification of one kind of pod."""
     container: dict[str, Any] = {
         "name": _CONTAINER,

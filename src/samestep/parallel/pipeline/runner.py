@@ -33,7 +33,7 @@ from samestep.parallel.parallel_model import ParallelModel, Term
 from samestep.parallel.pipeline.early_gradients import EarlyGradients
 from samestep.parallel.pipeline.p2p import MessageId, StageMessages, has_gradient
 from samestep.parallel.pipeline.schedule import Action, Orders, backward_in_two, orders_of, owners
-from samestep.parallel.pipeline.stage import Cut
+from samestep.parallel.pipeline.stage import StagedModel
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.pipeline.units import UnitOutput
 from samestep.profiling.clock import Phase
@@ -45,7 +45,7 @@ class Pipeline(ParallelModel):
     def __init__(
         self,
         *,
-        cut: Cut,
+        cut: StagedModel,
         layout: Layout,
         mesh: Mesh,
         device: torch.device,

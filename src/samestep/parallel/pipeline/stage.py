@@ -25,7 +25,7 @@ from samestep.parallel.sharding import ShardTable
 from samestep.tasks.base import call
 
 
-class Cut(nn.Module):
+class StagedModel(nn.Module):
     """A model of which this rank holds some stages; a forward runs one of them.
 
     For any stage, the model's own forward runs on the micro-batch's inputs, with every unit replaced by a stand-in
@@ -148,7 +148,7 @@ def cut(
     cut_at: Sequence[str],
     device: torch.device,
     now: ForwardContext,
-) -> Cut:
+) -> StagedModel:
     """Reduce a model to this rank's stages, and record in `parts` which stages hold which parameters.
 
     Only the shapes of parameters are used, so they may be on the meta device. Stages run on `device`. `unsliced`: a
@@ -173,7 +173,7 @@ def cut(
             parts.table[name] = replace(parts.part(name), stages=_ranks(rank_of, plan.modules[unit]))
     here = mesh.coordinate("pipeline")
     mine = [stage for stage, rank in enumerate(rank_of) if rank == here]
-    return Cut(model, unsliced, plan, mine, device, trace, now)
+    return StagedModel(model, unsliced, plan, mine, device, trace, now)
 
 
 def _ranks(rank_of: Sequence[int], stages: Stages) -> tuple[int, ...]:
