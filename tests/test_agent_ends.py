@@ -56,7 +56,7 @@ assert LIMIT < agent._AFTER_END
 
 
 class ToldByItself:
-    """A job's store in which nobody but this host says that the job has ended, just as the host looks for it."""
+    """A store in which only this host reports the job's end, and does so while its own thread polls for it."""
 
     def __init__(self) -> None:
         self.asked, self.told = threading.Event(), threading.Event()

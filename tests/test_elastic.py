@@ -158,8 +158,8 @@ def test_a_users_mistake_is_not_tried_again(tmp_path: Path) -> None:
         one, other = agents.start(0), agents.start(1)
         codes = one.wait(120), other.wait(120)
     said = 'samestep: layout "tp3" needs 3 processes, not 2; ask for 3 processes'
-    # Both ranks end by themselves, or one agent ends its rank as soon as the other has told of the mistake: each
-    # agent ends with what is told of the job, whichever it was.
+    # Both ranks may exit by themselves, or one agent ends its rank when the other reports the mistake. Either way,
+    # both agents exit with the code of a user's mistake.
     assert codes == (2, 2), one.text + other.text
     for agent in (one, other):
         assert agent.text.splitlines().count(said) == 1, agent.text

@@ -96,7 +96,7 @@ def trained(
     [
         (2, ("mixed", "tied")),
         pytest.param(2, ("points", "lines", "branches"), marks=pytest.mark.slow),
-        # 8 and 5 virtual ranks, which 3 ranks can't have alike
+        # 8 and 5 virtual ranks, which can't be divided evenly among 3 ranks
         pytest.param(3, ("points", "branches"), marks=pytest.mark.slow),
         pytest.param(3, ("lines", "mixed", "tied"), marks=pytest.mark.slow),
         pytest.param(4, tuple(RECIPES), marks=pytest.mark.slow),

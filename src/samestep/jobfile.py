@@ -15,7 +15,7 @@ from samestep import environment
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.recipe import NamedOptimizer
-from samestep.validation import complaint, explain, shown
+from samestep.validation import complaint, explain, shown, text_of
 
 Keys = tuple[str, ...]
 
@@ -100,18 +100,7 @@ def dump(loaded: LoadedJob) -> str:
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
     """Parse a job file; return its values, and the line of each. Raises UserError with file and line."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"no job file {file}") from None
-    except IsADirectoryError:
-        raise UserError(f"{file} is a folder; a job file is wanted") from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}; save it as UTF-8"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{file} can't be read: {error.strerror}") from None
+    text = text_of(file, missing=f"no job file {file}", folder="a job file")
     sources: dict[Keys, str] = {}
     try:
         reader = _Reader(text)

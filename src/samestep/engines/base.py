@@ -292,7 +292,7 @@ class Engine(ABC):
         - One `ForwardContext` a model (`parallel/exact/forward_context.py`): which samples a forward works on.
         - `same_dropout` (`parallel/exact/dropout.py`): random numbers of a forward belong to samples, not ranks.
         - `global_batch_norm` (`parallel/exact/batch_norm.py`) over `how.mesh.data_group`, where ranks share a batch.
-        - A `UnusedParameters` (`parallel/unused_parameters.py`): parameters that no rank
+        - An `UnusedParameters` (`parallel/unused_parameters.py`): parameters that no rank
           used have no gradient. An engine that sends gradients itself sends them in its `settle`.
         - `spread_by_engine` (`engines/setup.py`) of the model, what the package made of it, that context and that
           `UnusedParameters`; it stands in the `TrainerSetup` of a `NativeTrainer`, which weighs, clips and steps.

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from samestep.errors import UserError
-from samestep.validation import shown
+from samestep.validation import shown, text_of
 
 # How DeepSpeed and Accelerate take true and false, also in quotes.
 _SWITCHES = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
@@ -27,23 +27,14 @@ class NotJsonError(UserError):
     """A text that is not JSON; it may still be of another format."""
 
 
-def text_of(file: Path, *, missing: str = "") -> str:
-    """The text of a file. Raises UserError if it can't be read; `missing` is added where there is no such file."""
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"no file {file}{missing}") from None
-    except IsADirectoryError:
-        raise UserError(f"{file} is a folder; the path of a file is wanted") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}") from None
-    except OSError as error:
-        raise UserError(f"{file} can't be read: {error.strerror}") from None
+def config_text(file: Path, *, hint: str = "") -> str:
+    """The text of a configuration file. Raises UserError if it can't be read, with a hint where it is missing."""
+    return text_of(file, missing=f"no file {file}{hint}", folder="the path of a file")
 
 
 def json_section(file: Path) -> dict[str, Any]:
     """The keys and values of a JSON file. Raises UserError for a file that is none."""
-    text = text_of(file)
+    text = config_text(file)
     if not text.strip():
         raise UserError(f"{file} is empty")
     value = json_of(str(file), text)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep import jobfile
-from samestep.engines.config_file import NotJsonError, json_of, text_of, unique, without_comments, yaml_of
+from samestep.engines.config_file import NotJsonError, config_text, json_of, unique, without_comments, yaml_of
 from samestep.errors import UserError, closest
 from samestep.job import Job
 from samestep.layout import Layout
@@ -62,7 +62,7 @@ def source_of(words: Sequence[str]) -> Source:
     file = Path(words[0])
     return Source(
         name=str(file),
-        content=_content(str(file), text_of(file, missing="; a command is translated behind --")),
+        content=_content(str(file), config_text(file, hint="; a command is translated behind --")),
         file=file,
     )
 

@@ -39,7 +39,7 @@ def zero_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"stage": int(section), **size}
     if not section:
         return {}
-    if not isinstance(section, Mapping):  # whoever walks the file says what is wanted there
+    if not isinstance(section, Mapping):  # the caller reports that a section is wanted
         return section
     zero = dict(section)
     for new, old in OFFLOADS.items():
