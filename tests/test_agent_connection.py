@@ -22,9 +22,9 @@ assert sys.stdin.readline() == "kill\\n"
 
 def open_link(*command: str) -> tuple[AgentConnection, "SimpleQueue[Event]"]:
     events: SimpleQueue[Event] = SimpleQueue()
-    part = NodeSpec(job="one", host="b", num_procs=1, command=("x",))
+    spec = NodeSpec(job="one", host="b", num_procs=1, command=("x",))
     return AgentConnection(
-        AgentCommand(command=command, parts=(part,)), json.dumps("this").encode() + b"\n", events
+        AgentCommand(command=command, specs=(spec,)), json.dumps("this").encode() + b"\n", events
     ), events
 
 

@@ -78,9 +78,9 @@ def test_a_host_takes_its_own_failure_for_no_end_elsewhere(monkeypatch: pytest.M
     killed: list[Any] = []
     monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
     monkeypatch.setattr(agent, "_LOOK", 0.01)
-    part = NodeSpec(job="one", host="host-a", num_procs=1, command=("x",), ranks=RankOptions(logs="logs"))
+    spec = NodeSpec(job="one", host="host-a", num_procs=1, command=("x",), ranks=RankOptions(logs="logs"))
     store = ToldByItself()
-    ranks = agent._Ranks(part, ["x"], agent._Signals(), cast(Handshake, store))
+    ranks = agent._Ranks(spec, ["x"], agent._Signals(), cast(Handshake, store))
     failure = Failure(host="host-a", rank=0, exit_code=1, reason="ValueError: planted", log="rank-0.err", at=0.0)
     with ranks._watch():
         assert store.asked.wait(LIMIT)

@@ -36,14 +36,14 @@ class Reached:
     waits: list[float]  # how long worker-2 is waited for, as often as it is lost
     working: "list[Reached]"
 
-    def __init__(self, bring: AgentCommand, request: bytes, events: "SimpleQueue[Event]") -> None:
-        self.bring = bring
+    def __init__(self, agents: AgentCommand, request: bytes, events: "SimpleQueue[Event]") -> None:
+        self.agents = agents
         self.began = time.monotonic()
         self.started: set[str] = set()
         self.orders: list[str] = []
         self._events = events
         self._works: set[str] = set()
-        for host in bring.hosts.split(", "):
+        for host in agents.hosts.split(", "):
             tries = self.tries.setdefault(host, [])
             words = self.says[host]
             says = words[min(len(tries), len(words) - 1)]
@@ -101,13 +101,13 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., JobOutcome]:
         monkeypatch.setattr(Reached, "says", says, raising=False)
         monkeypatch.setattr(Reached, "tries", {}, raising=False)
         monkeypatch.setattr(Reached, "working", [], raising=False)
-        parts = [
+        specs = [
             NodeSpec(job="one", host=host, num_procs=1, command=("x",), ranks=RankOptions(logs="logs"))
             for host in says
         ]
-        groups = [tuple(parts)] if together else [(part,) for part in parts]
+        groups = [tuple(specs)] if together else [(spec,) for spec in specs]
         job = Controller(
-            [AgentCommand(command=("ssh",), parts=group) for group in groups], ".", {}, grace_period=0.1, elastic=True
+            [AgentCommand(command=("ssh",), specs=group) for group in groups], ".", {}, grace_period=0.1, elastic=True
         )
         monkeypatch.setattr(Reached, "waits", [], raising=False)
         await_again = job._await

@@ -84,7 +84,7 @@ def relay() -> Iterator[Relay]:
     relay.close()
 
 
-def part(node_rank: int, port: int) -> NodeSpec:
+def spec(node_rank: int, port: int) -> NodeSpec:
     return NodeSpec(
         job="one",
         host=f"host-{node_rank}",
@@ -95,7 +95,7 @@ def part(node_rank: int, port: int) -> NodeSpec:
         command=("x",),
         address="127.0.0.1",
         port=port,
-        limits=LaunchTimeouts(start_timeout=20.0, rejoin_timeout=2.0),
+        timeouts=LaunchTimeouts(start_timeout=20.0, rejoin_timeout=2.0),
     )
 
 
@@ -103,7 +103,7 @@ class Agreeing:
     """A host that agrees with the others, in a thread of its own."""
 
     def __init__(self, node_rank: int, port: int) -> None:
-        self._handshake = Handshake(part(node_rank, port))
+        self._handshake = Handshake(spec(node_rank, port))
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._agree, daemon=True)
         self._thread.start()

@@ -81,8 +81,8 @@ def test_hosts_that_differ_do_not_begin(port: int, capfd: pytest.CaptureFixture[
     assert other.returncode == 2
 
 
-def part(node_rank: int, port: int, **values: object) -> NodeSpec:
-    known = {"job": "one", "fewest": 2, "most": 2, "num_procs": 1, "limits": LaunchTimeouts(start_timeout=20.0)}
+def spec(node_rank: int, port: int, **values: object) -> NodeSpec:
+    known = {"job": "one", "fewest": 2, "most": 2, "num_procs": 1, "timeouts": LaunchTimeouts(start_timeout=20.0)}
     where = {"address": "127.0.0.1", "port": port, "serves": node_rank == 0, "node_rank": node_rank}
     return NodeSpec(**{"host": f"host-{'ab'[node_rank]}", "command": ("x",), **known, **where, **values})  # pyright: ignore
 
@@ -105,7 +105,7 @@ def waiting(first: Handshake) -> Iterator[list[str]]:
 
 
 def test_versions_that_differ_are_named_with_both_hosts(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Handshake(part(0, port))
+    first = Handshake(spec(0, port))
     with waiting(first) as told:
         await_seat(first)
         monkeypatch.setattr(samestep.launch.consistency, "__version__", "9.9")
@@ -113,16 +113,16 @@ def test_versions_that_differ_are_named_with_both_hosts(port: int, monkeypatch: 
             UserError,
             match=r'differ in their samestep version: host-a has ".*", host-b has "9.9"; install the same on both',
         ) as late:
-            Handshake(part(1, port)).agree()
+            Handshake(spec(1, port)).agree()
     assert told == [str(late.value)]
 
 
 def test_hosts_with_other_ranks_do_not_agree(port: int) -> None:
-    first = Handshake(part(0, port))
+    first = Handshake(spec(0, port))
     with waiting(first) as told:
         await_seat(first)
         with pytest.raises(UserError, match='differ in their ranks a host: host-a has "1", host-b has "2"') as late:
-            Handshake(part(1, port, num_procs=2)).agree()
+            Handshake(spec(1, port, num_procs=2)).agree()
     assert told == [str(late.value)]
 
 
@@ -132,25 +132,25 @@ def await_seat(first: Handshake) -> None:
 
 
 def test_another_jobs_store_is_no_place_to_meet_and_is_not_disturbed(port: int) -> None:
-    first = Handshake(part(0, port))
+    first = Handshake(spec(0, port))
     with waiting(first) as told:
         await_seat(first)
         with pytest.raises(UserError, match='is that of job "one", which host-a began; host-b is of job "two"'):
-            Handshake(part(1, port, job="two")).agree()
+            Handshake(spec(1, port, job="two")).agree()
         with pytest.raises(
             UserError, match=r"node rank 0 of job one is held by host-a .* and host-b comes with it too"
         ):
-            Handshake(replace(part(1, port), node_rank=0)).agree()
-        Handshake(part(1, port)).agree()
+            Handshake(replace(spec(1, port), node_rank=0)).agree()
+        Handshake(spec(1, port)).agree()
     assert told == []
 
 
 def test_hosts_that_do_not_come_are_named(port: int) -> None:
     with pytest.raises(StartError, match=r"only 1 of 2 hosts came within 1 s: host-a; not host-b$"):
-        Handshake(part(0, port, limits=LaunchTimeouts(start_timeout=0.6), hosts=("host-a", "host-b"))).agree()
+        Handshake(spec(0, port, timeouts=LaunchTimeouts(start_timeout=0.6), hosts=("host-a", "host-b"))).agree()
     says = f"host-b waited 1 s for the job's store at 127.0.0.1:{port}: Connection refused; host-a is to serve it"
     with pytest.raises(StartError, match=says):
-        Handshake(part(1, port, limits=LaunchTimeouts(start_timeout=0.6), hosts=("host-a", "host-b")))
+        Handshake(spec(1, port, timeouts=LaunchTimeouts(start_timeout=0.6), hosts=("host-a", "host-b")))
 
 
 def test_a_taken_port_is_named_with_its_holder(capfd: pytest.CaptureFixture[str]) -> None:
@@ -164,9 +164,9 @@ def test_a_taken_port_is_named_with_its_holder(capfd: pytest.CaptureFixture[str]
 def test_an_address_of_another_host_is_no_place_for_the_store(port: int) -> None:
     # A documentation address, which no host has.
     with pytest.raises(UserError, match="--master-addr is to be an address of the host with --node-rank 0"):
-        Handshake(part(0, port, address="203.0.113.1"))
+        Handshake(spec(0, port, address="203.0.113.1"))
     with pytest.raises(UserError, match=r"the name no.such.host.invalid does not resolve"):
-        Handshake(part(1, port, address="no.such.host.invalid", limits=LaunchTimeouts(start_timeout=0.6)))
+        Handshake(spec(1, port, address="no.such.host.invalid", timeouts=LaunchTimeouts(start_timeout=0.6)))
 
 
 def test_what_listens_may_be_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,12 +175,12 @@ def test_what_listens_may_be_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
         socket.create_server(("127.0.0.1", 0)) as listening,  # takes connections, and never answers
         pytest.raises(StartError, match=r"is no job's store \(no answer\); use another --master-port"),
     ):
-        Handshake(part(1, listening.getsockname()[1]))
+        Handshake(spec(1, listening.getsockname()[1]))
 
 
 def test_an_agent_that_comes_again_takes_its_old_place() -> None:
     store = store_at("127.0.0.1")
-    seats = [part(number, store.port, serves=False) for number in (0, 1)]
+    seats = [spec(number, store.port, serves=False) for number in (0, 1)]
     store.set("samestep/node/1", json.dumps({"host": "host-b", "machine": "elsewhere", "process": 1}))
     Handshake(seats[1])._take_seat()
     assert json.loads(store.get("samestep/node/1"))["process"] == os.getpid()
@@ -242,12 +242,12 @@ def test_where_a_host_has_no_such_python_the_option_that_names_it_is_told(
     ("changes", "says"),
     [
         ({"version": "0.0.9"}, 'samestep version: the starting machine has "0.0.9", a has "'),
-        ({"parts": [{"host": "a", "of_another_samestep": 1}]}, "samestep sources: a and the starting machine have"),
+        ({"specs": [{"host": "a", "of_another_samestep": 1}]}, "samestep sources: a and the starting machine have"),
     ],
     ids=["version", "sources"],
 )
 def test_another_samestep_at_the_far_end_says_so(changes: Mapping[str, Any], says: str) -> None:
-    first, second = remote_agent.request([part(0, 1, host="a")], ".", {}).splitlines()
+    first, second = remote_agent.request([spec(0, 1, host="a")], ".", {}).splitlines()
     asked = json.dumps({**json.loads(second), **changes}).encode()
     done = subprocess.run(
         agent_command([sys.executable]),

@@ -47,9 +47,9 @@ def wanted(**more: Any) -> LaunchRequest:
 @pytest.mark.usefixtures("container")
 def test_the_host_that_is_left_does_the_job() -> None:
     found = apply(find(PlaceInputs(environ=os.environ)), HostOptions(include="algo-2"), {})
-    part = part_here(found, wanted())
-    assert part is not None
-    assert (part.host, part.node_rank, part.most, part.address) == ("algo-2", 0, 1, None)
+    spec = part_here(found, wanted())
+    assert spec is not None
+    assert (spec.host, spec.node_rank, spec.most, spec.address) == ("algo-2", 0, 1, None)
 
 
 def under(launcher: str, world_size: int, local_size: int) -> dict[str, str]:
@@ -109,9 +109,9 @@ def test_agents_of_open_mpi_5_meet_where_the_user_says() -> None:
     found = find(PlaceInputs(environ=environ))
     with pytest.raises(UserError, match=r"Open MPI names no address .* --master-addr ADDRESS"):
         part_here(found, wanted())
-    part = part_here(found, wanted(master_addr="10.0.0.5"))
-    assert part is not None
-    assert (part.job, part.address, part.node_rank) == ("prterun-head-1-1", "10.0.0.5", 1)
+    spec = part_here(found, wanted(master_addr="10.0.0.5"))
+    assert spec is not None
+    assert (spec.job, spec.address, spec.node_rank) == ("prterun-head-1-1", "10.0.0.5", 1)
     with pytest.raises(UserError, match='--job-id is "a@1"; use letters, digits'):
         part_here(found, wanted(master_addr="10.0.0.5", job_id="a@1"))
 
@@ -126,12 +126,12 @@ def hosts(tmp_path: Path) -> FoundCluster:
 @pytest.mark.parametrize("nodes", [(1, 1), (1, 2)])
 def test_of_several_hosts_the_first_is_enough(hosts: FoundCluster, nodes: tuple[int, int]) -> None:
     asked = wanted(nodes=nodes)
-    part = part_here(first_hosts(hosts, asked), asked)
+    spec = part_here(first_hosts(hosts, asked), asked)
     if nodes == (1, 2):
-        assert part is None  # agents are brought up on both
+        assert spec is None  # agents are brought up on both
         return
-    assert part is not None
-    assert (part.host, part.num_procs, part.most, part.address) == ("localhost", 2, 1, None)
+    assert spec is not None
+    assert (spec.host, spec.num_procs, spec.most, spec.address) == ("localhost", 2, 1, None)
 
 
 def test_a_machine_beyond_the_first_hosts_has_no_ranks(tmp_path: Path) -> None:

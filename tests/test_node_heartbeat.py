@@ -18,8 +18,8 @@ SILENCE = 2.0
 def hosts() -> Iterator[tuple[NodeHeartbeat, NodeHeartbeat]]:
     """Two hosts whose ranks run."""
     store = store_at("127.0.0.1")
-    limits = LaunchTimeouts(heartbeat_timeout=SILENCE)
-    both = [NodeHeartbeat("127.0.0.1", store.port, job="one", node=node, limits=limits) for node in (0, 1)]
+    timeouts = LaunchTimeouts(heartbeat_timeout=SILENCE)
+    both = [NodeHeartbeat("127.0.0.1", store.port, job="one", node=node, timeouts=timeouts) for node in (0, 1)]
     for node, alive in enumerate(both):
         other = both[1 - node]
         alive.enter(0, [Peer(node=1 - node, name=f"host-{'ab'[1 - node]}", agent=other.agent)], dict)

@@ -150,16 +150,16 @@ def test_small_buckets_are_more_messages(found: Found) -> None:
     assert events["small-buckets"] >= events["dp2"] + STEPS
 
 
-def step(portions: Mapping[str, PhaseTime], *, end: int = 100, waits: Any = (), phases: Any = ()) -> StepTimes:
-    return StepTimes(step=0, start=0, end=end, portions=portions, phases=phases, waits=waits)  # pyright: ignore[reportArgumentType]
+def step(phase_times: Mapping[str, PhaseTime], *, end: int = 100, waits: Any = (), phases: Any = ()) -> StepTimes:
+    return StepTimes(step=0, start=0, end=end, phase_times=phase_times, phases=phases, waits=waits)  # pyright: ignore[reportArgumentType]
 
 
 def test_waits_that_the_clock_was_not_told_of_move_from_their_phase() -> None:
-    portions = {"forward": PhaseTime(wall=60, processor=30, waited=10), "other": PhaseTime(wall=30, processor=30)}
+    phase_times = {"forward": PhaseTime(wall=60, processor=30, waited=10), "other": PhaseTime(wall=30, processor=30)}
     phases = (Interval(name="forward", start=0, end=70), Interval(name="other", start=70, end=100))
     waits = (Interval(name="messages", start=10, end=20),)
     unseen = [Interval(name="wait_tensor", start=15, end=30), Interval(name="wait_tensor", start=69, end=71)]
-    (rank,) = [rank_profile(0, [step(portions, waits=waits, phases=phases)], ran=[], unseen=unseen, idles=True)]
+    (rank,) = [rank_profile(0, [step(phase_times, waits=waits, phases=phases)], ran=[], unseen=unseen, idles=True)]
     nanoseconds = {name: round(seconds * 1e9, 6) for name, seconds in rank.categories.items()}
     # 5 of the first wait were known, and the second lies in two phases.
     assert nanoseconds == {"compute": 30, "communication": 22, "data": 0, "optimizer": 0, "other": 29, "idle": 19}

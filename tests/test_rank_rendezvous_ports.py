@@ -52,14 +52,14 @@ def foreign(port: int, says: bytes | None) -> Iterator[None]:
 
 
 def test_rank_0_is_heard() -> None:
-    with rank_rendezvous.lit(LOOPBACK, "a job", 2, 4711):
-        assert rank_rendezvous.heard([LOOPBACK], "a job", 2, timeout=5) == (LOOPBACK, 4711)
+    with rank_rendezvous.announced(LOOPBACK, "a job", 2, 4711):
+        assert rank_rendezvous.find_rank_0([LOOPBACK], "a job", 2, timeout=5) == (LOOPBACK, 4711)
 
 
 def test_two_jobs_on_the_same_ports_do_not_mix(ports: list[int]) -> None:
-    with rank_rendezvous.lit(LOOPBACK, "one", 2, 1111), rank_rendezvous.lit(LOOPBACK, "two", 2, 2222):
-        assert rank_rendezvous.heard([LOOPBACK], "two", 2, timeout=5) == (LOOPBACK, 2222)
-        assert rank_rendezvous.heard([LOOPBACK], "one", 2, timeout=5) == (LOOPBACK, 1111)
+    with rank_rendezvous.announced(LOOPBACK, "one", 2, 1111), rank_rendezvous.announced(LOOPBACK, "two", 2, 2222):
+        assert rank_rendezvous.find_rank_0([LOOPBACK], "two", 2, timeout=5) == (LOOPBACK, 2222)
+        assert rank_rendezvous.find_rank_0([LOOPBACK], "one", 2, timeout=5) == (LOOPBACK, 1111)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_a_server_of_another_program_is_not_rank_0(
     ports: list[int], says: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_rendezvous, "_PATIENCE", 0.1)
-    with foreign(ports[0], says), rank_rendezvous.lit(LOOPBACK, "a job", 2, 4711):
-        assert rank_rendezvous.heard([LOOPBACK], "a job", 2, timeout=5) == (LOOPBACK, 4711)
+    with foreign(ports[0], says), rank_rendezvous.announced(LOOPBACK, "a job", 2, 4711):
+        assert rank_rendezvous.find_rank_0([LOOPBACK], "a job", 2, timeout=5) == (LOOPBACK, 4711)
 
 
 def test_rank_0_may_come_last(ports: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +84,13 @@ def test_rank_0_may_come_last(ports: list[int], monkeypatch: pytest.MonkeyPatch)
         return answer
 
     monkeypatch.setattr(rank_rendezvous, "_ask", asked)
-    asking = threading.Thread(target=lambda: heard.append(rank_rendezvous.heard([LOOPBACK], "a job", 2, timeout=20)))
+    asking = threading.Thread(
+        target=lambda: heard.append(rank_rendezvous.find_rank_0([LOOPBACK], "a job", 2, timeout=20))
+    )
     asking.start()
     assert in_vain.wait(20)
     assert heard == []
-    with rank_rendezvous.lit(LOOPBACK, "a job", 2, 4711):
+    with rank_rendezvous.announced(LOOPBACK, "a job", 2, 4711):
         asking.join(20)
     assert heard == [(LOOPBACK, 4711)]
 
@@ -97,14 +99,14 @@ def test_rank_0_that_is_not_there(ports: list[int]) -> None:
     with pytest.raises(
         TimeoutError, match=r"rank 0 was not heard on 127\.0\.0\.1 within 0 s; where it runs elsewhere"
     ):
-        rank_rendezvous.heard([LOOPBACK], "a job", 2, timeout=0.2)
+        rank_rendezvous.find_rank_0([LOOPBACK], "a job", 2, timeout=0.2)
 
 
 @pytest.mark.parametrize(("name", "theirs"), [("samestep", "0.0.9"), ("torch", "1.13"), ("world_size", 3)])
 def test_ranks_that_differ_are_refused(ports: list[int], name: str, theirs: object) -> None:
     answer = {**rank_rendezvous._identity("a job", 2), "host": "worker-1", "port": 4711, name: theirs}
     with foreign(ports[0], json.dumps(answer).encode() + b"\n"), pytest.raises(UserError) as error:
-        rank_rendezvous.heard([LOOPBACK], "a job", 2, timeout=5)
+        rank_rendezvous.find_rank_0([LOOPBACK], "a job", 2, timeout=5)
     said = str(error.value)
     assert said.startswith(f"{name.replace('_', ' ')} is {theirs} on rank 0's host worker-1, and ")
     assert said.endswith("all ranks of a job must have the same")
@@ -114,7 +116,7 @@ def test_no_port_is_free(ports: list[int]) -> None:
     taken = [socket.create_server((LOOPBACK, port)) for port in ports]
     try:
         with pytest.raises(UserError, match=f"none of the ports {', '.join(map(str, sorted(ports)))} is free"):
-            rank_rendezvous.lit(LOOPBACK, "a job", 2, 4711).__enter__()
+            rank_rendezvous.announced(LOOPBACK, "a job", 2, 4711).__enter__()
     finally:
         for each in taken:
             each.close()

@@ -38,7 +38,7 @@ def host(node: int, store: TCPStore) -> MultiNodeRendezvous:
             local_addr=LOOPBACK,
             node_rank=node,
             name="ab"[node],
-            limits=LaunchTimeouts(heartbeat_timeout=_SILENCE),
+            timeouts=LaunchTimeouts(heartbeat_timeout=_SILENCE),
         )
     )
 

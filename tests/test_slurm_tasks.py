@@ -151,11 +151,11 @@ def test_an_agent_gets_all_that_its_node_has_though_the_job_asked_by_the_task(
 ) -> None:
     for name, value in BATCH.items():
         monkeypatch.setenv(name, value)
-    (bring,) = slurm.STARTER.bring(parts("gpu1", "gpu2"), WAYS)
-    assert "--gpus=6" in bring.command
-    (bring,) = slurm.STARTER.bring(parts("gpu2"), WAYS)
-    assert "--gpus=2" in bring.command
-    assert started_with(bring, "SLURM_GPUS_PER_TASK", "SLURM_JOB_ID") == "none 7"
+    (agents,) = slurm.STARTER.agent_commands(specs("gpu1", "gpu2"), WAYS)
+    assert "--gpus=6" in agents.command
+    (agents,) = slurm.STARTER.agent_commands(specs("gpu2"), WAYS)
+    assert "--gpus=2" in agents.command
+    assert started_with(agents, "SLURM_GPUS_PER_TASK", "SLURM_JOB_ID") == "none 7"
 
 
 @pytest.mark.parametrize(
@@ -171,30 +171,30 @@ def test_where_slurm_gives_an_agent_all_by_itself_it_is_not_asked(
             monkeypatch.setenv(name, value)
     if "SLURM_GPUS_PER_NODE" in changes:
         monkeypatch.delenv("SLURM_GPUS_PER_TASK")
-    (bring,) = slurm.STARTER.bring(parts("gpu1", device=device), WAYS)
-    assert not any(word.startswith("--gpus") for word in bring.command)
+    (agents,) = slurm.STARTER.agent_commands(specs("gpu1", device=device), WAYS)
+    assert not any(word.startswith("--gpus") for word in agents.command)
 
 
 def test_srun_gives_its_tasks_no_variable_that_stays_here(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**BATCH, "HF_TOKEN": "hf_s3cret", "WANDB_MODE": "offline"}.items():
         monkeypatch.setenv(name, value)
-    (bring,) = slurm.STARTER.bring(parts("gpu1"), replace(WAYS, kept_back=("HF_TOKEN",)))
-    assert started_with(bring, "HF_TOKEN", "WANDB_MODE") == "none offline"
+    (agents,) = slurm.STARTER.agent_commands(specs("gpu1"), replace(WAYS, kept_back=("HF_TOKEN",)))
+    assert started_with(agents, "HF_TOKEN", "WANDB_MODE") == "none offline"
 
 
 WAYS = LaunchOptions(remote_python=("python",))
 
 
-def parts(*hosts: str, device: Any = "auto") -> list[NodeSpec]:
+def specs(*hosts: str, device: Any = "auto") -> list[NodeSpec]:
     ranks = RankOptions(logs="logs", device=device)
     return [NodeSpec(host=host, job="7", num_procs=1, command=("x",), ranks=ranks) for host in hosts]
 
 
-def started_with(bring: AgentCommand, *names: str) -> str:
-    """What a process that brings hosts up finds in these variables."""
+def started_with(agents: AgentCommand, *names: str) -> str:
+    """What a process that starts agents on other hosts finds in these variables."""
     command = ("sh", "-c", "echo " + " ".join(f"${{{name}:-none}}" for name in names))
     events: SimpleQueue[Event] = SimpleQueue()
-    AgentConnection(AgentCommand(command=command, parts=bring.parts, without=bring.without), b"", events)
+    AgentConnection(AgentCommand(command=command, specs=agents.specs, without=agents.without), b"", events)
     lines = []
     while not isinstance(event := events.get(timeout=10), AgentEnded):
         if isinstance(event, Line):

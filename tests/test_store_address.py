@@ -32,17 +32,17 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return known
 
 
-def part(**values: Any) -> NodeSpec:
+def spec(**values: Any) -> NodeSpec:
     known = {"job": "one", "host": "worker-1", "most": 2, "fewest": 2, "num_procs": 1, "command": ("x",)}
-    limits = LaunchTimeouts(start_timeout=5.0)
-    return NodeSpec(**{**known, "address": "worker-1", "limits": limits, "serves": True, **values})
+    timeouts = LaunchTimeouts(start_timeout=5.0)
+    return NodeSpec(**{**known, "address": "worker-1", "timeouts": timeouts, "serves": True, **values})
 
 
 def test_a_name_that_leads_to_the_loopback_on_itself_is_no_place(names: dict[str, str]) -> None:
     names["worker-1"] = "127.0.1.1"
     began = time.monotonic()
     with pytest.raises(UserError) as error:
-        Handshake(part())
+        Handshake(spec())
     assert time.monotonic() - began < 2
     assert str(error.value) == (
         "worker-1 leads to 127.0.1.1 on worker-1 itself, where no other host reaches it; use "
@@ -55,10 +55,10 @@ def test_where_other_hosts_are_known_the_way_towards_them_says_the_address(
 ) -> None:
     towards = {"worker-2": "127.0.0.1", "worker-3": "10.9.0.1"}
     monkeypatch.setattr(store_address, "address_towards", towards.__getitem__)
-    three = part(hosts=("worker-1", "worker-2", "worker-3"), most=3, fewest=3)
+    three = spec(hosts=("worker-1", "worker-2", "worker-3"), most=3, fewest=3)
     assert store_address.to_serve_at(three, "127.0.1.1") == "10.9.0.1"
     with pytest.raises(UserError, match=r"worker-1 leads to 127\.0\.1\.1 on worker-1 itself"):
-        store_address.to_serve_at(part(hosts=("worker-1", "worker-2")), "127.0.1.1")
+        store_address.to_serve_at(spec(hosts=("worker-1", "worker-2")), "127.0.1.1")
 
 
 def test_the_host_that_serves_uses_that_address_itself(
@@ -70,22 +70,22 @@ def test_the_host_that_serves_uses_that_address_itself(
     monkeypatch.setattr(store_address, "is_loopback", lambda address: address == "127.0.1.1")
     with socket.create_server(("127.0.0.2", 0)) as listening:
         port = listening.getsockname()[1]
-    roll_call = Handshake(part(hosts=("worker-1", "worker-2"), port=port))
-    assert roll_call.address == "127.0.0.2"
-    assert roll_call.ended() is None
+    handshake = Handshake(spec(hosts=("worker-1", "worker-2"), port=port))
+    assert handshake.address == "127.0.0.2"
+    assert handshake.ended() is None
 
 
 def test_of_a_store_that_is_gone_no_failures_are_known() -> None:
     store = store_at("127.0.0.1")
-    roll_call = Handshake(part(serves=False, address="127.0.0.1", port=store.port))
-    assert roll_call.failures() == []
+    handshake = Handshake(spec(serves=False, address="127.0.0.1", port=store.port))
+    assert handshake.failures() == []
     del store
-    assert roll_call.failures() is None
+    assert handshake.failures() is None
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1", "localhost"])
 def test_a_loopback_that_was_asked_for_is_served(address: str) -> None:
-    assert store_address.to_serve_at(part(address=address), "127.0.0.1") == "127.0.0.1"
+    assert store_address.to_serve_at(spec(address=address), "127.0.0.1") == "127.0.0.1"
 
 
 def test_the_machine_that_starts_a_job_serves_where_the_hosts_reach_it(
@@ -126,7 +126,7 @@ def test_a_name_may_come_late(
             names["worker-1"] = "10.9.0.1"
 
     monkeypatch.setattr(time, "sleep", wait)
-    assert store_address.resolved(part(host="worker-2"), time.monotonic() + 60) == "10.9.0.1"
+    assert store_address.resolved(spec(host="worker-2"), time.monotonic() + 60) == "10.9.0.1"
     says = "samestep: worker-2: the name worker-1 does not resolve yet (Name or service not known); waiting for it\n"
     assert capfd.readouterr().err == says
 
@@ -135,4 +135,4 @@ def test_a_name_may_come_late(
 def test_a_name_that_never_comes_is_told(serves: bool, names: dict[str, str]) -> None:
     says = r"worker-2: the name worker-1 does not resolve \(Name or service not known\), nor has it for 1 s; "
     with pytest.raises(UserError, match=says):
-        Handshake(part(host="worker-2", serves=serves, limits=LaunchTimeouts(start_timeout=1.0)))
+        Handshake(spec(host="worker-2", serves=serves, timeouts=LaunchTimeouts(start_timeout=1.0)))

@@ -114,7 +114,7 @@ def request_from(
         command=command,
         hosts=hosts_from(options),
         ranks=RankOptions(**values_for(RankOptions, given)),
-        limits=LaunchTimeouts(**values_for(LaunchTimeouts, given)),
+        timeouts=LaunchTimeouts(**values_for(LaunchTimeouts, given)),
         reach=LaunchOptions(**values_for(LaunchOptions, given)),
         run=run,
         **values_for(LaunchRequest, given),
@@ -141,7 +141,7 @@ def check(wanted: LaunchRequest) -> None:
 
     registry.check(wanted.ranks.engine)
     check_choice(wanted.ranks.bind)
-    wanted.limits.check()
+    wanted.timeouts.check()
 
 
 def variables_from(options: argparse.Namespace) -> "ForwardedVariables":

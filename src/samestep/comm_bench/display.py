@@ -124,7 +124,7 @@ def checks_in_words(checks: Sequence[Check]) -> str:
 
 
 def print_demonstration(shown: Demonstration, out: Console | None = None) -> None:
-    """Each rank's tensor before and after, through what it went, and what was done, as a sentence."""
+    """Print each rank's tensor before and after a collective, the transport that carried it, and a summary."""
     out = out or console()
     left = "" if shown.carrier == shown.transport else f", which leaves it to {shown.carrier}"
     out.print(f"{shown.collective} over {shown.transport}{left}", soft_wrap=True)

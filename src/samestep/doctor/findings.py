@@ -24,6 +24,8 @@ _FORM = "a name or an address is wanted, with a port where it is not 22: worker-
 
 @dataclass(frozen=True, kw_only=True)
 class HostAddress:
+    """A host to examine, by name or address, and the port of its SSH server."""
+
     name: str
     port: int = SSH_PORT
 

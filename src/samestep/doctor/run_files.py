@@ -30,6 +30,8 @@ class Lines:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
+    """What a run has written into its folder, as far as it can be read."""
+
     folder: Path
     steps: Lines
     evaluations: Lines

@@ -213,7 +213,7 @@ def check_model(settings: Mapping[str, Any], model: nn.Module) -> None:
             lists = isinstance(module, (nn.ModuleList, nn.ModuleDict))
             if lists and sum(parameter.numel() for parameter in module.parameters()) > least:
                 raise UserError(
-                    f"fsdp_auto_wrap_policy is SIZE_BASED_WRAP, by which Accelerate makes a unit of {name} "
+                    f"fsdp_auto_wrap_policy is SIZE_BASED_WRAP, which makes an FSDP unit of the list {name} "
                     f"({type(module).__name__}), and FSDP2 takes no lists; use TRANSFORMER_BASED_WRAP"
                 )
 

@@ -5,7 +5,7 @@ In the order of reading:
 - `options`: what the user may say, each option declared once.
 - `environments`: places that offer hosts. `filters`: the hosts and slots that a job takes of them.
 - `device`: which device a rank computes on, and the back end of its messages. `world`: the ranks' process group.
-- `node_spec`: what one host does in a job. `launcher`, `starter`, `ssh`, `controller`: bring a `remote_agent` up on
+- `node_spec`: what one host does in a job. `launcher`, `starter`, `ssh`, `controller`: start a `remote_agent` on
   every host, and end them all.
 - `elastic_agent`: PyTorch's elastic agent, which starts one host's ranks and looks after them. Two ways lead to it:
   `agent` for a command on one host or many, `local` for a function on this host.
@@ -19,7 +19,7 @@ In the order of reading:
 A job from its start to its end:
 
     1. find hosts        `environments` looks at variables, files or a scheduler; `filters` takes what was asked for
-    2. bring agents up   `launcher` makes a NodeSpec a host; ssh, srun or Ray start `remote_agent` there (or each
+    2. start the agents  `launcher` makes a NodeSpec a host; ssh, srun or Ray start `remote_agent` there (or each
                          host's own command is its agent); `controller` reads what they print
     3. shake hands       agents meet in the job's store, compare versions, scripts, commands (300 s for all to come)
     4. meet              a round begins: rendezvous, a store for this round, ranks numbered by node rank

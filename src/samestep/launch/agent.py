@@ -41,13 +41,13 @@ _AFTER_END = 5.0  # seconds that ranks have to end when the job has failed elsew
 _SETTLE = 3.0  # seconds for all hosts to tell their failures
 
 
-def run(part: NodeSpec) -> JobOutcome:
+def run(spec: NodeSpec) -> JobOutcome:
     """Run this host's part of a job, from the handshake to the end of its ranks.
 
     No process is left running. User mistakes and failures are in the returned JobOutcome.
     """
     with _Signals() as signals, elastic_agent.silent_agent():
-        agent = _Agent(part, signals)
+        agent = _Agent(spec, signals)
         try:
             outcome = agent.take_part()
             signals.only_note()  # what remains takes seconds, and always ends
@@ -59,20 +59,20 @@ def run(part: NodeSpec) -> JobOutcome:
 class _Agent:
     """This host's part of a job, and its handshake with the other hosts."""
 
-    def __init__(self, part: NodeSpec, signals: "_Signals") -> None:
-        self._part = part
+    def __init__(self, spec: NodeSpec, signals: "_Signals") -> None:
+        self._spec = spec
         self._signals = signals
         self._handshake: Handshake | None = None  # None before the handshake, and in a single-host job
 
     def take_part(self) -> JobOutcome:
         """Shake hands with the other hosts, then run the ranks. Raises SignalException on a signal."""
-        part = self._part
+        spec = self._spec
         try:
-            program = _program(part)  # find a missing script before any host waits
-            if part.address is not None:
-                self._handshake = Handshake(part)
+            program = _program(spec)  # find a missing script before any host waits
+            if spec.address is not None:
+                self._handshake = Handshake(spec)
                 self._handshake.agree()
-            outcome = _Ranks(part, program, self._signals, self._handshake).run()
+            outcome = _Ranks(spec, program, self._signals, self._handshake).run()
             if outcome.exit_code == 0 and self._handshake is not None:
                 self._handshake.tell_success()
             return outcome
@@ -88,15 +88,15 @@ class _Agent:
     def interrupted(self) -> JobOutcome:
         """Return the outcome after a signal, and end a non-elastic job on all hosts."""
         number = self._signals.number
-        if self._handshake is not None and not self._part.elastic:
-            self._handshake.end(f"{self._part.host} was told to stop by {signal.Signals(number).name}")
+        if self._handshake is not None and not self._spec.elastic:
+            self._handshake.end(f"{self._spec.host} was told to stop by {signal.Signals(number).name}")
         return JobOutcome(exit_code=128 + number, message=f"stopped by signal {number}")
 
     def leave(self, outcome: JobOutcome) -> JobOutcome:
         """Collect the other hosts' failures, and leave the job's store."""
         if self._handshake is None:
             return outcome
-        if outcome.exit_code != 0 and not self._part.controlled and self._part.most > 1:
+        if outcome.exit_code != 0 and not self._spec.controlled and self._spec.most > 1:
             outcome = _over_all_hosts(outcome, self._handshake)
         self._handshake.leave(_SETTLE)
         return outcome
@@ -115,16 +115,16 @@ def _over_all_hosts(outcome: JobOutcome, handshake: Handshake) -> JobOutcome:
     return of_failures([*(told or ()), *([outcome.failure] if outcome.failure is not None else ())]) or outcome
 
 
-def _program(part: NodeSpec) -> list[str]:
+def _program(spec: NodeSpec) -> list[str]:
     """Return the command line of a rank, after checking that it can run and that the host has the slots."""
-    check_command(part.command, part.host)
-    check_slots(part.host, part.num_procs, part.chosen, part.ranks.device)
+    check_command(spec.command, spec.host)
+    check_slots(spec.host, spec.num_procs, spec.chosen, spec.ranks.device)
     return rank_command(
-        part.command,
-        engine=part.ranks.engine,
-        bind=part.ranks.bind,
-        threads=part.ranks.threads,
-        local_ranks=part.num_procs,
+        spec.command,
+        engine=spec.ranks.engine,
+        bind=spec.ranks.bind,
+        threads=spec.ranks.threads,
+        local_ranks=spec.num_procs,
     )
 
 
@@ -132,9 +132,9 @@ class _Ranks:
     """Runs this host's ranks, in one round or several."""
 
     def __init__(
-        self, part: NodeSpec, program: Sequence[str], signals: "_Signals", handshake: Handshake | None
+        self, spec: NodeSpec, program: Sequence[str], signals: "_Signals", handshake: Handshake | None
     ) -> None:
-        self._part = part
+        self._spec = spec
         self._program = program
         self._signals = signals
         self._handshake = handshake
@@ -143,19 +143,19 @@ class _Ranks:
 
     def run(self) -> JobOutcome:
         """Run the ranks of this host until the job ends, and return the outcome."""
-        part = self._part
+        spec = self._spec
         with ExitStack() as stack:
-            follower = stack.enter_context(Follower()) if part.ranks.output == "terminal" else None
-            files = RankFiles(Path(part.logs) if part.logs is not None else None, part.host, follower)
+            follower = stack.enter_context(Follower()) if spec.ranks.output == "terminal" else None
+            files = RankFiles(Path(spec.logs) if spec.logs is not None else None, spec.host, follower)
             stack.enter_context(environment.agent_settings())
             stack.enter_context(environment.given(self._variables()))
             stack.enter_context(self._watch())
             try:
                 self._start(files)
             except ChildFailedError as error:
-                return self._failed(partial(first_of, error.failures, part.host, files.here))
+                return self._failed(partial(first_of, error.failures, spec.host, files.here))
             except elastic_agent.HungError as error:
-                return self._failed(partial(of_hang, error.hang, part.host, files.here))
+                return self._failed(partial(of_hang, error.hang, spec.host, files.here))
             except SignalException:
                 if self._ended is None:
                     raise
@@ -164,10 +164,10 @@ class _Ranks:
 
     def _start(self, files: RankFiles) -> None:
         """Run the elastic agent: rendezvous, start ranks, restart them; returns when all ranks are done."""
-        part = self._part
+        spec = self._spec
 
         def explain(failures: Mapping[int, ProcessFailure]) -> RanksEnded:
-            failure = first_of(failures, part.host, files.here)
+            failure = first_of(failures, spec.host, files.here)
             told = failure.reason.startswith("Traceback")
             reason = failure.reason if told else f"{failure.how}\n{failure.reason}"
             return RanksEnded(rank=failure.rank, reason=reason, at=failure.at, follows=failure.follows)
@@ -176,38 +176,38 @@ class _Ranks:
         elastic_agent.run(
             elastic_agent.AgentSpec(
                 hosts=self._rendezvous(),
-                num_procs=part.num_procs,
+                num_procs=spec.num_procs,
                 entry=entry,
                 files=files,
                 explain=explain,
-                max_restarts=part.max_restarts,
-                grace_period=part.ranks.grace_period,
-                run=part.run,
+                max_restarts=spec.max_restarts,
+                grace_period=spec.ranks.grace_period,
+                run=spec.run,
             )
         )
 
     def _rendezvous(self) -> rendezvous.NodeRendezvous:
         """Return the rendezvous of this host's elastic agent, single-node or multi-node."""
-        part = self._part
+        spec = self._spec
         if self._handshake is None:
-            return rendezvous.SingleNodeRendezvous(part.job, part.host)
+            return rendezvous.SingleNodeRendezvous(spec.job, spec.host)
         return rendezvous.MultiNodeRendezvous(
             RendezvousParameters(
                 backend=rendezvous.BACKEND,
-                endpoint=f"{self._handshake.address}:{part.port}",
-                run_id=part.job,
-                min_nodes=part.fewest,
-                max_nodes=part.most,
-                node_rank=part.node_rank,
-                name=part.host,
-                limits=part.limits,
+                endpoint=f"{self._handshake.address}:{spec.port}",
+                run_id=spec.job,
+                min_nodes=spec.fewest,
+                max_nodes=spec.most,
+                node_rank=spec.node_rank,
+                name=spec.host,
+                timeouts=spec.timeouts,
             )
         )
 
     def _variables(self) -> dict[str, str]:
         """Return the variables that select the ranks' accelerators."""
-        chosen = self._part.chosen
-        if self._part.ranks.device == "cpu":
+        chosen = self._spec.chosen
+        if self._spec.ranks.device == "cpu":
             return environment.no_devices()
         # Without accelerators the chosen slots are interchangeable.
         return environment.devices(chosen) if chosen is not None and accelerators() else {}

@@ -36,26 +36,26 @@ _GIVE = "give both the same"
 _SCRIPTS = (".py", ".sh")
 
 
-def told(part: NodeSpec) -> dict[str, Any]:
+def told(spec: NodeSpec) -> dict[str, Any]:
     """Collect this host's facts, in the order in which they are compared; for JSON."""
     found: dict[str, Any] = {
-        "job": part.job,
-        "number of hosts": part.size,
+        "job": spec.job,
+        "number of hosts": spec.size,
         "samestep version": __version__,
         "PyTorch version": str(torch.__version__),
         "Python version": platform.python_version(),
         "samestep sources": digest_of(_SOURCES),
     }
-    if not part.controlled:  # else the controller gives all hosts the same
-        found["engine"] = part.ranks.engine
-        found["device"] = part.ranks.device
-        found["command"] = f"SHA-256 {_digest_of_words(part.command)}"
-    if (number := _file(part.command)) is not None:
-        kind, path = "job file" if is_ours(part.command) else "script", Path(part.command[number])
+    if not spec.controlled:  # else the controller gives all hosts the same
+        found["engine"] = spec.ranks.engine
+        found["device"] = spec.ranks.device
+        found["command"] = f"SHA-256 {_digest_of_words(spec.command)}"
+    if (number := _file(spec.command)) is not None:
+        kind, path = "job file" if is_ours(spec.command) else "script", Path(spec.command[number])
         with suppress(OSError):  # a rank will report why it can't be read
             found[kind] = f"{path.name} of SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
-    if part.must_match:
-        found["ranks a host"] = str(part.num_procs)
+    if spec.must_match:
+        found["ranks a host"] = str(spec.num_procs)
     return found
 
 

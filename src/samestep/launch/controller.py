@@ -60,9 +60,9 @@ Event = Line | AgentMessage | AgentEnded | None
 class AgentConnection:
     """A local launcher process (ssh, srun or ray), and the connection to the remote agents behind it."""
 
-    def __init__(self, bring: AgentCommand, request: bytes, events: "SimpleQueue[Event]") -> None:
+    def __init__(self, agents: AgentCommand, request: bytes, events: "SimpleQueue[Event]") -> None:
         """Start the process; its lines, messages and end are put into `events`."""
-        self.bring = bring
+        self.agents = agents
         self.began = time.monotonic()
         self.started: set[str] = set()  # hosts whose agents run
         self._events = events
@@ -71,15 +71,15 @@ class AgentConnection:
         try:
             # A session of its own: Ctrl-C at the terminal is ours to pass on.
             self._process = subprocess.Popen(
-                bring.command,
+                agents.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                env={name: value for name, value in environment.snapshot().items() if name not in bring.without},
+                env={name: value for name, value in environment.snapshot().items() if name not in agents.without},
             )
         except OSError as error:
-            self._process, self._failure = None, f"{bring.command[0]}: {error.strerror}"
+            self._process, self._failure = None, f"{agents.command[0]}: {error.strerror}"
             events.put(AgentEnded(link=self))
             return
         self._readers = [
@@ -143,7 +143,7 @@ class AgentConnection:
         lost = [host for host in hosts if host in self.started]
         words = [text.decode(errors="replace").strip() for _, text in self._held]
         lines = "\n".join([word for word in words if word][-_LAST_LINES:])
-        name = self.bring.command[0].rpartition("/")[2]
+        name = self.agents.command[0].rpartition("/")[2]
         if self._process is None:
             return f"{', '.join(hosts)} can't be reached: {self._failure}"
         end = f"{name} ended with exit code {self._process.returncode}"
@@ -164,7 +164,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 3.0, 60.0  # seconds before a lost host is retried;
 
 
 class Controller:
-    """One job over hosts that this process brings up.
+    """One job over hosts whose agents this process starts.
 
     Events come through one queue, from a thread for each stream of each connection: lines, messages, ends. Everything
     else happens in the one thread that reads the queue, so no state here needs a lock.
@@ -176,7 +176,7 @@ class Controller:
 
     def __init__(
         self,
-        brings: Sequence[AgentCommand],
+        agents: Sequence[AgentCommand],
         folder: str,
         variables: Mapping[str, str],
         *,
@@ -184,7 +184,7 @@ class Controller:
         elastic: bool,
     ) -> None:
         """`folder` and `variables` apply to every host."""
-        self._brings = brings
+        self._agents = agents
         self._folder = folder
         self._variables = variables
         self._grace_period = grace_period
@@ -211,8 +211,8 @@ class Controller:
             for number in _SIGNALS:
                 stack.callback(signal.signal, number, signal.signal(number, self._hear))
             stack.callback(self._cut)
-            for bring in self._brings:
-                self._connect(bring)
+            for agents in self._agents:
+                self._connect(agents)
             while self._links or (self._again and not self._ending):
                 self._take()
                 self._give_orders()
@@ -223,8 +223,8 @@ class Controller:
     def _ending(self) -> bool:
         return self._over or bool(self._signal)
 
-    def _connect(self, bring: AgentCommand) -> None:
-        self._links.add(AgentConnection(bring, request(bring.parts, self._folder, self._variables), self._events))
+    def _connect(self, agents: AgentCommand) -> None:
+        self._links.add(AgentConnection(agents, request(agents.specs, self._folder, self._variables), self._events))
 
     def _take(self) -> None:
         """Handle the next event, if any."""
@@ -270,7 +270,7 @@ class Controller:
         if not self._elastic or self._ordered or self._ending or outcome.failure is not None:
             return False
         # A user mistake ends the job, except on a host that comes back: its disk may not be mounted yet.
-        own = outcome.exit_code == 1 or outcome.exit_code > _BY_SIGNAL or link.bring in self._waits
+        own = outcome.exit_code == 1 or outcome.exit_code > _BY_SIGNAL or link.agents in self._waits
         others = {each for link in self._links for each in link.started} - {host}
         return outcome.exit_code != 0 and own and bool(others - self._outcomes.keys() - self._gave_up.keys())
 
@@ -279,10 +279,10 @@ class Controller:
 
         Its hosts without an outcome are lost: an elastic job may get them back, any other job ends.
         """
-        missing = [part.host for part in link.bring.parts if part.host not in self._outcomes]
+        missing = [spec.host for spec in link.agents.specs if spec.host not in self._outcomes]
         if not missing or self._signal or self._ordered:
             return
-        done = [self._outcomes[part.host].exit_code == 0 for part in link.bring.parts if part.host in self._outcomes]
+        done = [self._outcomes[spec.host].exit_code == 0 for spec in link.agents.specs if spec.host in self._outcomes]
         if self._elastic and any(done):
             return  # other hosts behind the same process have finished the job without them
         lost = [host for host in missing if host not in self._gave_up]
@@ -303,25 +303,25 @@ class Controller:
         """Schedule a retry of a lost host; printed once each time that it is lost."""
         # A host that soon fails for the same reason as before has not come back in between.
         soon = time.monotonic() - link.began < _LONGEST_WAIT
-        same = gave_up is not None and soon and self._reasons.get(link.bring) == reason
-        before = None if link.started and not same else self._waits.get(link.bring)
-        self._reasons[link.bring] = reason
+        same = gave_up is not None and soon and self._reasons.get(link.agents) == reason
+        before = None if link.started and not same else self._waits.get(link.agents)
+        self._reasons[link.agents] = reason
         if before is None:
             print(f"samestep: {reason}; the others go on, and it is tried again", file=sys.stderr, flush=True)
         # After a signal on that host, its machine may be about to go down.
         first = _LONGEST_WAIT if gave_up is not None and gave_up.exit_code > _BY_SIGNAL else _FIRST_WAIT
         wait = first if before is None else min(2 * before, _LONGEST_WAIT)
-        self._waits[link.bring] = wait
-        self._again[link.bring] = time.monotonic() + wait
+        self._waits[link.agents] = wait
+        self._again[link.agents] = time.monotonic() + wait
 
     def _try_again(self) -> None:
         """Start the agents of lost hosts again, as long as other hosts run."""
         if self._ending or not self._links:
             self._again.clear()
-        for bring, at in list(self._again.items()):
+        for agents, at in list(self._again.items()):
             if time.monotonic() > at:
-                del self._again[bring]
-                self._connect(bring)
+                del self._again[agents]
+                self._connect(agents)
 
     def _end_all(self, after: float) -> None:
         """Schedule the job's end: SIGTERM after `after` seconds, then kill, then cut."""

@@ -43,25 +43,25 @@ class Handshake:
     `start_timeout` seconds (300 unless told) with a message that names the hosts that are missing.
     """
 
-    def __init__(self, part: NodeSpec) -> None:
+    def __init__(self, spec: NodeSpec) -> None:
         """Connect to the store, and serve it first if this host has to.
 
         Raises UserError for an impossible address or port, StartError if nothing answers in time.
         """
-        assert part.address is not None
-        self._part = part
-        self._deadline = time.monotonic() + part.limits.start_timeout
-        self._where = f"{part.address}:{part.port}"
-        found = store_address.resolved(part, self._deadline)
+        assert spec.address is not None
+        self._spec = spec
+        self._deadline = time.monotonic() + spec.timeouts.start_timeout
+        self._where = f"{spec.address}:{spec.port}"
+        found = store_address.resolved(spec, self._deadline)
         # The address that this host uses: the serving host may resolve the name differently.
-        self.address = store_address.to_serve_at(part, found) if part.serves else part.address
-        self._server = store_address.served(part, self.address) if part.serves else None
-        self._await_port(self.address, part.port)
+        self.address = store_address.to_serve_at(spec, found) if spec.serves else spec.address
+        self._server = store_address.served(spec, self.address) if spec.serves else None
+        self._await_port(self.address, spec.port)
         self._store = self._reached()
 
     def _reached(self) -> dist.TCPStore:
         """Connect to the store, in a thread with a time limit: PyTorch waits forever for the first response."""
-        address, port = self.address, self._part.port
+        address, port = self.address, self._spec.port
         found: list[dist.TCPStore | Exception] = []
 
         def connect() -> None:
@@ -78,7 +78,7 @@ class Handshake:
         if not isinstance(store, Exception):
             return store
         raise StartError(
-            f"{self._part.host}: what listens at {self._where} is no job's store ({first_line(store)}); use "
+            f"{self._spec.host}: what listens at {self._where} is no job's store ({first_line(store)}); use "
             "another --master-port"
         )
 
@@ -92,16 +92,16 @@ class Handshake:
                 reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
             if time.monotonic() > self._deadline:
                 raise StartError(
-                    f"{self._part.host} waited {self._part.limits.start_timeout:.0f} s for the job's store "
+                    f"{self._spec.host} waited {self._spec.timeouts.start_timeout:.0f} s for the job's store "
                     f"at {self._where}: {reason}; {self._hint()}"
                 )
             time.sleep(_APART)
 
     def _hint(self) -> str:
         """Suggest what may be wrong if the store doesn't answer."""
-        if self._part.controlled:
+        if self._spec.controlled:
             return "a firewall may be in between, or --master-addr should be another address of the starting machine"
-        return f"{self._part.name_of(0)} is to serve it: has it been started, and is there a firewall?"
+        return f"{self._spec.name_of(0)} is to serve it: has it been started, and is there a firewall?"
 
     def agree(self) -> None:
         """Wait until enough hosts are present and agree.
@@ -119,22 +119,22 @@ class Handshake:
 
     def _reconnect(self, error: Exception) -> None:
         """Reconnect to the store, until its host refuses connections. Raises StartError."""
-        until = min(self._deadline, time.monotonic() + self._part.limits.rejoin_timeout)
+        until = min(self._deadline, time.monotonic() + self._spec.timeouts.rejoin_timeout)
         while time.monotonic() < until:
             time.sleep(_APART)
-            found = reach(self.address, self._part.port, within=1.0)
+            found = reach(self.address, self._spec.port, within=1.0)
             if found == "refuses":
                 break
             if found == "answers":
                 with suppress(StartError):  # the connection may break again
                     self._store = self._reached()
                     return
-        raise StartError(f"{self._part.host} lost the job's store at {self._where}: {first_line(error)}")
+        raise StartError(f"{self._spec.host} lost the job's store at {self._where}: {first_line(error)}")
 
     def _compare(self) -> None:
         """Compare this host with the first one. Raises UserError, or StartError for a late host of an elastic job."""
-        part = self._part
-        mine = {"host": part.host, **consistency.told(part)}
+        spec = self._spec
+        mine = {"host": spec.host, **consistency.told(spec)}
         theirs = json.loads(self._store.compare_set(_FIRST, "", json.dumps(mine)))
         found = consistency.difference(theirs, mine)
         if found is None:
@@ -144,46 +144,46 @@ class Handshake:
         if name == "job":
             message = (
                 f'the store at {self._where} is that of job "{theirs[name]}", which {theirs["host"]} began; '
-                f'{part.host} is of job "{mine[name]}"; give all hosts of a job one --job-id, and each job a port'
+                f'{spec.host} is of job "{mine[name]}"; give all hosts of a job one --job-id, and each job a port'
             )
         elif not complete:
             self._store.set(_REFUSED, message)  # so that the others don't wait
-        if complete and part.elastic and part.controlled:
+        if complete and spec.elastic and spec.controlled:
             raise StartError(message)  # the job goes on; this host may retry after a repair
         raise UserError(message)
 
     def _take_seat(self) -> None:
         """Claim this host's node rank. A restarted agent takes its old seat again."""
-        part = self._part
-        mine = json.dumps({"host": part.host, "machine": socket.gethostname(), "process": os.getpid()})
-        seat = _seat(part.node_rank)
+        spec = self._spec
+        mine = json.dumps({"host": spec.host, "machine": socket.gethostname(), "process": os.getpid()})
+        seat = _seat(spec.node_rank)
         there = self._store.compare_set(seat, "", mine).decode()
         if there == mine:
             return
         other = json.loads(there)
-        if other["host"] != part.host or _runs_here(other):
+        if other["host"] != spec.host or _runs_here(other):
             raise UserError(
-                f"node rank {part.node_rank} of job {part.job} is held by {other['host']} "
-                f"(process {other['process']}) already, and {part.host} comes with it too; "
+                f"node rank {spec.node_rank} of job {spec.job} is held by {other['host']} "
+                f"(process {other['process']}) already, and {spec.host} comes with it too; "
                 "give each host its own --node-rank, and each job its own --master-port"
             )
         self._store.set(seat, mine)
 
     def _await_others(self) -> None:
         """Wait until enough hosts are present."""
-        part = self._part
+        spec = self._spec
         while True:
-            came = [number for number in range(part.most) if self._there(_seat(number))]
-            if len(came) >= part.fewest:
+            came = [number for number in range(spec.most) if self._there(_seat(number))]
+            if len(came) >= spec.fewest:
                 self._store.set(_COMPLETE, "")
                 return
             if self._there(_REFUSED):
                 raise UserError(self._store.get(_REFUSED).decode())
             if time.monotonic() > self._deadline:
-                missing = [part.name_of(number) for number in range(part.most) if number not in came]
+                missing = [spec.name_of(number) for number in range(spec.most) if number not in came]
                 raise StartError(
-                    f"only {len(came)} of {part.size} hosts came within {part.limits.start_timeout:.0f} s: "
-                    f"{', '.join(map(part.name_of, came))}; not {', '.join(missing)}"
+                    f"only {len(came)} of {spec.size} hosts came within {spec.timeouts.start_timeout:.0f} s: "
+                    f"{', '.join(map(spec.name_of, came))}; not {', '.join(missing)}"
                 )
             time.sleep(_LOOK)
 
@@ -195,7 +195,7 @@ class Handshake:
         with suppress(RuntimeError):
             number = self._store.add(_FAILED, 1)
             self._store.set(f"{_FAILED}/{number}", json.dumps(asdict(failure)))
-        self.end(f"a rank on {self._part.host} failed")
+        self.end(f"a rank on {self._spec.host} failed")
 
     def end(self, reason: str) -> None:
         """Publish that the job is over, and why."""
@@ -207,7 +207,7 @@ class Handshake:
         try:
             return self._store.get(_ENDED).decode() if self._there(_ENDED) else None
         except RuntimeError as error:
-            raise StartError(f"{self._part.host} lost the job's store: {first_line(error)}") from None
+            raise StartError(f"{self._spec.host} lost the job's store: {first_line(error)}") from None
 
     def tell_success(self) -> None:
         """Publish that the job has succeeded, for hosts that come later."""
@@ -238,7 +238,7 @@ class Handshake:
         """Publish that this host is done; the host with the store waits up to `seconds` for the others."""
         with suppress(RuntimeError):
             left = self._store.add(_LEFT, 1)
-            came = sum(self._there(_seat(number)) for number in range(self._part.most))
+            came = sum(self._there(_seat(number)) for number in range(self._spec.most))
             deadline = time.monotonic() + seconds
             while self._server is not None and left < came and time.monotonic() < deadline:
                 time.sleep(_LOOK)

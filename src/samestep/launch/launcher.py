@@ -82,8 +82,8 @@ def launch(found: FoundCluster, wanted: LaunchRequest, variables: ForwardedVaria
     """Run a job to its end. `variables` go to every host. Raises UserError before anything is started."""
     check_one_a_host()
     found = first_hosts(found, wanted)
-    part = part_here(found, wanted)
-    if part is None:
+    spec = part_here(found, wanted)
+    if spec is None:
         return _from_here(found, wanted, variables)
     with environment.quiet_import():
         from samestep.launch import agent
@@ -93,7 +93,7 @@ def launch(found: FoundCluster, wanted: LaunchRequest, variables: ForwardedVaria
             stack.enter_context(chdir(wanted.chdir))
         except OSError as error:
             raise UserError(f"the folder {wanted.chdir}: {error.strerror}; --chdir FOLDER says another") from None
-        return agent.run(part)
+        return agent.run(spec)
 
 
 def first_hosts(found: FoundCluster, wanted: LaunchRequest) -> FoundCluster:
@@ -121,7 +121,7 @@ def part_here(found: FoundCluster, wanted: LaunchRequest) -> NodeSpec | None:
                 f"--nodes {wanted.nodes[0]}:{wanted.nodes[1]}, and there is this host alone; "
                 "--hostfile names others, or --no-ssh starts one host after another"
             )
-        return _part(wanted, _job_of(found, wanted), cluster, 0)
+        return _spec(wanted, _job_of(found, wanted), cluster, 0)
     return None
 
 
@@ -150,11 +150,11 @@ def _one_of_many(found: FoundCluster, wanted: LaunchRequest) -> NodeSpec:
     port = wanted.master_port or found.main_port or _port_of(found)
     host = cluster.hosts[node_rank] if named else replace(cluster.hosts[0], name=socket.gethostname())
     job = _job_of(found, wanted, default=f"{address}-{port}" if most > 1 else None)
-    part = _part(wanted, job, replace(cluster, hosts=(host,)), 0)
+    spec = _spec(wanted, job, replace(cluster, hosts=(host,)), 0)
     if most == 1:
-        return part
+        return spec
     return replace(
-        part,
+        spec,
         node_rank=node_rank,
         hosts=tuple(each.name for each in cluster.hosts) if named else (),
         fewest=fewest,
@@ -197,9 +197,9 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: ForwardedV
         store = store_at(address, wanted.master_port or 0)
     except OSError as error:
         raise UserError(_no_store(wanted, others[0], error)) from None
-    parts = [
+    specs = [
         replace(
-            _part(wanted, job, cluster, number),
+            _spec(wanted, job, cluster, number),
             fewest=fewest,
             most=most,
             must_match=False,
@@ -212,9 +212,9 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: ForwardedV
     if variables.kept_back:
         names = ", ".join(variables.kept_back)
         print(f"samestep: {starter.kept_back}, since it may be secret: {names}; --pass NAME does", file=sys.stderr)
-    brings = starter.bring(parts, options)
+    commands = starter.agent_commands(specs, options)
     controller = Controller(
-        brings, wanted.chdir, variables.values, grace_period=wanted.ranks.grace_period, elastic=fewest != most
+        commands, wanted.chdir, variables.values, grace_period=wanted.ranks.grace_period, elastic=fewest != most
     )
     return controller.run()
 
@@ -236,7 +236,7 @@ def _no_store(wanted: LaunchRequest, other: str, error: OSError) -> str:
     )
 
 
-def _part(wanted: LaunchRequest, job: str, cluster: Cluster, number: int) -> NodeSpec:
+def _spec(wanted: LaunchRequest, job: str, cluster: Cluster, number: int) -> NodeSpec:
     """Build one host's part of the job."""
     host: Host = cluster.hosts[number]
     return NodeSpec(
@@ -249,7 +249,7 @@ def _part(wanted: LaunchRequest, job: str, cluster: Cluster, number: int) -> Nod
         command=wanted.command,
         run=wanted.run,
         ranks=wanted.ranks,
-        limits=wanted.limits,
+        timeouts=wanted.timeouts,
     )
 
 

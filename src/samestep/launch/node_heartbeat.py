@@ -55,11 +55,11 @@ class NodeHeartbeat:
     """Sends this host's heartbeats, and monitors the other hosts'."""
 
     def __init__(
-        self, address: str, port: int, *, job: str, node: int, limits: LaunchTimeouts, identity: bytes | None = None
+        self, address: str, port: int, *, job: str, node: int, timeouts: LaunchTimeouts, identity: bytes | None = None
     ) -> None:
         """Connect to the store. Raises RuntimeError if none answers, or its identity isn't `identity`."""
         self._address, self._port = address, port
-        self._limits = limits
+        self._timeouts = timeouts
         self._prefix = f"samestep/{job}"
         self._node = node
         self.agent = uuid.uuid4().hex
@@ -69,12 +69,12 @@ class NodeHeartbeat:
         self._said: Mapping[int, Mapping[str, Any]] = {}  # node -> its last heartbeat
         self._answers = 0
         self._refused = False
-        self._store: TCPStore | None = store_client(address, port, answer_within=limits.heartbeat_timeout)
+        self._store: TCPStore | None = store_client(address, port, answer_within=timeouts.heartbeat_timeout)
         self.identity = self._store.compare_set(f"{self._prefix}/identity", "", uuid.uuid4().hex)
         if identity not in (None, self.identity):
             raise RuntimeError("another store stands where this job's was")
         self._replaced = False
-        self._mind = _Mind(limits)
+        self._mind = _Mind(timeouts)
         self._beat(self._store)
         self._over = False
         self._wake = threading.Event()
@@ -83,7 +83,7 @@ class NodeHeartbeat:
 
     def enter(self, number: int, peers: Sequence[Peer], tells: Callable[[], Mapping[str, Any]]) -> None:
         """Start of a round. `tells` returns the status of this host's ranks for the other hosts."""
-        self._mind = _Mind(self._limits)
+        self._mind = _Mind(self._timeouts)
         self._said = {}  # an earlier round's heartbeats may be of a former agent
         self._tells = tells
         self._state = "runs"
@@ -120,7 +120,7 @@ class NodeHeartbeat:
             return RoundEndReason(what="store", host=store, seconds=self._mind.store_silent)
         said, peers = self._said, self._peers
         self._mind.look(self._answers, said)
-        if self._mind.store_silent > (_GONE if self._refused else self._limits.heartbeat_timeout):
+        if self._mind.store_silent > (_GONE if self._refused else self._timeouts.heartbeat_timeout):
             return RoundEndReason(what="store", host=store, seconds=self._mind.store_silent)
         for peer in peers:
             word = said.get(peer.node)
@@ -131,7 +131,7 @@ class NodeHeartbeat:
             # Its first heartbeat of this round may still be missing.
             if word["round"] > self._round or (word["round"] == self._round and word["state"] != "runs"):
                 return RoundEndReason(what="round", host=peer.name, state=word["state"])
-            if (seconds := self._mind.silent(peer.node)) > self._limits.heartbeat_timeout:
+            if (seconds := self._mind.silent(peer.node)) > self._timeouts.heartbeat_timeout:
                 return RoundEndReason(what="host", host=peer.name, seconds=seconds)
         return None
 
@@ -148,7 +148,7 @@ class NodeHeartbeat:
         """
         over = False
         while not over:
-            self._wake.wait(self._limits.heartbeat_interval)
+            self._wake.wait(self._timeouts.heartbeat_interval)
             self._wake.clear()
             over = self._over  # read before the heartbeat, so that the last one has the final state
             try:
@@ -163,7 +163,7 @@ class NodeHeartbeat:
         """Connect to the store if its port answers within a second, and check that it is the same store."""
         if reach(self._address, self._port, within=1.0) != "answers":
             raise RuntimeError("nobody is there")
-        store = store_client(self._address, self._port, answer_within=self._limits.heartbeat_timeout)
+        store = store_client(self._address, self._port, answer_within=self._timeouts.heartbeat_timeout)
         self._refused = False
         # A new store at this address has no data of this job.
         self._replaced = store.compare_set(f"{self._prefix}/identity", "", "another") != self.identity
@@ -195,9 +195,9 @@ class NodeHeartbeat:
 class _Mind:
     """Measures how long each peer, and the store, has been silent."""
 
-    def __init__(self, limits: LaunchTimeouts) -> None:
+    def __init__(self, timeouts: LaunchTimeouts) -> None:
         self._clock = Clock(_LOOKS)
-        self._beat = limits.heartbeat_interval
+        self._beat = timeouts.heartbeat_interval
         self._answers = -1
         self._answered_at = self._looked_at = 0.0
         self._last: dict[int, Any] = {}

@@ -28,7 +28,7 @@ class NodeSpec:
     command: tuple[str, ...]  # a script or a program with its arguments, as the user gave them
     run: RunPlace | None = None  # of a samestep job: where its run's folder is
     ranks: RankOptions = field(default_factory=RankOptions)
-    limits: LaunchTimeouts = field(default_factory=LaunchTimeouts)  # after which this host takes others for lost
+    timeouts: LaunchTimeouts = field(default_factory=LaunchTimeouts)  # after which this host takes others for lost
     controlled: bool = False  # whether a controller reports the job's outcome to the user
 
     @property
@@ -63,5 +63,5 @@ class NodeSpec:
         """JSON has lists where this has tuples."""
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         run = RunPlace(**values["run"]) if values.get("run") is not None else None
-        ranks, limits = RankOptions(**values["ranks"]), LaunchTimeouts(**values["limits"])
-        return cls(**{**values, **lists, "run": run, "ranks": ranks, "limits": limits})
+        ranks, timeouts = RankOptions(**values["ranks"]), LaunchTimeouts(**values["timeouts"])
+        return cls(**{**values, **lists, "run": run, "ranks": ranks, "timeouts": timeouts})

@@ -5,7 +5,7 @@ objects below. They reach the place that uses them whole:
 
 - `HostOptions`: to `environments` and `filters`, which find and select the hosts.
 - `RankOptions`, `LaunchTimeouts`: to every host, in its `NodeSpec`.
-- `LaunchOptions`: to the starter that brings the agents up.
+- `LaunchOptions`: to the starter of the agents.
 - `LaunchRequest`: all of them, with the options that only the launcher reads.
 
 It imports no more than `samestep launch --help` needs.
@@ -208,7 +208,7 @@ class LaunchRequest:
     )
     hosts: HostOptions = field(default_factory=HostOptions)
     ranks: RankOptions = field(default_factory=RankOptions)
-    limits: LaunchTimeouts = field(default_factory=LaunchTimeouts)
+    timeouts: LaunchTimeouts = field(default_factory=LaunchTimeouts)
     reach: LaunchOptions = field(default_factory=LaunchOptions)
     run: "RunPlace | None" = None  # of a samestep job: where its run's folder is
 

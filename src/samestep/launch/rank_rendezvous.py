@@ -42,7 +42,7 @@ def ports_of(job: str) -> list[int]:
 
 
 @contextmanager
-def lit(address: str, job: str, world_size: int, port: int) -> Iterator[None]:
+def announced(address: str, job: str, world_size: int, port: int) -> Iterator[None]:
     """Announce the port of the job's store at this address. Raises UserError if no candidate port is free."""
     with _listen(address, ports_of(job)) as listening:
         told = {**_identity(job, world_size), "host": socket.gethostname(), "port": port}
@@ -57,7 +57,7 @@ def lit(address: str, job: str, world_size: int, port: int) -> Iterator[None]:
             thread.join()
 
 
-def heard(addresses: Sequence[str], job: str, world_size: int, timeout: float) -> tuple[str, int]:
+def find_rank_0(addresses: Sequence[str], job: str, world_size: int, timeout: float) -> tuple[str, int]:
     """Find the address and port of rank 0's store; rank 0 may not announce it yet.
 
     Raises UserError if rank 0 runs another version or another world size, TimeoutError if it isn't found.
@@ -181,11 +181,11 @@ def meet(ranks: Ranks, *, timeout: float = 300.0) -> JoinedStore:
     if ranks.rank == 0:
         address = _address_of_rank_0(found)
         store = store_at(address)
-        with lit(address, found.job, ranks.world_size, store.port):
+        with announced(address, found.job, ranks.world_size, store.port):
             _wait_for_all(store, ranks.world_size, timeout)
         port = store.port
     else:
-        address, port = heard(found.addresses, found.job, ranks.world_size, timeout)
+        address, port = find_rank_0(found.addresses, found.job, ranks.world_size, timeout)
         store = _store_of_rank_0(address, port, timeout)
         store.set(_arrived(ranks.rank), "")
     return JoinedStore(store=store, address=address, port=port)

@@ -1,4 +1,4 @@
-"""The agent of a host that ssh, srun or Ray has brought up from another one.
+"""The agent of a host that ssh, srun or Ray has started from another one.
 
 All that the user said comes as two lines of JSON on standard input, so that nothing of it stands in a command line:
 the variables, which the first moments of Python set, and what this host does. The input stays open. A line
@@ -25,9 +25,9 @@ MARK = b"\x1esamestep "
 _LEAVE = 5.0  # seconds beyond the ranks' grace period, for an agent whose controller is gone
 
 
-def request(parts: Sequence[NodeSpec], folder: str, variables: Mapping[str, str]) -> bytes:
+def request(specs: Sequence[NodeSpec], folder: str, variables: Mapping[str, str]) -> bytes:
     """Build the request for a remote agent, which picks its own host's part."""
-    asked = {"version": __version__, "parts": [part.to_json() for part in parts], "folder": folder}
+    asked = {"version": __version__, "specs": [spec.to_json() for spec in specs], "folder": folder}
     lines = dict(variables), asked
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
@@ -36,10 +36,10 @@ def main() -> int:
     """Run this host's agent."""
     orders = FileIO(0, closefd=False)  # unbuffered, so that later lines stay in the pipe for `_obey`
     asked = json.loads(orders.readline())
-    parts = {values["host"]: values for values in asked["parts"]}
-    host = next(iter(parts)) if len(parts) == 1 else environment.slurm_node()
+    specs = {values["host"]: values for values in asked["specs"]}
+    host = next(iter(specs)) if len(specs) == 1 else environment.slurm_node()
     _say(host, started=True)
-    outcome = _take_part(host, parts[host], asked, orders)
+    outcome = _take_part(host, specs[host], asked, orders)
     _say(host, outcome=outcome.to_json())
     return outcome.exit_code
 
@@ -54,7 +54,7 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
             f'"{theirs}", {host} has "{__version__}"; install the same on both',
         )
     try:
-        part = NodeSpec.from_json(values)
+        spec = NodeSpec.from_json(values)
     except (KeyError, TypeError):
         return JobOutcome(
             exit_code=2,
@@ -66,12 +66,12 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
     except OSError as error:
         message = f"{host}: the folder {asked['folder']}: {error.strerror}; --chdir FOLDER says another"
         return JobOutcome(exit_code=2, message=message)
-    threading.Thread(target=_obey, args=(orders, part.ranks.grace_period), daemon=True).start()
+    threading.Thread(target=_obey, args=(orders, spec.ranks.grace_period), daemon=True).start()
 
     with environment.quiet_import():
         from samestep.launch import agent  # this takes seconds, in which an order may come
 
-    return agent.run(part)
+    return agent.run(spec)
 
 
 def _say(host: str, **message: Any) -> None:

@@ -178,15 +178,15 @@ class MultiNodeRendezvous(RendezvousHandler):
     """Rendezvous of one host's agent with others, or of the only host of a job whose store another process serves."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        """Connect to the store. `parameters` has node_rank, name and limits. Raises HostLostError if none answers."""
+        """Connect to the store. `parameters` has node_rank, name, timeouts. Raises HostLostError if none answers."""
         self._parameters = parameters
         host, _, port = parameters.endpoint.rpartition(":")
         self._store_address, self._store_port = host.strip("[]"), int(port)
-        self.limits: LaunchTimeouts = parameters.get("limits") or LaunchTimeouts()
+        self.timeouts: LaunchTimeouts = parameters.get("timeouts") or LaunchTimeouts()
         self.node: int = parameters.get("node_rank") or 0
         self._address: str = parameters.local_addr or address_towards(self._store_address)
         self.name: str = parameters.get("name") or self._address
-        self._timeout = _Timeout(self.limits)
+        self._timeout = _Timeout(self.timeouts)
         self._store, self.heartbeat = self._reached()
         self._inner = self._handler(self._store)
         self._waiting: WaitingHosts | None = None
@@ -211,7 +211,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         Raises HostLostError, and RendezvousClosedError if the job is over.
         """
         self._end_round()
-        until = time.monotonic() + self.limits.start_timeout
+        until = time.monotonic() + self.timeouts.start_timeout
         while time.monotonic() < until:
             try:
                 return self._meet()
@@ -222,7 +222,7 @@ class MultiNodeRendezvous(RendezvousHandler):
                     self.reconnect()
         raise HostLostError(
             f"{self.name}: fewer hosts than the {self._parameters.min_nodes} that the job needs have met in "
-            f"{self.limits.start_timeout:.0f} s"
+            f"{self.timeouts.start_timeout:.0f} s"
         )
 
     def is_closed(self) -> bool:
@@ -263,7 +263,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         """Reconnect to the store after it was lost. Raises HostLostError after the timeout."""
         at = self._store_address, self._store_port
         self.heartbeat.close()
-        until = time.monotonic() + self.limits.rejoin_timeout
+        until = time.monotonic() + self.timeouts.rejoin_timeout
         while True:
             found = reach(*at, within=min(1.0, max(0.1, until - time.monotonic())))
             if found == "answers":
@@ -307,8 +307,8 @@ class MultiNodeRendezvous(RendezvousHandler):
         at = self._store_address, self._store_port
         job = self._parameters.run_id
         try:
-            store = store_client(*at, answer_within=self.limits.heartbeat_timeout)
-            return store, NodeHeartbeat(*at, job=job, node=self.node, limits=self.limits, identity=identity)
+            store = store_client(*at, answer_within=self.timeouts.heartbeat_timeout)
+            return store, NodeHeartbeat(*at, job=job, node=self.node, timeouts=self.timeouts, identity=identity)
         except RuntimeError as error:
             raise HostLostError(f"{self.name}: no store of the job answers at {at[0]}:{at[1]}") from error
 
@@ -326,7 +326,7 @@ class MultiNodeRendezvous(RendezvousHandler):
             # PyTorch orders ranks by these names.
             local_addr=f"{self.node:06d} {self.name}",
             timeout=self._timeout,
-            keep_alive_interval=self.limits.rendezvous_interval,
+            keep_alive_interval=self.timeouts.rendezvous_interval,
             keep_alive_max_attempt=3,
         )
 
@@ -389,11 +389,11 @@ NodeRendezvous = MultiNodeRendezvous | SingleNodeRendezvous
 class _Timeout(RendezvousTimeout):
     """Rendezvous timeouts: hosts come one by one at a job's start, and together later."""
 
-    def __init__(self, limits: LaunchTimeouts) -> None:
-        super().__init__(join=timedelta(seconds=limits.start_timeout), close=timedelta(seconds=_CLOSE))
-        self._limits = limits
+    def __init__(self, timeouts: LaunchTimeouts) -> None:
+        super().__init__(join=timedelta(seconds=timeouts.start_timeout), close=timedelta(seconds=_CLOSE))
+        self._timeouts = timeouts
         self.first = True
 
     @property
     def last_call(self) -> timedelta:
-        return timedelta(seconds=self._limits.join_timeout if self.first else self._limits.later_join_timeout)
+        return timedelta(seconds=self._timeouts.join_timeout if self.first else self._timeouts.later_join_timeout)

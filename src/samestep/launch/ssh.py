@@ -32,18 +32,18 @@ def _options(heartbeat_timeout: float) -> tuple[str, ...]:
     )
 
 
-def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
+def _agent_commands(specs: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
     """Build the command for each host: ssh with a fixed remote command, or the agent itself for this host."""
     # The remote shell sees only this line, which contains nothing of the user's except the path of Python.
     line = shlex.join(agent_command(options.remote_python))
     return [
         AgentCommand(
             command=tuple(agent_command([sys.executable]))
-            if part.node_rank == options.this
-            else (*options.ssh, *_options(part.limits.heartbeat_timeout), "--", part.host, line),
-            parts=(part,),
+            if spec.node_rank == options.this
+            else (*options.ssh, *_options(spec.timeouts.heartbeat_timeout), "--", spec.host, line),
+            specs=(spec,),
         )
-        for part in parts
+        for spec in specs
     ]
 
 
@@ -64,4 +64,4 @@ def _resolve(host: str, options: LaunchOptions) -> str:
     return next((value for key, _, value in lines if key == "hostname"), host)
 
 
-STARTER = Starter(bring=_bring, resolve=_resolve)
+STARTER = Starter(agent_commands=_agent_commands, resolve=_resolve)

@@ -27,19 +27,19 @@ class AgentCommand:
     """A local process (ssh, srun or ray) connected to the agents of one or several hosts."""
 
     command: tuple[str, ...]
-    parts: tuple[NodeSpec, ...]  # of several, each agent picks its own host's
+    specs: tuple[NodeSpec, ...]  # of several, each agent picks its own host's
     without: tuple[str, ...] = ()  # variables removed from this process's environment
 
     @property
     def hosts(self) -> str:
-        return ", ".join(part.host for part in self.parts)
+        return ", ".join(spec.host for spec in self.specs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Starter:
     """A way to start agents."""
 
-    bring: Callable[[Sequence[NodeSpec], LaunchOptions], list[AgentCommand]]
+    agent_commands: Callable[[Sequence[NodeSpec], LaunchOptions], list[AgentCommand]]
     # What happens to variables that may be secrets, for a message.
     kept_back: str = "not sent to other hosts"
     # Resolves a host's name, as this starter understands it, to an address or a name that resolves here.

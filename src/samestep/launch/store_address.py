@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _APART = 0.5  # seconds between two lookups
 
 
-def resolved(part: NodeSpec, deadline: float) -> str:
+def resolved(spec: NodeSpec, deadline: float) -> str:
     """Resolve the store's name on this host, with retries until the deadline. Raises UserError.
 
     Names of containers are registered when they start, which may be later than this.
@@ -25,34 +25,34 @@ def resolved(part: NodeSpec, deadline: float) -> str:
     told = False
     while True:
         try:
-            return str(socket.getaddrinfo(part.address, part.port, type=socket.SOCK_STREAM)[0][4][0])
+            return str(socket.getaddrinfo(spec.address, spec.port, type=socket.SOCK_STREAM)[0][4][0])
         except socket.gaierror as error:
             reason = error.strerror
         if time.monotonic() > deadline:
             raise UserError(
-                f"{part.host}: the name {part.address} does not resolve ({reason}), nor has it for "
-                f"{part.limits.start_timeout:.0f} s; use a line in /etc/hosts, or an address instead of the name"
+                f"{spec.host}: the name {spec.address} does not resolve ({reason}), nor has it for "
+                f"{spec.timeouts.start_timeout:.0f} s; use a line in /etc/hosts, or an address instead of the name"
             )
         if not told:
             told = True
-            say(f"{part.host}: the name {part.address} does not resolve yet ({reason}); waiting for it")
+            say(f"{spec.host}: the name {spec.address} does not resolve yet ({reason}); waiting for it")
         time.sleep(_APART)
 
 
-def to_serve_at(part: NodeSpec, resolved: str) -> str:
+def to_serve_at(spec: NodeSpec, resolved: str) -> str:
     """Return the address at which other hosts reach the store served here. Raises UserError if unknown.
 
     Debian's installer makes a host's own name resolve to 127.0.1.1 on that host.
     """
-    assert part.address is not None
-    if _is_meant(part.address) or part.most == 1 or not is_loopback(resolved):
+    assert spec.address is not None
+    if _is_meant(spec.address) or spec.most == 1 or not is_loopback(resolved):
         return resolved
-    towards = _towards(part.hosts[: part.node_rank] + part.hosts[part.node_rank + 1 :])
+    towards = _towards(spec.hosts[: spec.node_rank] + spec.hosts[spec.node_rank + 1 :])
     address = next((each for each in towards if not is_loopback(each)), None)
     if address is not None:
         return address
     raise UserError(
-        f"{part.address} leads to {resolved} on {part.host} itself, where no other host reaches it; use "
+        f"{spec.address} leads to {resolved} on {spec.host} itself, where no other host reaches it; use "
         "its address instead of the name, as --master-addr on all hosts"
     )
 
@@ -90,16 +90,16 @@ def _towards(hosts: Iterable[str]) -> Iterator[str]:
             yield address_towards(name)
 
 
-def served(part: NodeSpec, address: str) -> "dist.TCPStore":
+def served(spec: NodeSpec, address: str) -> "dist.TCPStore":
     """Serve the job's store on this host. Raises UserError if that isn't possible."""
     try:
-        return store_at(address, part.port)
+        return store_at(address, spec.port)
     except OSError as error:
-        if (why := why_not(part.port, error)) is not None:
+        if (why := why_not(spec.port, error)) is not None:
             raise UserError(
-                f"port {part.port} on {part.host} {why}; use another --master-port, the same on all hosts"
+                f"port {spec.port} on {spec.host} {why}; use another --master-port, the same on all hosts"
             ) from None
         raise UserError(
-            f"{part.host} has node rank 0 and can't serve the job's store at {part.address}:{part.port}: "
+            f"{spec.host} has node rank 0 and can't serve the job's store at {spec.address}:{spec.port}: "
             f"{error.strerror}; --master-addr is to be an address of the host with --node-rank 0"
         ) from None

@@ -158,7 +158,7 @@ def seen_of(tensor: Tensor) -> Seen:
 
 
 def _source_of_base(tensor: Tensor) -> Node | None:
-    """Of a view of all of another tensor, such as what a linear layer gives, the other one's node."""
+    """Return the node of the base of a view of the whole base, such as a linear layer's output; else None."""
     base = tensor._base if tensor._is_view() else None
     whole = base is not None and base.requires_grad and base.numel() == tensor.numel()
     return get_gradient_edge(base).node if base is not None and whole else None

@@ -62,7 +62,7 @@ def route(group: RankGroup, cluster: ClusterSpec) -> Route:
 
 
 def _taper(group: RankGroup, cluster: ClusterSpec) -> float:
-    """The fraction of the full rate that a group gets: `Cluster.taper` if it spans several pods of the fat tree."""
+    """Return the fraction of the full rate that a group gets: `cluster.taper` if it spans several pods, else 1."""
     spanned = ceil(group.size * group.stride / cluster.node_size)
     return cluster.taper if cluster.pod_nodes and spanned > cluster.pod_nodes else 1.0
 

@@ -81,23 +81,23 @@ class DevicePart:
     expert: int = 1  # size of the expert axis
 
 
-def layer_forward(model: Transformer, piece: DevicePart, software: Software) -> list[Operator]:
+def layer_forward(model: Transformer, part: DevicePart, software: Software) -> list[Operator]:
     """Operators of one layer's forward on one device. Activations have 2 bytes per element."""
-    rows, hidden, tensor = _rows(piece), model.hidden, piece.tensor
-    whole = 2.0 * rows * hidden / (tensor if piece.split else 1)  # bytes of the hidden state
+    rows, hidden, tensor = _rows(part), model.hidden, part.tensor
+    whole = 2.0 * rows * hidden / (tensor if part.split else 1)  # bytes of the hidden state
     qkv, heads = _slice(model.qkv_width, tensor), _slice(model.attention_width, tensor)
     wide = 2.0 * rows * model.active_experts * _slice(model.ffn, tensor)
-    routed, here = _routed(model, piece)
+    routed, here = _routed(model, part)
     add = (3.5 if model.dropout else 3) * whole  # residual, branch, sum, and dropout's mask of one byte
     return [
         Operator(name="norm", traffic=2 * whole),
         _product("qkv", rows, qkv, hidden),
         *([] if model.positions else [Operator(name="rotary", traffic=2 * 2.0 * rows * qkv, launches=2)]),
-        *_attention(model, piece, software, backward=False),
+        *_attention(model, part, software, backward=False),
         _product("projection", rows, hidden, heads),
         Operator(name="add", traffic=add),
         Operator(name="norm", traffic=2 * whole),
-        *_routing(model, piece, whole),
+        *_routing(model, part, whole),
         _product("ffn in", routed, _slice(model.ffn_in_width, tensor), hidden, count=here),
         Operator(name="activation", traffic=(3 if model.gated else 2) * wide),
         _product("ffn out", routed, hidden, _slice(model.ffn, tensor), count=here),
@@ -105,55 +105,55 @@ def layer_forward(model: Transformer, piece: DevicePart, software: Software) -> 
     ]
 
 
-def layer_recomputation(model: Transformer, piece: DevicePart, software: Software, how: str) -> list[Operator]:
+def layer_recomputation(model: Transformer, part: DevicePart, software: Software, how: str) -> list[Operator]:
     """Operators that are recomputed before a layer's backward.
 
     PyTorch's checkpoint stops once every saved tensor is recomputed (`set_checkpoint_early_stop`), before the last
     product, whose result is not saved. Selective recomputation repeats unfused attention (arXiv 2205.05198, section
     5); where attention is one kernel, it repeats all that is neither a matrix product nor attention.
     """
-    forward = layer_forward(model, piece, software)
+    forward = layer_forward(model, part, software)
     if how == "full":
         stops = software.recompute_stops_early
         return [operator for operator in forward[:-1] if not (stops and operator.name == "ffn out")]
     if how == "none":
         return []
     if software.attention == "unfused":
-        return _attention(model, piece, software, backward=False)
+        return _attention(model, part, software, backward=False)
     return [operator for operator in forward if operator.matmul is None and not operator.attention_flops]
 
 
-def layer_backward(model: Transformer, piece: DevicePart, software: Software) -> list[Operator]:
+def layer_backward(model: Transformer, part: DevicePart, software: Software) -> list[Operator]:
     """Operators of one layer's backward on one device; weight gradients accumulate over micro-batches.
 
     Frozen weights have no gradient. Adapters are far smaller than the frozen weights, and are not counted.
     """
-    return [each for each in _layer_backward(model, piece, software) if not (model.adapter and each.of_weight)]
+    return [each for each in _layer_backward(model, part, software) if not (model.adapter and each.of_weight)]
 
 
-def _layer_backward(model: Transformer, piece: DevicePart, software: Software) -> list[Operator]:
+def _layer_backward(model: Transformer, part: DevicePart, software: Software) -> list[Operator]:
     """The kernels of a layer's backward, last operator of the forward first.
 
     `traffic` is in bytes, with 16 bits per number (hence the factor 2.0 of `whole` and `wide`). Each matrix product
     has two in backward, for the gradients of its input and of its weight. Elementwise kernels count one pass over a
     tensor for each time that they read or write it.
     """
-    rows, hidden, tensor = _rows(piece), model.hidden, piece.tensor
-    whole = 2.0 * rows * hidden / (tensor if piece.split else 1)
+    rows, hidden, tensor = _rows(part), model.hidden, part.tensor
+    whole = 2.0 * rows * hidden / (tensor if part.split else 1)
     qkv, heads = _slice(model.qkv_width, tensor), _slice(model.attention_width, tensor)
     wide = 2.0 * rows * model.active_experts * _slice(model.ffn, tensor)
-    routed, here = _routed(model, piece)
+    routed, here = _routed(model, part)
     add = (2.5 if model.dropout else 0) * whole
     return [
         Operator(name="add", traffic=add),
         *_product_backward("ffn out", routed, hidden, _slice(model.ffn, tensor), count=here),
         Operator(name="activation", traffic=(5 if model.gated else 3) * wide),
         *_product_backward("ffn in", routed, _slice(model.ffn_in_width, tensor), hidden, count=here),
-        *_routing(model, piece, whole),
+        *_routing(model, part, whole),
         Operator(name="norm", traffic=3 * whole, launches=2),
         Operator(name="add", traffic=3 * whole + add),
         *_product_backward("projection", rows, hidden, heads),
-        *_attention(model, piece, software, backward=True),
+        *_attention(model, part, software, backward=True),
         *([] if model.positions else [Operator(name="rotary", traffic=2 * 2.0 * rows * qkv, launches=2)]),
         *_product_backward("qkv", rows, qkv, hidden),
         Operator(name="norm", traffic=3 * whole, launches=2),
@@ -161,10 +161,10 @@ def _layer_backward(model: Transformer, piece: DevicePart, software: Software) -
     ]
 
 
-def head_forward(model: Transformer, piece: DevicePart, software: Software) -> list[Operator]:
+def head_forward(model: Transformer, part: DevicePart, software: Software) -> list[Operator]:
     """The kernels of the last norm, the output layer and the loss."""
-    rows, vocab = _rows(piece), _slice(model.vocab, piece.tensor)
-    whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
+    rows, vocab = _rows(part), _slice(model.vocab, part.tensor)
+    whole = 2.0 * rows * model.hidden / (part.tensor if part.split else 1)
     return [
         Operator(name="norm", traffic=2 * whole),
         _product("head", rows, vocab, model.hidden, low_precision=False),
@@ -172,10 +172,10 @@ def head_forward(model: Transformer, piece: DevicePart, software: Software) -> l
     ]
 
 
-def head_backward(model: Transformer, piece: DevicePart, software: Software) -> list[Operator]:
+def head_backward(model: Transformer, part: DevicePart, software: Software) -> list[Operator]:
     """The backward's kernels of loss, output layer and last norm; with adapters, no weight gradient."""
-    rows, vocab = _rows(piece), _slice(model.vocab, piece.tensor)
-    whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
+    rows, vocab = _rows(part), _slice(model.vocab, part.tensor)
+    whole = 2.0 * rows * model.hidden / (part.tensor if part.split else 1)
     found = [
         Operator(name="loss", traffic=0.35 * software.loss_bytes * rows * vocab, launches=5),
         *_product_backward("head", rows, vocab, model.hidden, low_precision=False),
@@ -184,50 +184,50 @@ def head_backward(model: Transformer, piece: DevicePart, software: Software) -> 
     return [each for each in found if not (model.adapter and each.of_weight)]
 
 
-def embedding(model: Transformer, piece: DevicePart) -> list[Operator]:
+def embedding(model: Transformer, part: DevicePart) -> list[Operator]:
     """The kernels of the embedding's forward and backward (rows read, written, added), and of the batch's masks."""
-    rows = _rows(piece)
-    whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
+    rows = _rows(part)
+    whole = 2.0 * rows * model.hidden / (part.tensor if part.split else 1)
     return [Operator(name="embedding", traffic=(8 if model.dropout else 5) * whole, launches=50)]
 
 
-def _attention(model: Transformer, piece: DevicePart, software: Software, *, backward: bool) -> list[Operator]:
+def _attention(model: Transformer, part: DevicePart, software: Software, *, backward: bool) -> list[Operator]:
     """Kernels of scores, softmax and context. A flash kernel skips the masked half of a causal model's scores."""
-    heads = _slice(model.heads, piece.tensor)
+    heads = _slice(model.heads, part.tensor)
     keys, dim = model.seq, model.head_dim
-    count = piece.micro_batch * heads
+    count = part.micro_batch * heads
     if software.attention != "unfused":
-        flops = 4.0 * count * piece.tokens * keys * dim * (0.5 if model.causal else 1.0)
+        flops = 4.0 * count * part.tokens * keys * dim * (0.5 if model.causal else 1.0)
         return [
             Operator(
                 name="attention",
                 attention_flops=flops * (2.5 if backward else 1),  # the backward recomputes the scores
                 backward=backward,
-                traffic=2.0 * count * piece.tokens * dim * (8 if backward else 4),
+                traffic=2.0 * count * part.tokens * dim * (8 if backward else 4),
                 launches=4 if backward else 2,
             )
         ]
-    scores = 2.0 * count * piece.tokens * keys  # bytes
+    scores = 2.0 * count * part.tokens * keys  # bytes
     passes, issued_more = (2.0, 0) if count % _FUSED_SOFTMAX == 0 else (11.0, 8)
     drop = 2.5 * scores if model.dropout else 0.0
-    copies = 2 * 2.0 * count * piece.tokens * dim * 3
+    copies = 2 * 2.0 * count * part.tokens * dim * 3
     if not backward:
         return [
             Operator(name="copies", traffic=copies, launches=4),
-            _product("scores", piece.tokens, keys, dim, count=count, low_precision=False),
+            _product("scores", part.tokens, keys, dim, count=count, low_precision=False),
             Operator(name="softmax", traffic=passes * scores, launches=1 + issued_more),
             Operator(name="dropout", traffic=drop, launches=2 if model.dropout else 0),
-            _product("context", piece.tokens, dim, keys, count=count, low_precision=False),
+            _product("context", part.tokens, dim, keys, count=count, low_precision=False),
             Operator(name="copies", traffic=copies / 3, launches=2),
         ]
     return [
         Operator(name="copies", traffic=copies / 3, launches=2),
-        _product("probabilities'", piece.tokens, keys, dim, count=count, low_precision=False),
-        _product("values'", keys, dim, piece.tokens, count=count, low_precision=False),
+        _product("probabilities'", part.tokens, keys, dim, count=count, low_precision=False),
+        _product("values'", keys, dim, part.tokens, count=count, low_precision=False),
         Operator(name="dropout", traffic=drop, launches=2 if model.dropout else 0),
         Operator(name="softmax", traffic=1.5 * passes * scores, launches=1 + issued_more),
-        _product("queries'", piece.tokens, dim, keys, count=count, low_precision=False),
-        _product("keys'", keys, dim, piece.tokens, count=count, low_precision=False),
+        _product("queries'", part.tokens, dim, keys, count=count, low_precision=False),
+        _product("keys'", keys, dim, part.tokens, count=count, low_precision=False),
         Operator(name="copies", traffic=copies, launches=4),
     ]
 
@@ -254,24 +254,24 @@ def _product_backward(
     )
 
 
-def _routed(model: Transformer, piece: DevicePart) -> tuple[int, int]:
+def _routed(model: Transformer, part: DevicePart) -> tuple[int, int]:
     """Tokens per expert on this device, and its number of experts, if all experts are chosen equally often."""
     if model.experts == 1:
-        return _rows(piece), 1
-    here = max(model.experts // piece.expert, 1)
-    return max(1, _rows(piece) * model.active_experts // here), here
+        return _rows(part), 1
+    here = max(model.experts // part.expert, 1)
+    return max(1, _rows(part) * model.active_experts // here), here
 
 
-def _routing(model: Transformer, piece: DevicePart, whole: float) -> list[Operator]:
+def _routing(model: Transformer, part: DevicePart, whole: float) -> list[Operator]:
     """The kernels that choose experts, put tokens in expert order, and put them back."""
     if model.experts == 1:
         return []
-    router = _product("router", _rows(piece), model.experts, model.hidden, low_precision=False)
+    router = _product("router", _rows(part), model.experts, model.hidden, low_precision=False)
     return [router, Operator(name="routing", traffic=8 * model.active_experts * whole, launches=12)]
 
 
-def _rows(piece: DevicePart) -> int:
-    return piece.micro_batch * piece.tokens
+def _rows(part: DevicePart) -> int:
+    return part.micro_batch * part.tokens
 
 
 def _slice(total: int, parts: int) -> int:

@@ -54,9 +54,11 @@ class PublishedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedRow:
+    """The prediction of a published step."""
+
     row: PublishedRow
-    seconds: float
-    micro_batch: int
+    seconds: float  # predicted, of one step
+    micro_batch: int  # published, or else the fastest one that fits
 
     def to_json(self) -> dict[str, Any]:
         """A dict of the row as it was read, and of the prediction."""

@@ -87,11 +87,11 @@ class PlannedStages:
 def stages_of(job: PlannedJob, layout: Layout, micro_batch: int, cluster: ClusterSpec) -> PlannedStages:
     """Compute the time of each stage: its layers, with the embedding in the first and the head in the last."""
     count = layout.pipeline * layout.stages_a_rank if layout.pipeline > 1 else 1
-    piece = _piece(job, layout, micro_batch)
+    part = _part(job, layout, micro_batch)
     layer = _layer_time(job, layout, micro_batch, cluster)
     send = 0.0
     if count > 1:
-        size = 2.0 * micro_batch * piece.tokens * job.model.hidden
+        size = 2.0 * micro_batch * part.tokens * job.model.hidden
         if layout.sequence == "split" or job.software.sends_slices:
             size /= layout.tensor
         send = collectives.send(size, groups(layout)["pipeline"], cluster)
@@ -100,9 +100,7 @@ def stages_of(job: PlannedJob, layout: Layout, micro_batch: int, cluster: Cluste
         first, last = index == 0, index == count - 1
         seconds = []
         for backward in (False, True):
-            each, added = _stage(
-                job, layout, cluster, layer, piece, layers, first=first, last=last, backward=backward
-            )
+            each, added = _stage(job, layout, cluster, layer, part, layers, first=first, last=last, backward=backward)
             seconds.append(each)
             gathering += added
         weights = seconds[1] * (_WEIGHTS if layout.recompute == "none" else _WEIGHTS_RECOMPUTED)
@@ -125,7 +123,7 @@ def _stage(
     layout: Layout,
     cluster: ClusterSpec,
     layer: LayerTime,
-    piece: DevicePart,
+    part: DevicePart,
     layers: int,
     *,
     first: bool,
@@ -133,7 +131,7 @@ def _stage(
     backward: bool,
 ) -> tuple[float, float]:
     """Seconds of one direction of a stage, and those of them that all-gathers of parameters add."""
-    context = (job.model, piece, job.software, cluster.device, job.precision)
+    context = (job.model, part, job.software, cluster.device, job.precision)
     work, exposed = layer.direction(backward=backward)
     work, traffic = OperatorTimes().combined(work, layers), layers * exposed
     if backward:
@@ -186,9 +184,9 @@ def _shard_traffic(
 
 def _layer_time(job: PlannedJob, layout: Layout, micro_batch: int, cluster: ClusterSpec) -> LayerTime:
     """The time of a layer for one micro-batch: forward, recomputation, backward, and exposed communication."""
-    piece = _piece(job, layout, micro_batch)
+    part = _part(job, layout, micro_batch)
     forward, recomputation, backward = _layer_work(
-        job.model, piece, job.software, cluster.device, job.precision, layout.recompute
+        job.model, part, job.software, cluster.device, job.precision, layout.recompute
     )
     exposed = _exposed(job, layout, micro_batch, cluster, forward, backward)
     return LayerTime(
@@ -237,37 +235,37 @@ def _exposed(
 
 @lru_cache(maxsize=4096)
 def _layer_work(
-    model: Transformer, piece: DevicePart, software: Software, device: Device, precision: str, recompute: str
+    model: Transformer, part: DevicePart, software: Software, device: Device, precision: str, recompute: str
 ) -> tuple[OperatorTimes, OperatorTimes, OperatorTimes]:
     """Work of a layer's forward, recomputation and backward."""
     return (
-        operators.work_of(operators.layer_forward(model, piece, software), device, software, precision),
+        operators.work_of(operators.layer_forward(model, part, software), device, software, precision),
         operators.work_of(
-            operators.layer_recomputation(model, piece, software, recompute), device, software, precision
+            operators.layer_recomputation(model, part, software, recompute), device, software, precision
         ),
-        operators.work_of(operators.layer_backward(model, piece, software), device, software, precision),
+        operators.work_of(operators.layer_backward(model, part, software), device, software, precision),
     )
 
 
 @lru_cache(maxsize=4096)
 def _head(
-    model: Transformer, piece: DevicePart, software: Software, device: Device, precision: str
+    model: Transformer, part: DevicePart, software: Software, device: Device, precision: str
 ) -> tuple[OperatorTimes, OperatorTimes]:
     """Work of the output layer and the loss: forward, backward."""
     return (
-        operators.work_of(operators.head_forward(model, piece, software), device, software, precision),
-        operators.work_of(operators.head_backward(model, piece, software), device, software, precision),
+        operators.work_of(operators.head_forward(model, part, software), device, software, precision),
+        operators.work_of(operators.head_backward(model, part, software), device, software, precision),
     )
 
 
 @lru_cache(maxsize=4096)
 def _embedding(
-    model: Transformer, piece: DevicePart, software: Software, device: Device, precision: str
+    model: Transformer, part: DevicePart, software: Software, device: Device, precision: str
 ) -> OperatorTimes:
-    return operators.work_of(operators.embedding(model, piece), device, software, precision)
+    return operators.work_of(operators.embedding(model, part), device, software, precision)
 
 
-def _piece(job: PlannedJob, layout: Layout, micro_batch: int) -> DevicePart:
+def _part(job: PlannedJob, layout: Layout, micro_batch: int) -> DevicePart:
     """One rank's part of a layer: its samples, tokens, and tensor and expert slices."""
     return DevicePart(
         micro_batch=micro_batch,

@@ -121,12 +121,12 @@ def _one_step(step: StepTimes, unseen: Sequence[Interval], *, idles: bool) -> di
     """Return the seconds of each phase in one step: busy, idle, waited."""
     found: dict[str, dict[str, float]] = {}
     known = _united(step.waits, step)
-    for name, portion in step.portions.items():
-        wall, waited = portion.wall, portion.waited
+    for name, phase_time in step.phase_times.items():
+        wall, waited = phase_time.wall, phase_time.waited
         within = [phase for phase in step.phases if phase.name == name]
         late = sum(_length(_without(_overlap(unseen, phase), known)) for phase in within)
         wall, waited = wall - late, waited + late
-        busy = min(wall, portion.processor) if idles else wall
+        busy = min(wall, phase_time.processor) if idles else wall
         found[name] = {"busy": busy / 1e9, "idle": (wall - busy) / 1e9, "waited": waited / 1e9}
     return found
 

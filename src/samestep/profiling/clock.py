@@ -39,12 +39,12 @@ class PhaseTime:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Phases and waits of one step of one rank. The portions' `wall` and `waited` add up to `end - start`."""
+    """Phases and waits of one step of one rank. The phases' `wall` and `waited` add up to `end - start`."""
 
     step: int
     start: int  # nanoseconds of `time.perf_counter_ns`
     end: int
-    portions: Mapping[Phase, PhaseTime]
+    phase_times: Mapping[Phase, PhaseTime]
     phases: tuple[Interval, ...]  # in order of time, without gaps
     waits: tuple[Interval, ...]
 
@@ -53,7 +53,7 @@ class StepTimes:
 class _Step:
     step: int
     start: int
-    portions: dict[Phase, PhaseTime] = field(default_factory=dict)
+    phase_times: dict[Phase, PhaseTime] = field(default_factory=dict)
     phases: list[Interval] = field(default_factory=list)
     waits: list[Interval] = field(default_factory=list)
 
@@ -98,7 +98,7 @@ class StepClock:
             step=step.step,
             start=step.start,
             end=self._last,
-            portions=step.portions,
+            phase_times=step.phase_times,
             phases=tuple(step.phases),
             waits=tuple(step.waits),
         )
@@ -172,19 +172,19 @@ class StepClock:
         self._last, self._processor = now, processor
         if self._step is None:
             return
-        portion = self._step.portions.setdefault(self._phase(), PhaseTime())
+        phase_time = self._step.phase_times.setdefault(self._phase(), PhaseTime())
         if self._waiting:
-            portion.waited += wall
+            phase_time.waited += wall
         elif self._ending:
             ran = min(ran, wall)
-            portion.wall += ran
-            portion.processor += ran
-            portion.waited += wall - ran
+            phase_time.wall += ran
+            phase_time.processor += ran
+            phase_time.waited += wall - ran
             if wall > ran:
                 self._step.waits.append(Interval(name="gradients", start=now - (wall - ran), end=now))
         else:
-            portion.wall += wall
-            portion.processor += ran
+            phase_time.wall += wall
+            phase_time.processor += ran
 
 
 def told_of_gradients(clock: StepClock, backward: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

@@ -23,7 +23,9 @@ def rows_of_forward(forward: Mapping[str, Any], keys: Sequence[str]) -> list[Row
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleDifference:
-    module: str
+    """A module whose output differs between two runs."""
+
+    module: str  # its qualified name
     kind: str  # its class
     relative: float  # the largest difference of a row's numbers, relative to the row's norm
 

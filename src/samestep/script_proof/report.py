@@ -10,7 +10,7 @@ from samestep.script_proof.kinds import ScriptFinding
 
 
 def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
-    """The largest differences beside the noise, and what the first one that is none looks like."""
+    """Print the largest differences next to the noise, and the first difference above the noise."""
     if console is None:
         console = plain_console(width=WIDTH)
     steps = f"{verdict.steps} step{'s' if verdict.steps != 1 else ''}"

@@ -335,7 +335,7 @@ def _evaluation_rows(forward: Mapping[str, Any], keys: Sequence[str]) -> Iterato
 
 
 def _cut(split: RunRecord, after: int) -> int:
-    """How many rows were cut off after all ranks' were gathered, in evaluations after so many steps."""
+    """Return the number of rows cut off after the gather over ranks, in evaluations after `after` steps."""
     ranks = len(split.ranks)
     return sum(
         each["given"] * ranks - each["kept"]

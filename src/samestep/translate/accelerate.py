@@ -72,6 +72,8 @@ _KINDS_OF_SAGEMAKER = ("DATA_PARALLEL", "MODEL_PARALLEL")
 
 
 class ReadAccelerate(ConfigReader):
+    """Translates an accelerate YAML to a job."""
+
     title = "an accelerate YAML"
 
     def recognises(self, given: Any) -> bool:
@@ -260,6 +262,8 @@ _OFFLOADS_OF_ZERO = {"optimizer": "cpu", "optimizer-disk": "nvme"}
 
 
 class WriteAccelerate(ConfigWriter):
+    """Writes a job as an accelerate YAML."""
+
     def write(self, job: Job, layout: Layout) -> Written:
         remarks, said = list[str](), set(_SAID)
         config: dict[str, Any] = {

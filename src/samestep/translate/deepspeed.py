@@ -81,6 +81,8 @@ _ZERO_OTHERWISE = "buckets, prefetching and overlap are set by themselves"
 
 
 class ReadDeepSpeed(ConfigReader):
+    """Translates a DeepSpeed JSON to a job."""
+
     title = "a DeepSpeed JSON"
 
     def recognises(self, given: Any) -> bool:
@@ -270,6 +272,8 @@ _SAID = {
 
 
 class WriteDeepSpeed(ConfigWriter):
+    """Writes a job as a DeepSpeed JSON."""
+
     def write(self, job: Job, layout: Layout) -> Written:
         recipe, remarks = job.recipe, list[str]()
         said = set(_SAID)

@@ -48,6 +48,8 @@ _OTHERWISE = "no counterpart"
 
 
 class ReadSageMaker(ConfigReader):
+    """Translates SageMaker's distribution dictionary to a job."""
+
     title = "a SageMaker distribution dictionary"
 
     def recognises(self, given: Any) -> bool:

@@ -24,6 +24,8 @@ _SCRIPT = ("training_script", "training_script_args", "module", "no_python", "ru
 
 
 class ReadTorchrun(ConfigReader):
+    """Translates a torchrun command to a job."""
+
     title = "a torchrun command"
 
     def recognises(self, given: Any) -> bool:

@@ -117,16 +117,16 @@ _MODULE = "samestep.launch.environments.ray"
 # seconds that one request for output waits
 
 
-def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
+def _agent_commands(specs: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
     """Build the command for each node's agent: an actor, except for this host's agent."""
     return [
         AgentCommand(
             command=tuple(agent_command([sys.executable]))
-            if part.node_rank == options.this
-            else (sys.executable, "-m", _MODULE, options.ray or "auto", part.host),
-            parts=(part,),
+            if spec.node_rank == options.this
+            else (sys.executable, "-m", _MODULE, options.ray or "auto", spec.host),
+            specs=(spec,),
         )
-        for part in parts
+        for spec in specs
     ]
 
 
@@ -218,7 +218,7 @@ def _pass_output(ray: Any, there: Any) -> None:
                 os.write(number, line)
 
 
-STARTER = Starter(bring=_bring)
+STARTER = Starter(agent_commands=_agent_commands)
 
 
 if __name__ == "__main__":

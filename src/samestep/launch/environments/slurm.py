@@ -1,6 +1,6 @@
 """A Slurm job: the nodes that were given to it, seen from sbatch, salloc, or a step that srun started.
 
-Agents are brought up by srun, inside the allocation: one step with one task on each of the job's nodes.
+Agents are started by srun, inside the allocation: one step with one task on each of the job's nodes.
 """
 
 import re
@@ -178,33 +178,33 @@ def _accelerators(read: Variables, name: str) -> int | None:
 _OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND")
 
 
-def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
+def _agent_commands(specs: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
     """Build one srun for all nodes: a task on each, with all the allocation's cores and GPUs there."""
     # srun copies its standard input to every task.
     step = (
-        *("srun", f"--nodes={len(parts)}", f"--ntasks={len(parts)}", "--ntasks-per-node=1"),
+        *("srun", f"--nodes={len(specs)}", f"--ntasks={len(specs)}", "--ntasks-per-node=1"),
         # No binding: the agent divides all of the node's allocation among its ranks.
-        *(f"--nodelist={','.join(part.host for part in parts)}", "--cpu-bind=none"),
+        *(f"--nodelist={','.join(spec.host for spec in specs)}", "--cpu-bind=none"),
         # By default a lost node ends the whole step; an elastic job goes on without it.
-        *_gpus_of_step(parts),
-        *(["--no-kill", "--kill-on-bad-exit=0"] if parts[0].elastic else ["--kill-on-bad-exit=0"]),
+        *_gpus_of_step(specs),
+        *(["--no-kill", "--kill-on-bad-exit=0"] if specs[0].elastic else ["--kill-on-bad-exit=0"]),
     )
     # srun passes its whole environment to the tasks.
     without = (*_OF_A_TASK, *options.kept_back)
-    return [AgentCommand(command=(*step, *agent_command(options.remote_python)), parts=tuple(parts), without=without)]
+    return [AgentCommand(command=(*step, *agent_command(options.remote_python)), specs=tuple(specs), without=without)]
 
 
-def _gpus_of_step(parts: Sequence[NodeSpec]) -> list[str]:
+def _gpus_of_step(specs: Sequence[NodeSpec]) -> list[str]:
     """Options that give the step all accelerators of its nodes, if the job requested a number for each task.
 
     Otherwise Slurm would give each agent only one task's share; srun takes no different numbers for different nodes.
     """
     environ = environment.snapshot()
     found = Slurm().find(PlaceInputs(environ=environ))
-    if "SLURM_GPUS_PER_TASK" not in environ or found.slots_from != "accelerators" or parts[0].ranks.device == "cpu":
+    if "SLURM_GPUS_PER_TASK" not in environ or found.slots_from != "accelerators" or specs[0].ranks.device == "cpu":
         return []
     there = {host.name: host.slots for host in found.cluster.hosts}
-    return [f"--gpus={sum(there[part.host] for part in parts)}"]
+    return [f"--gpus={sum(there[spec.host] for spec in specs)}"]
 
 
-STARTER = Starter(bring=_bring, kept_back="not given to the ranks")
+STARTER = Starter(agent_commands=_agent_commands, kept_back="not given to the ranks")
