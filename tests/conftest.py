@@ -73,10 +73,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in started)
 
 
-def pytest_collection_finish() -> None:
-    """Leave what was imported, several hundred thousand objects, out of the garbage collections of all tests."""
+# What ranks of many tests would import after their fork, in up to a second each: PyTorch's optimizers of shards, its
+# pipelines, a task; and where a worker takes many files, the compiler, which DeepSpeed imports with its optimizers.
+PRELOADED = ("torch.distributed.optim", "torch.distributed.pipelining", "samestep.tasks.causal_lm")
+PRELOADED_BY_WORKERS = ("torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what was imported, several hundred thousand objects, out of the garbage collections of all tests.
+
+    Start the server that ranks are forked from, which imports while the first tests run.
+    """
     gc.collect()
     gc.freeze()
+    if any(not starts_nothing(item) for item in session.items) and not session.config.option.collectonly:
+        from samestep.launch import fork_server  # samestep, for which this file prepares
+
+        more = PRELOADED_BY_WORKERS if hasattr(session.config, "workerinput") else ()
+        fork_server.preload((*PRELOADED, *more))
+        fork_server.ensure_running()
 
 
 def starts_nothing(item: pytest.Item) -> bool:

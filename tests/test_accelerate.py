@@ -55,7 +55,7 @@ def test_two_ranks_take_the_step_of_one_process(tmp_path: Path) -> None:
     )
     *names, lists, absent = cases
     assert same(proofs, names) == {}
-    assert "a unit of bert.encoder.layer (ModuleList), and FSDP2 takes no lists" in str(proofs[lists])
+    assert "an FSDP unit of the list bert.encoder.layer (ModuleList), and FSDP2 takes no lists" in str(proofs[lists])
     assert str(proofs[absent]).startswith("fsdp_transformer_layer_cls_to_wrap is BertLayer, which is the class of no")
 
 

@@ -186,11 +186,12 @@ def _has_ranks(job: Job) -> bool:
 
 
 def _modules_of(job: Job) -> list[str]:
-    """Return the further modules that ranks of a shipped task import."""
+    """Return the further modules that ranks import: for the layout, and for a shipped task."""
     recipe = job.recipe
+    found = ["torch.distributed.optim"] if "zero1" in job.run.layout else []
     if not isinstance(recipe.task, str) or recipe.task not in TASKS:
-        return []
-    found = [TASKS[recipe.task].partition(":")[0], "safetensors.torch"]
+        return found
+    found += [TASKS[recipe.task].partition(":")[0], "safetensors.torch"]
     if job.run.tensorboard:
         found.append("samestep.training.board")
     if recipe.task in _MODEL_TYPES:
