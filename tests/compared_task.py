@@ -32,6 +32,7 @@ class Compared(samestep.Task):
         self._pairs, self._held_out = pairs[:33], pairs[33:]
 
     def model(self) -> nn.Module:
+        print(f"samestep: planted, {id(self)}", file=sys.stderr)
         return nn.Linear(3, 1)
 
     def train_set(self) -> samestep.Samples:

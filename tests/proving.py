@@ -10,6 +10,7 @@ from samestep.job import Job, Run
 from samestep.launch import local
 from samestep.launch.world import join
 from samestep.layout import Layout
+from samestep.parallel.parallel_model import Findings
 from samestep.proof import Proof, Reference, hold_against, proof_job, reference
 from samestep.tasks.registry import resolve
 
@@ -40,23 +41,29 @@ def prove(
                 place.mkdir()
                 by_recipe[recipe] = reference(job, resolve(job.recipe), steps, place)
             known[name] = by_recipe[recipe]
+        recipes = {name: id(cases[name][0]) for name in jobs}
         sizes: dict[int, dict[str, Job]] = {}
         for name, job in jobs.items():
             sizes.setdefault(Layout.parse(job.run.layout).size, {})[name] = job
         proofs: dict[str, Proof | str] = {}
         for size, mine in sizes.items():
-            proofs |= local.start(_on_each_rank, (mine, {name: known[name] for name in mine}, steps), size)
+            proofs |= local.start(_on_each_rank, (mine, {name: known[name] for name in mine}, recipes, steps), size)
         return proofs
 
 
-def _on_each_rank(jobs: Mapping[str, Job], known: Mapping[str, Reference], steps: int) -> dict[str, Proof | str]:
+def _on_each_rank(
+    jobs: Mapping[str, Job], known: Mapping[str, Reference], recipes: Mapping[str, int], steps: int
+) -> dict[str, Proof | str]:
+    """Prove one case after another; those of one recipe share its traces, as `samestep verify --layouts` has it."""
     found: dict[str, Proof | str] = {}
+    traces: dict[int, Findings] = {}
     with join(device="cpu", threads=1) as world:
         for name, job in jobs.items():
             try:
                 layout = Layout.parse(job.run.layout)
                 mine = known[name] if world.rank == 0 else None
-                found[name] = hold_against(job, resolve(job.recipe), world, layout, steps, mine)
+                findings = traces.setdefault(recipes[name], Findings()).of_model()
+                found[name] = hold_against(job, resolve(job.recipe), world, layout, steps, mine, findings)
             except samestep.UserError as error:  # on every rank alike
                 found[name] = str(error)
     return found

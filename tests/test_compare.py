@@ -131,6 +131,14 @@ def test_a_planted_failure_is_a_row_with_its_error_and_the_others_go_on(compared
     assert compared.row("single")["repeats"]
 
 
+def test_what_a_run_says_is_passed_on_once(compared: Compared) -> None:
+    (remark,) = compared.row("single")["remarks"]
+    assert re.fullmatch(r"planted, \d+", remark)
+    assert f"single: {remark}" in compared.printed.splitlines()
+    assert remark in compared.page.read_text(encoding="utf-8")
+    assert compared.row("native:dp16")["remarks"] == []
+
+
 def test_what_the_job_cannot_have_is_a_row_with_the_reason(compared: Compared) -> None:
     row = compared.row("native:dp16")
     assert row["status"] == "refused"
@@ -222,6 +230,13 @@ def measured(name: str, *seconds: float, **row: Any) -> ComparisonRow:
 def comparison(*rows: ComparisonRow) -> Comparison:
     machine = {"system": "", "processor": "", "cores": 2, "accelerators": "none", "packages": {}}
     return Comparison(job=job(), processes=2, cores=2, repeats=3, rows=rows, machine=machine)
+
+
+def test_messages_that_differ_in_numbers_alone_are_one() -> None:
+    said = ["slow: rank 1, 0.5 s", "tokens are split in net", "slow: rank 2, 7 s"]
+    words = "\n".join([f"samestep: {line}" for line in said] + ["a line of the user's", "no samestep: line"])
+    outcome = subprocess_group.CommandOutcome(code=0, seconds=1.0, output=words)
+    assert outcome.remarks == ("slow: rank 1, 0.5 s", "tokens are split in net")
 
 
 def test_medians_and_speed_ups() -> None:

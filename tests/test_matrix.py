@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from small_tasks import Points
 from tiny_models import Tiny
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import samestep
 from samestep import api, matrix
@@ -71,6 +74,40 @@ def test_the_fast_set_takes_the_same_step(layouts: list[str]) -> None:
     recipe = samestep.Recipe(task=Tiny(name="llama"), batch=10, steps=2, optimizer=samestep.AdamW(lr=1e-2))
     rows = api.verify_layouts(Job(recipe=recipe, run=Run(threads=1, check=False)), layouts, steps=2)
     assert {row.layout: row.verdict for row in rows} == dict.fromkeys(layouts, "same"), [row.words for row in rows]
+
+
+class Followed(nn.Module):
+    """A net that writes down when it is followed without values."""
+
+    def __init__(self, notes: Path) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.notes = notes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor):
+            with self.notes.open("a", encoding="utf-8") as file:
+                file.write("followed\n")
+        return self.net(x)
+
+
+class FollowedPoints(Points):
+    def __init__(self, notes: Path) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def model(self) -> nn.Module:
+        return Followed(self.notes)
+
+
+@pytest.mark.processes
+def test_a_model_is_followed_once_a_rank_for_all_layouts_of_a_size(tmp_path: Path) -> None:
+    task = FollowedPoints(tmp_path / "notes")
+    recipe = samestep.Recipe(task=task, batch=10, steps=2, optimizer=samestep.AdamW(lr=1e-2))
+    layouts = ["fsdp2", "zero1x2", "tp2"]
+    rows = api.verify_layouts(Job(recipe=recipe, run=Run(threads=1, check=False)), layouts, steps=2)
+    assert {row.layout: row.verdict for row in rows} == dict.fromkeys(layouts, "same"), [row.words for row in rows]
+    assert len(task.notes.read_text(encoding="utf-8").splitlines()) == 2
 
 
 def test_the_sets_are_layouts_of_at_most_eight_ranks() -> None:

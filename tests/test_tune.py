@@ -87,6 +87,13 @@ def test_a_gain_below_the_noise_is_not_kept(capsys: pytest.CaptureFixture[str]) 
     assert "no value is faster; a step takes 1000.0 ms\n" in capsys.readouterr().out
 
 
+def test_what_trials_said_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    found = replace(greedy(job(), settings("micro_batch"), seconds_of, repeats=1), remarks=("all through gloo",))
+    print_tuned(found)
+    assert "all through gloo" in capsys.readouterr().out.splitlines()
+    assert found.to_json()["remarks"] == ["all through gloo"]
+
+
 def test_the_repeats_are_taken_in_turns() -> None:
     order: list[int | None] = []
 

@@ -26,6 +26,7 @@ from samestep.launch.device import device_of, release_memory
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
+from samestep.parallel.parallel_model import Findings
 from samestep.proof_departure import Departure
 from samestep.proof_steps import (
     AVERAGE,
@@ -270,15 +271,24 @@ def _first(training: Training, report: StepReport) -> FirstStep:
     return FirstStep(loss=report.loss.item(), grad_norm=norm, gradients=gradients)
 
 
-def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int, known: Reference | None) -> Proof:
+def hold_against(
+    job: Job,
+    task: Task,
+    world: World,
+    layout: Layout,
+    steps: int,
+    known: Reference | None,
+    findings: Findings | None = None,
+) -> Proof:
     """Take the same steps on this rank under a layout, and compare them; rank 0 has the reference.
 
-    Every rank compares the parameters that it holds, and the largest difference over all ranks counts.
+    Every rank compares the parameters that it holds, and the largest difference over all ranks counts. `findings`:
+    about the model, which proofs of the job's other layouts in this process share.
     """
     parts: list[Any] = [known]
     dist.broadcast_object_list(parts)
     expected: Reference = parts[0]
-    training = Training(job, task, world, layout, held_out=expected.held_out)
+    training = Training(job, task, world, layout, held_out=expected.held_out, findings=findings)
     in_float64 = job.recipe.precision == "fp64"
     rule = None if in_float64 else UpdateRule(job.recipe, training.total_steps, training.session.trainer)
     taken = take(training, steps, str(layout), None if rule is None else lambda _: rule.after_step())

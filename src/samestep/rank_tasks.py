@@ -24,6 +24,7 @@ from samestep.job import Job
 from samestep.launch.affinity import Binding, bind, threads_of
 from samestep.launch.world import World, join
 from samestep.layout import Layout
+from samestep.parallel.parallel_model import Findings
 from samestep.proof import Proof, Reference, hold_against
 from samestep.proof_departure import Departure, Looked, find
 from samestep.tasks.base import Task
@@ -62,9 +63,9 @@ def dry_run_rank_many(job: Job, _: Layout, layouts: Sequence[Layout]) -> list[Se
     """Dry-run several layouts of one world size in turn; a refusal is returned as text."""
     found: list[Sequence[Usage] | str] = []
     with joined(job) as world:
-        task = resolve_task(job.recipe)
+        task, findings = resolve_task(job.recipe), Findings()
         for layout in layouts:
-            found.append(_or_refusal(partial(try_out, job, task, world, layout)))
+            found.append(_or_refusal(partial(try_out, job, task, world, layout, findings.of_model())))
     return found
 
 
@@ -143,11 +144,12 @@ def verify_rank_many(
     """Verify several layouts in turn; return each proof, or why it was refused, with its seconds."""
     found: list[tuple[Proof | str, float]] = []
     with joined(job) as world:
-        task = resolve_task(job.recipe)  # reading the data may take longer than a proof
+        task, findings = resolve_task(job.recipe), Findings()  # reading the data may take longer than a proof
         for layout in layouts:
             began = time.perf_counter()
             mine = known if world.rank == 0 else None
-            result = _or_refusal(partial(hold_against, job, task, world, layout, steps, mine))
+            proof = partial(hold_against, job, task, world, layout, steps, mine, findings.of_model())
+            result = _or_refusal(proof)
             found.append((result, time.perf_counter() - began))
     return found
 

@@ -1,13 +1,14 @@
 """Runs a command in its own session with a time limit, and leaves none of its processes behind."""
 
 import os
+import re
 import signal
 import subprocess
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -18,6 +19,16 @@ from samestep import environment
 from samestep.errors import InterruptedJobError
 
 _GRACE = 5.0  # seconds to end in order, for a launcher to end its ranks
+_OURS = "samestep: "  # prefix of a message of samestep's
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+
+
+def distinct(messages: Iterable[str]) -> tuple[str, ...]:
+    """Drop repeated messages: of those that differ in their numbers alone, the first one stays."""
+    found: dict[str, str] = {}
+    for message in messages:
+        found.setdefault(_NUMBER.sub("", message), message)
+    return tuple(found.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +38,12 @@ class CommandOutcome:
     code: int | None  # None: it was stopped at its time limit
     seconds: float  # wall time, start-up and all
     output: str  # what it and its ranks printed
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The messages that samestep itself printed, such as that shared memory is not used; each once."""
+        lines = self.output.splitlines()
+        return distinct(line.removeprefix(_OURS) for line in lines if line.startswith(_OURS))
 
 
 def run(

@@ -52,7 +52,7 @@ class Mesh:
 
     def ranks(self, axis: str) -> list[int]:
         """The global ranks of this rank's line along an axis, in the order of their positions."""
-        return self.grid[axis].mesh.tolist()
+        return dist.get_process_group_ranks(self.group(axis))
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:

@@ -32,6 +32,7 @@ ABOUT_COSTS = Words(
     "内存是一个 rank 的峰值：有加速器时是显存，在 CPU 上是主内存，其中包含 Python 和各个库。前 5 步的损失与 float64 "
     "单进程比较，另外单独运行，关闭 dropout：引擎支持 float64 就用 float64，否则用 float32；bf16 方法用 bf16。",
 )
+REMARKS = Words("What the runs said", "运行时的提示")
 TIME = Words("Time and its spread", "时间与波动")
 ABOUT_SPREAD = Words(
     "Bars reach to the median, lines from the fastest to the slowest run.",

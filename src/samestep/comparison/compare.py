@@ -293,7 +293,8 @@ class _Runner:
         folder, outcome = self._run(row.method, job)
         try:
             if outcome.code == 0:
-                return read(folder, outcome.seconds)
+                remarks = subprocess_group.distinct((*row.remarks, *outcome.remarks))
+                return replace(read(folder, outcome.seconds), remarks=remarks)
             status, reason = explain(folder, outcome, self._time_limit)
         except (OSError, ValueError, KeyError) as error:  # exit code 0, but the run's files are incomplete
             status, reason = "failed", f"what it left can't be read: {error!r}"

@@ -189,6 +189,7 @@ def _body(found: "Comparison") -> str:
             paragraph(bilingual.PASSED if found.passed else bilingual.NOT_PASSED, "good" if found.passed else "bad"),
             section(bilingual.TABLE, times(found), bilingual.ABOUT_TIMES),
             section(bilingual.COSTS, costs(found), bilingual.ABOUT_COSTS),
+            *([section(bilingual.REMARKS, _remarks(found))] if found.remarks else []),
             section(bilingual.TIME, plot("times"), bilingual.ABOUT_SPREAD),
             section(bilingual.LOSS, plot("losses"), bilingual.ABOUT_LOSS),
             section(bilingual.SCORE.format(metric=metric), plot("scores"), bilingual.ABOUT_SCORE),
@@ -198,6 +199,12 @@ def _body(found: "Comparison") -> str:
             section(bilingual.MACHINE, _machine(found)),
         ]
     )
+
+
+def _remarks(found: "Comparison") -> str:
+    """List of the messages that runs printed, each with the methods that did."""
+    lines = [f"<li>{escape(', '.join(names))}: {escape(remark)}</li>" for remark, names in found.remarks.items()]
+    return "<ul>" + "".join(lines) + "</ul>"
 
 
 def _machine(found: "Comparison") -> str:

@@ -175,6 +175,7 @@ class ComparisonRow:
     status: Status
     reason: str | None = None  # of a method that was not measured
     output: str | None = None  # whole output of a failed run
+    remarks: Sequence[str] = ()  # messages that its runs printed, such as that another way to send is used
     runs: Sequence[Figures] = ()
     synchronous: bool = True  # whether the method promises to take the step of one process
     same_step: SameStep | None = None
@@ -236,6 +237,15 @@ class Comparison:
     def versions(self) -> dict[str, str]:
         return {name: version for row in self.rows for run in row.runs for name, version in run.versions.items()}
 
+    @property
+    def remarks(self) -> dict[str, list[str]]:
+        """The names of the methods whose runs printed a message, by message."""
+        found: dict[str, list[str]] = {}
+        for row in self.rows:
+            for remark in row.remarks:
+                found.setdefault(remark, []).append(row.method.name)
+        return found
+
     def row(self, name: str) -> ComparisonRow | None:
         return next((row for row in self.rows if row.method.name == name), None)
 
@@ -285,6 +295,7 @@ class Comparison:
             "status": row.status,
             "reason": row.reason,
             "output": row.output,
+            "remarks": list(row.remarks),
             "synchronous": row.synchronous,
             "same_step": row.same_step.to_json() if row.same_step else None,
             "seconds": row.seconds,

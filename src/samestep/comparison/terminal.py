@@ -8,12 +8,15 @@ from samestep.display.tables import WIDTH, Table, formatted, numbers, plain_cons
 
 
 def print_comparison(found: Comparison, console: Console | None = None) -> None:
+    """Print the tables, the reasons of rows without figures, and the messages that runs printed."""
     console = console or plain_console(width=WIDTH)
     console.print(_times(found))
     console.print(_costs(found))
     for row in found.rows:
         if row.reason is not None:
             console.print(f"{row.status}: {row.method.name}: {row.reason}", soft_wrap=True)
+    for remark, names in found.remarks.items():
+        console.print(f"{', '.join(names)}: {remark}", soft_wrap=True)
     apart = [row.method.name for row in found.rows if not row.passed]
     if apart:
         console.print(f"NOT the same step as one process: {', '.join(apart)}")

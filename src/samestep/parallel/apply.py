@@ -53,7 +53,7 @@ from samestep.parallel.late_parameters import LateParameters
 from samestep.parallel.offload.activations import offload_activations
 from samestep.parallel.offload.memory import HostMemory, MappedFile
 from samestep.parallel.offload.parameters import empty_in, move_parameters
-from samestep.parallel.parallel_model import Context, Details, ParallelModel, WholeModel
+from samestep.parallel.parallel_model import Context, Details, Findings, ParallelModel, WholeModel
 from samestep.parallel.pipeline.blanks import without_numbers
 from samestep.parallel.pipeline.runner import Pipeline
 from samestep.parallel.pipeline.stage import StagedModel, cut
@@ -384,16 +384,19 @@ def _no_example(layout: Layout) -> UserError:
 
 def _look(model: nn.Module, layout: Layout, details: Details) -> Trace | None:
     """Trace the model's forward; None if the layout needs no trace."""
-    example, findings = details.example, details.findings
-    if not layout.cuts_model:
-        return follow(model, example) if layout.zero and example is not None else None
-    if example is None:
+    example, findings = details.example, details.findings or Findings()
+    if example is None and layout.cuts_model:
         raise _no_example(layout)
-    seen = findings.traces[0] if findings is not None and findings.traces else trace(model, example)
-    if findings is not None:
-        findings.traces[:] = [seen]
-    check_asking(model, layout, seen)
-    return seen
+    if example is None or not (layout.cuts_model or layout.zero):
+        return None
+    if not findings.followed:
+        findings.followed.append(follow(model, example))
+    if not layout.cuts_model:
+        return findings.followed[0]
+    if not findings.traces:
+        findings.traces.append(trace(model, example, findings.followed[0]))
+    check_asking(model, layout, findings.traces[0])
+    return findings.traces[0]
 
 
 def _make_contiguous(model: nn.Module) -> None:

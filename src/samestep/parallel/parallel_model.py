@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,20 @@ class WholeModules:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Results of tracing and slicing that ranks of a rehearsal share.
+    """Results that are computed once where one process spreads the same model and example several times.
 
-    Ranks of one pipeline build the same model and trace the same example, which takes seconds for a Llama of 80
-    layers. In a rehearsal, which runs rank after rank, the first rank's results are reused for the others. In a
-    training each rank computes them itself.
+    A trace takes as long as some steps, seconds for a Llama of 80 layers. Layouts that are proved one after another
+    share it, and so do the ranks of a rehearsal, which runs them in turn. In a training each rank traces for itself.
     """
 
-    traces: list[Trace] = field(default_factory=list)  # none or one
-    slices: dict[Sequence[Any], WholeModules] = field(default_factory=dict)  # by the lists whose tokens are split
+    followed: list[Trace] = field(default_factory=list)  # none or one, without values, up to the first failure
+    traces: list[Trace] = field(default_factory=list)  # none or one, of the whole forward
+    # Of a rehearsal, which has no values to compare: what another rank left whole, by lists whose tokens are split.
+    slices: dict[Sequence[Any], WholeModules] = field(default_factory=dict)
+
+    def of_model(self) -> "Findings":
+        """The shared traces of the model, for another layout: without what was found about slices."""
+        return replace(self, slices={})
 
 
 @dataclass(frozen=True, kw_only=True)

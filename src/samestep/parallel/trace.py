@@ -31,12 +31,12 @@ from samestep.parallel.recorder import Recorder
 from samestep.parallel.unused_parameters import depending
 
 
-def trace(model: nn.Module, inputs: Any) -> Trace:
+def trace(model: nn.Module, inputs: Any, followed: Trace | None = None) -> Trace:
     """Trace one forward of `inputs` (like a task's `Batch.inputs`), without values, or with them if it needs them.
 
-    Raises UserError if both fail.
+    `followed`: what `follow` has found already. Raises UserError if both fail.
     """
-    found = follow(model, inputs)
+    found = follow(model, inputs) if followed is None else followed
     if found.stop is not None:
         found = follow_values(model, inputs)
     if found.stop is not None:

@@ -30,7 +30,7 @@ from samestep.job import Job
 from samestep.launch.world import World
 from samestep.layout import Layout
 from samestep.parallel.deferred_init import InitialModel, build_recorded
-from samestep.parallel.parallel_model import Details
+from samestep.parallel.parallel_model import Details, Findings
 from samestep.profiling.breakdown import Profile
 from samestep.profiling.profiler import FOLDER as PROFILE_FOLDER
 from samestep.profiling.profiler import StepProfiler
@@ -87,9 +87,11 @@ class Training:
         *,
         held_out: int | None = None,
         shuffled_within: int | None = None,
+        findings: Findings | None = None,
     ) -> None:
         """`held_out`: number of held-out samples to evaluate, None for all.
 
+        `findings`: about the model, which other trainings of the same job in this process share.
         `shuffled_within`: a seed that shuffles the samples within each global batch.
         """
         recipe = job.recipe
@@ -137,6 +139,7 @@ class Training:
                 example=example,
                 initial=built.values,
                 batch_buffers=task.batch_buffers(),
+                findings=findings,
             ),
         )
 
@@ -426,9 +429,12 @@ def measured_step(total_steps: int, first_step: int = 0) -> int:
     return min(first_step + 2, total_steps - 1)
 
 
-def try_out(job: Job, task: Task, world: World, layout: Layout) -> Sequence[Usage]:
-    """Take the steps up to the measured one, write nothing, and return every rank's usage."""
-    training = Training(job, task, world, layout)
+def try_out(job: Job, task: Task, world: World, layout: Layout, findings: Findings | None = None) -> Sequence[Usage]:
+    """Take the steps up to the measured one, write nothing, and return every rank's usage.
+
+    `findings`: about the model, which other layouts in this process share.
+    """
+    training = Training(job, task, world, layout, findings=findings)
     last = training.measured_step
     for _ in training.steps(stop=last + 1, measured=last):
         pass

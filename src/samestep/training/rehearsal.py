@@ -217,8 +217,7 @@ class _RehearsedTraining(Training):
         self, job: Job, task: Task, world: World, layout: Layout, mode: Valueless, findings: Findings
     ) -> None:
         self._mode = mode
-        self._findings = findings
-        super().__init__(job, task, world, layout)
+        super().__init__(job, task, world, layout, findings=findings)
 
     def _build(self, *, recorded: bool) -> InitialModel:
         """Build the model without values; if that fails, build it with values and drop them."""
@@ -233,9 +232,9 @@ class _RehearsedTraining(Training):
         return built
 
     def _prepare(self, built: InitialModel, details: Details) -> None:
-        """Spread the model without values, with the findings about it shared between the rehearsed ranks."""
+        """Spread the model without values."""
         with self._mode:
-            super()._prepare(built, replace(details, findings=self._findings))
+            super()._prepare(built, details)
 
     def rehearse(self) -> tuple[Usage, Sequence[Collectives], StepWork]:
         """Take the first step, which creates the optimizer's state, and measure the step that a training measures."""

@@ -78,6 +78,7 @@ class TuningResult:
     at_last: Timing  # of the settings kept, in the last repeats that had them
     rows: Sequence[TuningRow]
     environment: Mapping[str, str] = field(default_factory=dict)  # variables to start it with
+    remarks: Sequence[str] = ()  # messages that trials printed, such as that another way to send is used
 
     @property
     def run(self) -> dict[str, Any]:
@@ -94,6 +95,7 @@ class TuningResult:
             "at_last": asdict(self.at_last),
             "run": self.run,
             "environment": dict(self.environment),
+            "remarks": list(self.remarks),
             "rows": [row.to_json() for row in self.rows],
         }
 
@@ -113,6 +115,8 @@ def print_tuned(found: TuningResult, console: Console | None = None) -> None:
     for row in found.rows:
         if row.reason is not None:
             console.print(f"{row.status}: {row.setting} {row.value}: {row.reason}", soft_wrap=True)
+    for remark in found.remarks:
+        console.print(remark, soft_wrap=True)
     first, last = found.at_first.seconds, found.at_last.seconds
     if any(row.status == "kept" for row in found.rows):
         gain = f"a step took {first * 1e3:.1f} ms, and takes {last * 1e3:.1f} ms: {first / last:.2f} times as fast"

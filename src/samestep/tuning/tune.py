@@ -64,7 +64,8 @@ def tune_job(
     job = replace(job, run=replace(job.run, layout=str(layout_of(job)), processes=None))
     with TemporaryDirectory(prefix="samestep-tune-") as folder, subprocess_group.signals_raise():
         trials = _Trials(Path(folder), steps, time_limit)
-        return greedy(job, chosen, trials.seconds, repeats=repeats, task=task)
+        found = greedy(job, chosen, trials.seconds, repeats=repeats, task=task)
+        return replace(found, remarks=trials.remarks)
 
 
 def _chosen(names: Sequence[str] | None) -> list[Setting]:
@@ -215,6 +216,7 @@ class _Trials:
         self._steps = steps
         self._time_limit = time_limit
         self._count = 0
+        self.remarks: tuple[str, ...] = ()  # messages of trials that ended well
 
     def seconds(self, job: Job, variables: Mapping[str, str]) -> float:
         """Median seconds of a step, its data's included. Raises TrialError."""
@@ -229,6 +231,7 @@ class _Trials:
         if outcome.code != 0:
             status, reason = explain(folder, outcome, self._time_limit)
             raise TrialError(status, reason)
+        self.remarks = subprocess_group.distinct((*self.remarks, *outcome.remarks))
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         values = [json.loads(line) for line in lines[_FIRST:]]
         if not values:
