@@ -43,6 +43,8 @@ NOT_OURS = {
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # by DeepSpeed, which transformers imports where it is installed
 }
 
+MANY_OBJECTS = 100_000
+
 # A name of the module, since multiprocessing forgets its finalizers in a forked child: were this the last reference,
 # the child would remove the folder there and then.
 _FOLDERS = ExitStack()
@@ -96,6 +98,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def starts_nothing(item: pytest.Item) -> bool:
     return item.get_closest_marker("quick") is not None and item.get_closest_marker("processes") is None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_other_files_imported_is_left_out_of_collections() -> None:
+    """Freeze again before a file's tests: a model that is built collects garbage, which took most of its time."""
+    if len(gc.get_objects()) > MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -293,9 +293,14 @@ def test_only_the_device_module_knows_the_kind_of_accelerator() -> None:
     assert said <= {"launch/device.py"}
 
 
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
 def touches_environment(text: str) -> list[int]:
     """The lines that read or write environment variables."""
-    lines = []
+    lines = list[int]()
+    if not any(name in text for name in ENVIRONMENT):  # most modules need not be parsed
+        return lines
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             names = {node.attr}
@@ -303,7 +308,7 @@ def touches_environment(text: str) -> list[int]:
             names = {alias.name for alias in node.names}
         else:
             continue
-        if names & {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}:
+        if names & ENVIRONMENT:
             lines.append(node.lineno)
     return lines
 
@@ -406,9 +411,17 @@ def calls(text: str) -> Iterator[tuple[str, ast.Call]]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
-            first, dot, rest = ast.unparse(node.func).partition(".")
+        if isinstance(node, ast.Call) and (name := dotted(node.func)) is not None:
+            first, dot, rest = name.partition(".")
             yield names.get(first, first) + dot + rest, node
+
+
+def dotted(node: ast.expr) -> str | None:
+    """The text of a name such as os.path.join; None for another expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    before = dotted(node.value) if isinstance(node, ast.Attribute) else None
+    return f"{before}.{node.attr}" if isinstance(node, ast.Attribute) and before is not None else None
 
 
 def constant(call: ast.Call, keyword: str) -> object:
