@@ -145,6 +145,10 @@ MISTAKES = {
     "--folder below a file": ("train good.yaml --layout dp2 --folder file/run", r"run\.folder is file/run: file is"),
     "no threads": ("train good.yaml --threads 0", r"--threads: run\.threads is 0; it should be greater than 0"),
     "unknown flag": ("train good.yaml --what", r"unrecognized arguments: --what; `samestep --help` says"),
+    "unknown flag before a command": (
+        "comm --transport gloo",
+        r"unrecognized arguments: --transport; `samestep comm",
+    ),
     "unknown command": ("trian good.yaml", r"invalid choice: 'trian'"),
     "no command": ("", r"the following arguments are required: COMMAND"),
     "no job": ("train", r"the following arguments are required: JOB\.yaml; `samestep train --help` says"),

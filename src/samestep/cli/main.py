@@ -51,6 +51,7 @@ COMMANDS = (
     doctor,
 )
 
+_COMMAND = "COMMAND"  # in the help, and in argparse's messages about it
 _FIRST_TELLS = 2.0  # seconds that other ranks wait, so that rank 0 prints the message that all have
 
 
@@ -90,7 +91,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """Parser that raises UserError, which is printed as one message without the usage."""
 
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = list(args or ())
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
+        # argparse takes the value of an unknown option for a command, and would only tell of the value.
+        options = [word.partition("=")[0] for word in self._given if word.startswith("--") and word != "--"]
+        unknown = [option for option in options if option not in self._option_string_actions]
+        if unknown and message.startswith(f"argument {_COMMAND}: invalid choice"):
+            message = f"unrecognized arguments: {unknown[0]}"
         raise UserError(f"{message}; `{self.prog} --help` says what there is")
 
 
@@ -114,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Split the training of a PyTorch model any way you like; every way takes the same step.",
     )
     parser.add_argument("--version", action=_Version, help="print the version of samestep and exit")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar=_COMMAND, required=True)
     for command in COMMANDS:
         name = command.__name__.rpartition(".")[2]
         summary = (command.__doc__ or "").strip().partition("\n")[0]
