@@ -93,9 +93,9 @@ class _Parser(argparse.ArgumentParser):
 
     _given: Sequence[str] = ()
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._given = list(args or ())
-        return super().parse_known_args(args, namespace)
+    def parse_known_args(self, *given: Any, **options: Any) -> Any:
+        self._given = list(given[0] or ()) if given else ()
+        return super().parse_known_args(*given, **options)
 
     def error(self, message: str) -> NoReturn:
         # argparse takes the value of an unknown option for a command, and would only tell of the value.
