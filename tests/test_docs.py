@@ -12,6 +12,7 @@ import pytest
 import yaml
 from pydantic.fields import FieldInfo
 
+import samestep
 from samestep import layout
 from samestep.cli.main import COMMANDS, _parser
 from samestep.communication import Bf16, DiLoCo, Fp16, LocalSGD, OneBitAdam, PowerSGD, ZeroOneAdam
@@ -360,3 +361,9 @@ def test_the_readmes_show_the_same_overhead_within_its_limit() -> None:
 def test_the_readmes_name_every_command(page: Path) -> None:
     row = next(line for line in read(page).splitlines() if line.startswith(("| commands |", "| 命令 |")))
     assert re.findall(r"`(\w+)`", row) == [command.__name__.rpartition(".")[2] for command in COMMANDS]
+
+
+def test_the_reference_of_train_names_every_key_of_a_run() -> None:
+    reference = samestep.train.__doc__ or ""
+    keys = re.findall(r"[a-z0-9_]+", reference.partition("section:")[2].partition(".")[0])
+    assert sorted(keys) == sorted(field.name for field in fields(Run) if field.name != "layout")

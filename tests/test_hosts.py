@@ -11,8 +11,6 @@ from on_hosts import SAME, VARIABLES, follow, needs_hosts, proved, python, recor
 from small_jobs import job_file, losses_alone, losses_in, steps_in
 from testbed import Cable, Testbed
 
-from samestep.launch.environments.base import PlaceInputs
-from samestep.launch.environments.open_mpi import OpenMpi
 from samestep.launch.network import interface_of, loopback_interface
 
 pytestmark = needs_hosts(ssh=False)
@@ -228,17 +226,3 @@ def test_an_interface_is_found_by_its_address() -> None:
     # IPv6 may be turned off, for all interfaces or for this one.
     has_it = any(each.address == "::1" for each in psutil.net_if_addrs().get(loopback or "", []))
     assert interface_of("::1") == (loopback if has_it else None)
-
-
-def test_agents_that_mpirun_starts_meet_at_its_own_host() -> None:
-    said = {
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_MCA_orte_hnp_uri": "1834352640.0;tcp://10.0.0.5:37865",
-    }
-    assert OpenMpi().find(PlaceInputs(environ=said)).main_address == "10.0.0.5"
-    for uri, named in (("1834352640.0;tcp://10.0.0.5,10.1.0.5:37865", "10.0.0.5 and 10.1.0.5"), ("", "no address")):
-        found = OpenMpi().find(PlaceInputs(environ={**said, "OMPI_MCA_orte_hnp_uri": uri}))
-        assert f"Open MPI names {named} for mpirun's host" in (found.no_address or "")

@@ -154,7 +154,10 @@ def test_many_ranks_are_cut_short_on_the_screen(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--layout", "pp2 dp2"], "the hosts have 8 slots: --num-nodes, --num-procs or --include take fewer"),
+        (
+            ["--layout", "pp2 dp2"],
+            "the hosts have 8 slots: --num-procs N gives each host N",
+        ),
         (["--layout", "xx2"], '"xx2" is not a part of a layout'),
         (["--num-nodes", "3"], "a number from 1 to 2"),
         (["--num-procs", "5"], "worker-1 has 4 slots"),
@@ -172,7 +175,7 @@ def test_wrong_options(hostfile: Path, capsys: pytest.CaptureFixture[str], words
 
 
 def test_a_place_that_does_not_show(capsys: pytest.CaptureFixture[str]) -> None:
-    assert '--place "slurm": SLURM_JOB_ID would show it' in refused(capsys, "--place", "slurm")
+    assert '--place "slurm": it needs SLURM_JOB_ID' in refused(capsys, "--place", "slurm")
 
 
 def test_one_of_many_tells_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -519,7 +519,7 @@ def test_the_guide_of_a_package_names_its_modules_and_no_others(package: Path) -
     text = (package / "__init__.py").read_text(encoding="utf-8")
     modules = {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
     modules |= {path.parent.name for path in package.glob("*/__init__.py")}
-    missing = modules - set(re.findall(r"\w+", text))
-    assert not missing, f"name {', '.join(sorted(missing))} in the docstring of {package.name}/__init__.py"
     guide = ast.get_docstring(ast.parse(text)) or ""
+    missing = modules - set(re.findall(r"\w+", guide))
+    assert not missing, f"name {', '.join(sorted(missing))} in the docstring of {package.name}/__init__.py"
     assert set(re.findall(r"`([a-z_0-9]+)`", guide)) - modules == set()

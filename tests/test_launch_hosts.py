@@ -293,7 +293,7 @@ def test_what_all_hosts_get_wrong_is_told_once(ssh: list[str], capfd: pytest.Cap
     assert main(["launch", *ssh, "--chdir", "/nowhere", "--", TOLD, "tell"]) == 2
     said = [line for line in capfd.readouterr().err.splitlines() if "may be secret" not in line]
     assert 1 <= len(said) <= 2  # of the two hosts
-    assert all("the folder /nowhere: No such file or directory; --chdir FOLDER says another" in line for line in said)
+    assert all("the folder /nowhere: No such file or directory; use --chdir FOLDER" in line for line in said)
 
 
 @pytest.mark.slow

@@ -65,8 +65,8 @@ def test_a_place_can_be_chosen() -> None:
 def test_a_place_that_is_wrong(hostfile: Path) -> None:
     names = ", ".join(sorted(each.name for each in PLACES))
     assert refused({}, place="slrm") == f'--place "slrm" is not known; did you mean "slurm"? known: {names}'
-    assert '--place "slurm": SLURM_JOB_ID would show it; what shows here: this-machine' in refused({}, place="slurm")
-    assert '--place "hostfile": --hostfile FILE would show it' in refused({}, place="hostfile")
+    assert '--place "slurm": it needs SLURM_JOB_ID; found here: this-machine' in refused({}, place="slurm")
+    assert '--place "hostfile": it needs --hostfile FILE' in refused({}, place="hostfile")
     said = refused(BATCH, place="slurm", hostfile=hostfile)
     assert said == '--place "slurm" and --hostfile FILE are two places; leave one of them out'
     both = refused({}, hostfile=hostfile, ray="auto")

@@ -226,7 +226,7 @@ WRONG = {
     "an engine that can't": (
         {"profile": True, "engine": "parameter-server", "layout": "dp2"},
         [],
-        'run.profile is given, and engine "parameter-server" does not tell where its steps\' time goes',
+        'run.profile is given, and engine "parameter-server" does not support profiling',
     ),
     "buckets of nothing": ({"bucket_mb": 0}, [], "run.bucket_mb is 0; it should be greater than 0"),
     "buckets of one rank": ({"bucket_mb": 5}, [], 'layout "single": run.bucket_mb is 5, and only replicas'),

@@ -1,4 +1,4 @@
-"""Types of the fields of a job's sections, and how a rule about several of them is told."""
+"""Types of the fields of a job's sections, and the error for fields that are invalid together."""
 
 from typing import Annotated, Any
 

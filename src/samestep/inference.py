@@ -1,4 +1,4 @@
-"""`samestep evaluate` and `samestep predict`: what a checkpoint's model is worth and says, in one process."""
+"""`samestep evaluate` and `samestep predict`: scores and predictions of a checkpoint's model, in one process."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

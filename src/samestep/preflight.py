@@ -76,9 +76,7 @@ def _check_abilities(job: Job, engine: Engine, layout: Layout) -> None:
     engines.check_loss_chunk(run.loss_chunk, engine, layout)
     engines.check_buckets(run.bucket_mb, engine, layout, recipe.communication)
     if run.profile is not None and not able.profiles:
-        raise UserError(
-            f'run.profile is given, and engine "{name}" does not tell where its steps\' time goes; use engine native'
-        )
+        raise UserError(f'run.profile is given, and engine "{name}" does not support profiling; use engine native')
     if run.transport == "shared-memory" and not able.shared_memory:
         raise UserError(
             f'run.transport is shared-memory, and engine "{name}" has transports of its own; '

@@ -1,4 +1,4 @@
-"""Whether a checkpoint belongs to a job: the same training, beside the same frozen parameters, seen by all hosts.
+"""Checks that a checkpoint belongs to a job: the same training and frozen parameters, visible to all hosts.
 
 `changes` compares recipes. A checkpoint of adapters or of other trained parameters alone leaves out its `Base`, the
 frozen parameters, which a fingerprint tells apart. `check_shared` finds a host that doesn't see the others' folder.

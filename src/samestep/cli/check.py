@@ -1,4 +1,4 @@
-"""Check a job's task: is its contract kept, which layouts can its model have, and what stands in the others' way."""
+"""Check a job's task: its contract, the layouts that its model supports, and why it doesn't support the others."""
 
 import argparse
 

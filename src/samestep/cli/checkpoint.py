@@ -1,4 +1,4 @@
-"""Look at checkpoints, hold them against their sums, and turn them into other tools' files and back."""
+"""Look at checkpoints, verify their checksums, and convert them to other tools' files and back."""
 
 import argparse
 from pathlib import Path

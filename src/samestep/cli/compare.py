@@ -1,4 +1,4 @@
-"""Train one job by many methods and engines, each in processes of its own, and hold them side by side."""
+"""Train one job by many methods and engines, each in processes of its own, and compare them."""
 
 import argparse
 import importlib.util

@@ -1,4 +1,4 @@
-"""Tell what works on this machine, or what went wrong in a run, and what would help."""
+"""Diagnose this machine or a run: what works, what went wrong, and what to do."""
 
 import argparse
 from pathlib import Path

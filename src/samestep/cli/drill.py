@@ -1,4 +1,4 @@
-"""Train a job under one fault after the other, and hold each run beside the undisturbed one."""
+"""Train a job under one fault after the other, and compare each run with an undisturbed one."""
 
 import argparse
 from typing import TYPE_CHECKING

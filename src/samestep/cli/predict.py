@@ -1,4 +1,4 @@
-"""Write what a checkpoint's model makes of a user's samples, or of the held-out ones, as JSON lines."""
+"""Write a checkpoint's predictions for given samples, or for the held-out ones, as JSON lines."""
 
 import argparse
 import json

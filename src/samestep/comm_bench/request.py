@@ -1,4 +1,4 @@
-"""What is wanted of a run of `samestep comm`, checked before ranks start; sizes of messages as people write them.
+"""Arguments of `samestep comm`, checked before ranks start; parses sizes of messages such as 4MB.
 
 As in nccl-tests 1 KB is 1024 bytes.
 """

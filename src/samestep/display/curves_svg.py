@@ -63,18 +63,18 @@ def _panel(panel: Panel, top: float) -> list[str]:
     """One panel whose upper edge is at `top` (pixels): axes, curves, their names beside it."""
     points = [point for curve in panel.curves for point in curve.points]
     if not points:
-        return [_text(_LEFT, top, f"{panel.title}: nothing was measured")]
+        return [text_at(_LEFT, top, f"{panel.title}: nothing was measured")]
     across = _Axis.over([x for x, _ in points], panel.across, _LEFT, _WIDTH - _RIGHT)
     up = _Axis.over([y for _, y in points], panel.up, top + _HEIGHT, top)
-    parts = [_text(_LEFT, top - 16, panel.title)]
+    parts = [text_at(_LEFT, top - 16, panel.title)]
     for value in across.marks():
         x = across.at(value)
         parts.append(_line(x, top, x, top + _HEIGHT, "#e3e8ed"))
-        parts.append(_text(x, top + _HEIGHT + 18, panel.across.in_words(value), anchor="middle"))
+        parts.append(text_at(x, top + _HEIGHT + 18, panel.across.in_words(value), anchor="middle"))
     for value in up.marks():
         y = up.at(value)
         parts.append(_line(_LEFT, y, _WIDTH - _RIGHT, y, "#e3e8ed"))
-        parts.append(_text(_LEFT - 8, y + 4, panel.up.in_words(value), anchor="end"))
+        parts.append(text_at(_LEFT - 8, y + 4, panel.up.in_words(value), anchor="end"))
     for number, curve in enumerate(panel.curves):
         colour, dash = COLOURS[curve.colour], DASHES[curve.dash]
         path = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in curve.points)
@@ -83,7 +83,7 @@ def _panel(panel: Panel, top: float) -> list[str]:
         )
         y = top + 8 + 18 * number
         parts.append(_line(_WIDTH - _RIGHT + 12, y, _WIDTH - _RIGHT + 42, y, colour, dash))
-        parts.append(_text(_WIDTH - _RIGHT + 50, y + 4, curve.name))
+        parts.append(text_at(_WIDTH - _RIGHT + 50, y + 4, curve.name))
     return parts
 
 
@@ -138,5 +138,6 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str, dash: str = "
     return f'<line {ends} stroke="{colour}" stroke-dasharray="{dash}"/>'
 
 
-def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
+def text_at(x: float, y: float, words: str, anchor: str = "start") -> str:
+    """An SVG text at a point, in the font of its picture. `anchor`: start, middle or end."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

@@ -105,7 +105,8 @@ def _fitting(text: str, cluster: Cluster) -> Layout:
         return Layout.parse(text, cluster.world_size)
     except LayoutError as error:
         raise LayoutError(
-            f"{error}; the hosts have {cluster.world_size} slots: --num-nodes, --num-procs or --include take fewer"
+            f"{error}; the hosts have {cluster.world_size} slots: --num-procs N gives each host N, --num-nodes "
+            "and --include take fewer hosts"
         ) from None
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from math import log2
 
+from samestep.display.curves_svg import text_at
 from samestep.display.page import Cell, Heading, html_table, plain_document
 from samestep.errors import UserError
 from samestep.planning.memory import RankMemory
@@ -112,7 +113,7 @@ def _memory(ranks: Sequence[RankMemory], limit: float) -> str:
     marks = []
     for index, rank in enumerate(ranks[:_MOST_RANKS]):
         top = index * _ROW
-        marks.append(_text(_LEFT - 8, top + 14, f"rank {index}: {rank.total / 1e9:.1f} GB", "end"))
+        marks.append(text_at(_LEFT - 8, top + 14, f"rank {index}: {rank.total / 1e9:.1f} GB", "end"))
         at = float(_LEFT)
         for part, (colour, name) in _PARTS.items():
             size = getattr(rank, part)
@@ -123,7 +124,7 @@ def _memory(ranks: Sequence[RankMemory], limit: float) -> str:
     marks.append(
         f'<line x1="{line:.1f}" x2="{line:.1f}" y1="0" y2="{height - 18}" stroke="#d55e00" stroke-width="2"/>'
     )
-    marks.append(_text(line - 6, height - 4, f"{limit / 1e9:.0f} GB", "end"))
+    marks.append(text_at(line - 6, height - 4, f"{limit / 1e9:.0f} GB", "end"))
     return _svg("memory", height, marks)
 
 
@@ -147,7 +148,7 @@ def _timeline(found: ClusterPlan) -> str:
     marks = []
     shown = min(layout.pipeline, _MOST_RANKS)
     for rank in range(shown):
-        marks.append(_text(_LEFT - 8, rank * _ROW + 14, f"rank {rank}", "end"))
+        marks.append(text_at(_LEFT - 8, rank * _ROW + 14, f"rank {rank}", "end"))
     for event in events:
         if event.rank < shown:
             colour, name = _KINDS["F" if event.kind == "F" else "B"]
@@ -199,9 +200,9 @@ def _scaling(found: ClusterPlan) -> str:
         part = rate / count * first[0] / first[1]
         told = f"{count:,} devices: {rate:,.0f} tokens/s, {part:.0%} of linear"
         marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#0072b2"><title>{told}</title></circle>')
-        marks.append(_text(x, height - bottom + 18, f"{count:,}", "middle"))
-        marks.append(_text(x - 6, y - 8, f"{rate:,.0f}", "end"))
-    marks.append(_text(_LEFT - 8, top, "tokens/s", "end"))
+        marks.append(text_at(x, height - bottom + 18, f"{count:,}", "middle"))
+        marks.append(text_at(x - 6, y - 8, f"{rate:,.0f}", "end"))
+    marks.append(text_at(_LEFT - 8, top, "tokens/s", "end"))
     told = "Both axes are logarithmic; dashed: linear scaling. 两轴均为对数；虚线为线性扩展。"
     return f"{_svg('scaling', height, marks)}<p>{told}</p>"
 
@@ -221,7 +222,3 @@ def _bar(left: float, top: float, width: float, height: float, colour: str, told
         f'fill="{colour}"{stroke}>'
         f"<title>{escape(told)}</title></rect>"
     )
-
-
-def _text(x: float, y: float, words: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

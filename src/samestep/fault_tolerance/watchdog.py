@@ -190,7 +190,7 @@ class Watchdog:
         self._elsewhere = elsewhere
         self.limit = limit  # seconds; may change while the ranks run
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look_on, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._monitor, name="watch", daemon=True)
         self._handles: dict[int, Handle] = {}
         self._end_at: float | None = None
         self.hang: Hang | None = None
@@ -243,7 +243,7 @@ class Watchdog:
                 self._handles[each.rank] = Handle(each.pid)
         return self.last
 
-    def _look_on(self) -> None:
+    def _monitor(self) -> None:
         """Thread: reads the ranks' status, detects deaths and hangs, and ends the round."""
         clock = Clock(_APART)
         slowest, looked_at = SlowRankReporter(), 0.0
@@ -255,7 +255,7 @@ class Watchdog:
             if self.hang is not None:
                 self.end_now()  # includes ranks that have started since
             self._see_the_first_step()
-            self._see_to_the_dead(ranks)
+            self._end_peers_of_dead_rank(ranks)
             if self._end_at is not None and time.monotonic() > self._end_at:
                 self.end_now()
             if seconds - looked_at > _PACE_APART:
@@ -280,7 +280,7 @@ class Watchdog:
             goes_on, self._goes_on = self._goes_on, None
             goes_on(self.last)
 
-    def _see_to_the_dead(self, ranks: Sequence[Progress]) -> None:
+    def _end_peers_of_dead_rank(self, ranks: Sequence[Progress]) -> None:
         """After a rank has died, kill the others unless their broken connections end them within the grace times."""
         if self._died_at is None:
             if any(

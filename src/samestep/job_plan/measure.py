@@ -1,4 +1,4 @@
-"""Steps of the best layouts, taken really, beside what was predicted; the rates corrected by what they took."""
+"""Measures steps of the best layouts, compares them with the predictions, and corrects the rates by them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

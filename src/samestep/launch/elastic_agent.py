@@ -166,7 +166,7 @@ class NodeElasticAgent(_ElasticAgent):
         while True:
             try:
                 super()._rendezvous(worker_group)
-                self._count_alike(worker_group)
+                self._agree_on_restarts(worker_group)
                 self._rounds.agree()
                 break
             except BROKEN:  # a host was lost during the rendezvous
@@ -175,7 +175,7 @@ class NodeElasticAgent(_ElasticAgent):
             self._spec.files.of_run(self._rounds.run_folder)
         self._rounds.begin([worker.global_rank for worker in worker_group.workers])
 
-    def _count_alike(self, worker_group: WorkerGroup) -> None:
+    def _agree_on_restarts(self, worker_group: WorkerGroup) -> None:
         """Agree on the remaining restarts: the minimum over the hosts, since a late host has used none."""
         store: Any = worker_group.store
         size: Any = worker_group.group_world_size

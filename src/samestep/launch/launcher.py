@@ -51,9 +51,10 @@ def node_rank_of(found: FoundCluster, given: int | None, most: int, *, named: bo
             f"this host, {socket.gethostname()}, is none of the job's: {names}; leave it out of the start, "
             "change --include, --exclude or --num-nodes, or say by --node-rank which it is"
         )
-    raise UserError(f"which of the {most} hosts is this? --node-rank 0 to {most - 1} would say it")
+    raise UserError(f"which of the {most} hosts is this? use --node-rank 0 to {most - 1}")
 
 
+# The commands of launchers that are not called as they are in `Launcher`.
 _STARTED_BY = {"open-mpi": "mpirun", "pmi": "mpirun", "slurm": "srun"}
 
 
@@ -92,7 +93,7 @@ def launch(found: FoundCluster, wanted: LaunchRequest, variables: ForwardedVaria
         try:
             stack.enter_context(chdir(wanted.chdir))
         except OSError as error:
-            raise UserError(f"the folder {wanted.chdir}: {error.strerror}; --chdir FOLDER says another") from None
+            raise UserError(f"the folder {wanted.chdir}: {error.strerror}; use --chdir FOLDER") from None
         return agent.run(spec)
 
 

@@ -130,7 +130,7 @@ def _run(
         stack.enter_context(silent_agent())
         stack.callback(_show_cursor)
         follower = stack.enter_context(Follower(prefixes=False, bars=True))
-        files = RankFiles(logs, _HOST, follower, otherwise="run.folder says another")
+        files = RankFiles(logs, _HOST, follower, otherwise="use another run.folder")
         stack.enter_context(environment.given({}))  # restores the variables that each round sets for its ranks
         stack.enter_context(environment.agent_settings())
         spec = AgentSpec(

@@ -17,7 +17,7 @@ from samestep import environment
 from samestep.errors import UserError
 from samestep.run_folder import LOGS, errors_of, output_of, rank_file
 
-_OTHERWISE = "--logs FOLDER says another"
+_OTHERWISE = "use --logs FOLDER"
 _COLUMNS = 80  # of a terminal that doesn't report its width
 _EVERY = 0.1  # seconds between polls of the files
 _BAR_EVERY = 5.0  # seconds between printed states of a progress bar

@@ -74,7 +74,7 @@ class NodeHeartbeat:
         if identity not in (None, self.identity):
             raise RuntimeError("another store stands where this job's was")
         self._replaced = False
-        self._mind = _Mind(timeouts)
+        self._silence = _SilenceClock(timeouts)
         self._beat(self._store)
         self._over = False
         self._wake = threading.Event()
@@ -83,7 +83,7 @@ class NodeHeartbeat:
 
     def enter(self, number: int, peers: Sequence[Peer], tells: Callable[[], Mapping[str, Any]]) -> None:
         """Start of a round. `tells` returns the status of this host's ranks for the other hosts."""
-        self._mind = _Mind(self._timeouts)
+        self._silence = _SilenceClock(self._timeouts)
         self._said = {}  # an earlier round's heartbeats may be of a former agent
         self._tells = tells
         self._state = "runs"
@@ -117,11 +117,11 @@ class NodeHeartbeat:
         """Return why this round is over for this host; None if it isn't. To be called every tenth of a second."""
         store = f"{self._address}:{self._port}"
         if self._replaced:
-            return RoundEndReason(what="store", host=store, seconds=self._mind.store_silent)
+            return RoundEndReason(what="store", host=store, seconds=self._silence.store_silent)
         said, peers = self._said, self._peers
-        self._mind.look(self._answers, said)
-        if self._mind.store_silent > (_GONE if self._refused else self._timeouts.heartbeat_timeout):
-            return RoundEndReason(what="store", host=store, seconds=self._mind.store_silent)
+        self._silence.look(self._answers, said)
+        if self._silence.store_silent > (_GONE if self._refused else self._timeouts.heartbeat_timeout):
+            return RoundEndReason(what="store", host=store, seconds=self._silence.store_silent)
         for peer in peers:
             word = said.get(peer.node)
             if word is None or word["state"] == "done":
@@ -131,7 +131,7 @@ class NodeHeartbeat:
             # Its first heartbeat of this round may still be missing.
             if word["round"] > self._round or (word["round"] == self._round and word["state"] != "runs"):
                 return RoundEndReason(what="round", host=peer.name, state=word["state"])
-            if (seconds := self._mind.silent(peer.node)) > self._timeouts.heartbeat_timeout:
+            if (seconds := self._silence.silent(peer.node)) > self._timeouts.heartbeat_timeout:
                 return RoundEndReason(what="host", host=peer.name, seconds=seconds)
         return None
 
@@ -192,7 +192,7 @@ class NodeHeartbeat:
         return f"{self._prefix}/alive/{node}"
 
 
-class _Mind:
+class _SilenceClock:
     """Measures how long each peer, and the store, has been silent."""
 
     def __init__(self, timeouts: LaunchTimeouts) -> None:

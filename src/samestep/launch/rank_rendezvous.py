@@ -71,8 +71,8 @@ def find_rank_0(addresses: Sequence[str], job: str, world_size: int, timeout: fl
                     return answer[0], _checked(answer[1], job, world_size)
         time.sleep(0.05)
     raise TimeoutError(
-        f"rank 0 was not heard on {', '.join(addresses)} within {timeout:.0f} s; where it runs elsewhere, "
-        "MASTER_ADDR and MASTER_PORT would say it to all ranks"
+        f"rank 0 was not heard on {', '.join(addresses)} within {timeout:.0f} s; if it runs elsewhere, "
+        "set MASTER_ADDR and MASTER_PORT for all ranks"
     )
 
 
@@ -105,7 +105,7 @@ def _listen(address: str, ports: Sequence[int]) -> socket.socket:
             return socket.create_server((address, port), family=family, backlog=2048)
     raise UserError(
         f"none of the ports {', '.join(map(str, sorted(ports)))} is free at {address}, where the ranks of this job "
-        "would meet; MASTER_ADDR and MASTER_PORT would say another place"
+        "would meet; set MASTER_ADDR and MASTER_PORT to another place"
     )
 
 

@@ -64,7 +64,7 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
     try:
         os.chdir(asked["folder"])
     except OSError as error:
-        message = f"{host}: the folder {asked['folder']}: {error.strerror}; --chdir FOLDER says another"
+        message = f"{host}: the folder {asked['folder']}: {error.strerror}; use --chdir FOLDER"
         return JobOutcome(exit_code=2, message=message)
     threading.Thread(target=_obey, args=(orders, spec.ranks.grace_period), daemon=True).start()
 

@@ -149,19 +149,19 @@ class NodeRounds:
 
     def look(self) -> None:
         """Read the facts that the ranks publish about their job; to be called repeatedly."""
-        said = read_job_info(self._folder)
-        if said is None:
+        info = read_job_info(self._folder)
+        if info is None:
             return
-        if self._known is not None and said.layout is None:
-            said = replace(said, layout=self._known.layout)
-        if said == self._about:
+        if self._known is not None and info.layout is None:
+            info = replace(info, layout=self._known.layout)
+        if info == self._about:
             return
-        self._about = said
+        self._about = info
         if self._watch is not None:
-            self._watch.limit = said.hang_limit
+            self._watch.limit = info.hang_limit
         # A script's training publishes its folder only now.
-        if self._run is None and said.run_folder is not None and self._round is not None and self._round.first:
-            self._hosts.post(_RUN_FOLDER, {"path": said.run_folder})
+        if self._run is None and info.run_folder is not None and self._round is not None and self._round.first:
+            self._hosts.post(_RUN_FOLDER, {"path": info.run_folder})
 
     def end(self, why: RanksEnded | None) -> None:
         """End the round on this host, whose ranks have ended; `why` if one of them failed."""
@@ -285,11 +285,11 @@ class NodeRounds:
 
     def _goes_on(self, ranks: Sequence[Progress]) -> None:
         """Report the previous fault or the hosts that have joined, since the training takes steps again."""
-        said = self._said()
-        layout = said.layout if said is not None else None
+        info = self._job_info()
+        layout = info.layout if info is not None else None
         if self._pending.goes_on(ranks, offset=self._began, next_layout=layout) or not self._came:
             return
-        if said is not None:
+        if info is not None:
             say(f"{', '.join(self._came)} joins; goes on at step {first_step(ranks)} with layout {layout}")
 
     def _tell(self, fault: Fault, *, aloud: bool = True) -> None:
@@ -297,11 +297,11 @@ class NodeRounds:
 
     def _folder_of_run(self) -> Path | None:
         """Return the run's folder, as published by a rank or known to the job."""
-        said = self._said()
-        folder = said.run_folder if said is not None and said.run_folder is not None else self._known_folder
+        info = self._job_info()
+        folder = info.run_folder if info is not None and info.run_folder is not None else self._known_folder
         return Path(folder) if folder is not None else None
 
-    def _said(self) -> JobInfo | None:
+    def _job_info(self) -> JobInfo | None:
         """Read what the ranks have published now: their first steps may be over before the agent looks again."""
         return read_job_info(self._folder) or self._about
 

@@ -44,7 +44,8 @@ class UnusedParameters(ABC):
         Called once a step, before gradients are scaled to the mean, clipped and used. An engine that exchanges
         gradients itself does it here, or waits here for messages from backward: each parameter's gradient becomes the
         average over the ranks, where ranks without a gradient count as zero. It subclasses
-        `UnusedParametersOfReplicas`, and then calls `super().settle()`; see `engines/horovod.py`.
+        `UnusedParametersOfReplicas`, averages, and then calls `super().settle()`. Its `reach` returns the loss as it
+        is, if no message waits for backward. See `engines/horovod.py`.
         """
 
     def noted(self) -> list[bool]:
@@ -69,7 +70,7 @@ class UnusedParametersAlone(UnusedParameters):
 class UnusedParametersOfRanks(UnusedParameters):
     """Tracks used parameters over all ranks. `numbers`: parameter name -> index in `noted`.
 
-    A subclass that exchanges gradients itself averages them in `settle`, then calls `self.forget(self.by_any())`.
+    It registers no hooks: an engine that exchanges gradients itself subclasses `UnusedParametersOfReplicas`.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, names: Iterable[str] | None = None) -> None:

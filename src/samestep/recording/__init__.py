@@ -1,4 +1,4 @@
-"""What is noted of a training's steps, and how two runs' steps are held beside each other.
+"""Records the steps of a training, and compares the steps of two runs.
 
 Read in this order. `samples`: hashes of the rows that go into a model. `activations`: what modules make of them;
 `calls`: where a model's forward begins and ends. `shards`: which part of which parameter a rank holds. `store`: the

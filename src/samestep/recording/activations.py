@@ -1,4 +1,4 @@
-"""What each module made of each row in one forward: two numbers a row, which show the first module that departs."""
+"""Fingerprints of each module's output, two numbers a row, by which the first module that departs is found."""
 
 from typing import Any
 

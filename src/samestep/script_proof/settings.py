@@ -1,4 +1,4 @@
-"""What the recorder of a rank is told, by a file that the prover writes."""
+"""Settings of a rank's recorder, in a file that the prover writes."""
 
 import json
 from collections.abc import Mapping

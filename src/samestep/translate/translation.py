@@ -140,7 +140,7 @@ def _assumed(draft: Draft) -> list[str]:
     """Remarks on values that the source doesn't have but the written file needs."""
     return [
         f"{key}: not in the source, so samestep's default is taken; {fix}"
-        for key, fix in (("recipe.batch", "--batch says another"), ("recipe.optimizer", "write yours"))
+        for key, fix in (("recipe.batch", "use --batch for another"), ("recipe.optimizer", "write yours"))
         if draft.get(key) is None
     ]
 

@@ -1,4 +1,4 @@
-"""What `samestep tune` tried and what it was worth; as a table in the terminal."""
+"""Trials of `samestep tune` and their gains, and their table in the terminal."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -2,7 +2,9 @@
 
 Read `base` first: what a method is given, when it is called, what it leaves in a checkpoint. `wire` holds the
 collectives, which count what they send; `few_bits` and `one_bit` send numbers in fewer bits, and `adam_state` reads
-and writes AdamW's state for methods that take its step. `engines/native/less_communication.py` calls the methods.
+and writes AdamW's state for methods that take its step. The methods: `half` (16-bit messages), `powersgd`,
+`one_bit_adam` and `zero_one_adam` send gradients or momentum in fewer bytes; `local_sgd` and `diloco` average weights
+every few steps. `engines/native/less_communication.py` calls them.
 """
 
 METHODS = {

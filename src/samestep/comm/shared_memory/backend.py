@@ -1,4 +1,4 @@
-"""The back end "samestep": what `torch.distributed` makes of a group of CPU ranks, and of every group made of it.
+"""Registers the back end "samestep" of `torch.distributed`, for groups of CPU ranks and their subgroups.
 
 Every rank of a group decides by what all of them have put into the group's store (hosts, kernels, problems), never by
 itself: a rank with shared memory and one with gloo in the same collective would wait for each other until they time

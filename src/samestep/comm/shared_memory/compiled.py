@@ -1,4 +1,4 @@
-"""The compiled kernel: kernel.cpp, called through ctypes, which lets go of Python's lock meanwhile."""
+"""The compiled kernel: kernel.cpp, called through ctypes, which releases the GIL during the call."""
 
 import ctypes
 from pathlib import Path

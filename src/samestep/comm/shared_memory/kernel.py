@@ -1,4 +1,4 @@
-"""Kernel: the interface of what runs collectives in a region, and what a rank tells it."""
+"""Kernel: the interface of the code that runs collectives in a region, and its arguments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

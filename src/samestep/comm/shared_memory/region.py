@@ -1,4 +1,4 @@
-"""Region: memory that the ranks of one group on one host map, and that is gone with the last of them.
+"""Region: memory that the ranks of one group on one host map, freed when the last rank has ended.
 
 Why no name: a named segment in /dev/shm stays when all its processes are killed, and fills the memory of the host. A
 memfd is freed by the kernel when its last descriptor and its last mapping are gone. Other ranks open it through

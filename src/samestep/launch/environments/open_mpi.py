@@ -1,4 +1,4 @@
-"""Processes that Open MPI's mpirun has started: each is told its own place, and how many there are."""
+"""Hosts of a job that Open MPI's mpirun has started: it gives each process its rank, but no list of hosts."""
 
 import re
 from collections.abc import Mapping

@@ -93,5 +93,5 @@ def _called(name: str, given: PlaceInputs, named: Sequence[ClusterEnvironment]) 
     chosen = places[name]
     if not chosen.named(given) and not chosen.there(given):
         shown = [each.name for each in PLACES if each.there(given)]
-        raise UserError(f'--place "{name}": {chosen.sign} would show it; what shows here: {", ".join(shown)}')
+        raise UserError(f'--place "{name}": it needs {chosen.sign}; found here: {", ".join(shown)}')
     return chosen

@@ -162,7 +162,7 @@ def _gpus(read: Variables, nodes: int, *, step: bool) -> list[int] | None:
 
 def _for_each(read: Variables, name: str, nodes: int) -> list[int]:
     """Expand Slurm's number for each node, such as 2(x3),1."""
-    text = read.wanted(name, "a number for each node, such as 2(x3),1,")
+    text = read.wanted(name, "a number for each node, such as 2(x3),1")
     found = counts(name, text)
     if len(found) != nodes or 0 in found:
         raise UserError(f"{name} is {text!r}, which doesn't say a number for each of {nodes} nodes")
