@@ -19,6 +19,8 @@ from samestep.matrix import layouts_of
 
 pytestmark = pytest.mark.quick
 
+EXAMPLES = Path(__file__).parent.parent / "examples" / "proof"
+
 JOB = """
 recipe: {task: regression, args: {samples: 40, held_out: 10}, batch: 8, epochs: 1}
 """
@@ -74,6 +76,15 @@ def test_the_fast_set_takes_the_same_step(layouts: list[str]) -> None:
     recipe = samestep.Recipe(task=Tiny(name="llama"), batch=10, steps=2, optimizer=samestep.AdamW(lr=1e-2))
     rows = api.verify_layouts(Job(recipe=recipe, run=Run(threads=1, check=False)), layouts, steps=2)
     assert {row.layout: row.verdict for row in rows} == dict.fromkeys(layouts, "same"), [row.words for row in rows]
+
+
+@pytest.mark.processes
+def test_each_shipped_task_takes_the_same_step(tmp_path: Path) -> None:
+    files = [EXAMPLES / f"{name}.yaml" for name in ("text", "language", "images", "regression")]
+    report = tmp_path / "matrix.json"
+    assert main(["verify", *map(str, files), "--layouts", "dp2", "--steps", "2", "--json", str(report)]) == 0
+    rows = json.loads(report.read_text(encoding="utf-8"))
+    assert [(row["job"], row["verdict"]) for row in rows] == [(file.stem, "same") for file in files]
 
 
 class Followed(nn.Module):
