@@ -174,7 +174,7 @@ def test_a_host_that_joins_later_is_compared_too(controlled: bool, error: type[E
     Handshake(part("host-a", str(files[0]), **where)).agree()
     later = part("host-b", str(files[1]), **where, node_rank=1)
     files[1].write_text("lr = 2\n", encoding="utf-8")
-    # Whoever starts the agents takes the first for one that may be tried again, and the second for the job's end.
+    # After a StartError the controller may try the host again; a UserError ends the job.
     with pytest.raises(error, match=r"differ in their script: host-a has .*, host-b has .*; copy the same"):
         Handshake(later).agree()
     files[1].write_text("lr = 1\n", encoding="utf-8")

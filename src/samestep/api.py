@@ -46,9 +46,8 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
     group_by_length, cut_at, device, transport, sparse_rows, share_replicas, threads, bind, workers, profile, check,
     compile, float32_matmul, loss_chunk, bucket_mb, tensor_plan, expert_plan, folder, offload_folder, checkpoint,
     tensorboard, rank_lines, max_restarts, hang_limit, grace_period, on_nonfinite, elastic, min_processes, inject.
-    Raises UserError for a mistake in the job,
-    RankFailedError where a rank fails and restarts are used up, NonFiniteError where a loss is NaN or infinite,
-    InterruptedJobError where a signal stops the job.
+    Raises UserError for a mistake in the job, RankFailedError where a rank fails and restarts are used up,
+    NonFiniteError where a loss is NaN or infinite, InterruptedJobError where a signal stops the job.
     """
     return train_job(Job(recipe=recipe, run=_run(layout, run)))
 

@@ -19,7 +19,7 @@ from samestep import environment
 from samestep.errors import InterruptedJobError
 
 _GRACE = 5.0  # seconds to end in order, for a launcher to end its ranks
-_OURS = "samestep: "  # prefix of a message of samestep's
+PREFIX = "samestep: "  # prefix of a message of samestep's
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
@@ -43,7 +43,7 @@ class CommandOutcome:
     def remarks(self) -> tuple[str, ...]:
         """The messages that samestep itself printed, such as that shared memory is not used; each once."""
         lines = self.output.splitlines()
-        return distinct(line.removeprefix(_OURS) for line in lines if line.startswith(_OURS))
+        return distinct(line.removeprefix(PREFIX) for line in lines if line.startswith(PREFIX))
 
 
 def run(

@@ -25,7 +25,7 @@ from samestep.job import Job
 from samestep.jobfile import plain
 from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators
-from samestep.subprocess_group import CommandOutcome
+from samestep.subprocess_group import PREFIX, CommandOutcome
 from samestep.training.result import REPORT_FILE
 
 
@@ -116,7 +116,6 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-_PREFIX = "samestep: "  # of what the command line says last
 _LINES = 3
 
 
@@ -126,8 +125,8 @@ def explain(folder: Path, outcome: CommandOutcome, limit: float) -> tuple[Litera
         return "failed", f"it ran longer than the time limit of {limit:g} s and was stopped"
     if (folder / REFUSED).is_file():
         return "refused", (folder / REFUSED).read_text(encoding="utf-8")
-    if outcome.code == 2 and _PREFIX in outcome.output:
-        return "refused", outcome.output.rpartition(_PREFIX)[2].strip()
+    if outcome.code == 2 and PREFIX in outcome.output:
+        return "refused", outcome.output.rpartition(PREFIX)[2].strip()
     # Of a handwritten rank that failed; its launcher's own words stand behind it in what was printed.
     first = min(folder.glob(f"{FAILED}*"), key=lambda file: file.stat().st_mtime, default=None)
     text = first.read_text(encoding="utf-8") if first is not None else outcome.output
