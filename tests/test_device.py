@@ -196,6 +196,7 @@ def sagemaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytes
     (package / "torch_smddp.py").write_text(SMDDP, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("SM_HOSTS", '["algo-1"]')
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-1")
     yield monkeypatch
     for name in [name for name in sys.modules if name.partition(".")[0] == "smdistributed"]:
         del sys.modules[name]
@@ -218,4 +219,5 @@ def test_on_sagemaker_messages_take_sagemakers_own_back_end(sagemaker: pytest.Mo
 
 def test_on_sagemaker_without_its_library_messages_take_the_devices_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SM_HOSTS", '["algo-1"]')
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-1")
     assert device.backend_of(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"

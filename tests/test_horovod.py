@@ -225,7 +225,7 @@ def test_ranks_of_horovodrun_are_seen_and_torchruns_come_first() -> None:
     found = environment.ranks(of_horovod)
     assert found == Ranks(rank=3, world_size=4, local_rank=1, local_world_size=2, launcher="horovodrun")
     run = environment.horovodrun(of_horovod)
-    assert run == environment.HorovodRun(host="worker-2", address="10.0.0.1", port=4711)
+    assert run == environment.HorovodRunVariables(host="worker-2", address="10.0.0.1", port=4711)
     of_both = {**of_horovod, "RANK": "0", "WORLD_SIZE": "1"}
     assert environment.horovodrun(of_both) is None
     both = environment.ranks(of_both)

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 
 import pytest
 from launchers import MPICH, OPEN_MPI, POD, SLURM, TORCHRUN
+from places import refused
 
 from samestep import environment
 from samestep.errors import UserError
+
+OMPI_RANKS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+OMPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def who(environ: Mapping[str, str]) -> tuple[int, int, int, int, bool, str] | None:
@@ -50,7 +54,7 @@ def test_which_rank_a_launcher_made_of_a_process(
         {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"},  # sbatch: a script, and no task
         {**SLURM, "SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
         {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},
-        {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"},
+        {**OPEN_MPI, **dict.fromkeys(OMPI_SIZES, "1"), **dict.fromkeys(OMPI_RANKS, "0")},  # alone
         {name: value for name, value in MPICH.items() if name.startswith("PMI")},
         {**POD, "PET_NPROC_PER_NODE": "4"},  # a pod that is to hold four
     ],
@@ -64,8 +68,11 @@ def test_a_process_that_is_no_rank(environ: Mapping[str, str]) -> None:
     [
         ({**SLURM, "SLURM_PROCID": "third"}, "SLURM_PROCID is 'third'; a whole number of 0 or more"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,3"}, "doesn't say the tasks of node 1 in a step of 5"),
-        ({**SLURM, "SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE='3,2' doesn't say the tasks of node 2"),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "some"}, "as 2(x3),1 does"),
+        ({**SLURM, "SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE is '3,2', which doesn't say the tasks of node 2"),
+        (
+            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "some"},
+            "_TASKS_PER_NODE is 'some'; a number for each node, such as 2(x3),1",
+        ),
         (
             {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": ""},
             "OMPI_COMM_WORLD_LOCAL_SIZE is empty; it must hold a whole number",
@@ -76,6 +83,21 @@ def test_wrong_variables_of_a_rank(environ: Mapping[str, str], message: str) -> 
     with pytest.raises(UserError) as error:
         environment.ranks(environ)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {**SLURM, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "2"},
+        {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "2"},
+        {**POD, "MASTER_PORT": "http"},
+        {**TORCHRUN, "RANK": "3"},
+    ],
+)
+def test_the_rank_and_the_hosts_are_read_alike(environ: Mapping[str, str]) -> None:
+    with pytest.raises(UserError) as error:
+        environment.ranks(environ)
+    assert str(error.value) == refused(environ)
 
 
 def test_wrong_variables_of_a_rank_are_told_without_a_traceback() -> None:

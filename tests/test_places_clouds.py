@@ -45,7 +45,10 @@ def test_sagemaker_numbers_ten_hosts_alike_whatever_their_order() -> None:
         ({"SM_CURRENT_HOST": "algo-3"}, "SM_CURRENT_HOST is 'algo-3', which is none of algo-1, algo-2"),
         ({"SM_NUM_GPUS": "some"}, "SM_NUM_GPUS is 'some'"),
         ({"SM_NUM_CPUS": "0"}, "SM_NUM_CPUS is '0'; a whole number of 1 or more is wanted"),
-        ({"SM_RESOURCE_CONFIG": "[]"}, "SM_RESOURCE_CONFIG is no mapping"),
+        (
+            {"SM_RESOURCE_CONFIG": "[]"},
+            "SM_RESOURCE_CONFIG is '[]'; a mapping with",
+        ),
         ({"SM_RESOURCE_CONFIG": "{"}, "SM_RESOURCE_CONFIG is '{', which is not JSON"),
         ({"SM_HOSTS": "", "SM_RESOURCE_CONFIG": "{}"}, '"hosts" in SM_RESOURCE_CONFIG is None'),
     ],

@@ -5,7 +5,7 @@ from places import BATCH, LSF, OPEN_MPI, TORCHRUN, Here, at, read, refused, slot
 
 from samestep.errors import UserError
 from samestep.launch.environments.slurm import host_names
-from samestep.ranks import counts
+from samestep.launchers import slurm_counts
 
 pytestmark = pytest.mark.quick
 
@@ -38,11 +38,11 @@ def test_a_wrong_slurm_list(text: str) -> None:
 
 
 def test_slurm_numbers_for_each_node() -> None:
-    assert counts("SLURM_TASKS_PER_NODE", "2(x3),1") == [2, 2, 2, 1]
-    assert counts("SLURM_TASKS_PER_NODE", "16") == [16]
+    assert slurm_counts("SLURM_TASKS_PER_NODE", "2(x3),1") == [2, 2, 2, 1]
+    assert slurm_counts("SLURM_TASKS_PER_NODE", "16") == [16]
     for wrong in ("", "2(x)", "2x3", "2,", "-1"):
         with pytest.raises(UserError, match="SLURM_TASKS_PER_NODE"):
-            counts("SLURM_TASKS_PER_NODE", wrong)
+            slurm_counts("SLURM_TASKS_PER_NODE", wrong)
 
 
 def test_slurm_in_a_batch_script() -> None:
@@ -98,7 +98,10 @@ def test_slurm_one_task_a_node_is_there_on_every_host() -> None:
     [
         ({"SLURM_JOB_NODELIST": "gpu[01-"}, "SLURM_JOB_NODELIST is 'gpu[01-'"),
         ({"SLURM_TASKS_PER_NODE": "2(x2)"}, "doesn't say a number for each of 3 nodes"),
-        ({"SLURM_TASKS_PER_NODE": "two"}, "SLURM_TASKS_PER_NODE='two'"),
+        (
+            {"SLURM_TASKS_PER_NODE": "two"},
+            "SLURM_TASKS_PER_NODE is 'two'; a number for each node, such as",
+        ),
         ({"SLURM_TASKS_PER_NODE": ""}, "SLURM_TASKS_PER_NODE is empty; it must hold a number for each node"),
         ({"SLURM_NODEID": "3"}, "SLURM_NODEID is 3, and SLURM_JOB_NODELIST names 3"),
         ({"SLURM_NODEID": "first"}, "SLURM_NODEID is 'first'; a whole number of 0 or more is wanted"),

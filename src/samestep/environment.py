@@ -1,6 +1,6 @@
 """The process's environment variables: read and written here, and nowhere else.
 
-Modules that know variables of their own are given a mapping of them: `ranks` (launchers, accelerators),
+Modules that know variables of their own are given a mapping of them: `launchers` and `ranks` (what launchers set),
 `launch/environments` (places), `launch/script_env` (what scripts expect).
 """
 
@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from samestep.ranks import DEVICE_VARIABLES, Ranks, VisibleDevices, by_horovodrun, integer
+from samestep import launchers
+from samestep.errors import UserError
+from samestep.ranks import Ranks
 from samestep.ranks import read as read_ranks
-from samestep.ranks import visible_devices as read_visible
+from samestep.variables import DEVICE_VARIABLES, Variables, VisibleDevices
+from samestep.variables import visible_devices as read_visible
 
 # Variables at the start of this process. In a forked rank: those at the start of the fork server.
 _AT_FIRST: Final = dict(os.environ)
@@ -32,29 +35,15 @@ def as_first_of(world_size: int, local_world_size: int) -> AbstractContextManage
     return given({name: str(value) for name, value in {**wanted, _ROUND: 0, _ROUND_FOLDER: os.devnull}.items()})
 
 
-@dataclass(frozen=True, kw_only=True)
-class HorovodRun:
-    """Variables that `horovodrun` sets for a rank."""
-
-    host: str  # this rank's, as the command names it
-    address: str  # of the server where the ranks meet
-    port: int
-
-
-def horovodrun(environ: Mapping[str, str] = os.environ) -> HorovodRun | None:
+def horovodrun(environ: Mapping[str, str] = os.environ) -> launchers.HorovodRunVariables | None:
     """Return how ranks started by `horovodrun` meet; None if it didn't start this process."""
-    if not by_horovodrun(environ):
-        return None
-    return HorovodRun(
-        host=environ.get("HOROVOD_HOSTNAME", "localhost"),
-        address=environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
-        port=integer(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
-    )
+    return launchers.read_horovodrun(environ)
 
 
 def under_mpirun(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether MPI knows this process as one of several."""
-    return any(integer(environ, name) > 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in environ)
+    found = launchers.read_open_mpi(environ) or launchers.read_pmi(environ)
+    return found is not None and found.world_size > 1
 
 
 def main_address(environ: Mapping[str, str] = os.environ) -> str:
@@ -116,10 +105,12 @@ def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     samestep has shared out the cores of the host. A task of srun has as many cores as were asked for
     (--cpus-per-task).
     """
-    if "OMP_NUM_THREADS" not in environ:
-        found = ranks(environ) if "SLURM_CPUS_PER_TASK" in environ else None
-        return integer(environ, "SLURM_CPUS_PER_TASK") if found is not None and found.launcher == "slurm" else None
-    threads = integer(environ, "OMP_NUM_THREADS")
+    read = Variables(environ)
+    threads = read.number("OMP_NUM_THREADS", 1)
+    if threads is None:
+        cores = read.number("SLURM_CPUS_PER_TASK", 1)
+        found = ranks(environ) if cores is not None else None
+        return cores if found is not None and found.launcher == "slurm" else None
     return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environ and _SHARED_OUT not in environ else threads
 
 
@@ -134,7 +125,7 @@ def share(threads: int) -> dict[str, str]:
 
 def on_sagemaker(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process belongs to a SageMaker job."""
-    return "SM_HOSTS" in environ
+    return launchers.on_sagemaker(environ)
 
 
 def accelerate_config(environ: Mapping[str, str] = os.environ) -> Path:
@@ -162,7 +153,7 @@ def told_round(environ: Mapping[str, str] = os.environ) -> ToldRound | None:
     if _ROUND not in environ or _ROUND_FOLDER not in environ or "RANK" not in environ:
         return None
     return ToldRound(
-        number=integer(environ, _ROUND),
+        number=Variables(environ).needed(_ROUND),
         folder=environ[_ROUND_FOLDER],
         run_folder=environ.get(_RUN_FOLDER),
         memory=environ.get(_MEMORY_FOLDER),
@@ -256,7 +247,7 @@ def bar_file(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None
     """Return the file for this rank's progress bar, and the terminal's width; None if no terminal shows it."""
     if _BAR_FILE not in environ:
         return None
-    return Path(environ[_BAR_FILE]), integer(environ, _BAR_COLUMNS)
+    return Path(environ[_BAR_FILE]), Variables(environ).needed(_BAR_COLUMNS)
 
 
 def variables_file(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -266,7 +257,7 @@ def variables_file(environ: Mapping[str, str] = os.environ) -> str | None:
 
 def cache_megabytes(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the megabytes allowed for cached data, 0 for no cache; None if not set."""
-    return integer(environ, _CACHE_MEGABYTES) if environ.get(_CACHE_MEGABYTES) else None
+    return Variables(environ).number(_CACHE_MEGABYTES)
 
 
 _CACHE_MEGABYTES = "SAMESTEP_CACHE_MB"
@@ -294,14 +285,15 @@ def given_address(environ: Mapping[str, str] = os.environ) -> str | None:
 
 def main_port(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the port of rank 0's store that the user or a launcher has set."""
-    return integer(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None
+    return Variables(environ).number("MASTER_PORT", 1)
 
 
 def place_interface(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the interface that the environment (SageMaker) names for messages between hosts."""
-    with suppress(KeyError, ValueError, TypeError):  # errors in these variables are reported elsewhere
-        named = environ.get("SM_NETWORK_INTERFACE_NAME")
-        return named or str(json.loads(environ["SM_RESOURCE_CONFIG"])["network_interface_name"] or "") or None
+    with suppress(UserError):  # where the hosts are found, wrong variables are reported
+        container = launchers.read_sagemaker(environ)
+        return None if container is None else container.interface
+    return None
 
 
 def as_torchrun(ranks: Ranks, address: str, port: int) -> AbstractContextManager[None]:

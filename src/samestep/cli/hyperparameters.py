@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from samestep.errors import UserError
+from samestep.variables import Variables
 
 # Names under which tuning jobs and notebooks know these keys.
 _ALSO = {
@@ -41,7 +42,7 @@ def without(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
 
     With a -- in the command line nothing is removed: what follows it is another program's command.
     """
-    given = _json(environ, "SM_USER_ARGS", list, 'a list such as ["--lr","1e-3"]') or []
+    given = Variables(environ).json("SM_USER_ARGS", list, 'a list such as ["--lr","1e-3"]') or []
     words = [str(word) for word in given]
     if words and "--" not in arguments and list(arguments[-len(words) :]) == words:
         return list(arguments[: -len(words)])
@@ -49,20 +50,7 @@ def without(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
 
 
 def _given(environ: Mapping[str, str]) -> dict[str, Any]:
-    return _json(environ, "SM_HPS", dict, 'a mapping such as {"lr": 1e-3}') or {}
-
-
-def _json(environ: Mapping[str, str], name: str, kind: type, wanted: str) -> Any:
-    text = environ.get(name)
-    if not text:
-        return None
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{name} is {text!r}, which is not JSON: {error.msg}; {wanted} is wanted") from None
-    if not isinstance(value, kind):
-        raise UserError(f"{name} is {text!r}; {wanted} is wanted")
-    return value
+    return Variables(environ).json("SM_HPS", dict, 'a mapping such as {"lr": 1e-3}') or {}
 
 
 def _names(flags: Mapping[str, str]) -> dict[str, str]:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from samestep import environment
 from samestep.comm.shared_memory import backend as shared_memory
 from samestep.comm.shared_memory.process_group import KernelGroup
-from samestep.environment import HorovodRun
 from samestep.errors import UserError
 from samestep.launch import rank_rendezvous
 from samestep.launch.affinity import threads_of
@@ -29,13 +28,14 @@ from samestep.launch.network import (
     store_at,
 )
 from samestep.launch.rank_rendezvous import JoinedStore
+from samestep.launchers import HorovodRunVariables
 from samestep.ranks import Ranks
 
 _SCOPE, _KEY = "samestep", "store"
 
 
 def join_process_group(
-    run: HorovodRun, ranks: Ranks, backend: str, *, timeout: float = 300.0, **options: object
+    run: HorovodRunVariables, ranks: Ranks, backend: str, *, timeout: float = 300.0, **options: object
 ) -> None:
     """Join torch.distributed on a free port of rank 0's host. Raises TimeoutError if rank 0 doesn't announce it.
 
@@ -56,7 +56,7 @@ def join_process_group(
         put_data_into_kvstore(run.address, run.port, _SCOPE, _KEY, None)  # a later group meets at another port
 
 
-def _meeting_place(run: HorovodRun, timeout: float) -> tuple[str, int]:
+def _meeting_place(run: HorovodRunVariables, timeout: float) -> tuple[str, int]:
     """Return the host and port that rank 0 has announced, as soon as it has."""
     from horovod.runner.http.http_client import read_data_from_kvstore  # pyright: ignore[reportMissingImports]
 

@@ -12,7 +12,8 @@ from typing import Literal, Protocol
 
 from samestep.errors import UserError
 from samestep.launch.network import is_address, is_ours
-from samestep.ranks import DeviceChoice, Read
+from samestep.ranks import DeviceChoice
+from samestep.variables import Read
 
 # What a host's slots are counted from. Ranks may share cores; an accelerator, or a slot listed by the user, takes one
 # rank.

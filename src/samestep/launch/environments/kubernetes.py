@@ -9,14 +9,14 @@ import yaml
 
 from samestep.errors import UserError
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Slots, unnamed
-from samestep.ranks import DeviceChoice, Variables, in_pytorchjob
+from samestep.launchers import PyTorchJobPod, is_pod, read_pytorchjob
+from samestep.ranks import DeviceChoice
 
 
 class PyTorchJob:
     """The pods of a PyTorchJob, which all run the same command; a pod is a host.
 
-    RANK numbers the pods, and WORLD_SIZE counts ranks where the job says how many a pod has. An elastic job without
-    a master has neither; its pods are numbered by their names.
+    The pods of an elastic job without a master are numbered by their names.
     """
 
     name = "pytorchjob"
@@ -28,56 +28,38 @@ class PyTorchJob:
         return False
 
     def there(self, given: PlaceInputs) -> bool:
-        return in_pytorchjob(given.environ) or (_is_elastic(given) and "LOCAL_RANK" not in given.environ)
+        return is_pod(given.environ)
 
     def find(self, given: PlaceInputs) -> FoundCluster:
-        """The pods of a PyTorchJob as hosts, from what the operator sets in each of them.
-
-        An elastic job has PET_* variables and a rendezvous endpoint; a plain one MASTER_ADDR and a rank for each pod.
-        """
-        read = Variables(given.environ)
-        slots, counted = _processes(read, given)
-        pods = _pods(read)
-        if _is_elastic(given) and "MASTER_ADDR" not in given.environ:
-            address, port = _endpoint(read.wanted("PET_RDZV_ENDPOINT", "a host and a port"))
-            name, this = "the number in this pod's name", _number_in(given.host.name)
-        else:
-            address, port = read.wanted("MASTER_ADDR", "the first pod's name"), read.needed("MASTER_PORT", 1)
-            world_size = read.needed("WORLD_SIZE", 1)
-            pods = pods or (world_size // slots if counted == "listed" else world_size)
-            name = "PET_NODE_RANK" if read.text("PET_NODE_RANK") else "RANK"
-            this = read.needed(name)
+        """The pods of a PyTorchJob as hosts, from what the operator sets in each of them."""
+        pod = read_pytorchjob(given.environ)
+        if pod is None:
+            raise UserError(f"a PyTorchJob's variables are wanted: {self.sign}")
+        slots, counted = _slots(pod, given)
+        pods = pod.pods
+        if pods is None and pod.world_size is not None:
+            pods = pod.world_size // slots if counted == "listed" else pod.world_size
         if pods is None:
-            raise UserError("PET_NNODES is not set; a number of pods such as 2, or a range such as 1:4, is wanted")
+            raise UserError("PET_NNODES is empty; a number of pods such as 2, or a range such as 1:4, is wanted")
+        this = _number_in(given.host.name) if pod.number is None else pod.number
         if this is not None and this >= pods:
+            name = pod.numbered_by
             raise UserError(f"{name} is {this}, and the job has {pods} pods, counted from 0; the operator sets both")
         names = unnamed(pods, this, given.host.name)
-        names[0] = address
+        names[0] = pod.main_address
         return FoundCluster(
             cluster=Cluster(
                 place=self.name,
                 hosts=tuple(Host(name=name, slots=slots) for name in names),
                 this=this,
-                job=read.text("PET_RDZV_ID") or address,
+                job=pod.job,
             ),
-            read=read.read(),
+            read=pod.read,
             slots_from=counted,
             on_every_host=True,
-            main_address=address,
-            main_port=port,
+            main_address=pod.main_address,
+            main_port=pod.main_port,
         )
-
-
-def _is_elastic(given: PlaceInputs) -> bool:
-    return "PET_RDZV_ENDPOINT" in given.environ and "PET_NNODES" in given.environ
-
-
-def _endpoint(text: str) -> tuple[str, int]:
-    """Split PET_RDZV_ENDPOINT into host and port."""
-    host, _, port = text.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()):
-        raise UserError(f"PET_RDZV_ENDPOINT is {text!r}; a host and a port such as job-worker-0:23456 are wanted")
-    return host, int(port)
 
 
 def _number_in(pod: str) -> int | None:
@@ -86,32 +68,18 @@ def _number_in(pod: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _processes(read: Variables, given: PlaceInputs) -> tuple[int, Slots]:
+def _slots(pod: PyTorchJobPod, given: PlaceInputs) -> tuple[int, Slots]:
     """Return a pod's number of ranks: as the job says, else its accelerators or cores (torchrun's "auto")."""
-    text = read.text("PET_NPROC_PER_NODE")
     own = given.host
-    if text is None or text == "auto":
-        return given.slots
-    if text == "gpu":
+    if isinstance(pod.processes, int):
+        return pod.processes, "listed"
+    if pod.processes == "gpu":
         if not own.accelerators:
             raise UserError("PET_NPROC_PER_NODE is 'gpu', and this pod has no accelerator that PyTorch can use")
         return own.accelerators, "accelerators"
-    if text == "cpu":
+    if pod.processes == "cpu":
         return own.cores, "cores"
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise UserError(f"PET_NPROC_PER_NODE is {text!r}; a number of 1 or more, auto, gpu or cpu is wanted")
-    return int(text), "listed"
-
-
-def _pods(read: Variables) -> int | None:
-    """Parse PET_NNODES; of a range such as 1:4, the maximum."""
-    text = read.text("PET_NNODES")
-    if text is None:
-        return None
-    numbers = text.split(":")
-    if len(numbers) > 2 or not all(number.isascii() and number.isdigit() and int(number) for number in numbers):
-        raise UserError(f"PET_NNODES is {text!r}; a number of pods such as 2, or a range such as 1:4, is wanted")
-    return int(numbers[-1])
+    return given.slots
 
 
 _NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,51}[a-z0-9])?", re.ASCII)  # pods append "-worker-12"; 63 characters in all

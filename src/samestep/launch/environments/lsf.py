@@ -4,7 +4,7 @@ import re
 
 from samestep.errors import UserError
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, which
-from samestep.ranks import Variables
+from samestep.variables import Variables
 
 _HOST = re.compile(r"\w[\w.-]*", re.ASCII)  # no name starts with a dash, which ssh would take for an option
 _FORM = "hosts and their slots, such as host-a 4 host-b 4"

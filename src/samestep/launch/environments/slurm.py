@@ -21,7 +21,9 @@ from samestep.launch.environments.base import (
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import LaunchOptions
 from samestep.launch.starter import AgentCommand, Starter, agent_command
-from samestep.ranks import DeviceChoice, Variables, accelerators, counts, in_slurm_step
+from samestep.launchers import SLURM_COUNTS, SlurmStep, read_slurm_step, slurm_counts
+from samestep.ranks import DeviceChoice
+from samestep.variables import Variables
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 _PLAIN = re.compile(r"[\w.-]*", re.ASCII)
@@ -79,12 +81,12 @@ class Slurm:
         """
         read = Variables(given.environ)
         job = read.wanted("SLURM_JOB_ID", "the job's number")
-        step = in_slurm_step(given.environ)
-        name, names = _nodes(read, step=step)
+        step = read_slurm_step(given.environ)
+        name, names = _nodes(read, step)
         # With one task on each node, this task is the node's agent.
-        agents = step and read.number("SLURM_STEP_NUM_TASKS") == len(names)
-        slots, counted = _slots(read, names, step=step, agents=agents, device=given.device)
-        node = read.number("SLURM_NODEID")
+        agents = step is not None and step.tasks == len(names)
+        slots, counted = _slots(read, names, step, agents=agents, device=given.device)
+        node = read.number("SLURM_NODEID") if step is None else step.node
         if node is not None and node >= len(names):
             raise UserError(f"SLURM_NODEID is {node}, and {name} names {len(names)}; Slurm sets both")
         return FoundCluster(
@@ -94,22 +96,22 @@ class Slurm:
                 this=which(names, given.host.name) if node is None else node,
                 job=job,
             ),
-            read=read.read(),
+            read=tuple(dict.fromkeys([*(step.read if step is not None else ()), *read.read()])),
             slots_from=counted,
             on_every_host=agents and len(names) > 1,
         )
 
 
-def _nodes(read: Variables, *, step: bool) -> tuple[str, list[str]]:
+def _nodes(read: Variables, step: SlurmStep | None) -> tuple[str, list[str]]:
     """Return the variable that lists the nodes of the step, else of the job, and the nodes' names."""
-    name = "SLURM_STEP_NODELIST" if step and read.text("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    name = "SLURM_STEP_NODELIST" if step is not None and read.text("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
     return name, host_names(name, read.wanted(name, "the names of the job's hosts"))
 
 
 def rendezvous_info(environ: Mapping[str, str]) -> RendezvousInfo:
     """Return where the tasks of a step meet: on its first node."""
     read = Variables(environ)
-    _, nodes = _nodes(read, step=True)
+    _, nodes = _nodes(read, read_slurm_step(environ))
     parts = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return RendezvousInfo(
         job=" ".join(["slurm", *(read.text(part) or "" for part in parts)]),
@@ -119,22 +121,26 @@ def rendezvous_info(environ: Mapping[str, str]) -> RendezvousInfo:
 
 
 def _slots(
-    read: Variables, names: list[str], *, step: bool, agents: bool, device: DeviceChoice
+    read: Variables, names: list[str], step: SlurmStep | None, *, agents: bool, device: DeviceChoice
 ) -> tuple[list[int], Slots]:
     """Return the slots of each node: its accelerators, else the requested tasks, else its cores.
 
     If tasks are agents, which start ranks, their cores count. Otherwise the tasks of a step are the ranks.
     """
-    # In a step, its own tasks; SLURM_TASKS_PER_NODE may be the job's.
-    tasks = "SLURM_STEP_TASKS_PER_NODE" if read.text("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
-    if step and not agents:
-        return _for_each(read, tasks, len(names)), "listed"
-    gpus = _gpus(read, len(names), step=step) if device != "cpu" else None
+    if step is not None and not agents:
+        tasks = list(step.tasks_per_node)
+        if len(tasks) != len(names):
+            raise UserError(
+                f"SLURM_STEP_NODELIST names {len(names)} nodes, and the step has tasks on {len(tasks)}; Slurm sets "
+                "both"
+            )
+        return tasks, "listed"
+    gpus = _gpus(read, len(names), step=step is not None) if device != "cpu" else None
     if gpus is not None:
         return gpus, "accelerators"
     asked = read.first("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS")
     if not agents and asked is not None:
-        return _for_each(read, tasks, len(names)), "listed"
+        return _for_each(read, "SLURM_TASKS_PER_NODE", len(names)), "listed"
     cores_of_a_task = read.number("SLURM_CPUS_PER_TASK", 1)
     if agents and cores_of_a_task is not None:
         return [cores_of_a_task] * len(names), "cores"
@@ -162,16 +168,22 @@ def _gpus(read: Variables, nodes: int, *, step: bool) -> list[int] | None:
 
 def _for_each(read: Variables, name: str, nodes: int) -> list[int]:
     """Expand Slurm's number for each node, such as 2(x3),1."""
-    text = read.wanted(name, "a number for each node, such as 2(x3),1")
-    found = counts(name, text)
+    text = read.wanted(name, SLURM_COUNTS)
+    found = slurm_counts(name, text)
     if len(found) != nodes or 0 in found:
         raise UserError(f"{name} is {text!r}, which doesn't say a number for each of {nodes} nodes")
     return found
 
 
 def _accelerators(read: Variables, name: str) -> int | None:
+    """Parse Slurm's number of accelerators: 4, with a type a100:4, or of several types a100:2,v100:2."""
     text = read.text(name)
-    return None if text is None else accelerators(name, text)
+    if text is None:
+        return None
+    numbers = [each.rpartition(":")[2] for each in text.split(",")]
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        raise UserError(f"{name} is {text!r}; a number of accelerators such as 4 or a100:4 is wanted")
+    return sum(map(int, numbers))
 
 
 # Requests for each task of the job. srun would read them as its own options, but its one task a node needs all.

@@ -2,7 +2,7 @@
 
 from samestep.errors import UserError
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, shares, unnamed
-from samestep.ranks import Variables, in_pytorchjob
+from samestep.launchers import in_pytorchjob, read_torchrun
 
 
 class Torchrun:
@@ -22,32 +22,22 @@ class Torchrun:
 
     def find(self, given: PlaceInputs) -> FoundCluster:
         """The ranks that torchrun has started already: hosts by the number of ranks on each."""
-        read = Variables(given.environ)
-        world_size, rank = read.needed("WORLD_SIZE", 1), read.needed("RANK")
-        local_size = read.needed("LOCAL_WORLD_SIZE", 1)
-        nodes = read.number("GROUP_WORLD_SIZE", 1) or -(-world_size // local_size)
-        this = read.number("GROUP_RANK")
-        this = rank // local_size if this is None else this
-        address = read.text("MASTER_ADDR")
-        read.number("LOCAL_RANK")
-        if rank >= world_size or this >= nodes or local_size > world_size:
-            raise UserError(
-                f"RANK is {rank}, WORLD_SIZE {world_size}, LOCAL_WORLD_SIZE {local_size} and the host is {this} of "
-                f"{nodes}, counted from 0; they don't fit, so torchrun has not set all of them"
-            )
-        names = unnamed(nodes, this, given.host.name)
-        if address is not None and this != 0:
-            names[0] = address
-        slots = shares(world_size, local_size, nodes, this)
+        found = read_torchrun(given.environ)
+        if found is None or found.local_world_size is None or found.node is None or found.nodes is None:
+            raise UserError(f"torchrun's variables are wanted: {self.sign}")
+        names = unnamed(found.nodes, found.node, given.host.name)
+        if found.main_address is not None and found.node != 0:
+            names[0] = found.main_address
+        slots = shares(found.world_size, found.local_world_size, found.nodes, found.node)
         return FoundCluster(
             cluster=Cluster(
                 place=self.name,
                 hosts=tuple(Host(name=name, slots=count) for name, count in zip(names, slots, strict=True)),
-                this=this,
-                job=read.text("TORCHELASTIC_RUN_ID"),
+                this=found.node,
+                job=found.job,
             ),
             on_every_host=True,
-            main_address=address,
-            main_port=read.number("MASTER_PORT", 1),
-            read=read.read(),
+            main_address=found.main_address,
+            main_port=found.main_port,
+            read=found.read,
         )

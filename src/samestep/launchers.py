@@ -1,0 +1,357 @@
+"""What launchers tell the processes that they start: their environment variables, each launcher's read once.
+
+A function for each launcher reads its variables into a frozen object, or returns None in a process of another
+launcher; it raises UserError for values that don't fit together. `ranks` takes from these objects which rank this
+process is, `launch.environments` on which hosts the job runs.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.variables import Environ, Read, Variables
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchrunVariables:
+    """torchrun's variables, which DeepSpeed's launcher and many others set as well."""
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    node: int | None  # index of this host
+    nodes: int | None
+    main_address: str | None  # of rank 0's host
+    main_port: int | None
+    job: str | None
+    read: tuple[Read, ...]
+
+
+def read_torchrun(environ: Environ) -> TorchrunVariables | None:
+    """Read torchrun's variables; None in another launcher's process, such as a pod of a PyTorchJob."""
+    if "RANK" not in environ or "WORLD_SIZE" not in environ or in_pytorchjob(environ):
+        return None
+    read = Variables(environ)
+    rank, world_size = read.needed("RANK"), read.needed("WORLD_SIZE", 1)
+    # DeepSpeed's launcher has another name for it.
+    local_size = read.number("LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE", 1)
+    nodes, node = read.number("GROUP_WORLD_SIZE", 1), read.number("GROUP_RANK")
+    if local_size is not None:
+        nodes = -(-world_size // local_size) if nodes is None else nodes
+        node = rank // local_size if node is None else node
+    beyond = node is not None and nodes is not None and node >= nodes
+    if rank >= world_size or beyond or (local_size or 0) > world_size:
+        host = f", LOCAL_WORLD_SIZE {local_size} and the host is {node} of {nodes}" if local_size is not None else ""
+        raise UserError(
+            f"RANK is {rank}, WORLD_SIZE {world_size}{host}, counted from 0; they don't fit, so torchrun has not set "
+            "all of them"
+        )
+    return TorchrunVariables(
+        rank=rank,
+        world_size=world_size,
+        local_rank=read.number("LOCAL_RANK"),
+        local_world_size=local_size,
+        node=node,
+        nodes=nodes,
+        main_address=read.text("MASTER_ADDR"),
+        main_port=read.number("MASTER_PORT", 1),
+        job=read.text("TORCHELASTIC_RUN_ID"),
+        read=read.read(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HorovodRunVariables:
+    """The variables of `horovodrun` with gloo: this rank, and the server where the ranks meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str  # this rank's, as the command names it
+    address: str  # of the server
+    port: int
+
+
+def read_horovodrun(environ: Environ) -> HorovodRunVariables | None:
+    """Read the variables of `horovodrun`; None if it didn't start this process, or a launcher inside of it did."""
+    needed = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    if "RANK" in environ or any(name not in environ for name in needed):
+        return None
+    read = Variables(environ)
+    return HorovodRunVariables(
+        rank=read.needed("HOROVOD_RANK"),
+        world_size=read.needed("HOROVOD_SIZE", 1),
+        local_rank=read.needed("HOROVOD_LOCAL_RANK"),
+        local_world_size=read.needed("HOROVOD_LOCAL_SIZE", 1),
+        host=read.text("HOROVOD_HOSTNAME") or "localhost",
+        address=read.wanted("HOROVOD_GLOO_RENDEZVOUS_ADDR", "the address of horovodrun's server"),
+        port=read.needed("HOROVOD_GLOO_RENDEZVOUS_PORT", 1),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpiVariables:
+    """What an mpirun tells a process. A process that is alone may start ranks itself."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    nodes: int | None = None
+    job: str | None = None
+    addresses: tuple[str, ...] = ()  # of mpirun's host, as mpirun lists them
+    contact: str = ""  # mpirun's own, in which they are
+    read: tuple[Read, ...] = ()
+
+
+def read_open_mpi(environ: Environ) -> MpiVariables | None:
+    """Read the variables of Open MPI's mpirun; None in another launcher's process."""
+    if "OMPI_COMM_WORLD_SIZE" not in environ or "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    read = Variables(environ)
+    world_size, rank = read.needed("OMPI_COMM_WORLD_SIZE", 1), read.needed("OMPI_COMM_WORLD_RANK")
+    local_size, local_rank = read.needed("OMPI_COMM_WORLD_LOCAL_SIZE", 1), read.needed("OMPI_COMM_WORLD_LOCAL_RANK")
+    if rank >= world_size or local_size > world_size:
+        raise UserError(
+            f"OMPI_COMM_WORLD_RANK is {rank}, _LOCAL_SIZE {local_size} and _SIZE {world_size}; they don't fit, "
+            "so mpirun has not set all of them"
+        )
+    contact = read.text("OMPI_MCA_orte_hnp_uri") or ""
+    return MpiVariables(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        nodes=read.number("OMPI_MCA_orte_num_nodes", 1),  # Open MPI 4 alone sets it
+        job=read.first("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        addresses=_addresses(contact),
+        contact=contact,
+        read=read.read(),
+    )
+
+
+def _addresses(contact: str) -> tuple[str, ...]:
+    """Parse the addresses in mpirun's contact: 1834352640.0;tcp://10.0.0.5,10.1.0.5:37865;tcp6://[fd00::5]:56449."""
+    found = re.findall(r"tcp6?://([^;]+):\d+", contact)
+    return tuple(address.strip("[]") for addresses in found for address in addresses.split(","))
+
+
+def read_pmi(environ: Environ) -> MpiVariables | None:
+    """Read the variables of MPICH's and Intel's mpirun. PMI's without the local ones may come from elsewhere."""
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    if any(name not in environ for name in names):
+        return None
+    read = Variables(environ)
+    rank, world_size, local_rank, local_size = (read.needed(name) for name in names)
+    return MpiVariables(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmStep:
+    """The step of a Slurm job in which srun started this process, and the process's place in it."""
+
+    rank: int  # number of the task in the step
+    local_rank: int  # number of the task on its node
+    node: int  # index of the node in the step
+    tasks_per_node: tuple[int, ...]
+    read: tuple[Read, ...]
+
+    @property
+    def tasks(self) -> int:
+        return sum(self.tasks_per_node)
+
+
+# Slurm numbers the steps that are not srun's, such as the batch script, from here on.
+_NO_STEP = 0xFFFFFFF0
+
+
+def read_slurm_step(environ: Environ) -> SlurmStep | None:
+    """Read the variables of a step's task; None in a batch script or a shell of salloc, which are in no step."""
+    read = Variables(environ)
+    number = read.number("SLURM_STEP_ID")
+    if number is None or number >= _NO_STEP:
+        return None
+    tasks = read.number("SLURM_STEP_NUM_TASKS", 1) or read.number("SLURM_NTASKS", 1) or 1
+    if tasks == 1:
+        node = read.number("SLURM_NODEID") or 0
+        return SlurmStep(rank=0, local_rank=0, node=node, tasks_per_node=(1,), read=read.read())
+    # SLURM_TASKS_PER_NODE may be the job's.
+    name = "SLURM_STEP_TASKS_PER_NODE" if read.text("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
+    text, node = read.wanted(name, SLURM_COUNTS), read.needed("SLURM_NODEID")
+    per_node = slurm_counts(name, text)
+    if node >= len(per_node) or sum(per_node) != tasks:
+        raise UserError(f"{name} is {text!r}, which doesn't say the tasks of node {node} in a step of {tasks} tasks")
+    return SlurmStep(
+        rank=read.needed("SLURM_PROCID"),
+        local_rank=read.needed("SLURM_LOCALID"),
+        node=node,
+        tasks_per_node=tuple(per_node),
+        read=read.read(),
+    )
+
+
+SLURM_COUNTS = "a number for each node, such as 2(x3),1"
+_COUNT = re.compile(r"(\d{1,6})(?:\(x(\d{1,6})\))?", re.ASCII)
+
+
+def slurm_counts(name: str, text: str) -> list[int]:
+    """Expand Slurm's number for each node: 2(x3),1 is 2, 2, 2, 1."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part)
+        if match is None:
+            raise UserError(f"{name} is {text!r}; {SLURM_COUNTS}, is wanted")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyTorchJobPod:
+    """What Kubeflow's operator tells a pod of a PyTorchJob.
+
+    RANK numbers the pods, and WORLD_SIZE counts ranks where the job says how many a pod has. An elastic job without
+    a master has neither.
+    """
+
+    processes: int | str | None  # ranks of a pod; or "auto", "gpu" or "cpu", as torchrun takes them
+    pods: int | None  # of a range the most
+    main_address: str  # of the first pod
+    main_port: int
+    rank: int | None
+    world_size: int | None
+    number: int | None  # of this pod, from 0; None: only its name has it
+    numbered_by: str  # the variable of `number`
+    job: str
+    read: tuple[Read, ...]
+
+
+def in_pytorchjob(environ: Environ) -> bool:
+    """Whether Kubeflow's operator set the variables in this pod, and no launcher has replaced them."""
+    pod = "KUBERNETES_SERVICE_HOST" in environ or "PET_NNODES" in environ
+    return (
+        pod
+        and all(name in environ for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+        and not any(name in environ for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))
+    )
+
+
+def is_pod(environ: Environ) -> bool:
+    """Whether this process is to start a pod's ranks, or is its one rank: of a plain job, or of an elastic one."""
+    elastic = "PET_RDZV_ENDPOINT" in environ and "PET_NNODES" in environ and "LOCAL_RANK" not in environ
+    return elastic or in_pytorchjob(environ)
+
+
+def read_pytorchjob(environ: Environ) -> PyTorchJobPod | None:
+    """Read a pod's variables; None elsewhere, and in a rank that a launcher in the pod has started."""
+    if not is_pod(environ):
+        return None
+    read = Variables(environ)
+    processes, pods = _processes(read), _pods(read)
+    if "MASTER_ADDR" in environ:
+        address, port = read.wanted("MASTER_ADDR", "the first pod's name"), read.needed("MASTER_PORT", 1)
+        rank, world_size = read.needed("RANK"), read.needed("WORLD_SIZE", 1)
+        name = "PET_NODE_RANK" if read.text("PET_NODE_RANK") else "RANK"
+        number = read.needed(name)
+    else:
+        address, port = _endpoint(read.wanted("PET_RDZV_ENDPOINT", "a host and a port"))
+        rank = world_size = number = None
+        name = "the number in this pod's name"
+    return PyTorchJobPod(
+        processes=processes,
+        pods=pods,
+        main_address=address,
+        main_port=port,
+        rank=rank,
+        world_size=world_size,
+        number=number,
+        numbered_by=name,
+        job=read.text("PET_RDZV_ID") or address,
+        read=read.read(),
+    )
+
+
+def _processes(read: Variables) -> int | str | None:
+    text = read.text("PET_NPROC_PER_NODE")
+    if text is None or text in ("auto", "gpu", "cpu"):
+        return text
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise UserError(f"PET_NPROC_PER_NODE is {text!r}; a number of 1 or more, auto, gpu or cpu is wanted")
+    return int(text)
+
+
+def _pods(read: Variables) -> int | None:
+    """Parse PET_NNODES; of a range such as 1:4, the maximum."""
+    text = read.text("PET_NNODES")
+    if text is None:
+        return None
+    numbers = text.split(":")
+    if len(numbers) > 2 or not all(number.isascii() and number.isdigit() and int(number) for number in numbers):
+        raise UserError(f"PET_NNODES is {text!r}; a number of pods such as 2, or a range such as 1:4, is wanted")
+    return int(numbers[-1])
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    """Split PET_RDZV_ENDPOINT into host and port."""
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()):
+        raise UserError(f"PET_RDZV_ENDPOINT is {text!r}; a host and a port such as job-worker-0:23456 are wanted")
+    return host, int(port)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SageMakerContainer:
+    """What SageMaker's toolkit tells a container of a training job: all of them run the same entry point."""
+
+    hosts: tuple[str, ...]
+    current: str  # this container's
+    accelerators: int | None
+    cores: int | None
+    interface: str | None  # the network interface for messages between containers
+    job: str | None
+    read: tuple[Read, ...]
+
+
+_HOSTS = 'a list of hosts such as ["algo-1","algo-2"]'
+
+
+def on_sagemaker(environ: Environ) -> bool:
+    """Whether this process belongs to a SageMaker job."""
+    return "SM_RESOURCE_CONFIG" in environ or ("SM_HOSTS" in environ and "SM_CURRENT_HOST" in environ)
+
+
+def read_sagemaker(environ: Environ) -> SageMakerContainer | None:
+    """Read a container's variables; None elsewhere."""
+    if not on_sagemaker(environ):
+        return None
+    read = Variables(environ)
+    config = read.json("SM_RESOURCE_CONFIG", dict, 'a mapping with "hosts" and "current_host"') or {}
+    listed, source = read.json("SM_HOSTS", list, _HOSTS), "SM_HOSTS"
+    if listed is None:
+        listed, source = config.get("hosts"), '"hosts" in SM_RESOURCE_CONFIG'
+    hosts = _hosts(listed, source)
+    current = read.text("SM_CURRENT_HOST") or config.get("current_host")
+    if current not in hosts:
+        raise UserError(f"SM_CURRENT_HOST is {current!r}, which is none of {', '.join(hosts)}; SageMaker sets it")
+    return SageMakerContainer(
+        hosts=hosts,
+        current=current,
+        accelerators=read.number("SM_NUM_GPUS"),
+        cores=read.number("SM_NUM_CPUS", 1),
+        interface=read.text("SM_NETWORK_INTERFACE_NAME") or str(config.get("network_interface_name") or "") or None,
+        job=read.first("SAGEMAKER_JOB_NAME", "TRAINING_JOB_NAME"),
+        read=read.read(),
+    )
+
+
+def _hosts(listed: Any, source: str) -> tuple[str, ...]:
+    """Return the containers' names, validated, in a fixed order."""
+    if not isinstance(listed, list) or not listed or not all(isinstance(name, str) and name for name in listed):
+        raise UserError(f"{source} is {listed!r}; {_HOSTS} is wanted")
+    if len(set(listed)) < len(listed):
+        raise UserError(f"{source} names a host twice: {', '.join(listed)}")
+    # All containers must agree on the order, which SageMaker doesn't promise; numeric, so that algo-2 precedes
+    # algo-10.
+    return tuple(sorted(listed, key=lambda name: (len(name), name)))
