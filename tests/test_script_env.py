@@ -271,7 +271,8 @@ def test_hosts_are_numbered_as_the_launcher_says_or_as_ranks_are() -> None:
     said = registry.expected("deepspeed", ranks, met, 1)
     assert (said.variables["CROSS_RANK"], said.variables["CROSS_SIZE"]) == ("1", "2")
     assert said.arguments == ("--local_rank=1",)
-    uneven = met | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"}
+    of_ranks = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    uneven = met | of_ranks | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"}
     said = registry.expected("deepspeed:local-rank=no", ranks, uneven, 1)
     assert (said.variables["CROSS_RANK"], said.variables["GROUP_WORLD_SIZE"]) == ("2", "3")
     assert said.arguments == ()

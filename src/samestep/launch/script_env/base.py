@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from samestep.errors import UserError
+from samestep.launchers import read_torchrun
 from samestep.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -29,14 +30,16 @@ class Rank:
     @property
     def node(self) -> int:
         """Node rank of this rank's host."""
-        given = self.environ.get("GROUP_RANK", "")
-        return int(given) if given.isdecimal() else self.ranks.rank // self.ranks.local_world_size
+        found = read_torchrun(self.environ)
+        node = found.node if found is not None else None
+        return self.ranks.rank // self.ranks.local_world_size if node is None else node
 
     @property
     def nodes(self) -> int:
         """Number of hosts; hosts of equal size are assumed if the launcher doesn't say."""
-        given = self.environ.get("GROUP_WORLD_SIZE", "")
-        return int(given) if given.isdecimal() else -(-self.ranks.world_size // self.ranks.local_world_size)
+        found = read_torchrun(self.environ)
+        nodes = found.nodes if found is not None else None
+        return -(-self.ranks.world_size // self.ranks.local_world_size) if nodes is None else nodes
 
 
 @dataclass(frozen=True, kw_only=True)
