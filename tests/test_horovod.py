@@ -21,13 +21,11 @@ from tiny_models import Tiny
 from torch import nn
 
 import samestep
-from samestep import environment
 from samestep.launch import local
 from samestep.launch.network import LOOPBACK
 from samestep.launch.script_env.horovod import serving, slots_of
 from samestep.launch.world import join
 from samestep.proof import Proof
-from samestep.ranks import Ranks
 
 pytest.importorskip("horovod", reason="Horovod is not built; use make horovod")
 
@@ -210,26 +208,3 @@ def test_wrong_settings_are_named(text: str, message: str, tmp_path: Path) -> No
 def test_what_it_can_not_do_is_refused(layout: str, precision: Any, message: str) -> None:
     with pytest.raises(samestep.UserError, match=message):
         samestep.train(recipe(precision=precision), layout, engine="horovod", device="cpu")
-
-
-def test_ranks_of_horovodrun_are_seen_and_torchruns_come_first() -> None:
-    of_horovod = {
-        "HOROVOD_RANK": "3",
-        "HOROVOD_SIZE": "4",
-        "HOROVOD_LOCAL_RANK": "1",
-        "HOROVOD_LOCAL_SIZE": "2",
-        "HOROVOD_HOSTNAME": "worker-2",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
-    }
-    found = environment.ranks(of_horovod)
-    assert found == Ranks(rank=3, world_size=4, local_rank=1, local_world_size=2, launcher="horovodrun")
-    run = environment.horovodrun(of_horovod)
-    assert run == environment.HorovodRunVariables(host="worker-2", address="10.0.0.1", port=4711)
-    of_both = {**of_horovod, "RANK": "0", "WORLD_SIZE": "1"}
-    assert environment.horovodrun(of_both) is None
-    both = environment.ranks(of_both)
-    assert both is not None
-    assert both.world_size == 1
-    with pytest.raises(samestep.UserError, match="HOROVOD_SIZE is 'many'; a whole number"):
-        environment.ranks({**of_horovod, "HOROVOD_SIZE": "many"})

@@ -11,6 +11,7 @@ from places import refused
 
 from samestep import environment
 from samestep.errors import UserError
+from samestep.ranks import Ranks
 
 OMPI_RANKS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 OMPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -115,3 +116,27 @@ def test_a_task_of_srun_has_a_thread_for_each_of_its_cores() -> None:
     # Ranks that a task starts by itself share its cores.
     assert environment.asked_threads({**asked, "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert environment.asked_threads({**asked, **TORCHRUN}) is None
+
+
+def test_ranks_of_horovodrun_are_seen_and_torchruns_come_first() -> None:
+    of_horovod = {
+        "HOROVOD_RANK": "3",
+        "HOROVOD_SIZE": "4",
+        "HOROVOD_LOCAL_RANK": "1",
+        "HOROVOD_LOCAL_SIZE": "2",
+        "HOROVOD_HOSTNAME": "worker-2",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
+    }
+    found = environment.ranks(of_horovod)
+    assert found == Ranks(rank=3, world_size=4, local_rank=1, local_world_size=2, launcher="horovodrun")
+    run = environment.horovodrun(of_horovod)
+    assert run is not None
+    assert (run.host, run.address, run.port) == ("worker-2", "10.0.0.1", 4711)
+    of_both = {**of_horovod, "RANK": "0", "WORLD_SIZE": "1"}
+    assert environment.horovodrun(of_both) is None
+    both = environment.ranks(of_both)
+    assert both is not None
+    assert both.world_size == 1
+    with pytest.raises(UserError, match="HOROVOD_SIZE is 'many'; a whole number"):
+        environment.ranks({**of_horovod, "HOROVOD_SIZE": "many"})
