@@ -168,11 +168,23 @@ def test_the_engine_and_translate_read_the_same(
     assert "precision" not in job.partition("\n#")[0]
 
 
-@pytest.mark.parametrize("text", ["", "a list: [", "- distributed_type", "num_processes: 2"])
-def test_a_file_that_is_no_configuration_is_refused(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "config.yaml is empty"),
+        ("a list: [", r"config.yaml:1: not YAML: "),
+        ("- distributed_type", r"config.yaml: the file is \['distributed_type'\]; it should be a section of keys"),
+        (
+            "num_processes: 2\nnum_processes: 4",
+            "config.yaml:1: not YAML: key 'num_processes' stands twice",
+        ),
+        ("num_processes: 2", "config.yaml: no configuration that Accelerate reads"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(samestep.UserError, match="no configuration that Accelerate reads"):
+    with pytest.raises(samestep.UserError, match=message):
         samestep.verify(recipe(), "dp2", engine="accelerate", engine_config=file)
 
 

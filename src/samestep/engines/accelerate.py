@@ -31,6 +31,7 @@ from samestep.engines.accelerate_keys import (
     short_keys,
 )
 from samestep.engines.base import Abilities, Engine, Preparation
+from samestep.engines.config_file import yaml_section
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.engines.setup import TrainerSetup, spread_by_engine
@@ -77,7 +78,12 @@ _PLUGIN = {
 
 
 def read(path: Path) -> Any:
-    """Read the file as Accelerate's ClusterConfig. Raises UserError with Accelerate's message if it is invalid."""
+    """Read the file as Accelerate's ClusterConfig.
+
+    Raises UserError where the file is no YAML or has a key twice, as `samestep translate` does, and with Accelerate's
+    own message for keys and values that it doesn't take.
+    """
+    yaml_section(path)
     with environment.given(for_import()):
         from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 

@@ -112,6 +112,16 @@ def yaml_of(name: str, text: str) -> Any:
     return value if isinstance(value, (dict, list)) else text
 
 
+def yaml_section(file: Path) -> dict[str, Any]:
+    """The keys and values of a YAML file. Raises UserError for a file that is none."""
+    text = config_text(file)
+    if not text.strip():
+        raise UserError(f"{file} is empty")
+    value = yaml_of(str(file), text)
+    check_section(value, f"{file}: the file")
+    return value
+
+
 def switch_of(value: Any) -> bool | None:
     """True or false, also as a word or a number; None for any other value."""
     return _SWITCHES.get(str(value).lower())
