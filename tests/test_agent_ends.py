@@ -43,7 +43,9 @@ def test_forked_ranks_that_take_no_notice_are_ended_on_all_hosts(tmp_path: Path)
             rank.suspend()  # it hears nothing but SIGKILL
         one.send(signal.SIGINT)
         agents.wait_for(lambda: told_to_end(ranks[0]))
-        time.sleep(agent._AGAIN)  # signals that follow each other sooner count as one
+        # Signals that follow each other sooner count as one, by the agent's own clock: nothing that is seen from
+        # outside changes when the time is over. It has begun, since a rank was told.
+        time.sleep(agent._AGAIN)
         assert one.process.poll() is None
         one.send(signal.SIGINT)
         assert one.wait(20) == 130, one.text

@@ -342,7 +342,6 @@ def test_a_loader_gives_batches_in_the_dtype_of_the_parameters() -> None:
     (step,) = loader(SampleOrder(size=4, batch=4, seed=0), 0, 1, dtype=torch.float64)
     (part,) = step.micro_batches
     assert (part.batch.inputs.dtype, part.batch.targets.dtype) == (torch.float64, torch.int64)
-    assert step.data_seconds >= 0
 
 
 @given(samples=st.integers(0, 40), size=st.integers(1, 12), ranks=RANKS)
