@@ -4,8 +4,10 @@ import json
 import time
 from pathlib import Path
 
+import drawing_nets as drawing
 import odd_models
-import odd_tasks
+import odd_nets as nets
+import odd_tasks as odd
 import pytest
 
 import samestep
@@ -16,8 +18,8 @@ SHIPPED = ("digits", "own_task", "regression", "proof/text", "proof/language", "
 
 # Unlike models, and what each can't have over two ranks, of the layouts that are tried.
 REFUSED: dict[str, tuple[samestep.Task, set[str]]] = {
-    "stochastic depth": (odd_tasks.Odd(odd_tasks.DropPath), {"tp2 sequence=split", "cp2"}),
-    "batch norm": (odd_tasks.Odd(odd_tasks.NormedByBatch), {"tp2", "tp2 sequence=split", "pp2", "cp2"}),
+    "stochastic depth": (odd.Odd(drawing.DropPath), {"tp2 sequence=split", "cp2"}),
+    "batch norm": (odd.Odd(nets.NormedByBatch), {"tp2", "tp2 sequence=split", "pp2", "cp2"}),
     "experts": (odd_models.Odd(name="experts"), {"ep2"}),  # there are three
     "Swin": (odd_models.Odd(name="swin"), {"tp2 sequence=split"}),
     "BART": (odd_models.Odd(name="bart"), set()),

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import drawing_nets as drawing
+import odd_nets as nets
 import odd_tasks as odd
 import pytest
 import torch
@@ -15,7 +17,7 @@ import samestep
 from samestep.cli.main import main
 from samestep.contract import check, errors
 
-HERE = Path(odd.__file__)
+FILES = {str(module.__file__) for module in (drawing, nets, odd)}
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +45,9 @@ BROKEN: dict[str, tuple[samestep.Task, str, str, str | None]] = {
     "samples that change": (odd.NoisyData(), "data", "another sample the second time", "def __getitem__"),
     "a length too long": (odd.TooFew(), "", r"length 207 gives no sample 206 \(IndexError", None),
     "noise in collate": (odd.NoisyCollate(), "collate", "draws random numbers", "def collate"),
-    "weights of NumPy": (odd.Odd(odd.Unseeded), "model", "NumPy's generator", "np.random.rand(16)"),
+    "weights of NumPy": (odd.Odd(nets.Unseeded), "model", "NumPy's generator", "np.random.rand(16)"),
     "a forward that fails": (
-        odd.Odd(odd.Failing),
+        odd.Odd(nets.Failing),
         "forward",
         "RuntimeError: mat1 and mat2",
         "return hidden @ hidden",
@@ -56,19 +58,24 @@ BROKEN: dict[str, tuple[samestep.Task, str, str, str | None]] = {
     "a count of 0": (odd.NoCount(), "", "a count of 0; use how many terms", "def loss"),
     "no terms": (odd.NoTerms(), "loss", "the count of samples 0 to 11 is 0", "def loss"),
     "labels out of range": (odd.OutOfRange(), "loss", "Target 2 is out of bounds", "output[:, :2]"),
-    "layers in a list": (odd.Odd(odd.PlainList), "parameters", r"more\[0\] \(in a plain list\)", "def __init__"),
-    "a parameter in a dict": (odd.Odd(odd.PlainDict), "parameters", r"more\['middle'\]\[0\]", "def __init__"),
-    "a parameter that is written": (odd.Odd(odd.Written), "parameters", "writes to last.weight", "weight.data.copy_"),
-    "a moving average": (odd.Odd(odd.Followed), "parameters", "writes to slow.weight", "mine.data.lerp_"),
+    "layers in a list": (odd.Odd(nets.PlainList), "parameters", r"more\[0\] \(in a plain list\)", "def __init__"),
+    "a parameter in a dict": (odd.Odd(nets.PlainDict), "parameters", r"more\['middle'\]\[0\]", "def __init__"),
+    "a parameter that is written": (
+        odd.Odd(nets.Written),
+        "parameters",
+        "writes to last.weight",
+        "weight.data.copy_",
+    ),
+    "a moving average": (odd.Odd(nets.Followed), "parameters", "writes to slow.weight", "mine.data.lerp_"),
     "a table with max_norm": (
-        odd.Odd(odd.Renormed),
+        odd.Odd(nets.Renormed),
         "parameters",
         "writes to table.weight.*max_norm=None",
         "self.table(",
     ),
-    "clamped gradients": (odd.Odd(odd.Clamped), "parameters", "a loss 8 times as large, the gradient of", "class C"),
+    "clamped gradients": (odd.Odd(nets.Clamped), "parameters", "a loss 8 times as large, the gradient of", "class C"),
     "a hook that clamps": (
-        odd.Odd(odd.ClampedByHook),
+        odd.Odd(nets.ClampedByHook),
         "parameters",
         "the gradient of first.weight is not",
         "class C",
@@ -86,31 +93,41 @@ BROKEN: dict[str, tuple[samestep.Task, str, str, str | None]] = {
         "the model .AnswerMean. couples the samples.* padding must be masked, or all samples padded to one length",
         "def forward",
     ),
-    "a sparse table": (odd.Odd(odd.Sparse), "", r"table \(Embedding\) has sparse gradients.*sparse=False", None),
-    "NumPy's draws": (odd.Odd(odd.NumpyDraw), "draws", "NumPyDraw|NumPy's generator", "np.random.rand()"),
-    "Python's draws": (odd.Odd(odd.PythonDraw), "draws", "Python's generator", "random.random()"),
-    "draws in a kernel": (odd.Odd(odd.KernelDraw), "draws", "PyTorch's generator", "F.rrelu"),
-    "a permutation": (odd.Odd(odd.Permuted), "draws", "PyTorch's generator", "torch.randperm"),
+    "a sparse table": (odd.Odd(nets.Sparse), "", r"table \(Embedding\) has sparse gradients.*sparse=False", None),
+    "NumPy's draws": (odd.Odd(drawing.NumpyDraw), "draws", "NumPyDraw|NumPy's generator", "np.random.rand()"),
+    "Python's draws": (odd.Odd(drawing.PythonDraw), "draws", "Python's generator", "random.random()"),
+    "draws in a kernel": (odd.Odd(drawing.KernelDraw), "draws", "PyTorch's generator", "F.rrelu"),
+    "a permutation": (odd.Odd(drawing.Permuted), "draws", "PyTorch's generator", "torch.randperm"),
     "noise in the loss": (odd.NoisyLoss(), "draws", "the loss draws from PyTorch's", "output + torch.randn_like"),
-    "state between calls": (odd.Odd(odd.Counting), "repeatable", "from call to call", "def forward"),
+    "state between calls": (odd.Odd(nets.Counting), "repeatable", "from call to call", "def forward"),
     "no scores": (odd.NoScores(), "", "scores gave .* pair of tensors", "def scores"),
     "scores of a tuple": (odd.Unscorable(), "", "gives a tuple, .* write scores", "class Unscorable"),
     "draws in evaluation": (odd.DrawsInEvaluation(), "evaluation", "in evaluation mode", "def forward"),
     "a contrastive loss": (odd.Contrastive(), "sum of parts", "couples the samples of a batch", "def loss"),
     "a mean without a count": (odd.MeanOfOne(), "sum of parts", "1 terms for 12 samples, and 1 \\+ 1", "def loss"),
     "a mean with a count": (odd.MeanWithCount(), "sum of parts", "the loss is a mean", "def loss"),
-    "a norm over the batch": (odd.Odd(odd.Centred), "sum of parts", r"the model \(Centred\) couples", "def forward"),
+    "a norm over the batch": (odd.Odd(nets.Centred), "sum of parts", r"the model \(Centred\) couples", "def forward"),
     "a set that changes": (odd.Shuffled(), "data", "other samples in the second call", "def train_set"),
     "one model": (odd.SameModel(), "model", "the same Net in each call", "def model"),
-    "weights of a generator": (odd.Odd(odd.OwnGenerator), "model", "another scale in the second call", None),
-    "a plain tensor": (odd.Odd(odd.PlainTensor), "parameters", "depends on scale, which is not reg", "def __init__"),
+    "weights of a generator": (odd.Odd(nets.OwnGenerator), "model", "another scale in the second call", None),
+    "a plain tensor": (odd.Odd(nets.PlainTensor), "parameters", "depends on scale, which is not reg", "def __init__"),
     "a loss with weights": (odd.LearntLoss(), "parameters", "depends on head of the task", "def __init__"),
     "a learnt count": (odd.WeightedCount(), "", "a count that needs a gradient", "def loss"),
-    "a clipped gradient": (odd.Odd(odd.ClippedParameter), "parameters", "last.weight is not 8 times as large", None),
-    "a scaled gradient": (odd.Odd(odd.ScaledGradient), "parameters", "is not 8 times as large", None),
-    "zeros over a norm": (odd.Odd(odd.CentredBehindZeros), "sum of parts", "last.weight differs most", "def forward"),
-    "ghost batch norm": (odd.Odd(odd.Ghost), "", "takes batch norm more than once in a forward", "in input.chunk(2)"),
-    "no batch norm": (odd.Odd(odd.CentredByNorm), "sum of parts", "norm .NotQuiteBatchNorm. couples", "def forward"),
+    "a clipped gradient": (odd.Odd(nets.ClippedParameter), "parameters", "last.weight is not 8 times as large", None),
+    "a scaled gradient": (odd.Odd(nets.ScaledGradient), "parameters", "is not 8 times as large", None),
+    "zeros over a norm": (
+        odd.Odd(nets.CentredBehindZeros),
+        "sum of parts",
+        "last.weight differs most",
+        "def forward",
+    ),
+    "ghost batch norm": (
+        odd.Odd(nets.Ghost),
+        "",
+        "takes batch norm more than once in a forward",
+        "in input.chunk(2)",
+    ),
+    "no batch norm": (odd.Odd(nets.CentredByNorm), "sum of parts", "norm .NotQuiteBatchNorm. couples", "def forward"),
     "a collate by group": (odd.CentredByCollate(), "sum of parts", "collate gives other values", "def collate"),
 }
 
@@ -122,21 +139,21 @@ def test_what_breaks_the_contract_is_named_with_its_line(name: str) -> None:
     assert message.startswith(f"the task's contract, {part}: " if part else "")
     assert re.search(words, message), message
     if line is not None:
-        place = re.search(rf"\({re.escape(str(HERE))}:(\d+)\)", message)
-        assert place is not None, message
-        assert line in HERE.read_text(encoding="utf-8").splitlines()[int(place[1]) - 1]
+        ((file, number),) = re.findall(r"\((/[^():]+\.py):(\d+)\)", message)
+        assert file in FILES
+        assert line in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
 
 
 NETS = (
-    odd.Net,
-    odd.DropPath,
-    odd.LayerDrop,
-    odd.Noisy,
-    odd.NormedByBatch,
-    odd.MaskedByHook,
-    odd.NormedAndMore,
-    odd.Untracked,
-    odd.KeepsInputs,
+    nets.Net,
+    drawing.DropPath,
+    drawing.LayerDrop,
+    drawing.Noisy,
+    nets.NormedByBatch,
+    nets.MaskedByHook,
+    nets.NormedAndMore,
+    nets.Untracked,
+    nets.KeepsInputs,
 )
 
 
@@ -204,7 +221,7 @@ def test_a_draw_in_a_compiled_block_is_seen_without_the_check_too() -> None:
 def test_a_model_too_large_for_one_process_is_not_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Large(odd.Net):
+    class Large(nets.Net):
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Embedding(10_000, 16)  # 640 kB
@@ -225,7 +242,7 @@ def test_verify_checks_too() -> None:
     ("task", "words"),
     [
         (odd.Shuffled(), r"train_set\(\)\[\d+\] is another one on rank 1 than on rank 0"),
-        (odd.Odd(odd.OwnGenerator), r"model\(\): scale is another one on rank 1 than on rank 0"),
+        (odd.Odd(nets.OwnGenerator), r"model\(\): scale is another one on rank 1 than on rank 0"),
     ],
 )
 def test_ranks_that_build_other_tasks_are_seen_without_the_check_too(task: samestep.Task, words: str) -> None:
@@ -236,7 +253,7 @@ def test_ranks_that_build_other_tasks_are_seen_without_the_check_too(task: sames
 @pytest.fixture(scope="module")
 def job_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("jobs") / "job.yaml"
-    job = {"task": f"{HERE}:Odd", "batch": 16, "steps": 4}
+    job = {"task": f"{odd.__file__}:Odd", "batch": 16, "steps": 4}
     file.write_text(json.dumps({"recipe": job}), encoding="utf-8")
     return file
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import drawing_nets as drawing
 import odd_tasks as odd
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_a_draw_of_no_sample_is_refused(shape: tuple[int, ...]) -> None:
 def test_draws_take_the_same_step_under_layouts() -> None:
     recipes = [
         samestep.Recipe(task=odd.Odd(net), batch=13, steps=5, optimizer=samestep.AdamW(lr=0.01))
-        for net in (odd.DropPath, odd.NewEmptyDropPath, odd.LayerDrop, odd.Noisy)
+        for net in (drawing.DropPath, drawing.NewEmptyDropPath, drawing.LayerDrop, drawing.Noisy)
     ]
     runs = [("dp2", {}), ("dp2", {"micro_batch": 3}), ("fsdp2", {}), ("pp2", {})]
     assert_same_steps([(recipe, layout, run) for recipe in recipes for layout, run in runs], steps=3)
@@ -125,6 +126,6 @@ def test_draws_take_the_same_step_under_layouts() -> None:
 
 @pytest.mark.slow
 def test_a_model_that_begins_to_draw_takes_the_same_step() -> None:
-    recipe = samestep.Recipe(task=odd.Odd(odd.LateDropout), batch=13, steps=5, optimizer=samestep.AdamW(lr=0.01))
+    recipe = samestep.Recipe(task=odd.Odd(drawing.LateDropout), batch=13, steps=5, optimizer=samestep.AdamW(lr=0.01))
     layouts = [("dp2", {}), ("dp2", {"micro_batch": 3}), ("zero1x2", {}), ("fsdp2", {})]
     assert_same_steps([(recipe, layout, run) for layout, run in layouts], steps=4)

@@ -1,0 +1,83 @@
+"""Nets whose forward draws random numbers: in ways that every layout keeps, and in ways that the check refuses."""
+
+import random
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from odd_nets import Net
+from torch import Tensor, nn
+
+
+class DropPath(Net):
+    """Stochastic depth: some samples skip a branch (Huang et al. 2016)."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden * (torch.rand(len(hidden), 1) < 0.5) if self.training else hidden
+
+
+class NewEmptyDropPath(Net):
+    """Stochastic depth as timm and torchvision write it."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden * hidden.new_empty(len(hidden), 1).bernoulli_(0.5) if self.training else hidden
+
+
+class LayerDrop(Net):
+    """One number for the whole step decides whether a layer is taken (Fan et al. 2019)."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return torch.where(torch.rand([]) < 0.5, hidden * 2, hidden) if self.training else hidden
+
+
+class Noisy(Net):
+    """Noise of several kinds."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        if not self.training:
+            return hidden
+        hidden = hidden + torch.randn_like(hidden) + torch.normal(torch.zeros_like(hidden), 0.1)
+        steps = torch.randint(0, 10, (len(hidden),))
+        kinds = torch.multinomial(hidden.detach().softmax(-1), 2)
+        gumbel = F.gumbel_softmax(hidden, hard=True)
+        return hidden * steps[:, None] + hidden.gather(1, kinds).sum(1, keepdim=True) + gumbel
+
+
+class LateDropout(Net):
+    """Drops nothing in the first step: until a parameter that begins with 0 has moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(()))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return F.dropout(hidden + self.shift, 0.5, self.training and bool(self.shift != 0))
+
+
+class NumpyDraw(Net):
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden * float(np.random.rand())
+
+
+class PythonDraw(Net):
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden * random.random()
+
+
+class KernelDraw(Net):
+    """Draws inside a kernel of PyTorch, where no function is seen."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return F.rrelu(hidden, training=True)
+
+
+class Permuted(Net):
+    """Mixes each sample with another, as mixup does."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden + hidden[torch.randperm(len(hidden))]
+
+
+class AlwaysNoisy(Net):
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.randn_like(hidden)
