@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from small_tasks import Points, Slow
+from small_tasks import Points, Slow, Unscored
 from torch import Tensor
 
 import samestep
 from samestep.fault_tolerance.status import Counts, entered_collectives
 
 _LONGER_THAN_ANY_TEST = 300.0  # seconds
+_LONGEST_COPY = 60.0  # seconds, of a few kilobytes
 
 
 class HeldBack(Slow):
@@ -59,6 +60,28 @@ def _leave(file: Path, entered: Counts, waits_in: str) -> None:
     unfinished = file.with_suffix(".unfinished")
     unfinished.write_text(json.dumps({"entered": entered, "waits_in": waits_in}), encoding="utf-8")
     unfinished.replace(file)
+
+
+class AfterCopy(Unscored):
+    """In the step after `step`, every rank waits until the copy of that step's state in memory is complete.
+
+    `memory`: the folder in which a job makes its folder of copies.
+    """
+
+    def __init__(self, *, memory: str, step: int, **points: Any) -> None:
+        super().__init__(**points)
+        self.memory, self.step, self.calls = Path(memory), step, 0
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        if dist.is_initialized() and dist.get_world_size() > 1:  # not where the task's contract is checked
+            self.calls += 1
+        if self.calls == self.step + 1:
+            until = time.monotonic() + _LONGEST_COPY
+            while not list(self.memory.glob(f"samestep-memory-*/step-{self.step}")):
+                if time.monotonic() > until:
+                    raise TimeoutError(f"no copy of step {self.step} in {self.memory}")
+                time.sleep(0.005)
+        return super().loss(output, batch)
 
 
 class Paced(Points):
