@@ -8,19 +8,26 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from launchers import MPICH, OPEN_MPI, SLURM
+from launching import free_port
 
 from samestep import environment
 from samestep.errors import UserError
-from samestep.launch import rank_rendezvous
+from samestep.launch import local, rank_rendezvous
+from samestep.launch.environments.base import RendezvousInfo
 from samestep.launch.network import LOOPBACK
+from samestep.launch.world import join
 from samestep.ranks import Ranks
 
 
-def launched(environ: Mapping[str, str]) -> rank_rendezvous.RendezvousInfo:
+def launched(environ: Mapping[str, str]) -> RendezvousInfo:
     ranks = environment.ranks(environ)
     assert ranks is not None
     assert rank_rendezvous.tells_no_address(ranks)
@@ -73,9 +80,7 @@ def test_launchers_that_say_too_little_are_told_what_would_do() -> None:
 def test_a_host_of_rank_0_that_is_not_known(
     monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr(
-        rank_rendezvous, "rendezvous_info", lambda *_: rank_rendezvous.RendezvousInfo(job="j", addresses=addresses)
-    )
+    monkeypatch.setattr(rank_rendezvous, "rendezvous_info", lambda *_: RendezvousInfo(job="j", addresses=addresses))
     first = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1, launcher="open-mpi")
     with pytest.raises(UserError) as error:
         rank_rendezvous.meet(first)
@@ -83,11 +88,57 @@ def test_a_host_of_rank_0_that_is_not_known(
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = rank_rendezvous.RendezvousInfo(job=f"alone {os.getpid()}", addresses=(LOOPBACK,))
+    job = RendezvousInfo(job=f"alone {os.getpid()}", addresses=(LOOPBACK,))
     monkeypatch.setattr(rank_rendezvous, "rendezvous_info", lambda *_: job)
     first = Ranks(rank=0, world_size=3, local_rank=0, local_world_size=3, launcher="open-mpi")
     with pytest.raises(TimeoutError, match="ranks 1, 2 of 3 did not come within 1 s"):
         rank_rendezvous.meet(first, timeout=1.0)
+
+
+def both_meet() -> tuple[rank_rendezvous.JoinedStore, rank_rendezvous.JoinedStore]:
+    """What two ranks of a job have after they met, each of which takes the other for one of another host."""
+    ranks = [Ranks(rank=rank, world_size=2, local_rank=0, local_world_size=1, launcher="slurm") for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(partial(rank_rendezvous.meet, timeout=20.0), ranks)
+    first.store.set("from rank 0", "heard")
+    assert second.store.get("from rank 0") == b"heard"
+    assert (first.address, first.port) == (second.address, second.port)
+    return first, second
+
+
+@pytest.mark.parametrize("given", [None, LOOPBACK])
+def test_ranks_hear_rank_0_where_the_launcher_says_or_a_given_address_without_a_port(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("MASTER_ADDR", given)
+    named = RendezvousInfo(job=f"both {os.getpid()}", addresses=("no-such-host.invalid" if given else LOOPBACK,))
+    monkeypatch.setattr(rank_rendezvous, "rendezvous_info", lambda *_: named)
+    first, _ = both_meet()
+    assert first.address == LOOPBACK
+
+
+def test_rank_0_whose_hosts_name_is_on_the_loopback_is_heard_where_the_other_host_reaches_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def named(ranks: Ranks, _: object) -> RendezvousInfo:
+        address = "localhost" if ranks.rank == 0 else "127.0.0.3"
+        return RendezvousInfo(job=f"loopback {os.getpid()}", addresses=(address,), other="n2")
+
+    monkeypatch.setattr(rank_rendezvous, "rendezvous_info", named)
+    monkeypatch.setattr(rank_rendezvous, "address_towards", {"n2": "127.0.0.3"}.__getitem__)
+    first, _ = both_meet()
+    assert first.address == "127.0.0.3"
+
+
+def test_a_given_name_on_the_loopback_is_served_at_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    first = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1, launcher="slurm")
+    found = rank_rendezvous.meet(first)
+    assert (found.address, found.port) == ("localhost", port)
+    socket.create_connection(("127.0.0.2", port), timeout=5).close()  # as from another host
 
 
 @pytest.mark.parametrize("given", ["203.0.113.1", "no-such-host.invalid"])
@@ -174,22 +225,19 @@ def test_ranks_of_srun_on_two_hosts_meet(job: Path) -> None:
     assert_same_step(job)
 
 
-SUM = """\
-import torch, torch.distributed as dist
-from samestep import environment
-from samestep.launch.world import join
-with join(device="cpu") as world:
-    found = torch.tensor([10.0 + world.rank])
-    dist.all_reduce(found)
-    print(found.item(), world.world_size, environment.main_address())
-"""
+def sum_of_ranks(given: Mapping[str, str]) -> tuple[float, int, str | None]:
+    """In a rank that finds these variables, as of a launcher's task: the sum over ranks of 10 and the rank."""
+    rank = os.environ["RANK"]
+    environment.become({**given, "PMI_RANK": rank, "MPI_LOCALRANKID": rank})
+    with join(device="cpu") as world:
+        found = torch.tensor([10.0 + world.rank])
+        dist.all_reduce(found)
+        return found.item(), world.world_size, environment.main_address()
 
 
 def test_ranks_with_a_given_address_meet_there() -> None:
-    with socket.create_server((LOOPBACK, 0)) as free:
-        given = {**MPICH, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free.getsockname()[1])}
-    ranks = [{**given, "PMI_RANK": each, "MPI_LOCALRANKID": each} for each in "01"]
-    assert together([sys.executable, "-c", SUM], ranks) == ["21.0 2 127.0.0.1\n"] * 2
+    given = {**MPICH, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
+    assert local.start(sum_of_ranks, (given,), 2) == (21.0, 2, LOOPBACK)
 
 
 @pytest.mark.slow
