@@ -1,6 +1,8 @@
 """run.compile: compiled blocks take the same step, under whichever layout, and what can't be compiled is refused."""
 
 import inspect
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from tiny_models import Tiny
 from torch import nn
 
 import samestep
+from samestep import environment
 from samestep.job import Job, Run
 from samestep.launch import local
 from samestep.launch.world import join
@@ -53,6 +56,40 @@ class Normed(Tiny):
     def model(self) -> nn.Module:
         layers = (nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20), nn.ReLU()) for _ in range(self.LAYERS))
         return nn.Sequential(nn.Linear(20, 20), nn.Sequential(*layers), nn.Linear(20, 1))
+
+
+class Written(Tiny):
+    """Two like blocks without biases, and nothing held out: a kernel for the forward and one for the backward.
+
+    Ranks keep what they compile in `folder`. They neither try out which vectors this processor has nor compile the
+    headers of all kernels beforehand, which would take many times as long as these kernels.
+    """
+
+    def __init__(self, *, folder: Path) -> None:
+        super().__init__(name="mlp")
+        self.folder = folder
+
+    def model(self) -> nn.Module:
+        if environment.ranks() is not None:  # in a rank, whose process it is
+            from torch._inductor import config
+
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder)
+            config.cpp.vec_isa_ok = False
+            config.cpp_cache_precompile_headers = False
+            config.compile_threads = 1
+        blocks = (nn.Sequential(nn.Linear(20, 20, bias=False), nn.Tanh()) for _ in range(2))
+        return nn.Sequential(nn.Linear(20, 20), nn.Sequential(*blocks), nn.Linear(20, 1))
+
+    def eval_set(self) -> None:
+        return None
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler (Debian: g++)")
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+def test_compiled_kernels_take_the_same_step(tmp_path: Path) -> None:
+    proof = samestep.verify(recipe(Written(folder=tmp_path)), "fsdp2", steps=2, compile=True, threads=1, check=False)
+    assert proof.same_step, proof
+    assert list(tmp_path.rglob("*.so"))  # else nothing was compiled
 
 
 @pytest.mark.slow
