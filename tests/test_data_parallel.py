@@ -1,16 +1,11 @@
 """Engine data-parallel: threads over several accelerators; on fewer than two it says so and runs on one device."""
 
 import pytest
-from small_tasks import Points
+from engine_recipes import recipe
 from torch import nn
 
 import samestep
 from samestep.engines import data_parallel
-
-
-def recipe(**values: object) -> samestep.Recipe:
-    settings = {"batch": 33, "epochs": 1, "clip": 0.5, "optimizer": samestep.AdamW(lr=1e-2)}
-    return samestep.Recipe(task=Points(), **{**settings, **values})  # pyright: ignore[reportArgumentType]
 
 
 def test_without_accelerators_it_says_so_and_takes_the_same_step(capsys: pytest.CaptureFixture[str]) -> None:

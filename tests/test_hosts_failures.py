@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -232,3 +234,29 @@ def test_the_host_with_the_store_may_die_and_the_job_goes_on_from_its_checkpoint
     seen = f"the other ends after {seconds:.1f} s and names it; samestep train there goes on from the last checkpoint"
     command = "samestep launch --no-ssh --node-rank N --nodes 1:2 ..."
     record("without SSH", command, tried, seen, first, limits=WITHOUT_STORE)
+
+
+SOAK = TESTS.parent / "benchmarks" / "soak_hosts.py"  # faults at random moments over three hosts
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_hosts_that_die_and_cables_that_are_pulled_leave_the_bits_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "soak.json"
+    words = ["--faults", "5", "--between", "8", "--seed", "2", "--steps", "1000", "--json", str(file)]
+    command = [sys.executable, str(SOAK), *words, "--kinds", "kill", "host", "cable"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert sum(found["faults"].values()) == 5
+    assert {"host", "cable"} <= found["faults"].keys()
+    known = {name: found[name] for name in ("same_weights", "same_losses", "samples_lost", "samples_repeated")}
+    assert known == {"same_weights": True, "same_losses": True, "samples_lost": 0, "samples_repeated": 0}
+    assert (found["left_processes"], found["left_files"]) == (0, 0)
+
+
+@pytest.mark.cluster
+def test_a_mistake_in_a_soak_is_told_before_a_host_is_made() -> None:
+    command = [sys.executable, str(SOAK), "--faults", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (2, "soak_hosts: --soak is 0; use a number of faults of 1 or more\n")

@@ -23,7 +23,7 @@ from samestep.job import Job
 
 TESTS = Path(__file__).parent
 JOB = f"""
-recipe: {{task: {TESTS}/slow_points.py:SlowPoints, batch: 16, virtual_ranks: 2}}
+recipe: {{task: {TESTS}/small_tasks.py:Slow, args: {{seconds: 0.02}}, batch: 16, virtual_ranks: 2}}
 run: {{layout: dp2, threads: 1}}
 """
 
