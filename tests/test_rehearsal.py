@@ -147,8 +147,10 @@ def test_thousands_of_replicas() -> None:
     by_axis = {(each.kind, each.axis): each for each in rank.collectives}
     gradients = by_axis["all-reduce", "replicate"]
     assert gradients.ranks == 4096
-    # A ring sends each byte of the message 2 (n - 1) / n times; of whole ranks' numbers there are a few beside.
-    assert gradients.sent == pytest.approx(2 * 4 * PARAMETERS * 4095 / 4096, rel=0.5)
+    # A ring sends each byte of a message 2 (n - 1) / n times. The second message has at most 8 numbers of 8 bytes.
+    ring = 2 * 4095 / 4096
+    assert gradients.count == 2
+    assert ring * 4 * PARAMETERS < gradients.sent <= ring * (4 * PARAMETERS + 8 * 8)
     assert sum(each.sent for each in rank.collectives) == pytest.approx(rank.usage.sent_in_all, abs=10)
 
 
