@@ -36,6 +36,7 @@ from handed_models import (
     words_of_classes,
 )
 from proving import Case, prove, same
+from shown_pages import is_shown
 from small_tasks import Points
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -396,6 +397,17 @@ WRONG: Mapping[str, tuple[Mapping[str, Any], str]] = {
 }
 
 
+# Those whose message docs/own-tasks.md shows.
+SHOWN = (
+    "data: a loader",
+    "data: a label too high",
+    "collator: it draws",
+    "labels: none",
+    "loss: contrastive",
+    "loss: of experts too",
+)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_hand_over_is_one_sentence(name: str) -> None:
     given, sentence = WRONG[name]
@@ -403,6 +415,7 @@ def test_a_wrong_hand_over_is_one_sentence(name: str) -> None:
         HuggingFace(**{"model": bert, "data": texts(), "collator": classes, **given}).check()
     assert "\n" not in str(found.value)
     assert "Traceback" not in str(found.value)
+    assert name not in SHOWN or is_shown("docs/own-tasks.md", str(found.value))
 
 
 def test_a_model_that_keeps_what_it_has_computed_is_copied() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from listening import elsewhere, listening
+from shown_pages import is_shown
 from small_jobs import job_file, losses_alone, losses_in, slow_job, steps_in, wait_until
 from small_tasks import Failing, Points
 
@@ -255,7 +256,9 @@ def test_the_example_loop_learns(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(examples))  # as for a script that is started
     runpy.run_path(str(examples / "own_loop.py"), run_name="__main__")
-    assert "accuracy 0.9" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "accuracy 0.9" in printed
+    assert is_shown("docs/own-tasks.md", printed)
 
 
 @pytest.mark.slow
@@ -266,6 +269,7 @@ def test_the_example_in_python_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "accuracy 0.9" in done.stdout
+    assert is_shown("docs/own-tasks.md", done.stdout)
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
         verdict = f"{proof.nonfinite[0].kind}: {verdict}"
     for words in proof.words():
         console.print(words, soft_wrap=True)
-    console.print(f"{verdict} (tolerance {proof.tolerance:.0e}); worst parameter: {proof.worst_parameter}")
+    told = f"{verdict} (tolerance {proof.tolerance:.0e}); worst parameter: {proof.worst_parameter}"
+    console.print(told, soft_wrap=True)
 
 
 def print_matrix(rows: Sequence[MatrixRow], console: Console | None = None) -> None:
