@@ -28,7 +28,7 @@ class NotRun:
     begins: str  # with what: a line of a block of messages, or the first line of another block
     why: str
     says: Sequence[str] = ()  # what it says, and a literal of the source as well; `*` stands for a value
-    source: Sequence[str] = ()  # files below src/samestep with these literals
+    source: Sequence[str] = ()  # files with these literals, below src/samestep, examples/ or benchmarks/
     test: str | None = None  # the test that produces it, "FILE::NAME"
 
 
@@ -40,6 +40,7 @@ class Rows:
     compared: Mapping[str, str] = field(default_factory=dict)  # beginning -> the test that compares it with the page
     inputs: Sequence[str] = ()  # beginnings of blocks that a user writes, and of formulas
     not_run: Sequence[NotRun] = ()
+    quoted: Mapping[str, Sequence[str]] = field(default_factory=dict)  # in a sentence -> files with these literals
 
 
 def _rows_of(values: Mapping[str, Any]) -> Rows:
@@ -114,7 +115,7 @@ def literals(file: str) -> tuple[str, ...]:
     """The texts of a file of the source: of each f-string the pieces between its values."""
     return tuple(
         node.value
-        for node in ast.walk(_tree(SOURCE / file))
+        for node in ast.walk(_tree((ROOT if file.startswith(("examples/", "benchmarks/")) else SOURCE) / file))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
 

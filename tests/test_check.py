@@ -9,6 +9,7 @@ import odd_models
 import odd_nets as nets
 import odd_tasks as odd
 import pytest
+from shown_pages import is_shown
 
 import samestep
 from samestep.cli.main import main
@@ -29,7 +30,9 @@ REFUSED: dict[str, tuple[samestep.Task, set[str]]] = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("job", SHIPPED)
-def test_a_job_that_ships_is_checked_in_a_minute(job: str, tmp_path: Path) -> None:
+def test_a_job_that_ships_is_checked_in_a_minute(
+    job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "found.json"
     began = time.monotonic()
     assert main(["check", str(EXAMPLES / f"{job}.yaml"), "--json", str(out)]) == 0
@@ -38,6 +41,7 @@ def test_a_job_that_ships_is_checked_in_a_minute(job: str, tmp_path: Path) -> No
     assert found["kept"] is True
     assert {row["verdict"] for row in found["layouts"]} <= {"same", "refused"}
     assert seconds < 60
+    assert job != "own_task" or is_shown("docs/own-tasks.md", capsys.readouterr().out)
 
 
 @pytest.mark.slow

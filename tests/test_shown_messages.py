@@ -3,7 +3,7 @@
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,20 @@ def test_what_is_not_run_is_in_the_source_and_its_test_is_there(page: str, row: 
     assert missing_pieces(row) == []
     assert says(shown, row)
     assert row.test is None or is_a_test(row.test)
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "source"),
+    [(page, words, source) for page, rows in ROWS.items() for words, source in rows.quoted.items()],
+)
+def test_a_message_that_is_quoted_in_a_sentence_is_in_the_source(
+    page: str, words: str, source: Sequence[str]
+) -> None:
+    for twin in (page, page.replace("docs/", "docs/zh/") if page != "README.md" else "README.zh-CN.md"):
+        assert f"`{words}`" in (ROOT / twin).read_text(encoding="utf-8"), twin
+    # N, digits and "..." stand for values.
+    pieces = re.sub(r"\bN\b|\d+(?:\.\d+)?|\.\.\.", "*", words)
+    assert missing_pieces(NotRun(begins=words, why="", says=[pieces], source=source)) == []
 
 
 @pytest.mark.parametrize(("page", "test"), COMPARED)
