@@ -13,7 +13,10 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "samestep"
 # The Chinese pages have the same blocks: tests/test_docs.py.
-PAGES = ("README.md", *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")))
+PAGES = (
+    "README.md",
+    *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md") if "zh" not in page.parts),
+)
 
 _BLOCK = re.compile(r"^```(?:text)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PREFIX = re.compile(r"^samestep(?:\.errors\.\w+)?: ")
@@ -55,8 +58,6 @@ ROWS: Mapping[str, Rows] = {
 
 
 def _blocks(page: str) -> list[str]:
-    if "zh" in Path(page).parts:
-        return []
     return _BLOCK.findall(_without_other_blocks((ROOT / page).read_text(encoding="utf-8")))
 
 
@@ -112,12 +113,11 @@ def is_a_test(place: str, *, of_page: str | None = None) -> bool:
 
 @cache
 def literals(file: str) -> tuple[str, ...]:
-    """The texts of a file of the source: of each f-string the pieces between its values."""
-    return tuple(
-        node.value
-        for node in ast.walk(_tree((ROOT if file.startswith(("examples/", "benchmarks/")) else SOURCE) / file))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    )
+    """The texts of a file of the source, without docstrings: of each f-string the pieces between its values."""
+    nodes = [*ast.walk(_tree((ROOT if file.startswith(("examples/", "benchmarks/")) else SOURCE) / file))]
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    return tuple(text.value for text in texts if isinstance(text.value, str))
 
 
 def missing_pieces(row: NotRun) -> list[str]:

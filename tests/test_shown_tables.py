@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from shown_pages import ROOT
+from shown_pages import ROOT, SOURCE, literals
 
 from samestep.cli.main import _parser
 from samestep.comm_bench.results import BandwidthLimits, Report
@@ -104,6 +104,27 @@ def test_time_limits_of_a_launch_are_described_with_their_defaults(page: str) ->
 def seconds(text: str) -> float:
     number, unit = re.match(r"([\d.]+) ?(\w+)", text).groups()  # pyright: ignore[reportOptionalMemberAccess]
     return float(number) * (60 if unit in ("minutes", "分钟") else 1)
+
+
+@pytest.mark.parametrize("page", ["docs/checkpoints.md", "docs/zh/checkpoints.md"])
+def test_defaults_of_checkpoints_are_those_of_the_fields(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for field in fields(Checkpointing):
+        if field.default is None:
+            continue  # in words
+        (cell,) = re.findall(rf"^\| [^|]*`{field.name}` \| ([^|]*) \|", text, re.MULTILINE)
+        default = f"`{field.default}`" if isinstance(field.default, str) else str(field.default).lower()
+        assert default in re.split(r"[,，（ ]+", cell), field.name
+
+
+@pytest.mark.parametrize("page", ["docs/translate.md", "docs/zh/translate.md"])
+def test_keys_of_other_tools_are_those_that_are_read(page: str) -> None:
+    files = [*(SOURCE / "translate").glob("*.py"), *(SOURCE / "engines").rglob("*.py")]
+    read = "\n".join(text for file in files for text in literals(file.relative_to(SOURCE).as_posix()))
+    keys = [name for table in first_columns(page) for row in table for name in row if re.fullmatch(r"[a-z_.]+", name)]
+    assert len(keys) > 30
+    words = {word for key in keys for word in key.split(".")}
+    assert [word for word in sorted(words) if re.search(rf"\b{word}\b", read) is None] == []
 
 
 @pytest.mark.parametrize("page", ["docs/compare.md", "docs/zh/compare.md"])
