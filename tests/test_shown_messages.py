@@ -156,7 +156,7 @@ def test_a_message_that_is_shown_is_what_a_call_raises(
 
 
 @pytest.mark.parametrize(("page", "beginning"), [(page, each) for page, made in MADE.items() for each in made])
-def test_a_message_that_is_shown_is_what_is_made_of_a_fault(page: str, beginning: str) -> None:
+def test_a_message_that_is_shown_is_what_the_program_makes_of_a_case(page: str, beginning: str) -> None:
     assert masked(the_message(page, beginning)) == masked(MADE[page][beginning])
 
 
