@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import drawing_nets
+import odd_nets
 import odd_tasks as odd
 import penalty_tasks
 import torch
@@ -32,14 +34,14 @@ class Built(Points):
         return super().model() if self.built is None else self.built()
 
 
-class OneDraw(odd.Net):
+class OneDraw(odd_nets.Net):
     """One random number, which is neither a sample's nor without a dimension."""
 
     def between(self, hidden: Tensor) -> Tensor:
         return hidden * torch.rand(1)
 
 
-class Used(odd.Net):
+class Used(odd_nets.Net):
     """Follows how much of its hidden values is above 0."""
 
     usage: Tensor
@@ -56,7 +58,7 @@ class Used(odd.Net):
         return left
 
 
-class Filtered(odd.Net):
+class Filtered(odd_nets.Net):
     def __init__(self) -> None:
         super().__init__()
         self.filter = nn.Parameter(torch.ones(16, dtype=torch.complex64))
@@ -65,7 +67,7 @@ class Filtered(odd.Net):
         return hidden * self.filter.abs()
 
 
-class Looked(odd.Net):
+class Looked(odd_nets.Net):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(5, 16, sparse=True)
@@ -109,18 +111,18 @@ def session_of_two() -> None:
 CONTRACT: Mapping[str, Callable[[], object]] = {
     "data: train_set()[0]": partial(train, odd.NoisyData()),
     "collate: ": partial(train, odd.NoisyCollate()),
-    "model: ": partial(train, odd.Odd(odd.Unseeded)),
-    "forward: ": partial(train, odd.Odd(odd.Failing)),
+    "model: ": partial(train, odd.Odd(odd_nets.Unseeded)),
+    "forward: ": partial(train, odd.Odd(odd_nets.Failing)),
     "loss: ": partial(train, odd.Detached()),
-    "parameters: ": partial(train, odd.Odd(odd.PlainList)),
-    "draws: the model": partial(train, odd.Odd(odd.Permuted)),
+    "parameters: ": partial(train, odd.Odd(odd_nets.PlainList)),
+    "draws: the model": partial(train, odd.Odd(drawing_nets.Permuted)),
     "draws: run.compile": partial(train, Built(dropped), compile=True),
-    "repeatable: ": partial(train, odd.Odd(odd.Counting)),
+    "repeatable: ": partial(train, odd.Odd(odd_nets.Counting)),
     "evaluation: ": partial(train, odd.DrawsInEvaluation()),
     "sum of parts: the loss is a mean": partial(train, odd.MeanWithCount()),
     "sum of parts: the loss counts": partial(train, odd.MeanOfOne()),
     "sum of parts: the loss couples": partial(train, odd.Contrastive()),
-    "sum of parts: the model": partial(train, odd.Odd(odd.Centred)),
+    "sum of parts: the model": partial(train, odd.Odd(odd_nets.Centred)),
 }
 
 # Page -> the beginning of a message that it shows -> what raises it.
