@@ -98,7 +98,7 @@ def support_table(found: Mapping[str, Any], language: int) -> str:
             key = (f"{each['transport']}, {each['device']}", each["collective"])
             cells.setdefault(key, {})[each["dtype"]] = WORKS[each["verdict"]][language]
     return markdown_table(
-        titles, [[*key, *(row.get(name, "") for name in names)] for key, row in cells.items()], left=2
+        titles, [[*key, *(row.get(name, "") for name in names)] for key, row in cells.items()], align="llr"
     )
 
 
@@ -140,7 +140,7 @@ def fits_table(measured: Mapping[str, Any], language: int) -> str:
         ]
         for fit in measured["fits"]
     ]
-    return markdown_table([title[language] for title in FITS], rows, left=2)
+    return markdown_table([title[language] for title in FITS], rows, align="llr")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from page_parts import write_parts
+from page_parts import markdown_table, write_parts
 from rich.console import Console
 from rich.table import Table
 
@@ -243,14 +243,13 @@ def section(rows: Rows, links: Links, language: str) -> str:
     words = WORDS[language]
     ((first, *others), *_) = rows.values()
     named = {"job": first.job, "steps": f"{first.steps:,}", "seeds": 1 + len(others)}
-    names = heads(rows, links, words)
-    lines = [f"| {' | '.join(names)} |", f"| --- |{' ---: |' * 3} --- |{' ---: |' * (len(names) - 5)}"]
-    lines += [f"| {' | '.join([f'`{method}`', *cells(rows, links, method, words)])} |" for method in rows]
+    lines = [[f"`{method}`", *cells(rows, links, method, words)] for method in rows]
+    table = markdown_table(heads(rows, links, words), lines, align="lrrrlr")
     folder = "curves" if language == "en" else "../curves"
     shown = words["picture" if links.of(rows) else "over bytes"].format(
         value=words[first.value], file=f"{folder}/{picture_name(rows)}"
     )
-    return "\n\n".join([words["title" if others else "one"].format(**named), "\n".join(lines), shown])
+    return "\n\n".join([words["title" if others else "one"].format(**named), table, shown])
 
 
 def picture_name(rows: Rows) -> str:

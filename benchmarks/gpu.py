@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import torch
-from page_parts import write_parts
+from page_parts import markdown_table, write_parts
 from rich.console import Console
 from rich.table import Table
 
@@ -94,17 +94,11 @@ def page(results: Mapping[str, Result], language: int) -> str:
     for section, result in results.items():
         lines += [f"### {TITLES[section][language]}", ""]
         if result["rows"]:
-            lines.append(_line(result["titles"]))
-            lines.append(_line(["---"] * len(result["titles"])))
-            lines += [_line(row) for row in result["rows"]]
-            lines.append("")
+            rows = [[cell.replace("|", "/") for cell in row] for row in result["rows"]]
+            lines += [markdown_table(result["titles"], rows, align="l"), ""]
         lines += [f"- {left}: {each}" for each in result["left_out"]]
         lines += [""] * bool(result["left_out"])
     return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
 
 
 def write_docs(results: Mapping[str, Result]) -> None:

@@ -253,7 +253,7 @@ def cell(runs: Sequence[Run]) -> str:
 def table(found: dict[str, dict[str, list[Run]]]) -> str:
     ways = list(found)
     rows = [[fault, *(cell(found[way].get(fault, [])) for way in ways)] for fault in FAULTS]
-    return markdown_table(["fault", *ways], [row for row in rows if any(row[1:])], left=len(ways) + 1)
+    return markdown_table(["fault", *ways], [row for row in rows if any(row[1:])], align="l")
 
 
 def main() -> None:

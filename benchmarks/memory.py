@@ -290,7 +290,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str | float]]) -> str:
         [f"`{cell}`" if cell in names else cell if isinstance(cell, str) else f"{cell:.2f}" for cell in row]
         for row in rows
     ]
-    return markdown_table(titles, lines, left=len(titles))
+    return markdown_table(titles, lines, align="l")
 
 
 if __name__ == "__main__":

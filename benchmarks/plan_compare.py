@@ -9,10 +9,15 @@ The methods may be compared in several runs, each with its own file.
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from page_parts import markdown_table, write_parts
 
 from samestep.planning.published import kendall_tau
 
@@ -42,9 +47,9 @@ def main() -> None:
     rows = {layout: (planned[layout], measured[layout]) for layout in planned if layout in measured}
     corrected = {each["layout"] for each in plan["measured"]}
     for language, page in PAGES.items():
-        told = f"{table(rows, corrected, HEADS[language])}\n\n{summary(rows, SUMMARY[language])}\n"
+        told = f"{table(rows, corrected, HEADS[language])}\n\n{summary(rows, SUMMARY[language])}"
         print(told)
-        write(page, told)
+        write_parts(page, {"compared": told})
 
 
 def step_seconds(compared: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -57,7 +62,7 @@ def step_seconds(compared: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def table(rows: Mapping[str, tuple[float, float]], corrected: set[str], heads: Sequence[str]) -> str:
-    lines = [heads, ["---", *["--:"] * (len(heads) - 1)]]
+    lines: list[Sequence[str]] = []
     places = [sorted(rows, key=lambda layout, at=at: rows[layout][at]) for at in (0, 1)]
     for layout in places[0]:
         planned, measured = rows[layout]
@@ -69,7 +74,7 @@ def table(rows: Mapping[str, tuple[float, float]], corrected: set[str], heads: S
                 f"{planned / measured - 1:+.0%}",
             ]
         )  # fmt: skip
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(heads, lines)
 
 
 def summary(rows: Mapping[str, tuple[float, float]], text: str) -> str:
@@ -84,15 +89,6 @@ def summary(rows: Mapping[str, tuple[float, float]], text: str) -> str:
         mean=sum(errors) / len(errors),
         largest=max(errors),
     )
-
-
-def write(page: Path, told: str) -> None:
-    text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition("<!-- compared -->\n")
-    _, end, after = rest.partition("<!-- /compared -->")
-    if not begin or not end:
-        raise SystemExit(f"{page} has no line <!-- compared --> with <!-- /compared --> after it; write them there")
-    page.write_text(f"{before}{begin}{told}{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,12 +13,16 @@ third step, and the rank with the most memory, which may hold more if parameters
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
 from matrix import SHIPPED, UNTUNED, jobs
+from page_parts import markdown_table, read_part, write_parts
 
 from samestep.api import dry_run_layouts, rehearse_job
 from samestep.errors import UserError
@@ -144,10 +148,8 @@ def table(rows: Sequence[Row], language: str, before: str) -> str:
     """The table with the cells of `rows`, and the others as in the table before."""
     cells = cells_of(before) | {(row["job"], row["layout"]): cell(row, language) for row in rows}
     names = [name for name in NAMES if any(job == name for job, _ in cells)]
-    lines = [f"| | {' | '.join(names)} |", f"| --- |{' --: |' * len(names)}"]
-    for layout in layouts_of("all"):
-        lines.append(f"| `{layout}` | {' | '.join(cells.get((name, layout), '') for name in names)} |")
-    return "\n".join(lines)
+    lines = [[f"`{layout}`", *(cells.get((name, layout), "") for name in names)] for layout in layouts_of("all")]
+    return markdown_table(["", *names], lines)
 
 
 def cells_of(text: str) -> dict[tuple[str, str], str]:
@@ -178,16 +180,10 @@ def summary_of_cells(text: str, language: str) -> str:
 
 def write(rows: Sequence[Row]) -> None:
     for language, page in PAGES.items():
-        text = page.read_text(encoding="utf-8")
-        before, begin, rest = text.partition("<!-- memory -->\n")
-        rest, end, after = rest.partition("<!-- /memory -->")
-        if not begin or not end:
-            raise SystemExit(f"{page} has no line <!-- memory --> with <!-- /memory --> after it; write them there")
-        drawn = table(rows, language, rest)
+        drawn = table(rows, language, read_part(page, "memory"))
         every = len(cells_of(drawn)) == len(rows)
         said = summary(rows, language) if every else summary_of_cells(drawn, language)
-        told = f"{drawn}\n\n{said}\n"
-        page.write_text(f"{before}{begin}{told}{end}{after}", encoding="utf-8")
+        write_parts(page, {"memory": f"{drawn}\n\n{said}"})
 
 
 if __name__ == "__main__":

@@ -14,12 +14,17 @@ import argparse
 import json
 import pickle
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from page_parts import markdown_table, write_parts
 
 from samestep import jobfile
 from samestep.api import rehearse_job, time_steps_job
@@ -170,24 +175,13 @@ def write(found: Mapping[str, Any]) -> None:
     print({cause: round(factors[cause], 2) for cause in CAUSES})
     print("without --measure:", summary(rows_of(found, found["machine"], others), "en"))
     for language, page in PAGES.items():
-        text = page.read_text(encoding="utf-8")
-        before, marker, rest = text.partition("<!-- measured -->\n")
-        if not marker:
-            raise SystemExit(
-                f"{page} has no line <!-- measured --> with <!-- /measured --> after it; write them there"
-            )
-        _, _, after = rest.partition("<!-- /measured -->")
-        page.write_text(
-            f"{before}<!-- measured -->\n{table(rows, HEADS[language])}\n{summary(rows, language)} "
-            f"{spread(found, others, language)}\n"
-            f"<!-- /measured -->{after}",
-            "utf-8",
-        )
+        told = f"{summary(rows, language)} {spread(found, others, language)}"
+        write_parts(page, {"measured": f"{table(rows, HEADS[language])}\n\n{told}"})
     print(summary(rows, "en"))
 
 
 def table(rows: Sequence[tuple[str, Measured]], heads: Sequence[str]) -> str:
-    lines = [heads, ["---", "---", *["--:"] * (len(heads) - 2)]]
+    lines: list[Sequence[str]] = []
     for name, row in rows:
         lines.append(
             [
@@ -195,7 +189,7 @@ def table(rows: Sequence[tuple[str, Measured]], heads: Sequence[str]) -> str:
                 f"{row.error:+.0%}", f"{row.prediction.peak_bytes / 1e6:.1f}", f"{row.peak_bytes / 1e6:.1f}",
             ]
         )  # fmt: skip
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return markdown_table(heads, lines, align="llr")
 
 
 def summary(rows: Sequence[tuple[str, Measured]], language: str) -> str:

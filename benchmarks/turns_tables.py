@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from page_parts import read_part, write_parts
+from page_parts import markdown_table, read_part, write_parts
 
 from benchmarks.turns import BASE
 from benchmarks.ways import WAYS
@@ -155,12 +155,12 @@ def title(ranks: Ranks, language: str) -> str:
 
 def table(columns: Columns, language: str) -> str:
     """A row for each way that any column has."""
-    lines = [["way" if language == "en" else "方式", *columns], ["---"] * (len(columns) + 1)]
+    lines: list[Sequence[str]] = []
     for way in (words(each.title, language) for each in WAYS.values()):
         cells = [column.get(way, "") for column in columns.values()]
         if any(cells):
             lines.append([way, *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(["way" if language == "en" else "方式", *columns], lines, align="l")
 
 
 def cell(row: Row) -> str:

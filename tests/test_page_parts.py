@@ -36,4 +36,5 @@ def test_a_page_without_just_one_such_part_is_left_as_it_is(tmp_path: Path, text
 
 def test_a_table_has_its_first_columns_to_the_left() -> None:
     assert markdown_table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --: |\n| 1 | 2 |"
-    assert markdown_table(["a", "b"], [], left=2) == "| a | b |\n| --- | --- |"
+    assert markdown_table(["a", "b"], [], align="l") == "| a | b |\n| --- | --- |"
+    assert markdown_table(["a", "b", "c"], [], align="lcr") == "| a | b | c |\n| --- | :-: | --: |"

@@ -1,11 +1,29 @@
 """Parts of the documentation's pages that commands write: what stands between two marks.
 
 `<!-- name -->` begins a part and `<!-- end -->` or `<!-- /name -->` ends it. Around its text stand blank lines.
+
+`MeasuredTable` is such a part in both languages whose measurements are kept as JSON in benchmarks/measured, with the
+command, the day and the machine. The test in tests/test_measured_tables.py makes every table again from its file.
 """
 
+import datetime
+import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MEASURED = ROOT / "benchmarks" / "measured"
+NOTES = {
+    "en": "Measured on {date} with PyTorch {torch} on {cores} cores: `{command}`.",
+    "zh": "{date} 在 {cores} 个核上用 PyTorch {torch} 测量：`{command}`。",
+}
 
 
 def write_parts(page: Path, parts: Mapping[str, str]) -> None:
@@ -33,7 +51,59 @@ def _part(text: str, name: str, page: Path) -> tuple[re.Match[str], tuple[str, s
     return found[0], (found[0][1], found[0][2])
 
 
-def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """A table in Markdown, the first `left` columns to the left and the others to the right."""
-    lines = [titles, [*["---"] * left, *["--:"] * (len(titles) - left)], *rows]
+def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, align: str = "lr") -> str:
+    """A table in Markdown. `align` has a letter a column (l, r, c), of which the last one counts for all others."""
+    letters = align + align[-1] * (len(titles) - len(align))
+    marks = {"l": "---", "r": "--:", "c": ":-:"}
+    lines = [titles, [marks[letter] for letter in letters[: len(titles)]], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTable:
+    """A table of measurements in a page and its twin, and the file that keeps what was measured."""
+
+    name: str  # of the file, without .json
+    part: str  # of the pages
+    page: str  # in English, from the root
+    text: Callable[[Any, str], str]  # the table, of a result and in a language
+
+    @property
+    def file(self) -> Path:
+        return MEASURED / f"{self.name}.json"
+
+    @property
+    def pages(self) -> Mapping[str, Path]:
+        if self.page == "README.md":
+            return {"en": ROOT / self.page, "zh": ROOT / "README.zh-CN.md"}
+        return {"en": ROOT / self.page, "zh": ROOT / "docs" / "zh" / Path(self.page).relative_to("docs")}
+
+    def keep(self, result: Any) -> None:
+        """Keep what this command has measured, and write the table."""
+        self.file.write_text(json.dumps({"measured": circumstances(), "result": result}, indent=1) + "\n", "utf-8")
+        self.write()
+
+    def kept(self) -> Any:
+        """The result in the file."""
+        return json.loads(self.file.read_text(encoding="utf-8"))["result"]
+
+    def section(self, language: str) -> str:
+        """The table made of the file, and below it the day, the machine and the command."""
+        kept = json.loads(self.file.read_text(encoding="utf-8"))
+        return f"{self.text(kept['result'], language)}\n\n{NOTES[language].format(**kept['measured'])}"
+
+    def write(self) -> None:
+        for language, page in self.pages.items():
+            write_parts(page, {self.part: self.section(language)})
+
+
+def circumstances() -> dict[str, Any]:
+    """When, where and by which command something is measured."""
+    program = Path(sys.argv[0]).resolve()
+    shown = program.relative_to(ROOT).as_posix() if program.is_relative_to(ROOT) else program.name
+    return {
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "torch": version("torch").partition("+")[0],
+        "cores": len(os.sched_getaffinity(0)),
+        "command": shlex.join(["python", shown, *sys.argv[1:]]),
+    }

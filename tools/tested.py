@@ -158,7 +158,7 @@ def table(rows: Sequence[Mapping[str, Any]], language: str) -> str:
         first, next_ = (_seconds(row[name]) for name in ("first_step_seconds", "recovery_seconds"))
         words = [say(row[name]) for name in ("tried", "seen")]
         lines.append([say(row["place"]), f"`{row['command']}`", *words, first, next_, say(row["limits"])])
-    return markdown_table(HEADS[language], lines, left=len(HEADS[language]))
+    return markdown_table(HEADS[language], lines, align="l")
 
 
 def _order(row: Mapping[str, Any]) -> Any:

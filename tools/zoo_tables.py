@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from page_parts import write_parts
+from page_parts import markdown_table, write_parts
 
 if TYPE_CHECKING:
     from zoo import Seen
@@ -75,30 +75,28 @@ def summary(seen: Sequence["Seen"], language: int) -> str:
     """A row for each group of faults, and one for the right scripts."""
     wrong = [each for each in seen if not each.animal.right]
     rows = [(name[language], [each for each in wrong if each.animal.kind in kinds]) for name, kinds in _GROUPS]
-    lines = [_row(_HEADS[language]), _row(["---", *["---:"] * 5])]
+    lines: list[Sequence[str]] = []
     for name, group in (*rows, (_ALL[language], wrong)):
         placed = [each for each in group if each.animal.module is not None]
         lines.append(
-            _row(
-                (
-                    name,
-                    str(len(group)),
-                    str(sum(each.found for each in group)),
-                    str(sum(each.kind_right for each in group)),
-                    f"{sum(each.found and each.module_right for each in placed)} / {len(placed)}" if placed else "",
-                    str(sum(each.shown is True for each in group)),
-                )
-            )
+            [
+                name,
+                str(len(group)),
+                str(sum(each.found for each in group)),
+                str(sum(each.kind_right for each in group)),
+                f"{sum(each.found and each.module_right for each in placed)} / {len(placed)}" if placed else "",
+                str(sum(each.shown is True for each in group)),
+            ]
         )
     right = [each for each in seen if each.animal.right]
     alarms = sum(each.found or each.refused is not None for each in right)
-    lines.append(_row((_RIGHT[language], str(len(right)), str(alarms), "", "", "")))
-    return "\n".join(lines)
+    lines.append([_RIGHT[language], str(len(right)), str(alarms), "", "", ""])
+    return markdown_table(_HEADS[language], lines)
 
 
 def faults(seen: Sequence["Seen"], language: int) -> str:
     """A row for each fault."""
-    lines = [_row(_COLUMNS[language]), _row(["---"] * 6)]
+    lines: list[Sequence[str]] = []
     for each in seen:
         if each.animal.right:
             continue
@@ -106,9 +104,5 @@ def faults(seen: Sequence["Seen"], language: int) -> str:
         loss = "" if each.shown is None else _YES[language][not each.shown]
         name = each.animal.name.removeprefix("fault_")
         module = f"`{each.module}`" if each.module else ""
-        lines.append(_row((f"`{name}`", each.animal.title, each.animal.report or "", found, module, loss)))
-    return "\n".join(lines)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+        lines.append([f"`{name}`", each.animal.title, each.animal.report or "", found, module, loss])
+    return markdown_table(_COLUMNS[language], lines, align="l")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from page_parts import write_parts
+from page_parts import markdown_table, write_parts
 
 from model_table import result
 from model_table.result import Result, Verdict
@@ -54,13 +54,13 @@ def table(results: Sequence[Result], language: str) -> str:
     """A line a model, a column a layout."""
     layouts = list(dict.fromkeys(each.layout for each in results))
     heads = [*_HEADS[language], *(f"`{layout}`" for layout in layouts)]
-    lines = [_line(heads), _line(["---", "---", "---:", *([":-:"] * len(layouts))])]
+    lines: list[Sequence[str]] = []
     for model in dict.fromkeys(each.model for each in results):
         mine = {each.layout: each for each in results if each.model == model}
         same, possible = result.rate(list(mine.values()))
         signs = [_sign(mine.get(layout)) for layout in layouts]
-        lines.append(_line([model, next(iter(mine.values())).kind, f"{same}/{possible}", *signs]))
-    return "\n".join(lines)
+        lines.append([model, next(iter(mine.values())).kind, f"{same}/{possible}", *signs])
+    return markdown_table(heads, lines, align="llrc")
 
 
 def _sign(found: Result | None) -> str:
@@ -71,11 +71,11 @@ def _sign(found: Result | None) -> str:
 
 def misses(results: Sequence[Result], language: str) -> str:
     """What does not work though it could, by its reason."""
-    lines = [_line(_MISSES[language]), _line(["---:", "---", "---"])]
+    lines: list[Sequence[str]] = []
     for _, group in result.misses_by_reason(results):
         reason = f"{_SIGNS[group[0].verdict]} {group[0].reason[:300]}".replace("|", "\\|").replace("<", "&lt;")
-        lines.append(_line([str(len(group)), reason, ", ".join(dict.fromkeys(each.model for each in group))]))
-    return "\n".join(lines)
+        lines.append([str(len(group)), reason, ", ".join(dict.fromkeys(each.model for each in group))])
+    return markdown_table(_MISSES[language], lines, align="rl")
 
 
 def impossible(results: Sequence[Result], language: str) -> str:
@@ -84,9 +84,5 @@ def impossible(results: Sequence[Result], language: str) -> str:
     for each in results:
         if not each.possible and not each.miss:
             groups.setdefault((each.model, each.impossible or ""), []).append(f"`{each.layout}`")
-    lines = [_line(_REASONS[language]), _line(["---", "---", "---"])]
-    return "\n".join([*lines, *(_line([m, ", ".join(which), why]) for (m, why), which in groups.items())])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    lines = [[model, ", ".join(which), why] for (model, why), which in groups.items()]
+    return markdown_table(_REASONS[language], lines, align="l")
