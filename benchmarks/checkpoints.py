@@ -1,10 +1,11 @@
 """Measures the cost of saving: asynchronous, synchronous, torch.save on rank 0, and none, in turns in one training.
 
-    python benchmarks/checkpoints.py [--layout dp2] [--every 20] [--rounds 7] [--json FILE]
+    python benchmarks/checkpoints.py [--layouts dp2 fsdp2] [--every 20] [--rounds 7] [--json FILE] [--docs]
 
 The training is divided into blocks of `--every` steps. Before each block the state (model and optimizer) is saved in
 one of the four ways, in turns; a block's time is that of its steps and of all waiting for the save. The result of a
-way is its median block, and the ratio to the median block without saving. All ways sync their files to disk before
+way is its median block, and the ratio to the median block without saving. `--docs` writes the table of
+docs/checkpoints.md and docs/zh/checkpoints.md, with a column a layout. All ways sync their files to disk before
 they count as saved; samestep also computes checksums and renames the folder.
 """
 
@@ -14,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from page_parts import MeasuredTable, markdown_table
 
 from samestep.checkpoint.save import Saver
 from samestep.comm.mesh import new_group
@@ -47,21 +50,24 @@ Save = Callable[[int], None]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", type=Path, default=HERE.parent / "examples" / "reviews.yaml")
-    parser.add_argument("--layout", default="dp2")
+    parser.add_argument("--layouts", nargs="+", default=["dp2"])
     parser.add_argument("--every", type=int, default=20, help="steps of a block")
     parser.add_argument("--rounds", type=int, default=7, help="blocks of each way")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--docs", action="store_true", help="write the table into the docs")
     options = parser.parse_args()
-    job, layout = load(options.job).job, Layout.parse(options.layout)
+    job = load(options.job).job
     job = replace(job, run=replace(job.run, threads=1))
-    with TemporaryDirectory(prefix="samestep-") as folder:
-        found = local.start(rank, (job, layout, options.every, options.rounds, folder), layout.size)
-    rows = summary(found)
-    print_table(rows, options)
+    found = []
+    for layout in map(Layout.parse, options.layouts):
+        with TemporaryDirectory(prefix="samestep-") as folder:
+            blocks = local.start(rank, (job, layout, options.every, options.rounds, folder), layout.size)
+        found.append({"layout": str(layout), "blocks_seconds": blocks, "rows": summary(blocks)})
+        print_table(found[-1]["rows"], str(layout), options)
     if options.json is not None:
-        options.json.write_text(
-            json.dumps({"blocks_seconds": found, "rows": rows}, indent=2) + "\n", encoding="utf-8"
-        )
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if options.docs:
+        TABLE.keep([{"layout": each["layout"], "rows": each["rows"]} for each in found])
 
 
 def rank(job: Job, layout: Layout, every: int, rounds: int, folder: str) -> dict[str, Any]:
@@ -142,14 +148,49 @@ def summary(found: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def print_table(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    table = Table(title=f"{options.layout}: saved every {options.every} steps, median of {options.rounds} blocks")
+def print_table(rows: list[dict[str, Any]], layout: str, options: argparse.Namespace) -> None:
+    table = Table(title=f"{layout}: saved every {options.every} steps, median of {options.rounds} blocks")
     for title in ("saving", "seconds a block", "more than none", "from", "to"):
         table.add_column(title, justify="left" if title == "saving" else "right")
     for row in rows:
         shares = [f"{row[name]:+.1%}" for name in ("share_of_step_time", "lowest", "highest")]
         table.add_row(row["saving"], f"{row['block_seconds']:.3f}", *shares)
     Console().print(table)
+
+
+def markdown(found: Sequence[Mapping[str, Any]], language: str) -> str:
+    """A row for each way to save, a column for each layout: how much longer a block took than without saving."""
+    words = WORDS[language]
+    columns = {each["layout"]: {row["saving"]: row for row in each["rows"]} for each in found}
+    lines = []
+    for way in dict.fromkeys(way for column in columns.values() for way in column if way != "none"):
+        cells = []
+        for column in columns.values():
+            shares = [100 * column[way][name] for name in SHARES] if way in column else None
+            cells.append(words["cell"].format(*shares) if shares else "")
+        lines.append([words.get(way, way), *cells])
+    titles = [words["single"] if layout == "single" else f"`{layout}`" for layout in columns]
+    return markdown_table([words["saving"], *titles], lines, align="l")
+
+
+SHARES = ("share_of_step_time", "lowest", "highest")
+WORDS: Mapping[str, Mapping[str, str]] = {
+    "en": {
+        "saving": "saving",
+        "single": "one process, one core free",
+        "torch.save on rank 0": "`torch.save` on rank 0",
+        "cell": "{:+.1f} % ({:+.1f} to {:+.1f})",
+    },
+    "zh": {
+        "saving": "保存方式",
+        "single": "单进程，空出一个核",
+        "asynchronous": "异步",
+        "synchronous": "同步",
+        "torch.save on rank 0": "rank 0 上 `torch.save`",
+        "cell": "{:+.1f} %（{:+.1f} 至 {:+.1f}）",
+    },
+}
+TABLE = MeasuredTable(name="checkpoints", part="benchmarks/checkpoints.py", page="docs/checkpoints.md", text=markdown)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Measures samestep's overhead over a hand-written PyTorch loop: the same job, blocks of steps in turns.
 
-    python benchmarks/overhead.py [--pairs 5] [--steps 60] [--dropout 0 0.1] [--json FILE]
+    python benchmarks/overhead.py [--pairs 5] [--steps 60] [--dropout 0 0.1] [--json FILE] [--docs]
 
 A pair is one start of one process (or two), in which the hand-written loop and samestep train a model each and
 take blocks of steps in turns, so that other load on the machine slows both. A pair gives the ratio of their median
 steps, without the first steps of the run and the first step of each block; the result is the median ratio over all
-pairs. Both wait for data, log every step, and compute the same batches.
+pairs. Both wait for data, log every step, and compute the same batches. `--docs` writes the table of the READMEs.
 
 samestep's blocks are supervised as `samestep train` supervises its ranks: each rank publishes its status in every
 step and its heartbeat from a thread, and a watchdog in another process reads them. During the hand-written loop's
@@ -23,13 +23,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
 import yaml
+from page_parts import MeasuredTable, markdown_table
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -47,6 +50,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--docs", action="store_true", help="write the table into the READMEs")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # the folder of the pair that this rank runs
     options = parser.parse_args()
     if options.rank_of is not None:
@@ -67,6 +71,8 @@ def main() -> None:
     print_table(rows, options)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    if options.docs:
+        TABLE.keep(rows)
 
 
 def shorten(job: Path, steps: int, folder: Path, dropout: float | None = None) -> None:
@@ -202,6 +208,8 @@ def summary(processes: int, pairs: list[tuple[float, float]]) -> dict[str, Any]:
         "handwritten_ms": 1e3 * statistics.median(theirs for theirs, _ in pairs),
         "samestep_ms": 1e3 * statistics.median(ours for _, ours in pairs),
         "ratio": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
         "ratios": ratios,
     }
 
@@ -217,9 +225,39 @@ def print_table(rows: list[dict[str, Any]], options: argparse.Namespace) -> None
             f"{row['handwritten_ms']:.1f}",
             f"{row['samestep_ms']:.1f}",
             f"{row['ratio']:.3f}",
-            f"{min(row['ratios']):.3f} - {max(row['ratios']):.3f}",
+            f"{row['least']:.3f} - {row['most']:.3f}",
         )
     Console().print(table)
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], language: str) -> str:
+    lines = [
+        [
+            str(row["processes"]),
+            f"{row['dropout']:g}",
+            str(row["pairs"]),
+            f"{row['handwritten_ms']:.1f}",
+            f"{row['samestep_ms']:.1f}",
+            RATIO[language].format(**row),
+        ]
+        for row in rows
+    ]
+    return markdown_table(TITLES[language], lines, align="l")
+
+
+RATIO = {"en": "{ratio:.3f} ({least:.3f} to {most:.3f})", "zh": "{ratio:.3f}（{least:.3f} 到 {most:.3f}）"}
+TITLES: Mapping[str, Sequence[str]] = {
+    "en": (
+        "processes",
+        "dropout",
+        "starts",
+        "hand-written, ms a step",
+        "samestep, ms a step",
+        "ratio (smallest to largest)",
+    ),
+    "zh": ("进程数", "dropout", "启动次数", "手写，毫秒/步", "samestep，毫秒/步", "比值（最小到最大）"),
+}
+TABLE = MeasuredTable(name="overhead", part="benchmarks/overhead.py", page="README.md", text=markdown)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """Compares synchronous and asynchronous parameter servers with all-reduce: time and accuracy, also with slow workers.
 
     python benchmarks/parameter_server.py [--workers 2] [--servers 1] [--epochs 5] [--slow 0.05] [--repeats 1]
-                                          [--json FILE] [--markdown FILE]
+                                          [--json FILE] [--docs]
 
 The job is examples/digits.yaml. All-reduce has as many ranks as the servers have workers. There are three cases: no
 delay; one worker that sleeps `--slow` seconds in every step; and workers that do so in turns, each for a few steps,
 as if other jobs disturbed one host after the other. The methods take turns, and the result is the median of the
-repeats.
+repeats. `--docs` writes the table of docs/parameter-server.md and docs/zh/parameter-server.md.
 """
 
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
 import yaml
+from page_parts import MeasuredTable, markdown_table
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -90,7 +94,7 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=0.05, help="seconds that a slow worker sleeps in a step")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--docs", action="store_true", help="write the table into the docs")
     options = parser.parse_args()
     runs = [
         {"method": method.name, "slow": slow, **measure(method, options, slow)}
@@ -108,27 +112,15 @@ def main() -> None:
         f"median of {options.repeats}"
     )
     table = Table(title=title)
-    for name in HEADINGS:
+    for name in HEADINGS["en"]:
         table.add_column(name)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*cells(row, "en"))
     Console(width=130).print(table)
     if options.json is not None:
         options.json.write_text(json.dumps({"title": title, "runs": runs}, indent=1) + "\n", encoding="utf-8")
-    if options.markdown is not None:
-        options.markdown.write_text(markdown(rows), encoding="utf-8")
-
-
-HEADINGS = (
-    "method",
-    "slow worker",
-    "ms a step",
-    "accuracy",
-    "final loss",
-    "updates late, mean",
-    "most",
-    "steps ahead",
-)
+    if options.docs:
+        TABLE.keep(rows)
 
 
 def measure(method: Method, options: argparse.Namespace, slow: str) -> dict[str, Any]:
@@ -163,32 +155,72 @@ def measure(method: Method, options: argparse.Namespace, slow: str) -> dict[str,
     }
 
 
-def summary(name: str, slow: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """A table row with the medians of a method's runs."""
+def summary(name: str, slow: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The medians of a method's runs; what only an asynchronous server measures is left out of the others."""
 
     def median(key: str) -> float:
         return statistics.median(run[key] for run in runs)
 
-    def of_engine(key: str) -> str:
+    def of_engine(key: str) -> dict[str, float]:
         values = [run["measured"][key] for run in runs if key in run["measured"]]
-        return f"{statistics.median(values):.1f}".removesuffix(".0") if values else ""
+        return {key: statistics.median(values)} if values else {}
 
-    return (
-        name,
-        slow,
-        f"{1e3 * statistics.median(run['seconds'] / run['steps'] for run in runs):.1f}",
-        f"{100 * median('accuracy'):.1f} %",
-        f"{median('loss'):.3f}",
-        of_engine("mean_age_in_updates"),
-        of_engine("oldest_in_updates"),
-        of_engine("most_steps_ahead"),
-    )
+    return {
+        "method": name,
+        "slow": slow,
+        "ms": 1e3 * statistics.median(run["seconds"] / run["steps"] for run in runs),
+        "accuracy": median("accuracy"),
+        "loss": median("loss"),
+        **{key: value for each in OF_ENGINE for key, value in of_engine(each).items()},
+    }
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The table as it is in the documentation."""
-    lines = [HEADINGS, ["---"] * len(HEADINGS), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def cells(row: Mapping[str, Any], language: str) -> list[str]:
+    """A row of the table."""
+    method = row["method"]
+    for english, chinese in CHINESE.items() if language == "zh" else ():
+        method = method.replace(english, chinese)
+    return [
+        method,
+        SLOW[language][row["slow"]],
+        f"{row['ms']:.1f}",
+        f"{100 * row['accuracy']:.1f} %",
+        f"{row['loss']:.3f}",
+        *(f"{row[each]:.1f}".removesuffix(".0") if each in row else "" for each in OF_ENGINE),
+    ]
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], language: str) -> str:
+    return markdown_table(HEADINGS[language], [cells(row, language) for row in rows], align="l")
+
+
+OF_ENGINE = ("mean_age_in_updates", "oldest_in_updates", "most_steps_ahead")
+SLOW = {"en": {NONE: NONE, ONE: ONE, TURNS: TURNS}, "zh": {NONE: "无", ONE: "一个", TURNS: "轮流"}}
+CHINESE = {
+    " (native)": "（native）",
+    "server, ": "服务器，",
+    "synchronous": "同步",
+    ", compensated": "，带补偿",
+}
+HEADINGS: Mapping[str, Sequence[str]] = {
+    "en": (
+        "method",
+        "slow worker",
+        "ms a step",
+        "accuracy",
+        "final loss",
+        "updates late, mean",
+        "most",
+        "steps ahead",
+    ),
+    "zh": ("方法", "慢 worker", "每步毫秒", "准确率", "最后的损失", "平均晚几次更新", "最多", "领先步数"),
+}
+TABLE = MeasuredTable(
+    name="parameter-server",
+    part="benchmarks/parameter_server.py",
+    page="docs/parameter-server.md",
+    text=markdown,
+)
 
 
 if __name__ == "__main__":

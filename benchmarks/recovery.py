@@ -1,10 +1,11 @@
 """Recovery after a rank is killed during a training, under torchrun and under samestep: whether, and how fast.
 
-    python benchmarks/recovery.py --runs 8
+    python benchmarks/recovery.py --runs 8 [--docs]
 
 Both train a small net on two ranks, in steps of at least 20 ms that are all saved, with three restarts. Rank 1 is
 killed by SIGKILL after some steps. A run has recovered if it completes; restarts beyond the one that is needed count
-as wasted. Seconds are from the kill to the next step of a rank.
+as wasted. Seconds are from the kill to the next step of a rank. `--docs` writes the table of docs/faults.md and
+docs/zh/faults.md.
 """
 
 import argparse
@@ -14,15 +15,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import yaml
 from notes import noted
+from page_parts import MeasuredTable, markdown_table
 from rich.console import Console
 from rich.table import Table
 
@@ -122,6 +127,7 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=60, metavar="S", help="of one run (default: 60 s)")
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--docs", action="store_true", help="write the table into the docs")
     options = parser.parse_args()
     found: dict[str, list[Run]] = {name: [] for name in options.ways}
     for _ in range(options.runs):
@@ -131,19 +137,51 @@ def main() -> None:
     table = Table(title=f"rank 1 of 2 killed after {KILLED_AFTER} steps")
     for title in ("", "recovered", "wasted restarts", "s to the next step, median", "min - max"):
         table.add_column(title, justify="left" if not title else "right")
-    for name, runs in found.items():
-        seconds = [run.seconds for run in runs if run.recovered and run.seconds is not None]
+    rows = [summary(name, runs) for name, runs in found.items()]
+    for row in rows:
+        middle, *ends = (f"{each:.2f}" for each in row["seconds"] or [float("nan")])
         table.add_row(
-            name,
-            f"{sum(run.recovered for run in runs)} of {len(runs)}",
-            str(sum(max(0, run.restarts - 1) for run in runs)),
-            f"{median(seconds):.2f}" if seconds else "",
-            f"{min(seconds):.2f} - {max(seconds):.2f}" if seconds else "",
+            row["way"], f"{row['recovered']} of {row['runs']}", str(row["wasted"]), middle, " - ".join(ends)
         )
     Console(width=110).print(table)
     if options.json is not None:
         values = {name: [vars(run) for run in runs] for name, runs in found.items()}
         options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    if options.docs:
+        TABLE.keep(rows)
+
+
+def summary(name: str, runs: Sequence[Run]) -> dict[str, Any]:
+    """What a way did in all runs; of the seconds the median, the least and the most, none if no run recovered."""
+    seconds = [run.seconds for run in runs if run.recovered and run.seconds is not None]
+    return {
+        "way": name,
+        "runs": len(runs),
+        "recovered": sum(run.recovered for run in runs),
+        "wasted": sum(max(0, run.restarts - 1) for run in runs),
+        "seconds": [median(seconds), min(seconds), max(seconds)] if seconds else [],
+    }
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], language: str) -> str:
+    lines = [
+        [
+            f"`{row['way']}`",
+            RECOVERED[language].format(**row),
+            str(row["wasted"]),
+            "{:.2f}, {:.2f} - {:.2f}".format(*row["seconds"]) if row["seconds"] else "",
+        ]
+        for row in rows
+    ]
+    return markdown_table(TITLES[language], lines, align="l")
+
+
+RECOVERED = {"en": "{recovered} of {runs}", "zh": "{runs} 次中 {recovered} 次"}
+TITLES: Mapping[str, Sequence[str]] = {
+    "en": ("", "recovered", "wasted restarts", "seconds from the kill to the next step: median, minimum - maximum"),
+    "zh": ("", "恢复", "浪费的重启", "从被杀到下一步的秒数：中位数，最小 - 最大"),
+}
+TABLE = MeasuredTable(name="recovery", part="benchmarks/recovery.py", page="docs/faults.md", text=markdown)
 
 
 if __name__ == "__main__":

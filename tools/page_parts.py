@@ -78,9 +78,10 @@ class MeasuredTable:
             return {"en": ROOT / self.page, "zh": ROOT / "README.zh-CN.md"}
         return {"en": ROOT / self.page, "zh": ROOT / "docs" / "zh" / Path(self.page).relative_to("docs")}
 
-    def keep(self, result: Any) -> None:
-        """Keep what this command has measured, and write the table."""
-        self.file.write_text(json.dumps({"measured": circumstances(), "result": result}, indent=1) + "\n", "utf-8")
+    def keep(self, result: Any, **known: Any) -> None:
+        """Keep what was measured, and write the table. `known`: circumstances that aren't those of this command."""
+        kept = {"measured": {**circumstances(), **known}, "result": result}
+        self.file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         self.write()
 
     def kept(self) -> Any:
