@@ -24,6 +24,11 @@ NOTES = {
     "en": "Measured on {date} with PyTorch {torch} on {cores} cores: `{command}`.",
     "zh": "{date} 在 {cores} 个核上用 PyTorch {torch} 测量：`{command}`。",
 }
+# Of figures that were in the page before there was a command that keeps them; the file says where they are from.
+NOTES_OF_COPIED = {
+    "en": "Measured on {date} with PyTorch {torch} on {cores} cores. To measure and write it again: `{command}`.",
+    "zh": "{date} 在 {cores} 个核上用 PyTorch {torch} 测量。重新测量并写入：`{command}`。",
+}
 
 
 def write_parts(page: Path, parts: Mapping[str, str]) -> None:
@@ -91,7 +96,8 @@ class MeasuredTable:
     def section(self, language: str) -> str:
         """The table made of the file, and below it the day, the machine and the command."""
         kept = json.loads(self.file.read_text(encoding="utf-8"))
-        return f"{self.text(kept['result'], language)}\n\n{NOTES[language].format(**kept['measured'])}"
+        notes = NOTES_OF_COPIED if "copied_from" in kept["measured"] else NOTES
+        return f"{self.text(kept['result'], language)}\n\n{notes[language].format(**kept['measured'])}"
 
     def write(self) -> None:
         for language, page in self.pages.items():
