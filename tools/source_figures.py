@@ -88,7 +88,7 @@ def main() -> None:
         archive = subprocess.run(["git", "archive", options.before, "src"], cwd=ROOT, capture_output=True, check=True)
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
             tar.extractall(folder, filter="data")
-        before, today = figures(Path(folder) / "src"), figures(ROOT / "src")
+        before, today = (figures(each, len(stack(each))) for each in (Path(folder) / "src", ROOT / "src"))
     for language, page in PAGES.items():
         rows = [[name, *pair] for name, *pair in zip(WORDS[language], shown(before), shown(today), strict=True)]
         text = markdown_table(HEADS[language], rows)
@@ -108,7 +108,7 @@ def shown(found: Figures) -> list[str]:
     ]
 
 
-def figures(source: Path) -> Figures:
+def figures(source: Path, on_the_stack: int) -> Figures:
     texts = [path.read_text(encoding="utf-8") for path in sorted((source / "samestep").rglob("*.py"))]
     code = comments = lines = short = 0
     for text in texts:
@@ -116,7 +116,7 @@ def figures(source: Path) -> Figures:
         code, comments = code + mine, comments + said
         lines += sum(1 for line in text.splitlines() if line.strip())
         short += len(text.splitlines()) <= 40
-    return Figures(len(texts), short, code, comments / lines, len(stack(source)))
+    return Figures(len(texts), short, code, comments / lines, on_the_stack)
 
 
 def counted(text: str) -> tuple[int, int]:

@@ -1,0 +1,128 @@
+"""Tables of measurements in the pages: each is the one that its command makes of the figures that are kept."""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import page_parts
+import pytest
+import source_figures
+from page_parts import MEASURED, MeasuredTable, read_part
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[Mapping[str, ModuleType]]:
+    """The benchmarks that have such a table, by name."""
+    before = list(sys.path)
+    sys.path += [str(ROOT), str(BENCHMARKS)]
+    found: dict[str, ModuleType] = {}
+    for file in sorted(BENCHMARKS.glob("*.py")):
+        if "MeasuredTable(" in file.read_text(encoding="utf-8"):
+            spec = importlib.util.spec_from_file_location(f"table_of_{file.stem}", file)
+            assert spec is not None
+            assert spec.loader is not None
+            # Classes of tasks are looked up in their module, also on ranks.
+            found[file.stem] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found[file.stem])
+    yield found
+    sys.path[:] = before
+    for module in found.values():
+        del sys.modules[module.__name__]
+
+
+@pytest.fixture(scope="module")
+def tables(modules: Mapping[str, ModuleType]) -> Sequence[MeasuredTable]:
+    return [
+        table
+        for module in modules.values()
+        for table in ([module.TABLE] if hasattr(module, "TABLE") else module.TABLES.values())
+    ]
+
+
+@pytest.mark.quick
+def test_every_kept_result_has_a_table_and_the_other_way_round(tables: Sequence[MeasuredTable]) -> None:
+    assert len(tables) > 10
+    assert sorted(table.name for table in tables) == sorted(file.stem for file in MEASURED.iterdir())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", sorted(file.stem for file in MEASURED.iterdir()))
+def test_the_page_has_the_table_of_the_kept_result(tables: Sequence[MeasuredTable], name: str) -> None:
+    (table,) = (each for each in tables if each.name == name)
+    for language, page in table.pages.items():
+        assert read_part(page, table.part) == table.section(language), f"{page}: write it by its command"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", sorted(file.stem for file in MEASURED.iterdir()))
+def test_both_languages_have_the_same_numbers(tables: Sequence[MeasuredTable], name: str) -> None:
+    (table,) = (each for each in tables if each.name == name)
+    english, chinese = (
+        [numbers(line) for line in table.text(table.kept(), language).splitlines()[2:]] for language in ("en", "zh")
+    )
+    assert english == chinese
+
+
+def numbers(line: str) -> list[str]:
+    """The numbers in a line, sorted as text; Chinese counts 1.3 million as 130 times 10,000."""
+    line = re.sub(r"(\d+) 万", lambda found: f"{int(found[1]) / 100:g}", line)
+    return sorted(re.findall(r"\d[\d,.]*\d|\d", line))
+
+
+@pytest.mark.quick
+def test_what_is_kept_is_written_with_its_command_and_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_parts, "ROOT", tmp_path)
+    monkeypatch.setattr(page_parts, "MEASURED", tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "benchmarks" / "some.py"), "--docs"])
+    (tmp_path / "docs" / "zh").mkdir(parents=True)
+    pages = [tmp_path / "docs" / "page.md", tmp_path / "docs" / "zh" / "page.md"]
+    for page in pages:
+        page.write_text("<!-- some -->\nold\n<!-- end -->\n", encoding="utf-8")
+    table = MeasuredTable(
+        name="some", part="some", page="docs/page.md", text=lambda rows, language: f"{language} {sum(rows)}"
+    )
+    table.keep([1, 2], date="2026-01-02", torch="2.0", cores=3)
+    told = [page.read_text(encoding="utf-8").splitlines()[2:5] for page in pages]
+    command = "python benchmarks/some.py --docs"
+    assert told[0] == ["en 3", "", f"Measured on 2026-01-02 with PyTorch 2.0 on 3 cores: `{command}`."]
+    assert told[1][0] == "zh 3"
+    assert f"`{command}`" in told[1][2]
+    assert table.kept() == [1, 2]
+
+
+def test_the_bytes_of_logits_in_chunks_are_those_of_a_fresh_run(modules: Mapping[str, Any]) -> None:
+    kept = modules["loss_chunk"].TABLE.kept()
+    fresh = modules["loss_chunk"].measured([row["chunk"] for row in kept if row["chunk"]])
+    assert [row["chunk"] for row in fresh] == [row["chunk"] for row in kept]
+    for mine, theirs in zip(fresh, kept, strict=True):
+        assert mine["activations"] == pytest.approx(theirs["activations"], rel=1e-3)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("language", list(source_figures.PAGES))
+def test_the_figures_of_the_source_are_near_a_fresh_count(language: str) -> None:
+    """Near, so that not every commit has to write them again."""
+    (*committed, on_the_stack) = today(language)
+    fresh = source_figures.figures(ROOT / "src", on_the_stack)
+    counts = [fresh.files, fresh.short, fresh.code, fresh.code / fresh.files, 100 * fresh.comments]
+    assert committed == [pytest.approx(count, rel=0.03, abs=1.0) for count in counts], (
+        "tools/source_figures.py --write"
+    )
+
+
+def test_as_many_files_lie_between_train_and_backward_as_the_table_says() -> None:
+    assert len(source_figures.stack(ROOT / "src")) == today("en")[-1] == today("zh")[-1]
+
+
+def today(language: str) -> list[Any]:
+    """The last column of the table in ARCHITECTURE."""
+    _, _, *rows = read_part(source_figures.PAGES[language], "tools/source_figures.py").splitlines()
+    cells = [row.split("|")[-2].strip() for row in rows]
+    return [int(cell.replace(",", "")) if "%" not in cell else float(cell.rstrip("%")) for cell in cells]
