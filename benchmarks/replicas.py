@@ -1,10 +1,13 @@
 """Compares plain replicas with those that send embedding rows (`run.sparse_rows`) or share one copy of parameters.
 
     python benchmarks/replicas.py recommender --ways dense,rows,shared       # two ranks on this host
-    python benchmarks/replicas.py examples/reviews.yaml --set recipe.data.limit=4000
+    python benchmarks/replicas.py recommender --hosts 2 --rate 1gbit         # a rank on each of two hosts
+    python benchmarks/replicas.py examples/reviews.yaml --set recipe.data.limit=4000 --json build/reviews.json
     python benchmarks/replicas.py wide --memory                             # resident memory of 2, 3 and 4 ranks
 
-`shared` is `run.share_replicas`. On several hosts a launcher starts this script on every rank; rank 0 prints. All
+`shared` is `run.share_replicas`. The hosts of `--hosts` are made from Linux namespaces (root needed; see
+tools/testbed); on hosts of your own a launcher starts this script on every rank. Rank 0 prints. The tables of
+docs/communication.md are written from files of `--json` by benchmarks/replicas_tables.py. All
 ways train in the same ranks with the same recipe, a few steps of each in turns, so that other load on the machine
 affects all. A way's time is the median over rounds of the slowest rank's time per step, and its ratio is the median
 of the rounds' ratios to the first way.
@@ -13,13 +16,18 @@ of the rounds' ratios to the first way.
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
 import torch
 import torch.distributed as dist
+from page_parts import markdown_table
 from torch import Tensor, nn
 
 import samestep
@@ -156,41 +164,76 @@ def on_ranks(function: Any, options: argparse.Namespace, processes: int) -> Any:
 
 
 def print_memory(options: argparse.Namespace) -> None:
-    print("| ranks | way | Pss of all ranks, MiB | per rank more, MiB |\n| ---: | --- | ---: | ---: |")
+    found: dict[str, dict[int, float]] = {}
+    lines = []
     for way in options.ways.split(","):
-        before = None
+        totals = found[way] = {}
         for processes in (2, 3, 4):
             chosen = argparse.Namespace(**{**vars(options), "ways": way})
-            total = sum(on_ranks(memory, chosen, processes))
-            more = "" if before is None else f"{total - before:.0f}"
-            print(f"| {processes} | {way} | {total:.0f} | {more} |", flush=True)
-            before = total
+            totals[processes] = sum(on_ranks(memory, chosen, processes))
+            more = totals[processes] - totals[processes - 1] if processes > 2 else None
+            lines.append([str(processes), way, f"{totals[processes]:.0f}", "" if more is None else f"{more:.0f}"])
+    print(markdown_table(["ranks", "way", "Pss of all ranks, MiB", "per rank more, MiB"], lines, align="rlr"))
+    if options.json:
+        options.json.write_text(json.dumps({"job": options.job, "memory": found}) + "\n", encoding="utf-8")
 
 
 def print_times(options: argparse.Namespace) -> None:
+    if options.hosts > 1 and environment.ranks() is None:
+        start_on_hosts(options)
+        return
     found = on_ranks(measure, options, options.processes)
     ranks = environment.ranks()
     if ranks is not None and ranks.rank != 0:
         return
     first = next(iter(found.values()))["seconds"]
-    print("| way | ms a step | x the first's speed | kB sent a step | parameters, gradients, state, MB |")
-    print("| --- | ---: | ---: | ---: | ---: |")
+    lines = []
     for way, row in found.items():
-        ratio = statistics.median(a / b for a, b in zip(first, row["seconds"], strict=True))
         usage = row["usage"]
         held = [usage[key] / 1e6 for key in ("parameters", "gradients", "optimizer_state")]
         sent = sum(usage["sent"].values()) / 1e3
         middle = statistics.median(row["seconds"]) * 1e3
-        print(f"| {way} | {middle:.1f} | {ratio:.2f} | {sent:,.0f} | {', '.join(f'{each:.1f}' for each in held)} |")
+        times = f"{speed(first, row['seconds']):.2f}"
+        lines.append([way, f"{middle:.1f}", times, f"{sent:,.0f}", ", ".join(f"{each:.1f}" for each in held)])
+    titles = ["way", "ms a step", "x the first's speed", "kB sent a step", "parameters, gradients, state, MB"]
+    print(markdown_table(titles, lines))
     if options.json:
-        options.json.write_text(json.dumps(found), encoding="utf-8")
+        options.json.write_text(
+            json.dumps({"job": options.job, "hosts": options.hosts, "ways": found}) + "\n", encoding="utf-8"
+        )
 
+
+def speed(first: Sequence[float], seconds: Sequence[float]) -> float:
+    """The median over the rounds of how many times as fast a way is as the first."""
+    return statistics.median(theirs / mine for theirs, mine in zip(first, seconds, strict=True))
+
+
+def start_on_hosts(options: argparse.Namespace) -> None:
+    """Start this script by torchrun on hosts that are made for it, a rank on each; rank 0 prints."""
+    from testbed import Testbed
+
+    script, mine = str(Path(__file__).resolve()), sys.argv[1:]
+    with Testbed(options.hosts, ssh=False) as bed:
+        bed.limit(options.rate)
+        meeting = [f"--nnodes={options.hosts}", f"--master-addr={bed.hosts[0].name}", "--master-port=29500"]
+        running = []
+        for number, host in enumerate(bed.hosts):
+            ranks = [sys.executable, "-m", "torch.distributed.run", *meeting, f"--node-rank={number}"]
+            command = [*ranks, "--nproc-per-node=1", script, *mine]
+            running.append(host.start(command, env={"OMP_NUM_THREADS": "1"}, cwd=Path.cwd()))
+        told = [each.finish(TIME_LIMIT) for each in running]
+    print(told[0])
+
+
+TIME_LIMIT = 600.0  # seconds of the ranks on hosts
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", help="recommender, wide, or a job file")
     parser.add_argument("--ways", default="dense,rows", help=", ".join(WAYS))
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2, help="on this host")
+    parser.add_argument("--hosts", type=int, default=1, help="made on this machine, with a rank on each")
+    parser.add_argument("--rate", help="of each host's link, such as 1gbit or 100mbit")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="of a way in each round")
