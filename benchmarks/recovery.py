@@ -139,7 +139,7 @@ def main() -> None:
         table.add_column(title, justify="left" if not title else "right")
     rows = [summary(name, runs) for name, runs in found.items()]
     for row in rows:
-        middle, *ends = (f"{each:.2f}" for each in row["seconds"] or [float("nan")])
+        middle, *ends = [f"{each:.2f}" for each in row["seconds"]] or [""]
         table.add_row(
             row["way"], f"{row['recovered']} of {row['runs']}", str(row["wasted"]), middle, " - ".join(ends)
         )
