@@ -97,6 +97,78 @@ def test_what_is_kept_is_written_with_its_command_and_day(tmp_path: Path, monkey
     assert table.kept() == [1, 2]
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(("kind", "ratio"), [("short", 2.0), ("peers", 1.5)])
+def test_a_comparison_s_ratios_are_of_repeats_or_of_medians(
+    modules: Mapping[str, Any], kind: str, ratio: float
+) -> None:
+    def method(name: str, seconds: Sequence[float], difference: float | None) -> dict[str, Any]:
+        held = None if difference is None else {"difference": difference, "precision": "fp64"}
+        figures = {"metric": 0.5, "sent_bytes": 2e6, "same_step": held, "repeats": [{"seconds": s} for s in seconds]}
+        return {"method": name, "status": "measured", **figures}
+
+    rows = [method("dp2", [2.0, 1.0, 4.0], 1e-16), method("ddp", [3.0, 2.0, 8.0], None)]
+    table = modules["compare_tables"]
+    found = table.rows_of({"rows": [*rows, {"method": "horovod", "status": "not installed"}]}, table.KINDS[kind])
+    assert [row["method"] for row in found] == ["dp2", "ddp"]
+    assert found[1]["ratio"] == ratio
+    *_, line = table.markdown(found, "en", kind=table.KINDS[kind]).splitlines()
+    sent = " 2.00 |" if kind == "short" else ""
+    assert line == f"| `ddp` | 3.0 (2.0-8.0) | {ratio:.2f} |{sent} 50.00 % | asynchronous |"
+
+
+@pytest.mark.quick
+def test_the_rows_of_replicas_join_files_of_one_job(modules: Mapping[str, Any]) -> None:
+    def file(hosts: int, faster: float) -> dict[str, Any]:
+        ways = {
+            way: {"seconds": seconds, "usage": {"sent": {"gradients": sent, "others": 10}}}
+            for way, seconds, sent in (("dense", [faster, 2 * faster], 38_399_990), ("rows", [1.0, 2.0], 289_990))
+        }
+        return {"job": "recommender", "hosts": hosts, "ways": ways}
+
+    table = modules["replicas_tables"]
+    rows = table.rows_of([file(1, 1.21), file(2, 6.3), file(1, 1.0)])
+    assert rows[0]["one_host"] == [1.21, 1.0]
+    (*_, line) = table.rows_text(rows, "en").splitlines()
+    assert line.endswith("| 38.4 MB | 0.29 MB | 6.3 | 1 to 1.21 |")
+
+
+@pytest.mark.quick
+def test_a_new_run_of_a_public_script_takes_the_place_of_the_old_one_and_its_remark(
+    modules: Mapping[str, Any],
+) -> None:
+    table = modules["public_scripts"]
+    curve = [{"gradient": 1e-7, "gradient_noise": 3e-7}, {"gradient": 2e-7, "gradient_noise": None}]
+    proof = {"processes": 2, "steps": 2, "same_step": True, "kind": None, "first_difference": None, "curve": curve}
+    before = table.TABLE.kept()
+    after = table.merged(before, [table.row_of("accelerate-nlp", proof)])
+    assert [(row["script"], row["ranks"]) for row in after] == [(row["script"], row["ranks"]) for row in before]
+    assert [row for row in after if row not in before] == [
+        {
+            "script": "accelerate-nlp",
+            "ranks": 2,
+            "same_step": True,
+            "steps": 2,
+            "gradients": 2e-7,
+            "noise": 3e-7,
+            "kind": None,
+            "first_step": None,
+        }
+    ]
+    assert "| the same step: 2 steps, gradients within 2.0e-7, noise 3.0e-7 |" in table.markdown(after, "en")
+
+
+@pytest.mark.quick
+def test_jobs_that_were_not_measured_keep_their_rows(modules: Mapping[str, Any]) -> None:
+    table = modules["shipped"]
+    kept = table.TABLE.kept()
+    digits = {"job": "digits", "score": 0.9876, "seconds": 3.4, "date": "2026-01-02"}
+    rows = table.merged(kept, [digits])
+    assert [row["job"] for row in rows] == list(table.JOBS)
+    assert [row for row in rows if row not in kept] == [digits]
+    assert "| accuracy 98.8 % | 3 s | 2026-01-02 |" in table.markdown(rows, "en")
+
+
 def test_the_bytes_of_logits_in_chunks_are_those_of_a_fresh_run(modules: Mapping[str, Any]) -> None:
     kept = modules["loss_chunk"].TABLE.kept()
     fresh = modules["loss_chunk"].measured([row["chunk"] for row in kept if row["chunk"]])
