@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from float32_mistakes import (
+from page_parts import MeasuredTable, markdown_table
+
+import samestep
+from samestep.proof import Proof
+from tests.float32_mistakes import (
     MISTAKES,
     SUMMED,
     Float32,
@@ -26,12 +30,8 @@ from float32_mistakes import (
     PlantedDeepSpeed,
     PlantedParameterServer,
 )
-from page_parts import MeasuredTable, markdown_table
-from proving import prove
-from small_tasks import Points
-
-import samestep
-from samestep.proof import Proof
+from tests.proving import prove
+from tests.small_tasks import Points
 
 STEPS = 5
 EVERY = ("", *MISTAKES, SUMMED)  # "": none

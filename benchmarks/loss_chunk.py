@@ -30,7 +30,12 @@ class Words(samestep.Task):
     def model(self) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 21}
+        sizes: dict[str, Any] = {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 21,
+        }
         return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **sizes))
 
     def train_set(self) -> samestep.Samples:
