@@ -4,12 +4,14 @@
 
 The earlier revision, by default the last before time to the first step was worked on, is unpacked into a folder of
 its own, and each version runs its own examples. A first run of every command fills the caches and does not count; the
-figures are medians of the others. CPU seconds are those of the command and of all processes that it has waited for. A
-command that the earlier version hasn't has figures of this one only. `--docs` writes the table of docs/start-up.md
+figures are medians of the others. CPU seconds are those of all processes of the command: this program adopts those
+that outlive it, such as the server from which ranks are forked (Linux). A command that the earlier version hasn't has
+figures of this one only. `--docs` writes the table of docs/start-up.md
 and docs/zh/start-up.md.
 """
 
 import argparse
+import ctypes
 import io
 import os
 import resource
@@ -41,6 +43,8 @@ COMMANDS = (
 TIME_LIMIT = 600.0  # seconds of a command
 VERSIONS = ("before", "today")
 FIGURES = ("wall", "cpu")
+SET_CHILD_SUBREAPER = 36  # of prctl(2)
+ORPHANS_LIMIT = 30.0  # seconds in which they have to end
 
 
 def main() -> None:
@@ -50,6 +54,8 @@ def main() -> None:
     parser.add_argument("--commands", nargs="+", default=COMMANDS, help="words after samestep")
     parser.add_argument("--docs", action="store_true", help="write the table into the docs")
     options = parser.parse_args()
+    if ctypes.CDLL(None, use_errno=True).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise SystemExit(f"processes that outlive a command can't be adopted: {os.strerror(ctypes.get_errno())}")
     with TemporaryDirectory(prefix="samestep-start-up-") as folder:
         unpack(options.before, Path(folder))
         places = {"before": Path(folder), "today": ROOT}
@@ -100,11 +106,24 @@ def seconds_of(command: str, place: Path) -> tuple[float, float] | None:
             check=False,
         )
         wall = time.perf_counter() - began
+        wait_for_orphans()
     if "invalid choice" in done.stderr:
         return None
     if done.returncode:
         raise SystemExit(f"samestep {command} of {place} failed:\n{done.stderr[-2000:]}")
     return wall, _cpu() - cpu
+
+
+def wait_for_orphans() -> None:
+    """Wait for the processes that outlived a command, so that their CPU seconds count."""
+    until = time.monotonic() + ORPHANS_LIMIT
+    while time.monotonic() < until:
+        try:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.01)
+        except ChildProcessError:
+            return
+    raise SystemExit(f"processes of a command are still there {ORPHANS_LIMIT:.0f} s after its end")
 
 
 def _cpu() -> float:
