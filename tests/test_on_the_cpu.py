@@ -80,6 +80,8 @@ STEP = {
     "SLURM_GPUS_PER_TASK": "4",
     "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
     "CUDA_VISIBLE_DEVICES": "0,1,2,3",
 }
 
@@ -102,6 +104,7 @@ STEP = {
             {
                 **{f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE",)},
                 **{f"OMPI_COMM_WORLD_{name}": "1" for name in ("LOCAL_SIZE", "RANK")},
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
                 "OMPI_MCA_orte_num_nodes": "2",
             },
             {"auto": [4, 4], "cpu": [16, 16]},
