@@ -14,8 +14,8 @@ import samestep
 from samestep.comparison.methods import chosen
 from samestep.comparison.runs import is_forked, run_forked
 from samestep.job import Inject, Job, Run
+from samestep.progress import Bar
 from samestep.recipe import Evaluation
-from samestep.training.metrics_log import Bar
 
 pytestmark = pytest.mark.timeout(120)
 

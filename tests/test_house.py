@@ -33,6 +33,7 @@ HOUSE = (
     ("run_folder",),
     ("subprocess_group",),
     ("processor",),
+    ("progress",),
     ("validation",),
     ("jobfile",),
     ("data",),

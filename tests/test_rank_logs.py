@@ -10,8 +10,8 @@ import pytest
 from samestep import environment
 from samestep.launch import logs
 from samestep.launch.logs import Follower
+from samestep.progress import Bar
 from samestep.run_folder import errors_of, output_of
-from samestep.training.metrics_log import Bar
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 

@@ -16,10 +16,10 @@ from samestep.launch.world import World
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.state_shards import MODEL, OPTIMIZER
+from samestep.progress import Bar
 from samestep.run_folder import name_of
 from samestep.tasks.base import Task
 from samestep.training.fit import Training
-from samestep.training.metrics_log import Bar
 
 _WARM_UP = 2  # steps that are not timed: state and buffers are made in them
 

@@ -22,12 +22,12 @@ from samestep.jobfile import plain
 from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.parallel.state_shards import MODEL, Piece, whole_piece
+from samestep.progress import Bar
 from samestep.recipe import AdamW, Recipe
 from samestep.tasks.base import Task
 from samestep.tasks.prediction import Prediction, ToPredict
 from samestep.tasks.registry import resolve as resolve_task
 from samestep.training.fit import Training, build_model
-from samestep.training.metrics_log import Bar
 from samestep.validation import checked
 
 # Sections of a recipe that determine a model's output, unlike those about its training.

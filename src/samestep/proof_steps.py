@@ -17,11 +17,11 @@ from samestep.launch.world import World
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.state_shards import innermost
+from samestep.progress import Bar
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
 from samestep.training.as_built import dense
 from samestep.training.fit import Training
-from samestep.training.metrics_log import Bar
 from samestep.training.nonfinite_values import watched
 from samestep.training.optimizer import SCHEDULE
 from samestep.training.rounding import Allowed, GradientFiles, GradientNoise, measure, relative, state_name

@@ -26,9 +26,9 @@ from samestep.job import Job, Run
 from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators, check_devices
 from samestep.layout import Layout
+from samestep.progress import Bar
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
-from samestep.training.metrics_log import Bar
 from samestep.training.result import MODEL_FILE
 from samestep.validation import checked
 

@@ -17,12 +17,12 @@ from samestep.convert.formats import FORMATS, format_of
 from samestep.errors import CheckpointError, UserError, closest
 from samestep.job import Job
 from samestep.parallel.state_shards import MODEL, whole_piece
+from samestep.progress import Bar
 from samestep.recipe import Recipe
 from samestep.tasks import TASKS
 from samestep.tasks.registry import resolve
 from samestep.tasks.transformers_model import Pretrained
 from samestep.training.fit import build_model
-from samestep.training.metrics_log import Bar
 
 
 def give_back() -> None:

@@ -15,8 +15,8 @@ from samestep.checkpoint.inspect import UNFINISHED, CheckpointTensor, fault_in, 
 from samestep.convert import adapters, dcp, deepspeed, hugging_face, safetensors, torch_files
 from samestep.convert.base import Format, never
 from samestep.errors import UserError
+from samestep.progress import Bar
 from samestep.run_folder import candidates
-from samestep.training.metrics_log import Bar
 
 FORMATS: Mapping[str, Format] = {
     "samestep": Format(

@@ -14,7 +14,7 @@ from samestep.drill.faults import DRILLS
 from samestep.drill.soak import SoakReport
 from samestep.errors import UserError, closest
 from samestep.job import Checkpointing, Job
-from samestep.training.metrics_log import Bar
+from samestep.progress import Bar
 
 FEWEST_STEPS = 8
 

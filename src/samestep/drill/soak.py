@@ -22,7 +22,7 @@ from samestep.drill.under_faults import UnderFaults, planned
 from samestep.errors import UserError
 from samestep.fault_tolerance.scratch import left_in
 from samestep.job import Checkpointing, Inject, Job
-from samestep.training.metrics_log import Bar
+from samestep.progress import Bar
 
 _CALIBRATION = 40  # steps from which the step time is measured
 _MARGIN = 1.5  # factor on the number of steps: on a shared machine steps may get faster later

@@ -34,6 +34,7 @@ from samestep.parallel.parallel_model import Details, Findings
 from samestep.profiling.breakdown import Profile
 from samestep.profiling.profiler import FOLDER as PROFILE_FOLDER
 from samestep.profiling.profiler import StepProfiler
+from samestep.progress import Bar
 from samestep.recipe import Recipe
 from samestep.tasks.base import InTurn, Task
 from samestep.tasks.losses import with_weights
@@ -45,7 +46,7 @@ from samestep.training.checkpointing import Checkpoints
 from samestep.training.early_stop import Stopped
 from samestep.training.evaluation import switch_off
 from samestep.training.loop import StepLog, take_all_steps
-from samestep.training.metrics_log import Bar, Records, Tally
+from samestep.training.metrics_log import Records, Tally
 from samestep.training.model_checks import check_memory, check_model, check_same_task, materialize
 from samestep.training.optimizer import OptimizerPlan, make_schedule, optimizer_of_turns
 from samestep.training.result import TrainResult

@@ -54,12 +54,12 @@ from samestep.parallel.deferred_init import move
 from samestep.parallel.parallel_model import Details
 from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.parallel.sparse_rows import Choice as SparseRows
+from samestep.progress import Bar
 from samestep.recipe import Average, Precision, Recipe
 from samestep.tasks.base import default_scores
 from samestep.training import evaluation
 from samestep.training.adapters import AdapterFacts, facts_of
 from samestep.training.evaluation import Scores
-from samestep.training.metrics_log import Bar
 from samestep.training.own_loop import (
     OwnOptimizers,
     check_dealt,

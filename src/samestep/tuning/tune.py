@@ -16,8 +16,8 @@ from samestep.contract.check import check_contract
 from samestep.errors import RankFailedError, UserError, closest
 from samestep.job import Job
 from samestep.jobfile import LoadedJob, dump
+from samestep.progress import Bar
 from samestep.tasks.base import Task
-from samestep.training.metrics_log import Bar
 from samestep.tuning.results import Status, Timing, TuningResult, TuningRow
 from samestep.tuning.settings import SETTINGS, Setting, SettingCandidate
 
