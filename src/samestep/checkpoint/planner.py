@@ -61,22 +61,30 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=box.values.shape)
 
 
-class SavePlanner(DefaultSavePlanner):
-    """Plans the writing of this rank's pieces."""
+class _OfPieces:
+    """This rank's pieces in place of a state dict, as a base class before one of PyTorch's planners."""
 
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = pieces
+        # Names and boxes are the pieces' own: there is nothing to flatten.
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)  # pyright: ignore[reportCallIssue]
+        self._sharded = {name: _Sharded(piece) for name, piece in pieces.items()}
+
+    def _box(self, index: MetadataIndex) -> Tensor:
+        """The values of the box that PyTorch's planner writes or reads."""
+        return self._sharded[index.fqn].at(index)
+
+
+class SavePlanner(_OfPieces, DefaultSavePlanner):
+    """Plans the writing of this rank's pieces."""
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Plan the pieces in place of a state dict; PyTorch's planner combines those of all ranks."""
-        sharded = {name: _Sharded(piece) for name, piece in self._pieces.items()}
-        super().set_up_planner(sharded, storage_meta, is_coordinator)
+        super().set_up_planner(self._sharded, storage_meta, is_coordinator)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].at(index)
+        return self._box(index)
 
 
 class _Unread:
@@ -122,21 +130,17 @@ class StreamPlanner(DefaultSavePlanner):
         return self._read(index.fqn.removeprefix(MODEL))
 
 
-class LoadPlanner(DefaultLoadPlanner):
+class LoadPlanner(_OfPieces, DefaultLoadPlanner):
     """Plans the reading of pieces into the memory of their boxes."""
-
-    def __init__(self, pieces: Mapping[str, Piece]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = pieces
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Take the pieces to fill in place of a state dict, and the checkpoint's metadata."""
-        self.state_dict: Any = {name: _Sharded(piece) for name, piece in self._pieces.items()}
+        self.state_dict: Any = self._sharded
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].at(index)
+        return self._box(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # Objects would be unpickled, and a pickle can run code.

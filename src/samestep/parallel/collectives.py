@@ -205,13 +205,8 @@ class _GatherFromRegion(torch.autograd.Function):
         return ctx.split.own(gradient, ctx.dim), None, None
 
 
-class _GatherToRegion(torch.autograd.Function):
+class _GatherToRegion(_GatherFromRegion):
     """Forward: all-gather. Backward: reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, split: Split, dim: int) -> Tensor:
-        ctx.split, ctx.dim = split, dim
-        return split.gathered(part, dim)
 
     @staticmethod
     @once_differentiable
@@ -256,13 +251,8 @@ class _AllToAll(torch.autograd.Function):
         return all_to_all(gradient, ctx.group, ctx.receive, ctx.send), None, None, None
 
 
-class _AllReduce(torch.autograd.Function):
+class _AllReduce(_ReduceFromRegion):
     """Forward: all-reduce. Backward: all-reduce."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _summed(part, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.recording.samples import tensors_in
+from samestep.recording.samples import named_tensors
 from samestep.recording.shards import named_modules
 
 _MOST_ROWS = 256
@@ -33,7 +33,7 @@ class Activations:
         the same for all that matters; which batch a row stood in plays no part.
         """
         name = self._names.get(id(module))
-        value = next((each for _, each in tensors_in(result) if each.is_floating_point() and each.dim() > 0), None)
+        value = next((each for _, each in named_tensors(result) if each.is_floating_point() and each.dim() > 0), None)
         if name is None or value is None or not 0 < self._batch <= _MOST_ROWS or len(self._calls) >= _MOST_CALLS:
             return
         if value.shape[0] % self._batch or not value.numel():

@@ -14,8 +14,11 @@ _MASK = "attention_mask"
 _IGNORED = -100  # the label of a token that has no loss, in PyTorch's cross entropy
 
 
-def tensors_in(value: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors in arguments or results, each by the path to it, such as 0 or 1.labels."""
+def named_tensors(value: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain tensors of arguments or results with the path to each, such as 0 or 1.labels.
+
+    Opens containers and dataclasses, no other objects; leaves out DTensors and tensors without values.
+    """
     if isinstance(value, Tensor):
         if not isinstance(value, DTensor) and value.layout == torch.strided and not value.is_meta:
             yield name, value
@@ -31,7 +34,7 @@ def tensors_in(value: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tupl
     else:
         return
     for key, each in inner:
-        yield from tensors_in(each, f"{name}.{key}" if name else str(key), depth - 1)
+        yield from named_tensors(each, f"{name}.{key}" if name else str(key), depth - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], made: Container[int]
 
     A batch is padded to its longest row, so a row is what its attention mask leaves of it.
     """
-    found = {name: value for name, value in (*tensors_in(args), *tensors_in(kwargs)) if value.dim() > 0}
+    found = {name: value for name, value in (*named_tensors(args), *named_tensors(kwargs)) if value.dim() > 0}
     found = {name: value for name, value in found.items() if value.untyped_storage().data_ptr() not in made}
     if not found:
         return None

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from samestep.recording import shards
 from samestep.recording.activations import Activations
 from samestep.recording.calls import Call, ModelCalls
-from samestep.recording.samples import random_state, rows_of, tensors_in
+from samestep.recording.samples import named_tensors, random_state, rows_of
 from samestep.recording.store import RecordWriter
 from samestep.script_proof import interception
 from samestep.script_proof.batches import Batches
@@ -120,7 +120,7 @@ class ScriptRecorder:
     def _leave(self, result: Any) -> None:
         """Record the end of a forward: its modules' outputs and its results."""
         self._made = [each for each in self._made if each() is not None]
-        self._made += [weakref.ref(value) for _, value in tensors_in(result)]
+        self._made += [weakref.ref(value) for _, value in named_tensors(result)]
         activations = self._calls.take_activations()
         if activations is None:
             return
@@ -129,7 +129,7 @@ class ScriptRecorder:
         forward["returned_loss"] = next(
             (
                 value.detach().float().item()
-                for name, value in tensors_in(result, depth=1)
+                for name, value in named_tensors(result, depth=1)
                 if name == "loss" and value.numel() == 1
             ),
             None,
@@ -364,7 +364,8 @@ class ScriptRecorder:
     def gathered(self, given: Any, kept: Any) -> None:
         """Rows before and after what filled the last batch up was dropped."""
         sizes = [
-            next((value.shape[0] for _, value in tensors_in(each) if value.dim() > 0), None) for each in (given, kept)
+            next((value.shape[0] for _, value in named_tensors(each) if value.dim() > 0), None)
+            for each in (given, kept)
         ]
         self._writer.event("gathered", after=sum(self._counts), given=sizes[0], kept=sizes[1])
 
@@ -421,7 +422,7 @@ def _options(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def reversed_rows(value: Any) -> Any:
     """A batch with the rows of all its tensors in the opposite order; one of unlike many rows is left as it is."""
-    sizes = {tensor.shape[0] for _, tensor in tensors_in(value) if tensor.dim() > 0}
+    sizes = {tensor.shape[0] for _, tensor in named_tensors(value) if tensor.dim() > 0}
     return _flipped(value) if len(sizes) == 1 else value
 
 
