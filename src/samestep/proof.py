@@ -32,6 +32,7 @@ from samestep.proof_steps import (
     AVERAGE,
     STATE_KEYS,
     RoundedRuns,
+    Taken,
     buffers_of,
     clipping,
     gradients_of,
@@ -292,7 +293,6 @@ def hold_against(
     in_float64 = job.recipe.precision == "fp64"
     rule = None if in_float64 else UpdateRule(job.recipe, training.total_steps, training.session.trainer)
     taken = take(training, steps, str(layout), None if rule is None else lambda _: rule.after_step())
-    last = len(taken.losses) - 1
     weights = list(weights_of(training.session.trainer, job.recipe))
     compared = _compare_parameters(weights, known, world.device, expected.rounding is not None)
     if expected.buffers:
@@ -314,13 +314,6 @@ def hold_against(
     _, worst_parameter, *_ = max(everyone, key=lambda told: told[0]["parameters"])
     # A stage watches its own parameters; the last one is the nearest to the loss.
     gradient = next((name for _, _, name, _ in reversed(everyone) if name is not None), None)
-    mine_first = first_of_steps(str(layout), taken.losses, taken.grad_norms, gradient)
-    if mine_first is None and compared.nonfinite is not None:
-        mine_first = replace(compared.nonfinite, side=str(layout), step=last)
-    nonfinite = of_sides(expected.nonfinite, mine_first)
-    if not nonfinite:
-        metric = first_metric(str(layout), last, taken.metrics, expected.metrics)
-        nonfinite = () if metric is None else (metric,)
     return Proof(
         layout=str(layout),
         dtype=_DTYPES[job.recipe.precision],
@@ -329,10 +322,27 @@ def hold_against(
         tolerance=TOLERANCE if in_float64 else tolerance_of(expected.allowed),
         worst_parameter=worst_parameter,
         as_built=expected.as_built,
-        nonfinite=nonfinite,
+        nonfinite=_nonfinite_values(str(layout), taken, gradient, compared.nonfinite, expected),
         communication=job.recipe.communication and job.recipe.communication.kind,
         rounding=worst_of([each for *_, each in everyone if each is not None]),
     )
+
+
+def _nonfinite_values(
+    side: str, taken: Taken, gradient: str | None, parameter: NonFiniteValue | None, expected: Reference
+) -> tuple[NonFiniteValue, ...]:
+    """The first value that isn't finite of the reference and of this layout; if both have none, of the metrics.
+
+    `gradient`: the name of the first gradient that isn't finite, on any rank; `parameter`: the first such parameter.
+    """
+    last = len(taken.losses) - 1
+    first = first_of_steps(side, taken.losses, taken.grad_norms, gradient)
+    if first is None and parameter is not None:
+        first = replace(parameter, side=side, step=last)
+    if found := of_sides(expected.nonfinite, first):
+        return found
+    metric = first_metric(side, last, taken.metrics, expected.metrics)
+    return () if metric is None else (metric,)
 
 
 def tolerance_of(allowed: Allowed | None) -> float:

@@ -76,6 +76,24 @@ def _details_of(job: Job) -> Details:
     )
 
 
+def _session_of(job: Job, world: World, layout: Layout) -> Session:
+    """The session of a job's ranks, without a model."""
+    recipe = job.recipe
+    return Session(
+        world=world,
+        layout=layout,
+        engine=resolve_engine(job.run.engine),
+        precision=recipe.precision,
+        clip=recipe.clip,
+        seed=recipe.seed,
+        workers=job.run.workers,
+        communication=recipe.communication,
+        average=recipe.average,
+        master_weights=recipe.master_weights,
+        details=_details_of(job),
+    )
+
+
 class Training:
     """A recipe's task, model and batches in a session. `verify` takes a few steps of it, `train` all."""
 
@@ -103,19 +121,7 @@ class Training:
         self.evaluation_seconds = 0.0
         self.profiler: StepProfiler | None = None
         self._fused = job.run.reduction == "fast"
-        self.session = Session(
-            world=world,
-            layout=layout,
-            engine=resolve_engine(job.run.engine),
-            precision=recipe.precision,
-            clip=recipe.clip,
-            seed=recipe.seed,
-            workers=job.run.workers,
-            communication=recipe.communication,
-            average=recipe.average,
-            master_weights=recipe.master_weights,
-            details=_details_of(job),
-        )
+        self.session = _session_of(job, world, layout)
         self.turns = turns_of(task)
         self.samples = task.train_set()
         self._lengths = task.sample_lengths() if job.run.group_by_length else None
@@ -315,14 +321,7 @@ def fit(
             ) as records,
             bar,
         ):
-            guard = NonFinite(
-                job.run.on_nonfinite,
-                folder,
-                samples_of=training.samples_of,
-                writes=session.is_main,
-                norms_may_overflow=job.recipe.precision == "fp16",
-                left_out=frozenset() if from_start else results.agreed(left_out(folder)),
-            )
+            guard = _nonfinite_guard(training, job, folder, from_start=from_start)
             profiler = _profiler(training, job)
             log = StepLog(records, bar, Tally(len(training.samples)), guard, losses=results.agreed(records.losses))
             try:
@@ -343,6 +342,18 @@ def fit(
     if ended is not None:
         raise ended
     return _finish(job, training, log, metrics, folder, checkpoints, supervision, stopped)
+
+
+def _nonfinite_guard(training: Training, job: Job, folder: Path, *, from_start: bool) -> NonFinite:
+    """What to do about a step whose loss or gradient norm isn't finite; a restart leaves out the same steps again."""
+    return NonFinite(
+        job.run.on_nonfinite,
+        folder,
+        samples_of=training.samples_of,
+        writes=training.session.is_main,
+        norms_may_overflow=job.recipe.precision == "fp16",
+        left_out=frozenset() if from_start else results.agreed(left_out(folder)),
+    )
 
 
 def _profiler(training: Training, job: Job) -> StepProfiler | None:

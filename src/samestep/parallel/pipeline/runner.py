@@ -82,10 +82,7 @@ class Pipeline(ParallelModel):
             stages_a_rank=self._layout.stages_a_rank,
             micro_batches=len(micro_batches),
         )
-        step = _Step(self, micro_batches, term, backward)
         mine = orders[self._mesh.coordinate("pipeline")]
-        last_term = _last(mine, lambda action: action.kind == "F" and action.stage == self._last_stage)
-        last_backward = _last(mine, lambda action: action.kind == "B")
         keys = [_shapes(micro_batch.batch.inputs) for micro_batch in micro_batches]
         # Forms of activations depend on the shapes of the micro-batch's inputs, so these are the key.
         self._messages.begin(_sends(orders, self._last_stage), lambda letter: keys[letter.micro_batch])
@@ -93,31 +90,45 @@ class Pipeline(ParallelModel):
         if early is not None:
             early.begin(mine)
         with self.times.of_step(micro_batches[0].moment.step, orders):
-            for number, action in enumerate(mine):
-                if early is not None:
-                    early.before(number, action)
-                if isinstance(self.cut, FSDPModule):
-                    # Shards add gradients up on this rank, and exchange them once. With ZeRO-2, which holds all
-                    # parameters from forward to backward anyway, they are gathered once as well.
-                    self.cut.set_requires_gradient_sync(number == last_backward)
-                    self.cut.set_reshard_after_backward(self._layout.zero == 3 or number == last_backward)
-                # The second micro-batch's forward, or its recomputation, runs what has run before in this step.
-                phase: Phase = "forward" if action.kind == "F" else "backward"
-                timed = nullcontext() if self.clock is None else self.clock.of(phase)
-                with self.repeated.watched() if action.micro_batch == 1 else nullcontext(), timed:
-                    step.run(action)
-                if early is not None:
-                    early.after(number, action)
-                if number == last_term:
-                    forwards_done()
-        # No last stage here: nothing is added to the totals, and the sum over ranks can begin after the step's
-        # actions.
-        if last_term is None:
-            forwards_done()
+            self._run_actions(mine, _Step(self, micro_batches, term, backward), early, forwards_done)
         # Wait for all sends, so that their memory may be freed and written to.
         self._messages.finish()
         self.buffers.settle()
         self.repeated.check(f"a pipeline's step runs {len(micro_batches)} forwards of each stage")
+        self._average(early)
+
+    def _run_actions(
+        self,
+        actions: Sequence[Action],
+        step: "_Step",
+        early: EarlyGradients | None,
+        forwards_done: Callable[[], None],
+    ) -> None:
+        """Run this rank's actions; calls `forwards_done` once the losses of all micro-batches are computed."""
+        last_term = _last(actions, lambda action: action.kind == "F" and action.stage == self._last_stage)
+        last_backward = _last(actions, lambda action: action.kind == "B")
+        for number, action in enumerate(actions):
+            if early is not None:
+                early.before(number, action)
+            if isinstance(self.cut, FSDPModule):
+                # Shards add gradients up on this rank, and exchange them once. With ZeRO-2, which holds all
+                # parameters from forward to backward anyway, they are gathered once as well.
+                self.cut.set_requires_gradient_sync(number == last_backward)
+                self.cut.set_reshard_after_backward(self._layout.zero == 3 or number == last_backward)
+            # The second micro-batch's forward, or its recomputation, runs what has run before in this step.
+            phase: Phase = "forward" if action.kind == "F" else "backward"
+            timed = nullcontext() if self.clock is None else self.clock.of(phase)
+            with self.repeated.watched() if action.micro_batch == 1 else nullcontext(), timed:
+                step.run(action)
+            if early is not None:
+                early.after(number, action)
+            if number == last_term:
+                forwards_done()
+        if last_term is None:  # without the last stage this rank adds nothing to the totals
+            forwards_done()
+
+    def _average(self, early: EarlyGradients | None) -> None:
+        """Sum gradients over the ranks that hold parts of them, and average them over replicas."""
         # Before averages over replicas, which begin for these parameters only now (`_summed`): the order is the same
         # on every rank.
         self.parts.sum_gradients(self.model)

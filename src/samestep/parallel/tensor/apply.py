@@ -165,16 +165,7 @@ class _Slicing:
                     raise
                 raise LayoutError(f"{departure.sentence.rpartition(';')[0]}; use sequence=whole") from None
             uneven = plan.uneven(model)
-            streams = [Stream(names, self.seen, group, token_dim(model, names), str(layout)) for names in lists]
-            slices = [name for unit in plan.units if unit.heads is not None for name in unit.members]
-            for stream in streams:
-                stream.find_gathered(self.seen, [*slices, *plan.multiheads])
-                outside = self.seen.used_outside(model, [each.name for each in stream.gathered])
-                if outside is not None:
-                    raise LayoutError(
-                        f'layout "{layout}": {outside} is used by a module that needs all tokens, and outside of it; '
-                        "use sequence=whole"
-                    )
+            streams = self._streams(lists, plan)
             vocabulary = Vocabulary(self.mesh.grid["tensor"])
             failed = self._slice(_Slicer(model, plan, self.seen, streams, group, self.now, vocabulary))
             if known is not None or expected is None:
@@ -195,6 +186,24 @@ class _Slicing:
             if not more or (self.given and not departure.of_ours):
                 raise LayoutError(departure.sentence)
             whole |= more
+
+    def _streams(self, lists: Sequence[Sequence[str]], plan: TensorPlan) -> list[Stream]:
+        """The split tokens of each list of blocks, with the modules in it that gather all tokens.
+
+        Raises LayoutError if such a module shares a parameter with one outside of it.
+        """
+        layout, group = self.parts.layout, self.mesh.group("tensor")
+        streams = [Stream(names, self.seen, group, token_dim(self.model, names), str(layout)) for names in lists]
+        slices = [name for unit in plan.units if unit.heads is not None for name in unit.members]
+        for stream in streams:
+            stream.find_gathered(self.seen, [*slices, *plan.multiheads])
+            outside = self.seen.used_outside(self.model, [each.name for each in stream.gathered])
+            if outside is not None:
+                raise LayoutError(
+                    f'layout "{layout}": {outside} is used by a module that needs all tokens, and outside of it; '
+                    "use sequence=whole"
+                )
+        return streams
 
     def _slice(self, slicer: "_Slicer") -> Exception | None:
         """Slice the model; return the error on this rank, if any, since other ranks with other slices may succeed."""

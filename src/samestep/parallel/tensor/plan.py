@@ -174,31 +174,20 @@ def make_plan(
     """
     said = named(model, given or {})
     vocabulary = _vocabulary(model, trace)
-    elsewhere: dict[str, Role] = dict.fromkeys(_used_elsewhere(model, trace), "whole")
     left = dict(left_whole or {})
-    tried: dict[str, Role] = dict.fromkeys(left, "whole")
-    forced: dict[str, Role] = {**of_transformers(model, vocabulary), **elsewhere, **tried, **said}
+    stay: dict[str, Role] = dict.fromkeys((*_used_elsewhere(model, trace), *left), "whole")
+    forced: dict[str, Role] = {**of_transformers(model, vocabulary), **stay, **said}
     finder = UnitFinder(model, trace, blocks, forced)
     units = [unit for unit in finder.find() if unit.heads is not None or unit.width >= parts]
     units = [(unit.laid_by_head(parts) or unit) if unit.columns[0] in by_head else unit for unit in units]
     candidates = [unit for unit in units if tokens_split and unit.heads is None]
     flat = [(unit, found) for unit in candidates if (found := finder.flat_input(unit)) is not None]
     units = [unit for unit in units if all(unit is not other for other, _ in flat)]
-    left |= {
-        unit.owner or unit.row: why
-        for unit in units
-        if unit.heads is not None and (why := unit.heads.why_whole(parts)) is not None
-    }
+    attentions = dict(_multihead_attentions(model, forced))
+    undivided = _undivided_attentions(units, attentions, parts)
+    left |= undivided
     units = [unit for unit in units if (unit.owner or unit.row) not in left]
-    multiheads: list[str] = []
-    for name, module in model.named_modules():
-        if _can_slice(module) and forced.get(name) != "whole":
-            assert isinstance(module, nn.MultiheadAttention)
-            why = Heads(queries=module.num_heads, keys=module.num_heads).why_whole(parts)
-            if why is None:
-                multiheads.append(name)
-            else:
-                left[name] = why
+    multiheads = [name for name in attentions if name not in undivided]
     in_units = {name for unit in units for name in (*unit.members, *unit.head_tables)}
     large = [
         name
@@ -288,14 +277,24 @@ def _rows(module: nn.Module) -> int:
     return out_features(module) if plain and out_dim(module) == 0 else 0
 
 
-def _can_slice(module: nn.Module) -> bool:
-    """Whether a module is an nn.MultiheadAttention without parameters or keys that span its heads."""
-    return (
-        isinstance(module, nn.MultiheadAttention)
-        and is_multihead(module)
-        and module.bias_k is None
-        and not module.add_zero_attn
-    )
+def _multihead_attentions(
+    model: nn.Module, forced: Mapping[str, Role]
+) -> Iterator[tuple[str, nn.MultiheadAttention]]:
+    """The nn.MultiheadAttention modules without parameters or keys that span their heads."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.MultiheadAttention) or not is_multihead(module) or forced.get(name) == "whole":
+            continue
+        if module.bias_k is None and not module.add_zero_attn:
+            yield name, module
+
+
+def _undivided_attentions(
+    units: Sequence[Unit], attentions: Mapping[str, nn.MultiheadAttention], parts: int
+) -> dict[str, str]:
+    """The attentions, found as units or as modules, whose heads can't be divided over the ranks, and why not."""
+    heads = {unit.owner or unit.row: unit.heads for unit in units if unit.heads is not None}
+    heads |= {name: Heads(queries=each.num_heads, keys=each.num_heads) for name, each in attentions.items()}
+    return {name: why for name, each in heads.items() if (why := each.why_whole(parts)) is not None}
 
 
 def _gathered(
