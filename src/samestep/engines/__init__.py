@@ -1,7 +1,7 @@
 """Who takes the step: one file and one line here each.
 
-Read `base` first (what an engine is and declares), then `native` (samestep's own step). `registry` finds an engine
-and checks a job against what it can do, `precision` has dtypes, autocast and loss scaling.
+Read `base` first (what an engine is and declares), then `native` (samestep's own step). `registry` finds an engine,
+`checks` holds a job against what it can do, `precision` has dtypes, autocast and loss scaling.
 
 `config_file` reads other tools' files, `accelerate_keys` says what Accelerate's means.
 

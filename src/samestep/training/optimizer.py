@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.engines.base import Engine
-from samestep.engines.registry import check_average
 from samestep.errors import LayoutError, UserError, closest
 from samestep.job import Job
 from samestep.launch.device import device_of
@@ -393,21 +392,11 @@ def check_average_start(recipe: Recipe, samples: int) -> None:
 
 
 def check_optimizers(job: Job, engine: Engine, layout: Layout) -> None:
-    """Raise UserError for optimizers, groups or an average that this engine, layout or job doesn't support.
+    """Raise UserError for optimizers that this engine, layout or job doesn't support.
 
     A named optimizer is looked up, its arguments are checked, and it steps a small matrix.
     """
     recipe, able = job.recipe, engine.abilities
-    check_average(recipe.average, engine)
-    if recipe.average is not None and job.run.share_replicas and layout.size > 1:
-        raise UserError(
-            "recipe.average is given and run.share_replicas is true, whose ranks have one copy of the weights; use "
-            "share_replicas: false"
-        )
-    if recipe.groups and not able.own_optimizers:
-        raise UserError(
-            f'recipe.groups is given, and engine "{engine.name}" has one group of all parameters; use engine native'
-        )
     specs = {"recipe.optimizer": recipe.optimizer}
     specs |= {f"recipe.groups.{number}.optimizer": group.optimizer for number, group in enumerate(recipe.groups)}
     for where, spec in specs.items():

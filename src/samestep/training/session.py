@@ -35,16 +35,15 @@ from samestep.engines.base import (
     StepReport,
     Trainer,
 )
-from samestep.engines.precision import parameter_dtype
-from samestep.engines.registry import (
-    check,
+from samestep.engines.checks import (
     check_average,
     check_buckets,
     check_communication,
     check_gather,
     check_sparse_rows,
-    resolve,
 )
+from samestep.engines.precision import parameter_dtype
+from samestep.engines.registry import check, resolve
 from samestep.errors import LayoutError, UserError, index_errors_explained
 from samestep.launch.device import DeviceChoice
 from samestep.launch.world import Transport, World, join
