@@ -6,8 +6,7 @@
 
 Read in this order: `settings` (what can be chosen), `shards` (which server holds which elements), `messages` (what
 is sent), `worker` and `server` (one rank's step each), `member` (what both have: evaluation, checkpoints), `engine`.
-Workers that may die: `restarting_worker` (away, back or lost), `worker_process` (what dies), `attendance` (whom
-servers wait for).
+Workers that may die: `restarting_worker` (away, back or lost), `worker_process` (what dies).
 
 Li et al. 2014, "Scaling distributed machine learning with the parameter server" (OSDI), section 3: push and pull.
 Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server" (NeurIPS): the

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
-from samestep.engines.parameter_server.attendance import Attendance
 from samestep.engines.parameter_server.member import ParameterServerMember, ServerSetup, piece_of_state
 from samestep.engines.parameter_server.messages import Pushed, PushHeader, PushKind, ReplyHeader
 from samestep.engines.parameter_server.shards import Chunk
@@ -45,6 +44,59 @@ class _Totals:
     @property
     def mean_norm(self) -> float:
         return self.norms / max(1, self.pushes)
+
+
+class _Attendance:
+    """Which workers, by number, are present, away or lost, and what they missed; a server waits for no absent one."""
+
+    def __init__(self, workers: int) -> None:
+        self._present = set(range(workers))
+        self._lost: set[int] = set()
+        self._left_at: dict[int, int] = {}  # worker that is away -> updates made before it left
+        self._deaths = self._returns = self._missed_steps = self._missed_samples = self._meanwhile = 0
+
+    def slowest(self, clock: Sequence[int]) -> int | None:
+        """The step count of the slowest worker that is present; None if none is."""
+        return min((clock[worker] for worker in self._present), default=None)
+
+    def slowest_rank(self, clock: Sequence[int]) -> int:
+        """The count of done and skipped steps of the slowest worker that isn't lost."""
+        return min(clock[worker] for worker in range(len(clock)) if worker not in self._lost)
+
+    @property
+    def lost(self) -> int:
+        """The number of lost workers, which won't return."""
+        return len(self._lost)
+
+    def leaves(self, worker: int, updates: int) -> None:
+        """Mark a worker as away, as its process has died; `updates`: made so far by all workers."""
+        self._present.discard(worker)
+        self._left_at[worker] = updates
+        self._deaths += 1
+
+    def misses(self, worker: int, samples: int, *, lost: bool) -> None:
+        """Record that a worker skipped its samples of a step."""
+        self._missed_steps += 1
+        self._missed_samples += samples
+        if lost:
+            self._lost.add(worker)
+
+    def returns(self, worker: int, updates: int) -> None:
+        """Mark a worker as present again."""
+        self._present.add(worker)
+        self._meanwhile += updates - self._left_at.pop(worker)
+        self._returns += 1
+
+    def measured(self) -> Mapping[str, Any]:
+        """For the report."""
+        return {
+            "deaths": self._deaths,
+            "returns": self._returns,
+            "lost_workers": self.lost,
+            "missed_steps": self._missed_steps,
+            "missed_samples": self._missed_samples,
+            "updates_until_returns": self._meanwhile,
+        }
 
 
 class Server(ParameterServerMember):
@@ -166,7 +218,7 @@ class AsynchronousServer(Server):
         super().__init__(setup, shared, chunks, number=number)
         count = len(self.roles.workers)
         self._clock = [0] * count  # steps that each worker has pushed
-        self._attendance = Attendance(count)
+        self._attendance = _Attendance(count)
         self._seen = [0] * count  # number of updates when each worker's parameters were last sent
         compensates = self.settings.delay_compensation is not None
         self._sent = [self.shard.clone() for _ in range(count)] if compensates else []  # each worker's parameters
