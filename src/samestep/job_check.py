@@ -108,7 +108,7 @@ def print_checked(found: CheckResult) -> None:
         if finding.kept is not True:
             console.print(f"{finding.part}: {finding.text}", soft_wrap=True)
             why = "is broken" if finding.kept is False else "was not looked at"
-            console.print(f"The contract {why}, so no layout was tried.")
+            console.print(f"The contract {why}, so no layout was tried.", soft_wrap=True)
             return
     rows = []
     for row in found.layouts:

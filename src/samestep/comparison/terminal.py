@@ -19,7 +19,7 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
         console.print(f"{', '.join(names)}: {remark}", soft_wrap=True)
     apart = [row.method.name for row in found.rows if not row.passed]
     if apart:
-        console.print(f"NOT the same step as one process: {', '.join(apart)}")
+        console.print(f"NOT the same step as one process: {', '.join(apart)}", soft_wrap=True)
 
 
 def _times(found: Comparison) -> Table:

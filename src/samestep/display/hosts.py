@@ -159,7 +159,7 @@ def print_hosts(shown: HostsShown, console: Console | None = None) -> None:
     console.print(_hosts(shown.found))
     console.print(_ranks(shown))
     if len(shown.ranks) > _MOST:
-        console.print(f"the first {_MOST} of {len(shown.ranks)} ranks; --json FILE has them all")
+        console.print(f"the first {_MOST} of {len(shown.ranks)} ranks; --json FILE has them all", soft_wrap=True)
     if shown.crossings:
         console.print(_crossings(shown))
     for warning in shown.warnings:

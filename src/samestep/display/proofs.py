@@ -24,8 +24,9 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
         verdict = f"{proof.nonfinite[0].kind}: {verdict}"
     for words in proof.words():
         console.print(words, soft_wrap=True)
-    told = f"{verdict} (tolerance {proof.tolerance:.0e}); worst parameter: {proof.worst_parameter}"
-    console.print(told, soft_wrap=True)
+    console.print(
+        f"{verdict} (tolerance {proof.tolerance:.0e}); worst parameter: {proof.worst_parameter}", soft_wrap=True
+    )
 
 
 def print_matrix(rows: Sequence[MatrixRow], console: Console | None = None) -> None:
@@ -47,7 +48,7 @@ def print_matrix(rows: Sequence[MatrixRow], console: Console | None = None) -> N
         for words in row.words:
             console.print(f"{row.verdict}: {row.job}: {words}", soft_wrap=True)
     counts = Counter(row.verdict for row in rows)
-    console.print(", ".join(f"{verdict}: {count}" for verdict, count in counts.items()))
+    console.print(", ".join(f"{verdict}: {count}" for verdict, count in counts.items()), soft_wrap=True)
 
 
 def print_bits(rows: Sequence[BitsRow], console: Console | None = None) -> None:

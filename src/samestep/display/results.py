@@ -171,7 +171,7 @@ def print_profile(profile: Profile, console: Console | None = None) -> None:
         )
     )
     if len(profile.ranks) > _MOST_PROFILED:
-        console.print(f"{len(profile.ranks) - _MOST_RANKS} more ranks stand in profile.json")
+        console.print(f"{len(profile.ranks) - _MOST_RANKS} more ranks stand in profile.json", soft_wrap=True)
     if profile.straggler is not None:
         late = profile.straggler
         console.print(

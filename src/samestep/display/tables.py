@@ -2,6 +2,7 @@
 
 What a table says is built where its subject is, as columns and rows; how it looks is decided here. Cells are wrapped
 where a terminal is narrow, and long words folded, so nothing of them is lost; `whole` columns stay in one line.
+Sentences around a table are printed with `soft_wrap=True`: one line each in a file, which a program can search.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

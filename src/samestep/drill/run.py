@@ -125,7 +125,7 @@ def print_drill(drilled: DrillReport) -> None:
     title = f"{drilled.layout}, {drilled.steps} steps, a fault in step {drilled.fault_step}"
     console.print(table(columns, [undisturbed, *map(_cells, drilled.rows)], title=title))
     if any(row.changes_result and row.survived for row in drilled.rows):
-        console.print("nan: a batch is left out, so the result differs")
+        console.print("nan: a batch is left out, so the result differs", soft_wrap=True)
 
 
 def _cells(row: DrillRow) -> list[str]:

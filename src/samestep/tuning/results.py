@@ -120,9 +120,9 @@ def print_tuned(found: TuningResult, console: Console | None = None) -> None:
     first, last = found.at_first.seconds, found.at_last.seconds
     if any(row.status == "kept" for row in found.rows):
         gain = f"a step took {first * 1e3:.1f} ms, and takes {last * 1e3:.1f} ms: {first / last:.2f} times as fast"
-        console.print(gain)
+        console.print(gain, soft_wrap=True)
     else:  # both times are of the same settings
-        console.print(f"no value is faster; a step takes {first * 1e3:.1f} ms")
+        console.print(f"no value is faster; a step takes {first * 1e3:.1f} ms", soft_wrap=True)
     console.print(section(found), end="")
     if found.environment:
         variables = " ".join(f"{name}={value}" for name, value in found.environment.items())
