@@ -1,6 +1,6 @@
 """Collectives that each backend supports, and their times by transport: the tables of docs/communication.md.
 
-    python benchmarks/communication.py [--processes 2,4] [--sizes 1KB,64KB,1MB,25MB,100MB] [--docs]
+    python benchmarks/communication.py [--processes 2,4] [--sizes 1KiB,64KiB,1MiB,25MiB,100MiB] [--docs]
 
 Runs `samestep comm` with each number of processes, and `samestep comm support`, and prints their tables as Markdown:
 all collectives for the first number of processes, and for the others those that shared memory replaces gloo in.
@@ -22,7 +22,7 @@ from page_parts import markdown_table, write_parts
 
 from samestep.comm.correctness import DTYPES, short
 from samestep.comm_bench.display import dtype_in_short, rate_in_words, seconds_in_words
-from samestep.comm_bench.request import size_in_words
+from samestep.sizes import binary_size
 
 ROOT = Path(__file__).parent.parent
 PAGES = {"en": ROOT / "docs" / "communication.md", "zh": ROOT / "docs" / "zh" / "communication.md"}
@@ -62,7 +62,7 @@ FITS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", default="2,4", help="numbers of ranks, by commas")
-    parser.add_argument("--sizes", default="1KB,64KB,1MB,25MB,100MB")
+    parser.add_argument("--sizes", default="1KiB,64KiB,1MiB,25MiB,100MiB")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     found = command("support")
@@ -114,7 +114,7 @@ def times_table(measured: Mapping[str, Any], language: int) -> str:
     lines = []
     for (collective, size), by_transport in sizes.items():
         base = by_transport[first]
-        line = [collective, size_in_words(size) if size else "", spread(base)]
+        line = [collective, binary_size(size) if size else "", spread(base)]
         for other in others:
             row = by_transport.get(other)
             faster = f"{base['seconds_median'] / row['seconds_median']:.1f}" if row else ""

@@ -27,6 +27,7 @@ from samestep.comm_bench.request import CommRequest
 from samestep.comm_bench.results import BandwidthLimits, Report
 from samestep.launch import local
 from samestep.launch.world import join
+from samestep.sizes import binary_size
 
 TESTS = Path(__file__).parent
 KB, MB = 1024, 1024**2
@@ -117,7 +118,7 @@ def test_the_picture_has_a_line_for_each_collective_and_the_limit(folder: Path, 
     assert len(lines) == 2 * len(TRANSPORTS) * len(BUS_FACTORS) + 1
     assert {len(line.get("points", "").split()) for line in lines} == {2}
     words = {text.text for text in root.findall(f"{name}text")}
-    assert words >= {"limit", "1 KB", "64 KB"}
+    assert words >= {"limit", "1 KiB", "64 KiB"}
     assert words >= {f"{each}, {transport}" for each in BUS_FACTORS for transport in TRANSPORTS}
 
 
@@ -451,12 +452,12 @@ def test_sizes_are_read(text: str, wanted: tuple[int, ...]) -> None:
 
 
 def test_numbers_are_told_in_words() -> None:
-    assert [request.size_in_words(size) for size in (8, KB, 1536, MB, 256 * MB)] == [
+    assert [binary_size(size) for size in (8, KB, 1536, MB, 256 * MB)] == [
         "8 B",
-        "1 KB",
-        "1.5 KB",
-        "1 MB",
-        "256 MB",
+        "1 KiB",
+        "1.5 KiB",
+        "1 MiB",
+        "256 MiB",
     ]
     assert [seconds_in_words(value) for value in (1.234e-6, 9.996e-5, 0.01, 0.9999, 12.34)] == [
         "1.23 us",
@@ -480,7 +481,7 @@ KNOWN = ", ".join(sorted(COLLECTIVES))
 WRONG = {
     "--processes 1": "--processes is 1, and a collective needs 2; use --processes 2",
     "--processes two": "argument --processes: invalid int value: 'two'",
-    "--sizes 1XB": '--sizes: "1XB" is no size; use a number of bytes, KB, MB or GB, such as 1KB,1MB',
+    "--sizes 1XB": '--sizes: "1XB" is no size; use a number of bytes, KiB, MiB or GiB, such as 1KiB,1MiB',
     "--sizes 1KB,,1MB": '--sizes: "" is no size',
     "--sizes=-1KB": '--sizes: "-1KB" is no size',
     "--sizes 0": '--sizes: "0" is 0 bytes; use a whole number of bytes, 1 or more',
@@ -518,8 +519,8 @@ def test_a_size_too_large_for_memory_is_refused(
     monkeypatch.setattr(request, "available_memory", lambda: 4 * 1024**3)
     assert main(["comm", "--processes", "4", "--device", "cpu", "--sizes", "1KB,1GB"]) == 2
     errors = capsys.readouterr().err
-    assert "--sizes: 1 GB on 4 processes of this host needs 13.2 GB of memory, and 4 GB are free" in errors
-    fitting = re.search(r"use sizes up to ([\d.]+) MB\n$", errors)
+    assert "--sizes: 1 GiB on 4 processes of this host needs 13.2 GiB of memory, and 4 GiB are free" in errors
+    fitting = re.search(r"use sizes up to ([\d.]+) MiB\n$", errors)
     assert fitting is not None
     assert 4 * (3 * float(fitting[1]) + 300) == pytest.approx(4096, rel=0.001)
     monkeypatch.setattr(request, "available_memory", lambda: 1024**3)

@@ -34,6 +34,7 @@ HOUSE = (
     ("subprocess_group",),
     ("processor",),
     ("progress",),
+    ("sizes",),
     ("validation",),
     ("jobfile",),
     ("data",),

@@ -131,7 +131,7 @@ class Run:
     float32_matmul: Literal["highest", "high", "medium"] = "highest"
     # Tokens whose logits stand at once: output layer and cross-entropy in chunks; None: those of a micro-batch.
     loss_chunk: Positive | None = None
-    bucket_mb: Annotated[Real, Gt(0)] | None = None  # of gradients sent together by replicas; None: `parallel.ddp`
+    bucket_mb: Annotated[Real, Gt(0)] | None = None  # MiB that replicas send at once; None: `parallel.ddp`
     tensor_plan: Mapping[str, TensorRole] | None = None  # layers that tensor parallel slices otherwise than it finds
     expert_plan: Mapping[str, ExpertRole] | None = None  # modules that are experts, or none, otherwise than is found
     folder: Path | None = None  # None: runs/<name of the job file>

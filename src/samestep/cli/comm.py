@@ -12,7 +12,9 @@ _AUTO: dict[str, Any] = {"default": "auto"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _ranks_arguments(parser)
-    parser.add_argument("--sizes", metavar="SIZES", help="such as 1KB,1MB (default: 1 KB to 256 MB, in powers of 4)")
+    parser.add_argument(
+        "--sizes", metavar="SIZES", help="such as 1KiB,1MiB (default: 1 KiB to 256 MiB, in powers of 4)"
+    )
     parser.add_argument("--collectives", metavar="NAMES", help="such as all-reduce,broadcast (default: all)")
     parser.add_argument(
         "--seconds", type=float, default=0.3, metavar="S", help="of the samples of one row (default: 0.3)"

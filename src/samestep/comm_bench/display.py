@@ -13,13 +13,13 @@ from rich.console import Console
 from samestep.comm.correctness import DTYPES, short
 from samestep.comm.demo import Demonstration
 from samestep.comm.measure import CollectiveTiming
-from samestep.comm_bench.request import size_in_words
 from samestep.comm_bench.results import BandwidthLimits, Check, Report
 from samestep.comm_bench.support import Support
 from samestep.display import curves_svg
 from samestep.display.curves_svg import COLOURS, DASHES, Curve, Panel, Scale
 from samestep.display.tables import Table, numbers, plain_console, table, texts
 from samestep.errors import UserError
+from samestep.sizes import binary_size
 
 _WIDTH = 132  # characters, where the output is not a terminal
 
@@ -66,7 +66,7 @@ def _times(report: Report) -> Table:
         limit, bus = report.limit(row), row.bus_bandwidth
         cells = [
             row.collective if before != row.collective else "",
-            size_in_words(row.bytes) if row.bytes else "",
+            binary_size(row.bytes) if row.bytes else "",
             row.transport,
             seconds_in_words(row.seconds_median),
             f"{seconds_in_words(row.seconds_p10)} - {seconds_in_words(row.seconds_p90)}",
@@ -259,7 +259,7 @@ def _title(report: Report) -> str:
 
 def svg(report: Report) -> str:
     """The picture as SVG: a panel above the other, both axes logarithmic."""
-    sizes = Scale(base=2, step=2, in_words=size_in_words)
+    sizes = Scale(base=2, step=2, in_words=binary_size)
     return curves_svg.svg(
         _title(report),
         [

@@ -1,9 +1,8 @@
-"""Arguments of `samestep comm`, checked before ranks start; parses sizes of messages such as 4MB.
+"""Arguments of `samestep comm`, checked before ranks start.
 
-As in nccl-tests 1 KB is 1024 bytes.
+A size of 4MB is one of 4 MiB, as in nccl-tests, whose sizes are powers of two.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,48 +16,35 @@ from samestep.launch.device import accelerators, check_devices
 from samestep.launch.environments.registry import check_not_alone
 from samestep.launch.memory import available_memory
 from samestep.ranks import DeviceChoice
+from samestep.sizes import binary_size, parse_size
 
-# 1 KB to 256 MB by powers of 4.
+# 1 KiB to 256 MiB by powers of 4.
 USUAL = tuple(1024 * 4**power for power in range(10))
 
 AUTO = "auto"  # the transport that a job gets here
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?", re.IGNORECASE | re.ASCII)
-
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Parse a list of sizes such as "1KB,1MB" to bytes, ascending, without duplicates. Raises UserError."""
+    """Parse a list of sizes such as "1KiB,1MiB" to bytes, ascending, without duplicates. Raises UserError."""
     sizes = [_parse(word.strip()) for word in text.split(",")]
     return tuple(sorted(set(sizes)))
 
 
 def _parse(word: str) -> int:
-    """Bytes of a size such as 1KB or 4MB. Raises UserError for anything else."""
-    match = _SIZE.fullmatch(word)
-    if match is None:
-        raise UserError(f'--sizes: "{word}" is no size; use a number of bytes, KB, MB or GB, such as 1KB,1MB')
-    size = float(match[1]) * _UNITS[match[2].upper()]
+    """Bytes of a size such as 1KiB or 4MB. Raises UserError for anything else."""
+    size = parse_size(word, kilo=1024)
+    if size is None:
+        raise UserError(f'--sizes: "{word}" is no size; use a number of bytes, KiB, MiB or GiB, such as 1KiB,1MiB')
     if size != int(size) or size < 1:
         raise UserError(f'--sizes: "{word}" is {size:g} bytes; use a whole number of bytes, 1 or more')
     return int(size)
 
 
-def size_in_words(size: float) -> str:
-    """Bytes for people, such as 1 KB or 1.5 MB."""
-    names = ["B", "KB", "MB", "GB", "TB"]
-    power = 0
-    while size >= 1024 and power < len(names) - 1:
-        size, power = size / 1024, power + 1
-    number = f"{size:.1f}".removesuffix(".0")
-    return f"{number} {names[power]}"
-
-
 def in_words(sizes: Sequence[int]) -> str:
     """Describe a range of sizes: how many, the first and the last."""
     if len(sizes) == 1:
-        return size_in_words(sizes[0])
-    return f"{len(sizes)} sizes, {size_in_words(sizes[0])} to {size_in_words(sizes[-1])}"
+        return binary_size(sizes[0])
+    return f"{len(sizes)} sizes, {binary_size(sizes[0])} to {binary_size(sizes[-1])}"
 
 
 # Buffers of the largest message that a rank holds: input, output, and one of the back end.
@@ -119,7 +105,7 @@ def check_sizes(asked: CommRequest, processes: int) -> None:
     smallest = processes * DTYPE.itemsize
     if asked.sizes[0] < smallest:
         raise UserError(
-            f"--sizes: {size_in_words(asked.sizes[0])} gives each of {processes} ranks less than one float32; "
+            f"--sizes: {binary_size(asked.sizes[0])} gives each of {processes} ranks less than one float32; "
             f"use {smallest} bytes or more"
         )
     ranks = environment.ranks()
@@ -128,8 +114,8 @@ def check_sizes(asked: CommRequest, processes: int) -> None:
     needed, there = local * (_COPIES * largest + _OF_A_PROCESS), available_memory()
     if needed > there:
         fitting = max(0, there // local - _OF_A_PROCESS) // _COPIES
-        remedy = f"use sizes up to {size_in_words(fitting)}" if fitting >= smallest else "use fewer processes"
+        remedy = f"use sizes up to {binary_size(fitting)}" if fitting >= smallest else "use fewer processes"
         raise UserError(
-            f"--sizes: {size_in_words(largest)} on {local} processes of this host needs {size_in_words(needed)} of "
-            f"memory, and {size_in_words(there)} are free; {remedy}"
+            f"--sizes: {binary_size(largest)} on {local} processes of this host needs {binary_size(needed)} of "
+            f"memory, and {binary_size(there)} are free; {remedy}"
         )

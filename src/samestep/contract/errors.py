@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.errors import UserError, place_of, shown
 from samestep.launch.memory import available_memory
+from samestep.sizes import binary_size
 
 
 class ContractError(UserError):
@@ -114,7 +115,7 @@ class Budget(TorchDispatchMode):
         weakref.finalize(storage, self._free, place, size)
         if self._most is not None and self._alive > self._most:
             raise TooLargeError(
-                f"the model takes more than {self._most / 2**30:.1f} GiB, a quarter of the memory that one process "
+                f"the model takes more than {binary_size(self._most)}, a quarter of the memory that one process "
                 "can have here"
             )
 

@@ -19,6 +19,7 @@ from samestep.job import Job
 from samestep.parallel.state_shards import MODEL, whole_piece
 from samestep.progress import Bar
 from samestep.recipe import Recipe
+from samestep.sizes import parse_size
 from samestep.tasks import TASKS
 from samestep.tasks.registry import resolve
 from samestep.tasks.transformers_model import Pretrained
@@ -39,7 +40,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _WRITING = ".writing"
 
 
@@ -145,14 +145,12 @@ def _known(flag: str, name: str) -> Format:
 
 def _bytes(text: str) -> int:
     """A size such as 4GB in bytes. Raises UserError for any other text."""
-    number, unit = text[:-2], text[-2:].upper()
-    try:
-        size = int(float(number) * _UNITS[unit])
-    except (KeyError, ValueError):
-        raise UserError(f"--shard-size is {text}; use a size such as 500MB or 4GB") from None
+    size = parse_size(text, kilo=1000)
+    if size is None or text[-1].isdigit():
+        raise UserError(f"--shard-size is {text}; use a size such as 500MB or 4GB")
     if size < 1:
         raise UserError(f"--shard-size is {text}; use more than nothing")
-    return size
+    return int(size)
 
 
 def _pretrained(weights: Weights, job: Job | None) -> Pretrained | None:

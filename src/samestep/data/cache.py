@@ -27,7 +27,7 @@ Arrays = Mapping[str, NDArray[np.generic]]
 # Characters of text below which the cache doesn't pay: computing is as fast as reading.
 WORTH_KEEPING = 100_000
 
-_LIMIT = 1024  # megabytes
+_LIMIT = 1024  # MB
 _SUFFIX = ".safetensors"
 _CHECKSUM = "sha256"
 _READABLE = (SafetensorError, OSError, ValueError, KeyError)  # what reading a damaged file raises

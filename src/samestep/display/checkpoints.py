@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.filesize import decimal
 
 from samestep.checkpoint.folder import FoundCheckpoint, best_of
 from samestep.checkpoint.inspect import COMPLETE, UNFINISHED, ListedCheckpoint
@@ -12,6 +11,7 @@ from samestep.convert.convert import Converted
 from samestep.convert.formats import Contents
 from samestep.display.tables import numbers, plain_console, table, texts, values_table
 from samestep.errors import UserError
+from samestep.sizes import decimal_size
 
 
 def print_listed(
@@ -42,14 +42,14 @@ def _listed_row(listed: ListedCheckpoint, *, is_best: bool) -> list[str]:
     info = listed.info
     if info is None:
         state = listed.state if listed.state == UNFINISHED else "damaged"
-        return ["", "", "", "", "", decimal(listed.bytes), listed.path.name, state]
+        return ["", "", "", "", "", decimal_size(listed.bytes), listed.path.name, state]
     return [
         f"{info.step:,}",
         "" if info.epoch is None else str(info.epoch),
         info.saved_at[5:16].replace("T", " "),
         info.layout or "weights",
         str(info.processes or ""),
-        decimal(listed.bytes),
+        decimal_size(listed.bytes),
         ", ".join(f"{name} {value:.4g}" for name, value in info.metrics.items()),
         "the best" if is_best else listed.state,
     ]
@@ -76,14 +76,14 @@ def print_contents(contents: Contents, console: Console | None = None) -> None:
     if contents.info is not None:
         _print_info(contents, console)
     tensors = [
-        [held.name, " x ".join(map(str, held.shape)) or "a number", held.dtype, decimal(held.bytes)]
+        [held.name, " x ".join(map(str, held.shape)) or "a number", held.dtype, decimal_size(held.bytes)]
         for held in contents.tensors
         if held.kind == "model"
     ]
     tied = [[name, f"as {known}", "", ""] for name, known in contents.tied.items()]
     columns = [*texts("tensor", "shape", "dtype"), *numbers("size")]
     console.print(table(columns, [*tensors, *tied], title="model", lines="head"))
-    sizes = [[kind, decimal(size)] for kind, size in contents.bytes_by_kind().items()]
+    sizes = [[kind, decimal_size(size)] for kind, size in contents.bytes_by_kind().items()]
     console.print(table([*texts(""), *numbers("size")], sizes, lines="head"))
 
 
@@ -100,7 +100,7 @@ def _print_info(contents: Contents, console: Console) -> None:
         "engine": info.engine,
         "task": info.recipe.get("task"),
         "metrics": ", ".join(f"{name} {value:.6g}" for name, value in info.metrics.items()),
-        "files": f"{len(info.files)}, {decimal(sum(each.bytes for each in info.files.values()))}",
+        "files": f"{len(info.files)}, {decimal_size(sum(each.bytes for each in info.files.values()))}",
         "versions": ", ".join(f"{name} {version}" for name, version in info.versions.items()),
     }
     console.print(values_table({name: str(value) for name, value in rows.items() if value not in (None, "")}))
@@ -116,7 +116,7 @@ def print_verified(faults: Mapping[Path, str | None], console: Console | None = 
 def print_converted(converted: Converted, console: Console | None = None) -> None:
     """One line: what was written, of what, from where."""
     console = console or plain_console(highlight=False)
-    size = decimal(converted.bytes)
+    size = decimal_size(converted.bytes)
     console.print(
         f"{converted.target}: {converted.to_format}, {converted.tensors:,} tensors, {size}, "
         f"from {converted.from_format} in {converted.source}",

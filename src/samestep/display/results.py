@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from samestep.comm.traffic import KINDS
-from samestep.display.tables import WIDTH, Table, bytes_shown, numbers, plain_console, table, texts, values_table
+from samestep.display.tables import WIDTH, Table, numbers, plain_console, table, texts, values_table
 from samestep.fault_tolerance.pace import lagging
 from samestep.profiling.breakdown import CATEGORIES, Profile
+from samestep.sizes import decimal_size
 from samestep.training.evaluation import scalars
 from samestep.training.result import TrainResult, is_curve
 from samestep.training.usage import Usage
@@ -76,7 +77,7 @@ def print_usage(
         counts = [usage.get(name, 0) for usage in usages]
         if name in _ALWAYS_SHOWN or any(counts):
             shown = counts if few else [min(counts), max(counts)]
-            rows.append([_HELD.get(name, f"sent by {name}"), *map(bytes_shown, shown)])
+            rows.append([_HELD.get(name, f"sent by {name}"), *map(decimal_size, shown)])
     console.print(table([*texts(""), *numbers(*titles)], rows, title="bytes of a rank in one step"))
 
 
@@ -124,7 +125,7 @@ def print_rehearsals(ranks: "Sequence[Rehearsal]", console: Console | None = Non
         return
     columns = [*texts("collective", "axis"), *numbers("ranks", "count", "sent")]
     rows = [
-        [each.kind, each.axis, str(each.ranks), f"{each.count:,}", bytes_shown(each.sent)]
+        [each.kind, each.axis, str(each.ranks), f"{each.count:,}", decimal_size(each.sent)]
         for each in most.collectives
     ]
     console.print(table(columns, rows, title=f"messages of rank {most.rank} in one step"))

@@ -91,14 +91,6 @@ def values_table(values: Mapping[str, str], *, title: str | None = None) -> Tabl
     return made
 
 
-def bytes_shown(count: float) -> str:
-    """Three digits and a unit: 1.23 MB is 1,230,000 bytes."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
 def formatted(value: float | None, pattern: str, unit: float = 1.0) -> str:
     """A number of some unit by a pattern such as "{:.1f}"; no text where there is no number."""
     return "" if value is None else pattern.format(value / unit)

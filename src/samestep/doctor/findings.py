@@ -117,10 +117,6 @@ class ExaminationRequest:
 Check = Callable[[ExaminationRequest], Iterable[DoctorFinding]]
 
 
-def in_gib(count: float) -> str:
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
-
-
 _STYLES: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 

@@ -19,12 +19,13 @@ import psutil
 from packaging.requirements import Requirement
 
 from samestep import environment
-from samestep.doctor.findings import DoctorFinding, ExaminationRequest, in_gib, ok, problem, warning
+from samestep.doctor.findings import DoctorFinding, ExaminationRequest, ok, problem, warning
 from samestep.engines import ENGINES
 from samestep.engines.registry import resolve
 from samestep.launch.affinity import cores as usable_cores
 from samestep.launch.device import accelerator_names, build
 from samestep.launch.memory import cgroup_limit
+from samestep.sizes import binary_size
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -106,9 +107,9 @@ def memory(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     there, limit = psutil.virtual_memory(), cgroup_limit()
     total, free = there.total, there.available
     values: dict[str, Any] = {"total_bytes": total, "available_bytes": free, "limit_bytes": limit}
-    text = f"{in_gib(free)} of {in_gib(total)} are free"
+    text = f"{binary_size(free)} of {binary_size(total)} are free"
     if limit is not None and limit < total:
-        text += f"; a limit of {in_gib(limit)} on this process's group"
+        text += f"; a limit of {binary_size(limit)} on this process's group"
     if min(free, limit or free) < _LITTLE:
         yield warning("memory", text, "end what else holds memory, or ask for a larger machine", **values)
     else:
@@ -121,7 +122,7 @@ def swap(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     if used > _LITTLE // 4:
         yield warning(
             "swap",
-            f"{in_gib(used)} are swapped out: ranks that wait for the disk make every other rank wait",
+            f"{binary_size(used)} are swapped out: ranks that wait for the disk make every other rank wait",
             "end what else holds memory, or take fewer ranks, smaller micro-batches or more sharding",
             used_bytes=used,
         )
@@ -136,7 +137,7 @@ def shared_memory(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
         return
     total, _, free = shutil.disk_usage(SHARED)
     values: dict[str, Any] = {"total_bytes": total, "free_bytes": free}
-    text = f"{in_gib(free)} of {in_gib(total)} are free in {SHARED}"
+    text = f"{binary_size(free)} of {binary_size(total)} are free in {SHARED}"
     if free < _CONTAINER_DEFAULT // 4:
         remedy = f"remove unused files from {SHARED}, or give the container more: docker run --shm-size=8g"
         yield problem("shared memory", text, remedy, **values)
@@ -175,7 +176,7 @@ def _folder(subject: str, folder: Path, remedy: str) -> DoctorFinding:
             file.write(b"samestep")
     except OSError as error:
         return problem(subject, f"{folder} can't be written: {error.strerror}", remedy, **values)
-    text = f"{folder} can be written, {in_gib(free)} of {in_gib(total)} are free"
+    text = f"{folder} can be written, {binary_size(free)} of {binary_size(total)} are free"
     if free < _TOO_LITTLE:
         return problem(subject, text, f"remove old runs and checkpoints, or {remedy}", **values)
     if free < _LITTLE_ON_DISK:
@@ -206,7 +207,7 @@ def locked_memory(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     there = any(Path("/sys/class/infiniband").glob("*"))
-    text = "no limit" if unlimited else f"a process may lock {in_gib(soft)}"
+    text = "no limit" if unlimited else f"a process may lock {binary_size(soft)}"
     values: dict[str, Any] = {"soft_bytes": None if unlimited else soft, "infiniband": there}
     if there and not unlimited:
         remedy = "ulimit -l unlimited before the start, or docker run --ulimit memlock=-1"

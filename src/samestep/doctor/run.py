@@ -9,9 +9,10 @@ from typing import Any
 
 import psutil
 
-from samestep.doctor.findings import DoctorFinding, in_gib, ok, problem, warning
+from samestep.doctor.findings import DoctorFinding, ok, problem, warning
 from samestep.doctor.run_files import FAULTS_FILE, METRICS_FILE, RunFiles, number, read_run
 from samestep.job_plan.after_run import PLAN_FILE, STEP, PlanTerm, furthest, terms
+from samestep.sizes import binary_size
 from samestep.training.result import REPORT_FILE
 
 
@@ -297,7 +298,7 @@ def memory(run: RunFiles) -> Iterator[DoctorFinding]:
     if not isinstance(peaks, list) or report.get("device") != "cpu":
         return
     held = sum(value for each in peaks if (value := number(each)) == value)
-    text = f"the ranks held {in_gib(held)} at their peaks; this machine has {in_gib(total)}"
+    text = f"the ranks held {binary_size(held)} at their peaks; this machine has {binary_size(total)}"
     if held > _FULL * total:
         remedy = "if it ran here: more sharding (fsdp), recompute=full, a smaller run.micro_batch, or fewer ranks"
         yield warning("memory", text, remedy, held_bytes=held, total_bytes=total)
@@ -347,7 +348,7 @@ def plan(run: RunFiles) -> Iterator[DoctorFinding]:
 def _both_values(term: PlanTerm) -> str:
     if term.unit == "s":
         return f"{term.planned:.3g} s planned, {term.measured:.3g} s measured"
-    return f"{in_gib(term.planned)} planned, {in_gib(term.measured)} measured"
+    return f"{binary_size(term.planned)} planned, {binary_size(term.measured)} measured"
 
 
 CHECKS: Mapping[str, Callable[[RunFiles], Iterable[DoctorFinding]]] = {

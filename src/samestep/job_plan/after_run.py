@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from samestep.display.tables import bytes_shown
+from samestep.sizes import decimal_size
 
 if TYPE_CHECKING:
     from samestep.job_plan.predict import Prediction
@@ -91,5 +91,5 @@ def lines_of(found: Sequence[PlanTerm]) -> list[str]:
 def _shown(term: PlanTerm) -> str:
     """Format a term as planned and as measured, with the relative error."""
     numbers = (term.planned, term.measured)
-    told = " and ".join(f"{each:.3g} s" if term.unit == "s" else bytes_shown(each) for each in numbers)
+    told = " and ".join(f"{each:.3g} s" if term.unit == "s" else decimal_size(each) for each in numbers)
     return told + ("" if term.error is None else f" ({term.error:+.0%})")

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from samestep import environment
-from samestep.display.tables import bytes_shown
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.job_plan.machine import this_machine
 from samestep.job_plan.plan import JobPlan, plan_job
 from samestep.job_plan.predict import Prediction, slower_by
 from samestep.launch.device import accelerators
+from samestep.sizes import decimal_size
 
 _LIMIT = 60.0  # seconds for rehearsals
 
@@ -44,7 +44,7 @@ def _why(plan: JobPlan) -> list[str]:
     told = ", ".join(f"{cause} {seconds / best.seconds:.0%}" for cause, seconds in shares if seconds)
     too_large = len(plan.predictions) - len(plan.fitting)
     lines = [
-        f'layout auto: "{best.layout}", planned at {best.seconds:.3g} s a step and {bytes_shown(best.peak_bytes)} a '
+        f'layout auto: "{best.layout}", planned at {best.seconds:.3g} s a step and {decimal_size(best.peak_bytes)} a '
         f"rank: the fastest of {tried} layouts, of which {len(plan.refused)} can't be had and {too_large} don't fit",
         f"its step: {told}",
     ]

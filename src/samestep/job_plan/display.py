@@ -6,11 +6,12 @@ from html import escape
 from rich.console import Console
 
 from samestep.display.page import Cell, Heading, html_table, plain_document
-from samestep.display.tables import bytes_shown, formatted, numbers, plain_console, table, texts
+from samestep.display.tables import formatted, numbers, plain_console, table, texts
 from samestep.job_plan.machine import CAUSES
 from samestep.job_plan.measure import Measured
 from samestep.job_plan.plan import JobPlan
 from samestep.job_plan.predict import Prediction, slower_by
+from samestep.sizes import decimal_size
 
 # Okabe and Ito's colours, which people who see few colours tell apart.
 _CAUSES: Mapping[str, str] = dict(
@@ -44,7 +45,7 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
             each.layout,
             each.bound if each.fits else "does not fit",
             *([str(each.micro_batch or "whole")] if sizes else []),
-            bytes_shown(each.peak_bytes),
+            decimal_size(each.peak_bytes),
             f"{each.seconds:.3g}",
             f"{each.seconds / best.seconds:.2f}",
             _slower(each, best),
@@ -93,8 +94,8 @@ def _measured_cells(measured: Measured) -> list[str]:
         f"{predicted.seconds:.3g}",
         f"{measured.seconds:.3g}",
         f"{measured.error:+.0%}",
-        bytes_shown(predicted.peak_bytes),
-        bytes_shown(measured.peak_bytes),
+        decimal_size(predicted.peak_bytes),
+        decimal_size(measured.peak_bytes),
     ]
 
 
@@ -115,7 +116,7 @@ def page(plan: JobPlan, measured: Sequence[Measured], title: str) -> str:
             ),
             Cell(f"{each.seconds:.3g}"),
             Cell(_bar(each.parts, _CAUSES, slowest)),
-            Cell(bytes_shown(each.peak_bytes)),
+            Cell(decimal_size(each.peak_bytes)),
             Cell(_bar(_fullest(plan, index), _MEMORY, fullest)),
         ]
         for index, each in enumerate(plan.predictions)

@@ -11,6 +11,7 @@ from samestep.job import Job
 from samestep.job_plan.machine import TargetMachine
 from samestep.job_plan.predict import Prediction, predict
 from samestep.layout import Layout
+from samestep.sizes import decimal_size
 from samestep.training.rehearsal import Rehearsal
 
 LIMIT = 120.0  # seconds of rehearsing
@@ -71,7 +72,7 @@ class JobPlan:
         least = min(self.predictions, key=lambda each: each.peak_bytes)
         raise UserError(
             f'no layout fits on {self.machine.devices} x {self.machine.name}: the smallest, "{least.layout}", needs '
-            f"{least.peak_bytes / 1e9:.2f} GB a rank; use more devices or a smaller batch"
+            f"{decimal_size(least.peak_bytes)} a rank; use more devices or a smaller batch"
         )
 
     def again(self, job: Job, machine: TargetMachine) -> "JobPlan":

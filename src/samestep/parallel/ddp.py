@@ -49,8 +49,8 @@ def replicate(
 ) -> DistributedDataParallel | ValuelessReplicas:
     """Wrap a module so that backward averages its gradients over `group`, or on the ranks that own them.
 
-    `apart`: parameters whose gradients it leaves alone. `bucket_mb`: megabytes (1,048,576 bytes) of gradients that
-    are sent together; None: PyTorch's 25, and fewer where plain averages go through one stream a host.
+    `apart`: parameters whose gradients it leaves alone. `bucket_mb`: MiB of gradients that are sent
+    together; None: PyTorch's 25, and fewer where plain averages go through one stream a host.
     """
     # A rehearsal on the meta device: the same messages are counted, and none is sent.
     if not all(map(has_values, module.parameters())):
@@ -87,7 +87,7 @@ def replicate(
     return replicated
 
 
-# Megabytes of a bucket between hosts. Over a link of 1 Gbit/s 0.5 MB takes 4 ms, ten times a message's latency.
+# MiB of a bucket between hosts. Over a link of 1 Gbit/s 0.5 MiB takes 4 ms, ten times a message's latency.
 _LEAST_BETWEEN_HOSTS, _PYTORCHS_DEFAULT = 0.5, 25.0
 _BUCKETS_BETWEEN_HOSTS = 8
 

@@ -83,7 +83,7 @@ class Details:
     attention_dropout: bool = True
     # Rows of logits that the output layer and cross-entropy compute at a time; None: all.
     loss_chunk: int | None = None
-    # Size of gradient buckets in megabytes; None: DistributedDataParallel's default.
+    # Size of gradient buckets in MiB; None: DistributedDataParallel's default.
     bucket_mb: float | None = None
     # Buffers that are a mean or a sum over the batch (name or pattern -> "mean" or "sum").
     batch_buffers: Mapping[str, str] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from samestep.errors import UserError
 from samestep.parallel.valueless import has_values
+from samestep.sizes import decimal_size
 
 
 def address(tensor: Tensor) -> int:
@@ -93,7 +94,7 @@ class MappedFile:
             os.posix_fallocate(self._file.fileno(), self._end, size)
         except OSError as error:
             raise UserError(
-                f"offload to {self._folder}: {error.strerror} after {self._end / 1e9:.1f} GB; "
+                f"offload to {self._folder}: {error.strerror} after {decimal_size(self._end)}; "
                 "set run.offload_folder to a folder with more room"
             ) from None
         # The offset in the last mapping.

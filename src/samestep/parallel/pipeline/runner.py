@@ -52,7 +52,7 @@ class Pipeline(ParallelModel):
         bucket_mb: float | None = None,
         **common: Any,
     ) -> None:
-        """`bucket_mb`: size of gradient buckets in megabytes; None: 25."""
+        """`bucket_mb`: size of gradient buckets in MiB; None: 25."""
         super().__init__(**common)
         self.timeline = self.times = Timeline(layout, mesh.group("pipeline"), device)
         self.cut = cut
