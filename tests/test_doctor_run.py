@@ -195,7 +195,7 @@ PLANTED = {
         change=lambda steps: None,
         subject="memory",
         verdict="warning",
-        text="the ranks held 60.0 GiB at their peaks; this machine has 64.0 GiB",
+        text="the ranks held 60 GiB at their peaks; this machine has 64 GiB",
         report={**REPORT, "peak_memory_bytes": [30 * 2**30, 30 * 2**30]},
     ),
 }

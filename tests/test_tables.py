@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from samestep.display.tables import Table, formatted, numbers, table, texts, values_table
+from samestep.sizes import binary_size, decimal_size, parse_size
 
 pytestmark = pytest.mark.quick
 
@@ -58,3 +59,31 @@ def test_a_number_that_is_missing_is_blank() -> None:
         "0",
         "",
     )
+
+
+def test_bytes_have_three_digits_in_units_of_1000_and_a_decimal_in_units_of_1024() -> None:
+    assert [decimal_size(count) for count in (0, 999, 1000, 1_234_567, 999_700, 4e10)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "1.23 MB",
+        "1 MB",
+        "40 GB",
+    ]
+    assert [binary_size(count) for count in (1023, 1024, 1536, 2**20 - 1, 60 * 2**30)] == [
+        "1023 B",
+        "1 KiB",
+        "1.5 KiB",
+        "1 MiB",
+        "60 GiB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "decimal", "binary"),
+    [("4GB", 4e9, 2**32), ("4GiB", 2**32, 2**32), ("1.5 kb", 1500, 1536), ("7", 7, 7), ("K", None, None)],
+)
+def test_a_kib_has_1024_bytes_and_a_kb_what_its_reader_says(
+    text: str, decimal: float | None, binary: float | None
+) -> None:
+    assert (parse_size(text, kilo=1000), parse_size(text, kilo=1024)) == (decimal, binary)
