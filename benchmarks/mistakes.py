@@ -186,7 +186,7 @@ def main() -> None:
             rows[mistake.name] = mistake.differences()
     rows["evaluation, 1 sample twice"] = counted_twice()
 
-    table = Table(title=f"dp2 beside one process, {STEPS} steps: largest relative differences")
+    table = Table(title=f"dp2 versus one process, {STEPS} steps: largest relative differences")
     table.add_column("mistake")
     columns = ("loss", "grad_norm", "parameters", "metrics")
     for name in columns:

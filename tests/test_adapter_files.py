@@ -109,7 +109,7 @@ def test_another_base_is_refused(trained: tuple[Job, Path], tmp_path: Path) -> N
             return model
 
     other = replace(job.recipe, task=Other(kind=job.recipe.task.kind, layers=2))
-    with pytest.raises(CheckpointError, match="was trained beside other frozen parameters"):
+    with pytest.raises(CheckpointError, match="was trained with other frozen parameters"):
         load_model(other, folder)
     resume = Checkpointing(resume=str(folder))
     with pytest.raises(CheckpointError):

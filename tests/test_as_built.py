@@ -136,7 +136,7 @@ class Halved(Points):
     [
         (Noisy(), {"check": False}, "its forward draws random numbers"),
         (Halved(), {}, "it computes in bfloat16"),
-        (Chaotic(), {"check": False}, "beside which no fault can be seen"),
+        (Chaotic(), {"check": False}, "which would hide any fault"),
         (Points(dropout=0.1), {"dropout": True}, "dropout drops other elements"),
     ],
     ids=lambda value: "",

@@ -282,7 +282,7 @@ def test_verify_prints_and_writes_its_proof(place: Path, capfd: pytest.CaptureFi
     assert proof == {**told, "communication": None, "rounding": None, "departure": None}
     assert differences.keys() == {"loss", "grad_norm", "parameters", "metrics"}
     assert max(differences.values()) < 1e-10
-    assert "dp2 beside one process, 2 steps in float64" in done.out
+    assert "dp2 versus one process, 2 steps in float64" in done.out
     assert "\nthe same step (tolerance 1e-10)" in done.out
     assert done.err == ""
 

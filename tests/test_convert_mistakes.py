@@ -91,7 +91,7 @@ def place(tmp_path: Path, mlp_file: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
         ("zip.pt new.safetensors --from state-dict", "zip.pt is damaged"),
         ("garbage.safetensors new.pt", "garbage.safetensors is damaged"),
         ("cut.safetensors new.pt", "cut.safetensors is damaged"),
-        ("out.safetensors.index.json new.pt", "the names of files beside it alone"),
+        ("out.safetensors.index.json new.pt", "use names of files in its folder"),
         ("lacks.safetensors.index.json new.pt", "there is no file missing.safetensors"),
         ("wrong.safetensors.index.json new.pt", "says that a file holds weight, and it doesn't"),
         ("none.safetensors.index.json new.pt", "is no index of safetensors files"),

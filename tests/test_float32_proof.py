@@ -26,7 +26,7 @@ import samestep
 from samestep.engines.base import Engine
 from samestep.job import Job, Run
 from samestep.proof import Proof, proof_job
-from samestep.training.rounding import RoundingFound, beside_rounding, measure, worst_of
+from samestep.training.rounding import RoundingFound, measure, share_of_rounding, worst_of
 
 EVERY = ("", *MISTAKES, SUMMED)  # "": none
 POINTS = samestep.Recipe(
@@ -205,10 +205,10 @@ def test_a_tensor_that_was_lucky_is_allowed_what_others_are() -> None:
 def test_what_the_rounding_of_a_gradient_moves_is_taken_off() -> None:
     theirs = torch.zeros(2, dtype=torch.float64)
     move = torch.tensor([0.0, 1e-2], dtype=torch.float64)
-    assert beside_rounding(torch.tensor([0.0, 9e-3]), theirs, move, 1e-9) == 0
-    assert beside_rounding(torch.tensor([9e-3, 0.0]), theirs, move, 1e-9) > 1000
-    assert beside_rounding(torch.tensor([math.nan, 0.0]), theirs, move, 1e-9) == math.inf
-    assert beside_rounding(torch.zeros(3), theirs, move, 1e-9) == math.inf
+    assert share_of_rounding(torch.tensor([0.0, 9e-3]), theirs, move, 1e-9) == 0
+    assert share_of_rounding(torch.tensor([9e-3, 0.0]), theirs, move, 1e-9) > 1000
+    assert share_of_rounding(torch.tensor([math.nan, 0.0]), theirs, move, 1e-9) == math.inf
+    assert share_of_rounding(torch.zeros(3), theirs, move, 1e-9) == math.inf
 
 
 @pytest.mark.quick

@@ -83,7 +83,7 @@ def dry_run(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> Sequ
 
 def train_job(job: Job) -> TrainResult:
     """Train a job: as one rank where a launcher has started this process, else on ranks that are started here."""
-    round_ = Round.told()
+    round_ = Round.from_agent()
     if round_ is not None:
         job = _of_round(job, round_)
     job, layout = _settled(job)
@@ -130,8 +130,8 @@ def _trained(job: Job, layout: Layout) -> TrainResult | InterruptedJobError | No
 def _train_rank(
     job: Job, layout: Layout, round_: Round | None = None
 ) -> TrainResult | InterruptedJobError | NonFiniteError:
-    """Train on this rank. `round_`: None for the round that the node's agent has told this rank, if any."""
-    round_ = round_ or Round.told() or Round()
+    """Train on this rank. `round_`: None for the round that the node's agent has given to this rank, if any."""
+    round_ = round_ or Round.from_agent() or Round()
     if round_.number > 0:
         job = again(job)
     with (

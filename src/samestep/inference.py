@@ -142,11 +142,13 @@ def _with_adapter(recipe: Recipe, weights: Weights) -> Recipe:
     if weights.base is None and not any(".lora_A." in f".{name}" for name in weights.entries):
         # Groups may name adapters' parameters, and some optimizers, such as Muon, accept matrices only.
         return replace(recipe, adapter=None, groups=(), optimizer=AdamW())
-    told = weights.base.adapter if weights.base is not None else {}
+    known = weights.base.adapter if weights.base is not None else {}
     for key, value in (("r", recipe.adapter.rank), ("lora_alpha", recipe.adapter.alpha)):
-        if key in told and told[key] != value:
+        if key in known and known[key] != value:
             name = {"r": "rank", "lora_alpha": "alpha"}[key]
-            raise CheckpointError(f"recipe.adapter.{name} is {value}, and the adapters were trained with {told[key]}")
+            raise CheckpointError(
+                f"recipe.adapter.{name} is {value}, and the adapters were trained with {known[key]}"
+            )
     return recipe
 
 

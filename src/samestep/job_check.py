@@ -115,7 +115,7 @@ def print_checked(found: CheckResult) -> None:
         largest = max(row.proof.max_relative_difference.values()) if row.proof else None
         rows.append([row.layout, row.verdict, formatted(largest, "{:.1e}")])
     columns = [*texts("layout", "", whole=True), *numbers("largest difference", whole=True)]
-    console.print(table(columns, rows, title="layouts, each tried for two steps beside one process in float64"))
+    console.print(table(columns, rows, title="layouts, each tried for two steps versus one process in float64"))
     for row in found.layouts:
         if row.reason or row.failure:
             console.print(f"{row.verdict}: {row.reason or row.failure}", soft_wrap=True)

@@ -202,15 +202,15 @@ _PATH_KEYS = ("source", "eval_source", "folder", "tokenizer")
 
 
 def _resolve_paths(job: Job, file: Path) -> Job:
-    """Turn relative paths that exist beside the job file into absolute ones.
+    """Turn relative paths that exist next to the job file into absolute ones.
 
-    A path is looked for beside the job file, then in the current folder (where it is left as it is). A word
+    A path is looked for next to the job file, then in the current folder (where it is left as it is). A word
     without a dot or a slash is a name, not a path.
     """
     recipe = job.recipe
     base = file.resolve().parent
 
-    def beside(text: Any) -> Any:
+    def next_to_job(text: Any) -> Any:
         """Resolve a path relative to the job file's folder if it exists there; else return the text."""
         if not isinstance(text, str) or Path(text).is_absolute():
             return text
@@ -221,22 +221,22 @@ def _resolve_paths(job: Job, file: Path) -> Job:
         found = str(candidate) + (":" + rest if colon else "")
         return Expanded(found, text.written) if isinstance(text, Expanded) else found
 
-    task = beside(recipe.task)
-    data = {key: beside(value) if key in _PATH_KEYS else value for key, value in recipe.data.items()}
-    model = {key: beside(value) if key in _PATH_KEYS else value for key, value in recipe.model.items()}
+    task = next_to_job(recipe.task)
+    data = {key: next_to_job(value) if key in _PATH_KEYS else value for key, value in recipe.data.items()}
+    model = {key: next_to_job(value) if key in _PATH_KEYS else value for key, value in recipe.model.items()}
     config = job.run.engine_config
     if config is not None and not config.is_absolute() and _exists(base / config):
         job = replace(job, run=replace(job.run, engine_config=base / config))
-    named = {"optimizer": _beside_optimizer(recipe.optimizer, beside)}
+    named = {"optimizer": _resolved_optimizer(recipe.optimizer, next_to_job)}
     groups = tuple(
-        replace(group, optimizer=_beside_optimizer(group.optimizer, beside)) if group.optimizer else group
+        replace(group, optimizer=_resolved_optimizer(group.optimizer, next_to_job)) if group.optimizer else group
         for group in recipe.groups
     )
     return replace(job, recipe=replace(recipe, task=task, data=data, model=model, groups=groups, **named))
 
 
-def _beside_optimizer(optimizer: Any, beside: Callable[[Any], Any]) -> Any:
-    return replace(optimizer, name=beside(optimizer.name)) if isinstance(optimizer, NamedOptimizer) else optimizer
+def _resolved_optimizer(optimizer: Any, resolve: Callable[[Any], Any]) -> Any:
+    return replace(optimizer, name=resolve(optimizer.name)) if isinstance(optimizer, NamedOptimizer) else optimizer
 
 
 def _exists(path: Path) -> bool:

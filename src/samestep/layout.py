@@ -251,8 +251,8 @@ class Layout:
             return
         divisors = [n for n in range(1, divisible + 1) if divisible % n == 0]
         nearest = sorted(sorted(divisors, key=lambda n: abs(n - parts))[:6])
-        would_do = _either([f"{letters}{n}" for n in nearest])
-        raise LayoutError(f'layout "{letters}{parts}": {total} {what} are not divisible by {parts}; use {would_do}')
+        fitting = _either([f"{letters}{n}" for n in nearest])
+        raise LayoutError(f'layout "{letters}{parts}": {total} {what} are not divisible by {parts}; use {fitting}')
 
 
 def _whole_order(order: str) -> list[str]:

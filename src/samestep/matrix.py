@@ -91,9 +91,9 @@ class MatrixRow:
     @property
     def words(self) -> Sequence[str]:
         """Reasons for the verdict beyond the differences."""
-        told = self.reason or self.failure
-        if told or self.proof is None or self.proof.same_step:
-            return [told] if told else []
+        why = self.reason or self.failure
+        if why or self.proof is None or self.proof.same_step:
+            return [why] if why else []
         return self.proof.words()
 
     def to_json(self) -> dict[str, Any]:

@@ -59,13 +59,13 @@ from samestep.training.rounding import (
     Allowed,
     Rounding,
     RoundingFound,
-    beside_rounding,
     difference,
     largest,
     largest_named,
     pairs,
     relative,
     relative_tensors,
+    share_of_rounding,
     state_name,
     worst_of,
 )
@@ -125,7 +125,7 @@ class Proof:
         return {**without_nonfinite(values), "same_step": self.same_step}
 
     def words(self) -> Sequence[str]:
-        """Remarks beside the differences: a line for each non-finite value, and on the model as built."""
+        """Remarks on the differences: a line for each non-finite value, and on the model as built."""
         model = [self.as_built.words()] if self.as_built is not None else []
         rounding = [self.rounding.words()] if self.rounding is not None else []
         first = [self.departure.words()] if self.departure is not None else []
@@ -305,7 +305,7 @@ def hold_against(
     }
     rounding = None
     if rule is not None and expected.allowed is not None:
-        rounding = _beside_rounding(training.session.trainer, weights, expected, known, world.device)
+        rounding = _shares_of_rounding(training.session.trainer, weights, expected, known, world.device)
         if rule.found is not None:
             rounding = replace(rounding, update=rule.found.worst, worst_update=rule.found.parameter)
     everyone: list[Any] = [None] * world.world_size
@@ -351,7 +351,7 @@ def tolerance_of(allowed: Allowed | None) -> float:
     return max(FLOAT32_TOLERANCE, _TIMES_MEASURED * measured)
 
 
-def _beside_rounding(
+def _shares_of_rounding(
     trainer: Trainer,
     weights: Sequence[tuple[str, Tensor]],
     expected: Reference,
@@ -369,7 +369,10 @@ def _beside_rounding(
         for name, mine in tensors:
             mine = as_real(mine).to(device)
             theirs = _from_rank_0(values, name, mine, device)
-            yield name, beside_rounding(mine, theirs, _from_rank_0(moves, name, mine, device), typical.get(name, 0.0))
+            yield (
+                name,
+                share_of_rounding(mine, theirs, _from_rank_0(moves, name, mine, device), typical.get(name, 0.0)),
+            )
 
     worst_parameter, parameters = largest_named(compared(weights))
     state = [

@@ -168,7 +168,7 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LoRA:
-    """Low-rank adapters, which are trained, beside the task's model, which stays as it is (Hu et al. 2021)."""
+    """Low-rank adapters, which are trained, in the task's model, which stays as it is (Hu et al. 2021)."""
 
     kind: Literal["lora"] = "lora"
     rank: Positive = 8

@@ -191,6 +191,6 @@ def check_base(base: Base, names: Collection[str], found: str, where: Any) -> No
             raise CheckpointError(f"checkpoint {where} leaves out {name}, and the job's model has no such parameter")
     if found != base.fingerprint:
         raise CheckpointError(
-            f"checkpoint {where} was trained beside other frozen parameters than those of the job's model; "
+            f"checkpoint {where} was trained with other frozen parameters than those of the job's model; "
             "use the base that it was trained with (the same recipe.model, and the same files in its folder)"
         )

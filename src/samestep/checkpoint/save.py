@@ -102,7 +102,7 @@ class Saver:
         self.idle_group()
         began = time.perf_counter()
         if self._asynchronous:
-            self._writing = _beside(partial(self._write, self._copied(pieces), info))
+            self._writing = _in_background(partial(self._write, self._copied(pieces), info))
         else:
             self._write(pieces, info)
         self.waited_seconds += time.perf_counter() - began
@@ -200,7 +200,7 @@ class Saver:
             raise _as_error(where, found)
 
 
-def _beside(write: Callable[[], None]) -> Future[None]:
+def _in_background(write: Callable[[], None]) -> Future[None]:
     """Call a function in a daemon thread, for which the process does not wait at its exit."""
     result: Future[None] = Future()
 

@@ -66,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except UserError as error:
         # All ranks of a launcher raise the same error before they meet; rank 0 prints it.
-        told = job_options.tell_launcher(f"samestep: {error}")
+        by_launcher = job_options.tell_launcher(f"samestep: {error}")
         if job_options.is_main():
             print(f"samestep: {error}", file=sys.stderr)
-        elif not told:
+        elif not by_launcher:
             with suppress(KeyboardInterrupt):
                 time.sleep(_FIRST_TELLS)  # a launcher ends the others as soon as one rank has ended
         return 2

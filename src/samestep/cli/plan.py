@@ -40,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", metavar="NAME", help="between nodes: ndr, ethernet-100, ... (default: likewise)")
     parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sample (default: the model's)")
     parser.add_argument(
-        "--adapter", type=int, default=0, metavar="RANK", help="fine-tune adapters of this rank beside frozen weights"
+        "--adapter",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="fine-tune adapters of this rank, with frozen weights",
     )
     parser.add_argument(
         "--global-batch", type=int, metavar="N", help="samples of a step (default: 4 or 16 Mi tokens)"

@@ -113,7 +113,7 @@ def _with_layout(options: argparse.Namespace, job: "Job") -> "Chosen":
 
 
 def _print_planned_and_measured(chosen: "Chosen", result: "TrainResult") -> None:
-    """Print the plan beside the run's measurements, and save it into the run's folder for `samestep doctor`."""
+    """Print the plan next to the run's measurements, and save it into the run's folder for `samestep doctor`."""
     from samestep.doctor.run_files import read_run
     from samestep.job_plan.after_run import lines_of, terms, write_plan
 
@@ -172,7 +172,7 @@ def _rehearse(job: "Job", world_size: int, file: Path | None) -> int:
     from samestep.display.results import print_rehearsals
 
     ranks = rehearse_job(job, world_size)
-    told = {"world_size": world_size, "layout": job.run.layout, "ranks": [each.to_json() for each in ranks]}
-    output_files.write_json(file, told)
+    values = {"world_size": world_size, "layout": job.run.layout, "ranks": [each.to_json() for each in ranks]}
+    output_files.write_json(file, values)
     print_rehearsals(ranks)
     return 0

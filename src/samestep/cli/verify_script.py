@@ -53,7 +53,7 @@ _OF_JOBS = (
 
 
 def check_absent(options: argparse.Namespace) -> None:
-    """Raise UserError for an option of scripts that stands beside a job file."""
+    """Raise UserError for an option of scripts that is given with a job file."""
     if given := [name for name in _OWN if getattr(options, name) is not None]:
         raise UserError(f"--{given[0].replace('_', '-')} goes with --script, a training script of your own")
 

@@ -72,14 +72,14 @@ def stream_rate(hosts: Sequence[str], address: str, control: dist.ProcessGroup, 
     if rank == 0:
         rate = _receive(address, control)
     else:
-        (at,) = _told(None, control)
+        (at,) = _from_rank_0(None, control)
         if rank == sender and at is not None:
             _send(at, seconds)
-    (rate,) = _told(rate, control)
+    (rate,) = _from_rank_0(rate, control)
     return rate
 
 
-def _told(value: object, control: dist.ProcessGroup) -> list:
+def _from_rank_0(value: object, control: dist.ProcessGroup) -> list:
     """Broadcast a value from rank 0, as a list of one item."""
     values = [value]
     dist.broadcast_object_list(values, group_src=0, group=control)
@@ -91,11 +91,11 @@ def _receive(address: str, control: dist.ProcessGroup) -> float | None:
     try:
         listening = socket.create_server((address, 0), family=family)
     except OSError:
-        _told(None, control)
+        _from_rank_0(None, control)
         return None
     with listening:
         listening.settimeout(_PATIENCE)
-        _told(listening.getsockname()[:2], control)
+        _from_rank_0(listening.getsockname()[:2], control)
         try:
             connection, _ = listening.accept()
             with connection:

@@ -30,7 +30,7 @@ def console() -> Console:
 
 
 def print_report(report: Report, out: Console | None = None) -> None:
-    """Print times beside the limit, the fitted models, and wrong results."""
+    """Print times with the limit, the fitted models, and wrong results."""
     out = out or console()
     out.print(_times(report))
     if report.fits:
@@ -84,7 +84,7 @@ def _times(report: Report) -> Table:
         columns,
         rows,
         title=f"collectives on {len(report.hosts)} ranks of {where}: time of a call, bandwidths in GB/s",
-        caption="algorithm bandwidth: bytes / median; bus bandwidth: as nccl-tests, beside "
+        caption="algorithm bandwidth: bytes / median; bus bandwidth: as nccl-tests, compared with "
         + ("the link between hosts" if hosts > 1 else "memory copies of as many bytes by all ranks at once"),
         grouped=True,
     )
@@ -110,10 +110,10 @@ def limit_lines(limits: BandwidthLimits) -> list[str]:
     """Describe the link between hosts in words; empty on one host."""
     if limits.interface is None and limits.stream is None:
         return []
-    told = f"link between hosts: {limits.interface or 'interface not known'}"
-    told += f", {limits.adapter / 1e9:.3f} GB/s by its driver" if limits.adapter else ", no rate by its driver"
+    text = f"link between hosts: {limits.interface or 'interface not known'}"
+    text += f", {limits.adapter / 1e9:.3f} GB/s by its driver" if limits.adapter else ", no rate by its driver"
     stream = f"{limits.stream / 1e9:.3f} GB/s" if limits.stream else "not measured"
-    return [f"{told}; one TCP stream: {stream}"]
+    return [f"{text}; one TCP stream: {stream}"]
 
 
 def checks_in_words(checks: Sequence[Check]) -> str:

@@ -170,8 +170,8 @@ def _timed(
     began = time.perf_counter()
     sizes = asked.sizes if COLLECTIVES[name].gives != "none" else asked.sizes[:1]
     rows = [row for size in sizes for row in measure(name, size, channels, control, asked.seconds)]
-    sizes_told = f" of {in_words(sizes)}" if COLLECTIVES[name].gives != "none" else ""
-    say(f"{name}{sizes_told}: {time.perf_counter() - began:.1f} s")
+    of_sizes = f" of {in_words(sizes)}" if COLLECTIVES[name].gives != "none" else ""
+    say(f"{name}{of_sizes}: {time.perf_counter() - began:.1f} s")
     return rows
 
 

@@ -34,7 +34,7 @@ GROUP = "(process group)"  # the first attempt with each transport and device: t
 OF_A_DEVICE = 1 + sum(1 if each.gives == "none" else len(DTYPES) for each in COLLECTIVES.values())  # attempts
 
 _TIMED_OUT = 3  # exit code of a rank whose attempt timed out
-_START = 120.0  # seconds for ranks to start, beside their attempts
+_START = 120.0  # seconds for ranks to start, in addition to their attempts
 
 
 @dataclass(frozen=True, kw_only=True)

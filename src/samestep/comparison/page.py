@@ -106,7 +106,7 @@ def _name(row: "ComparisonRow") -> Cell:
 
 
 def published(found: "Comparison") -> str:
-    """The published rows in the order of their time, each beside the fastest of our methods that do the same."""
+    """The published rows in the order of their time, each with the fastest of our methods that do the same."""
     columns = [
         (Words("published method", "已发表的方法"), "words"),
         (Words("minutes", "分钟"), ""),

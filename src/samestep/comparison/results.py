@@ -134,7 +134,7 @@ def explain(folder: Path, outcome: CommandOutcome, limit: float) -> tuple[Litera
     return "failed", "\n".join(lines[-_LINES:]) or f"it ended with exit code {outcome.code} and said nothing"
 
 
-# What methods are made of, beside what every run reports of itself.
+# What methods are made of, besides what every run reports of itself.
 _PACKAGES = ("torch", "deepspeed", "accelerate", "horovod", "tensorflow", "tensorflow-cpu", "tf_keras")
 
 

@@ -59,20 +59,20 @@ def run_forked(job: Job, folder: Path, *, limit: float) -> CommandOutcome:
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
         code: int | None = 0
-        told = ""
+        message = ""
         try:
             with _output_into(output), _limited(limit):
                 train_job(replace(job, run=replace(job.run, folder=folder)))
         except _LimitError:
             code = None
         except UserError as error:
-            code, told = 2, f"samestep: {error}\n"
+            code, message = 2, f"samestep: {error}\n"
         except (RankFailedError, NonFiniteError) as error:
-            code, told = 1, f"samestep: {error}\n"
+            code, message = 1, f"samestep: {error}\n"
         seconds = time.perf_counter() - began
         output.seek(0)
         return CommandOutcome(
-            code=code, seconds=seconds, output=output.read().decode("utf-8", errors="replace") + told
+            code=code, seconds=seconds, output=output.read().decode("utf-8", errors="replace") + message
         )
 
 

@@ -1,4 +1,4 @@
-"""The first steps of a method beside those of one process in float64: losses, gradient norms and parameters.
+"""The first steps of a method versus those of one process in float64: losses, gradient norms and parameters.
 
 Losses of a few steps say little of the update: a wrong decay hardly moves them. In float64 every parameter is held to
 a proof's tolerance; in float32 and bfloat16 to what rounding was measured to make of this job's steps. AdamW makes
@@ -20,7 +20,7 @@ from samestep.job import Job
 from samestep.parallel.complex_parameters import as_real
 from samestep.proof import FLOAT32_TOLERANCE, TOLERANCE, Reference, reference, tolerance_of
 from samestep.tasks.base import Task
-from samestep.training.rounding import beside_rounding, largest, pairs, relative, relative_tensors
+from samestep.training.rounding import largest, pairs, relative, relative_tensors, share_of_rounding
 
 STEPS = 5
 
@@ -110,7 +110,7 @@ class References:
         shared = {name: as_real(value) for name, value in mine.items() if name in theirs}
         if not shared:
             return None
-        apart = _in_float64 if known.allowed is None else _beside_rounding
+        apart = _in_float64 if known.allowed is None else _shares_of_rounding
         found = apart(shared, theirs, known)
         name = max(found, key=lambda name: found[name])
         return ParametersHeld(worst=found[name], parameter=name)
@@ -148,13 +148,13 @@ def _in_float64(mine: dict[str, Tensor], theirs: dict[str, Tensor], known: Refer
     }
 
 
-def _beside_rounding(mine: dict[str, Tensor], theirs: dict[str, Tensor], known: Reference) -> dict[str, float]:
+def _shares_of_rounding(mine: dict[str, Tensor], theirs: dict[str, Tensor], known: Reference) -> dict[str, float]:
     """Return each parameter's difference as a share of the measured rounding."""
     assert known.allowed is not None
     moves = load_file(known.allowed.moves)
     typical = known.allowed.typical
     return {
-        name: beside_rounding(value, theirs[name], moves.get(name), typical.get(name, 0.0))
+        name: share_of_rounding(value, theirs[name], moves.get(name), typical.get(name, 0.0))
         for name, value in mine.items()
     }
 

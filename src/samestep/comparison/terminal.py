@@ -80,7 +80,7 @@ def _costs(found: Comparison) -> Table:
     return table(
         columns,
         rows,
-        title="what it took and what it learned; first losses beside one process in float64",
+        title="what it took and what it learned; first losses versus one process in float64",
         caption="MB of memory: of the largest rank, of all; MB sent: by a rank in one step",
     )
 

@@ -147,8 +147,8 @@ def _named(turn: Turn | None) -> Iterator[None]:
     except ContractError as error:
         if turn is None:
             raise
-        told = str(error) == error.text
-        raise ContractError(error.part, f"turn {turn.name}: {error.text}", told=told) from error
+        complete = str(error) == error.text
+        raise ContractError(error.part, f"turn {turn.name}: {error.text}", complete=complete) from error
 
 
 def _kept_in(trial: Trial) -> Iterator[str]:

@@ -204,7 +204,7 @@ def _loss_at_fault(trial: Trial, sums: Sums, number: int, cut: int) -> str:
     if abs(whole - weighted) <= 1e-3 * abs(whole):
         return (
             f"the loss is a mean: {whole:.6g} for {number} samples, {first:.6g} and {rest:.6g} for {parts}; give the "
-            f'sum, with reduction="sum", and the count beside it{where}'
+            f'sum, with reduction="sum", and the count with it{where}'
         )
     if trial.coupled:
         return (
@@ -230,12 +230,12 @@ def _padded(trial: Trial, number: int, cut: int) -> bool:
 def _coupled(trial: Trial, sums: Sums, number: int, cut: int) -> str | None:
     """Describe what couples samples before the loss; None if each sample's output is the same in both groups."""
     together, apart = trial.sampled.batch(0, number), trial.sampled.batch(0, cut)
-    others = f"beside {number - 1} others than beside {cut - 1}"
+    others = f"with {number - 1} others than with {cut - 1}"
     indices = trial.sampled.indices
     if (row := _differs(tuple(together), tuple(apart), number, cut, trial.tolerance)) is not None:
         return (
             f"collate gives other values for sample {indices[row]} {others}: what it makes of a "
-            f"sample must not depend on the samples beside it, padding apart{line_of(trial.task.collate)}"
+            f"sample must not depend on the other samples of the batch, padding apart{line_of(trial.task.collate)}"
         )
     with trial.without_graph():
         whole, part = _ended(trial, 0, number), _ended(trial, 0, cut)

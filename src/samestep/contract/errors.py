@@ -22,10 +22,10 @@ from samestep.sizes import binary_size
 
 
 class ContractError(UserError):
-    """A part of the contract that a task breaks. `told`: `text` is the whole message, as of a UserError."""
+    """A part of the contract that a task breaks. `complete`: `text` is the whole message, as of a UserError."""
 
-    def __init__(self, part: str, text: str, *, told: bool = False) -> None:
-        super().__init__(text if told else f"the task's contract, {part}: {text}")
+    def __init__(self, part: str, text: str, *, complete: bool = False) -> None:
+        super().__init__(text if complete else f"the task's contract, {part}: {text}")
         self.part = part
         self.text = text
 
@@ -76,7 +76,7 @@ def said(part: str, what: str, of: Any = None) -> Iterator[None]:
         place = place_of(error)
         where = at(place) if place is not None or of is None else line_of(of)
         given = where if place is None or place not in str(error) else ""
-        raise ContractError(part, str(error) + given, told=True) from error
+        raise ContractError(part, str(error) + given, complete=True) from error
     except Exception as error:
         reason = " ".join(str(error).strip().partition("\n")[0].split()) or "no message"
         place = at(place_of(error))

@@ -43,7 +43,7 @@ def check_evaluation(trial: Trial) -> None:
             f'layout "{layout}": the forward of {type(trial.model).__name__} writes to {writes.written} in '
             f"evaluation mode{at(writes.line)}, of which stages of other ranks have a placeholder; use "
             f"dp{layout.size} or fsdp{layout.size}",
-            told=True,
+            complete=True,
         )
     output, batch = found[0]
     with said(EVALUATION, "metrics()", of=task.metrics):

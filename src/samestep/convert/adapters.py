@@ -55,7 +55,7 @@ def open_(path: Path) -> Iterator[Weights]:
 
 
 def write(into: Path, _: str, weights: Weights, asked: OutputOptions) -> None:
-    """Write the adapters, and what is trained whole beside them. Raises CheckpointError where there are none."""
+    """Write the adapters, and what is trained whole with them. Raises CheckpointError where there are none."""
     base = weights.base
     if base is None or not base.adapter:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""A conversion: finds out what the source is, opens it, writes its weights beside the target, and names it last."""
+"""A conversion: finds out what the source is, opens it, writes its weights next to the target, and names it last."""
 
 import ctypes
 import shutil
@@ -208,7 +208,7 @@ def _check_free(target: Path) -> None:
 
 
 def _write(form: Format, target: Path, weights: Weights, asked: OutputOptions) -> None:
-    """Write beside the target, and move what was written there when it is whole."""
+    """Write next to the target, and move what was written there when it is whole."""
     into = target.with_name(target.name + _WRITING)
     try:
         _clear(into)

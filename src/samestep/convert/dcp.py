@@ -1,6 +1,6 @@
 """Folders of PyTorch's distributed checkpoint: samestep's own, and those of FSDP.
 
-A checkpoint of samestep has its info file beside the tensors, and the model's tensors under a prefix. Accelerate has
+A checkpoint of samestep has its info file next to the tensors, and the model's tensors under a prefix. Accelerate has
 a model under FSDP in a folder pytorch_model_fsdp_0; any other folder of a state dict is read too.
 """
 

@@ -198,7 +198,9 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     found = sorted(found, key=lambda each: int(each[0][1] or 0))
     for rank, (match, _) in enumerate(found):
         if int(match[1] or 0) != rank:
-            raise CheckpointError(f"{folder} lacks the file of rank {rank} beside {found[-1][1].name}; copy it there")
+            raise CheckpointError(
+                f"{folder} lacks the file of rank {rank}, but has {found[-1][1].name}; copy it there"
+            )
     return [file for _, file in found]
 
 

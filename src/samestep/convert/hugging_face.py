@@ -21,7 +21,7 @@ _FILES = {
     "pytorch_model.bin": torch_files.open_,
 }
 
-# What stands beside config.json and belongs to the model. No code of a model's own is taken along.
+# What stands next to config.json and belongs to the model. No code of a model's own is taken along.
 _ALONG = (
     "generation_config.json",
     "tokenizer*",

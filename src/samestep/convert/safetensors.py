@@ -111,7 +111,7 @@ def _of_index(path: Path) -> dict[str, Path]:
         raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from None
     for file in found.values():
         if Path(file).name != file:
-            raise CheckpointError(f"{path} names the file {file}; use the names of files beside it alone")
+            raise CheckpointError(f"{path} names the file {file}; use names of files in its folder")
     return {name: path.parent / file for name, file in found.items()}
 
 

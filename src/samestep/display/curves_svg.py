@@ -60,7 +60,7 @@ def svg(title: str, panels: Sequence[Panel]) -> str:
 
 
 def _panel(panel: Panel, top: float) -> list[str]:
-    """One panel whose upper edge is at `top` (pixels): axes, curves, their names beside it."""
+    """One panel whose upper edge is at `top` (pixels): axes, curves, their names next to it."""
     points = [point for curve in panel.curves for point in curve.points]
     if not points:
         return [text_at(_LEFT, top, f"{panel.title}: nothing was measured")]

@@ -75,7 +75,7 @@ def _number(value: float) -> str:
 
 
 def draw(shown: LayoutHoldings) -> str:
-    """The picture as SVG text. Raises UserError where there are too many ranks to stand beside each other."""
+    """The picture as SVG text. Raises UserError where there are too many ranks to stand next to each other."""
     layout = shown.layout
     if layout.size > LARGEST:
         raise UserError(

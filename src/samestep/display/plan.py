@@ -1,4 +1,4 @@
-"""Plans in the terminal: ranked layouts, the fewest devices, and predictions beside published steps."""
+"""Plans in the terminal: ranked layouts, the fewest devices, and predictions versus published steps."""
 
 from collections.abc import Sequence
 
@@ -38,9 +38,9 @@ def _row(candidate: LayoutCandidate, plan: ClusterPlan) -> list[str]:
     """Layout and what bounds it, micro-batch, GB, seconds, tokens a second, utilisation."""
     time = candidate.time
     link = time.links.get(time.bound)
-    told = [time.bound + (f" ({link})" if link else ""), why_slower(candidate, plan.best)]
+    notes = [time.bound + (f" ({link})" if link else ""), why_slower(candidate, plan.best)]
     return [
-        f"{candidate.layout}\n  {'; '.join(part for part in told if part)}",
+        f"{candidate.layout}\n  {'; '.join(part for part in notes if part)}",
         str(candidate.micro_batch),
         f"{candidate.peak_bytes / 1e9:.1f}",
         f"{time.seconds:,.0f}" if time.seconds >= 1000 else f"{time.seconds:.3g}",
@@ -53,10 +53,10 @@ def _best_in_words(plan: ClusterPlan) -> str:
     """Describe the best layout's step: the share of each part."""
     time = plan.best.time
     shares = sorted(time.parts.items(), key=lambda part: -part[1])
-    told = ", ".join(
+    parts = ", ".join(
         f"{name} {seconds / time.seconds:.0%}" for name, seconds in shares if seconds > 0.005 * time.seconds
     )
-    return f'"{plan.best.layout}": {told}'
+    return f'"{plan.best.layout}": {parts}'
 
 
 def print_minimum(model: str, device: str, levers: Sequence[Lever], console: Console | None = None) -> None:
@@ -93,7 +93,7 @@ def print_errors(
         ]
         for group in groups
     ]
-    console.print(table(columns, rows, title="predicted beside published step times"))
+    console.print(table(columns, rows, title="predicted versus published step times"))
     if not validations:
         return
     columns = [*texts("device"), *numbers("rows", "that half", "the other half", "as shipped", whole=True)]

@@ -96,8 +96,8 @@ def _causes(found: ClusterPlan) -> str:
     at, bars = 0.0, []
     scale = _WIDTH / found.best.time.seconds
     for (name, seconds), colour in zip(parts, _CAUSES, strict=False):
-        told = f"{name}: {seconds:.3g} s"
-        bars.append(_bar(at, 0, seconds * scale, 30, colour, told))
+        text = f"{name}: {seconds:.3g} s"
+        bars.append(_bar(at, 0, seconds * scale, 30, colour, text))
         at += seconds * scale
     entries = [
         (colour, f"{name} {seconds / found.best.time.seconds:.0%}")
@@ -138,12 +138,12 @@ def _timeline(found: ClusterPlan) -> str:
             Event(rank=0, stage=0, kind="F", micro_batch=0, start=0.0, end=stage.forward),
             Event(rank=0, stage=0, kind="B", micro_batch=0, start=stage.forward, end=stage.forward + stage.backward),
         ]
-        told = f"One of {best.time.micro_batches:,} micro-batches. 每步 {best.time.micro_batches:,} 个微批之一。"
+        text = f"One of {best.time.micro_batches:,} micro-batches. 每步 {best.time.micro_batches:,} 个微批之一。"
     else:
         number = min(best.time.micro_batches, _SHOWN_ROUNDS * layout.pipeline)
         number = max(number // layout.pipeline, 1) * layout.pipeline
         events = timeline(layout, best.time.stages, number)
-        told = f"{number} of {best.time.micro_batches:,} micro-batches. 所示为其中 {number} 个微批。"
+        text = f"{number} of {best.time.micro_batches:,} micro-batches. 所示为其中 {number} 个微批。"
     scale = (_WIDTH - _LEFT) / max(event.end for event in events)
     marks = []
     shown = min(layout.pipeline, _MOST_RANKS)
@@ -164,7 +164,7 @@ def _timeline(found: ClusterPlan) -> str:
                     edge=True,
                 )
             )
-    return f"<p>{told}</p>" + _key(list(_KINDS.values())) + _svg("timeline", shown * _ROW + 4, marks)
+    return f"<p>{text}</p>" + _key(list(_KINDS.values())) + _svg("timeline", shown * _ROW + 4, marks)
 
 
 def _scaling(found: ClusterPlan) -> str:
@@ -198,13 +198,13 @@ def _scaling(found: ClusterPlan) -> str:
     for count, rate in points:
         x, y = place(count, rate)
         part = rate / count * first[0] / first[1]
-        told = f"{count:,} devices: {rate:,.0f} tokens/s, {part:.0%} of linear"
-        marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#0072b2"><title>{told}</title></circle>')
+        text = f"{count:,} devices: {rate:,.0f} tokens/s, {part:.0%} of linear"
+        marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#0072b2"><title>{text}</title></circle>')
         marks.append(text_at(x, height - bottom + 18, f"{count:,}", "middle"))
         marks.append(text_at(x - 6, y - 8, f"{rate:,.0f}", "end"))
     marks.append(text_at(_LEFT - 8, top, "tokens/s", "end"))
-    told = "Both axes are logarithmic; dashed: linear scaling. 两轴均为对数；虚线为线性扩展。"
-    return f"{_svg('scaling', height, marks)}<p>{told}</p>"
+    text = "Both axes are logarithmic; dashed: linear scaling. 两轴均为对数；虚线为线性扩展。"
+    return f"{_svg('scaling', height, marks)}<p>{text}</p>"
 
 
 def _points(places: Sequence[tuple[float, float]]) -> str:
@@ -215,10 +215,10 @@ def _svg(name: str, height: float, marks: Sequence[str]) -> str:
     return f'<svg id="{name}" viewBox="0 0 {_WIDTH} {height:.0f}" role="img">{"".join(marks)}</svg>'
 
 
-def _bar(left: float, top: float, width: float, height: float, colour: str, told: str, *, edge: bool = False) -> str:
+def _bar(left: float, top: float, width: float, height: float, colour: str, text: str, *, edge: bool = False) -> str:
     stroke = ' stroke="#ffffff" stroke-width="0.5"' if edge else ""
     return (
         f'<rect x="{left:.2f}" y="{top:.1f}" width="{max(width, 0):.2f}" height="{height:.1f}" '
         f'fill="{colour}"{stroke}>'
-        f"<title>{escape(told)}</title></rect>"
+        f"<title>{escape(text)}</title></rect>"
     )

@@ -17,7 +17,7 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
     """Print the largest relative differences, remarks, and the verdict of a proof."""
     console = console or plain_console()
     rows = [[name.replace("_", " "), f"{value:.2e}"] for name, value in proof.max_relative_difference.items()]
-    title = f"{proof.layout} beside one process, {proof.steps} steps in {proof.dtype}"
+    title = f"{proof.layout} versus one process, {proof.steps} steps in {proof.dtype}"
     console.print(table([*texts("largest relative difference of"), *numbers("")], rows, title=title))
     verdict = "the same step" if proof.same_step else "NOT the same step"
     if proof.nonfinite:
@@ -59,10 +59,10 @@ def print_bits(rows: Sequence[BitsRow], console: Console | None = None) -> None:
     for row in rows:
         times = [formatted(each, "{:.4f}") for each in (row.ordered_seconds, row.fast_seconds)]
         cells.append([row.layout, row.verdict, *times, formatted(row.cost, "{:.1f}")])
-    console.print(table(columns, cells, title="bits beside one process, run.reduction: ordered"))
+    console.print(table(columns, cells, title="bits versus one process, run.reduction: ordered"))
     for row in rows:
-        if told := row.reason or row.failure:
-            console.print(f"{row.verdict}: {told}", soft_wrap=True)
+        if why := row.reason or row.failure:
+            console.print(f"{row.verdict}: {why}", soft_wrap=True)
         for name, places in row.differs.items():
             if places:
                 more = f" and {len(places) - 3} more" if len(places) > 3 else ""
@@ -70,5 +70,5 @@ def print_bits(rows: Sequence[BitsRow], console: Console | None = None) -> None:
     compared = next((row for row in rows if row.differs), None)
     if compared is not None:
         what = ", ".join(compared.differs)
-        told = f"compared after {compared.steps} steps: {what}; seconds are of one step, the median"
-        console.print(told, soft_wrap=True)
+        compared_text = f"compared after {compared.steps} steps: {what}; seconds are of one step, the median"
+        console.print(compared_text, soft_wrap=True)

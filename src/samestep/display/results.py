@@ -168,7 +168,7 @@ def print_profile(profile: Profile, console: Console | None = None) -> None:
             numbers("rank", "step", *CATEGORIES, "overlapped", whole=True),
             rows,
             title=f"{profile.layout}: where a step's time goes, ms and share, mean of steps {first} to {last}",
-            caption="they add up to the step, but what is overlapped: messages beside which the rank worked",
+            caption="they add up to the step, except overlapped: messages during which the rank computed",
         )
     )
     if len(profile.ranks) > _MOST_PROFILED:

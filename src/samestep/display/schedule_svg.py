@@ -27,7 +27,7 @@ Ranks = Sequence[Sequence[Mapping[str, Any]]]
 
 
 def draw_schedule(folder: Path) -> None:
-    """Draw a run's schedule.json as schedule.svg beside it."""
+    """Draw a run's schedule.json as schedule.svg next to it."""
     values = json.loads((folder / SCHEDULE_FILE).read_text(encoding="utf-8"))
     (folder / PICTURE_FILE).write_text(schedule_svg(values), encoding="utf-8")
 

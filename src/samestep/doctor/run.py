@@ -35,11 +35,11 @@ def end(run: RunFiles) -> Iterator[DoctorFinding]:
             "look at what it printed; samestep train JOB.yaml --dry-run finds out in three steps",
         )
     else:
-        told = f"see the faults below ({FAULTS_FILE})" if run.faults.values else "look at what it printed"
+        advice = f"see the faults below ({FAULTS_FILE})" if run.faults.values else "look at what it printed"
         yield problem(
             "end",
             f"the run ended early: there is no {REPORT_FILE}; {reached}",
-            f"{told}; without a word there, the system may have killed it (dmesg tells when memory ran out)",
+            f"{advice}; without a word there, the system may have killed it (dmesg tells when memory ran out)",
             last_step=last,
         )
 
@@ -82,12 +82,12 @@ def faults(run: RunFiles) -> Iterator[DoctorFinding]:
         yield warning("faults", text, "the process was ended while it wrote; the other lines hold")
     for line in run.faults.values:
         survived = run.finished or line.get("goes_on_at") is not None
-        yield (warning if survived else problem)("fault", _told(line), _remedy(line), fault=dict(line))
+        yield (warning if survived else problem)("fault", _sentence(line), _remedy(line), fault=dict(line))
     if run.faults.there and not run.faults.values and not run.faults.unreadable:
         yield ok("faults", "none")
 
 
-def _told(line: Mapping[str, Any]) -> str:
+def _sentence(line: Mapping[str, Any]) -> str:
     """Describe a fault in one line: rank and step, cause, cost."""
     where = " in ".join(f"{name} {line[name]}" for name in ("rank", "step") if line.get(name) is not None)
     kind = str(line.get("cause") or line.get("fault") or "")

@@ -1,4 +1,4 @@
-"""A whole drill: the undisturbed run, then a run for each fault, each held beside it; as a table in the terminal."""
+"""A whole drill: the undisturbed run, then a run for each fault, compared with it; as a table in the terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A soak: one long job with ordered sums under many faults at random moments, beside an undisturbed run of it.
+"""A soak: one long job with ordered sums under many faults at random moments, compared with an undisturbed run of it.
 
 The faults come from outside, as they do: signals to a rank, to the process that looks after the ranks, or to all; a
 file that has a rank raise; hosts that go away, where who starts the job has several.

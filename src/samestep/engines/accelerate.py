@@ -139,11 +139,11 @@ def _check_type(path: Path, config: Any, layout: Layout) -> None:
     if kind == "DEEPSPEED":
         raise UserError(f"{path}: distributed_type is DEEPSPEED; use engine deepspeed with its own configuration")
     if kind == "FSDP":
-        fits, would_do = layout.zero >= 2, "fsdp2"
+        fits, fitting = layout.zero >= 2, "fsdp2"
     elif replicates(kind):
-        fits, would_do = layout.zero == 0, "dp2"
+        fits, fitting = layout.zero == 0, "dp2"
     elif kind == "NO":
-        fits, would_do = layout.size == 1, "single"
+        fits, fitting = layout.size == 1, "single"
     else:
         raise UserError(
             f'{path}: distributed_type is {kind}, which engine "accelerate" does not have; use '
@@ -151,7 +151,7 @@ def _check_type(path: Path, config: Any, layout: Layout) -> None:
         )
     if not fits:
         raise UserError(
-            f'{path}: distributed_type is {kind}, which layout "{layout}" is not; use a layout such as {would_do}'
+            f'{path}: distributed_type is {kind}, which layout "{layout}" is not; use a layout such as {fitting}'
         )
 
 

@@ -66,7 +66,7 @@ class Abilities:
     chunks_loss: bool = False  # run.loss_chunk: output layer and cross-entropy in chunks
     float32_matmul: bool = True  # run.float32_matmul: whether its products are PyTorch's
     sends_less: bool = False  # recipe.communication
-    adapters: bool = False  # recipe.adapter: layers with further parameters inside, beside frozen ones
+    adapters: bool = False  # recipe.adapter: layers with further parameters inside, next to frozen ones
     own_optimizers: bool = False  # optimizers by name, and groups of parameters with settings of their own
     averages: bool = False  # recipe.average
     master_weights: bool = False  # recipe.master_weights

@@ -57,8 +57,6 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
             f'layout "{layout}": attention=ring is for the ranks of context parallel; use cp2 attention=ring'
         )
     if precision not in able.precisions:
-        would_do = ", ".join(sorted(able.precisions))
-        raise UserError(
-            f'recipe.precision is {precision}, which engine "{engine.name}" does not have; use {would_do}'
-        )
+        known = ", ".join(sorted(able.precisions))
+        raise UserError(f'recipe.precision is {precision}, which engine "{engine.name}" does not have; use {known}')
     engine.check(layout, precision, config)

@@ -78,14 +78,14 @@ class SlowRankReporter:
     """Prints the slow ranks on standard error whenever they change."""
 
     def __init__(self) -> None:
-        self._told: list[int] = []
+        self._printed: list[int] = []
 
     def look(self, seconds: Mapping[int, float]) -> None:
         """Check the ranks' own seconds a step."""
         ranks = list(seconds)
         slow = [ranks[index] for index in lagging(list(seconds.values()))]
-        if slow and slow != self._told:
+        if slow and slow != self._printed:
             usual = min(seconds.values())
             named = ", ".join(f"rank {rank} ({seconds[rank]:.3f} s)" for rank in slow)
             print(f"samestep: slow: {named} a step by itself, the fastest {usual:.3f} s", file=sys.stderr, flush=True)
-        self._told = slow
+        self._printed = slow

@@ -35,9 +35,9 @@ class StopAgreement:
     negligible.
     """
 
-    def __init__(self, world_size: int, *, told: bool) -> None:
-        """Create the group (collective). `told`: the starting process forwards signals, which never end the rank."""
-        self._told = told
+    def __init__(self, world_size: int, *, forwarded: bool) -> None:
+        """Create the group (collective). `forwarded`: the starting process forwards signals; none ends the rank."""
+        self._forwarded = forwarded
         self.apart = _APART
         self._group: Any = dist.new_group(backend="gloo") if world_size > 1 else None
         self._asked = 0
@@ -53,7 +53,7 @@ class StopAgreement:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 handler: Any = self._hear
-                if self._told and number == signal.SIGINT:
+                if self._forwarded and number == signal.SIGINT:
                     handler = signal.SIG_IGN  # a terminal sends it to every process; the starting process handles it
                 self._before[number] = signal.signal(number, handler)
 
@@ -69,7 +69,7 @@ class StopAgreement:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         """Signal handler of a rank: records the first signal; a second one half a second later ends the process."""
         now = time.monotonic()
-        if self._told or self._first_at is None or now - self._first_at < _AGAIN:
+        if self._forwarded or self._first_at is None or now - self._first_at < _AGAIN:
             self._first_at = self._first_at or now
             self.hear(number)
             return

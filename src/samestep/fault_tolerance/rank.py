@@ -20,7 +20,7 @@ from samestep.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """The round that a rank belongs to, as told by the process that started it."""
+    """The round that a rank belongs to, as the process that started it gives it."""
 
     number: int = 0
     # For the ranks' status files and the stop notice; None: no watchdog.
@@ -31,14 +31,14 @@ class Round:
     run_folder: Path | None = None
 
     @classmethod
-    def told(cls) -> Self | None:
+    def from_agent(cls) -> Self | None:
         """Return the round of a rank started by a node's agent; None in any other process."""
-        told = environment.told_round()
-        if told is None:
+        given = environment.told_round()
+        if given is None:
             return None
-        run_folder = Path(told.run_folder) if told.run_folder is not None else None
-        memory = Path(told.memory) if told.memory is not None else None
-        return cls(number=told.number, folder=Path(told.folder), run_folder=run_folder, memory=memory)
+        run_folder = Path(given.run_folder) if given.run_folder is not None else None
+        memory = Path(given.memory) if given.memory is not None else None
+        return cls(number=given.number, folder=Path(given.folder), run_folder=run_folder, memory=memory)
 
 
 _APART = 0.5  # seconds between heartbeats, at most
@@ -93,7 +93,7 @@ class RankSupervision:
     def joined(self) -> None:
         """The ranks have joined their group. From now on a signal stops a training that can be saved after a step."""
         if self._run.checkpoint is not None:
-            self._notice = StopAgreement(self._world_size, told=self._round.folder is not None)
+            self._notice = StopAgreement(self._world_size, forwarded=self._round.folder is not None)
             self._notice.listen()
 
     def ask_seldom(self) -> None:

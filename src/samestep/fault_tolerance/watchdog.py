@@ -343,10 +343,10 @@ class Watchdog:
         if halted:
             self._end_others(culprit.rank)
         stack = known.get(culprit.rank) or stacks.ask(self._folder, culprit.rank, culprit.pid)
-        return Hang(rank=culprit.rank, reason=_told(culprit, seconds, stack, halted=culprit.rank in halted))
+        return Hang(rank=culprit.rank, reason=_sentence(culprit, seconds, stack, halted=culprit.rank in halted))
 
 
-def _told(culprit: Progress, seconds: float, stack: str, *, halted: bool) -> str:
+def _sentence(culprit: Progress, seconds: float, stack: str, *, halted: bool) -> str:
     """Describe a hang for the user: where, for how long, and the culprit's stack."""
     where = f"in step {culprit.step}" if culprit.phase in ("step", "first step") else f"in phase {culprit.phase}"
     if culprit.step < 0:

@@ -82,14 +82,14 @@ def lines_of(found: Sequence[PlanTerm]) -> list[str]:
     """Compare a plan with its run: time, then memory; empty if nothing was measured."""
     lines = []
     for unit, what in (("s", "time of a step"), ("B", "bytes of a rank")):
-        told = ", ".join(f"{each.name} {_shown(each)}" for each in found if each.unit == unit)
-        if told:
-            lines.append(f"{what}, planned and measured: {told}")
+        pairs = ", ".join(f"{each.name} {_shown(each)}" for each in found if each.unit == unit)
+        if pairs:
+            lines.append(f"{what}, planned and measured: {pairs}")
     return lines
 
 
 def _shown(term: PlanTerm) -> str:
     """Format a term as planned and as measured, with the relative error."""
     numbers = (term.planned, term.measured)
-    told = " and ".join(f"{each:.3g} s" if term.unit == "s" else decimal_size(each) for each in numbers)
-    return told + ("" if term.error is None else f" ({term.error:+.0%})")
+    both = " and ".join(f"{each:.3g} s" if term.unit == "s" else decimal_size(each) for each in numbers)
+    return both + ("" if term.error is None else f" ({term.error:+.0%})")

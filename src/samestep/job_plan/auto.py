@@ -41,12 +41,12 @@ def _why(plan: JobPlan) -> list[str]:
     best, *others = plan.fitting
     tried = len(plan.predictions) + len(plan.refused)
     shares = sorted(best.parts.items(), key=lambda part: -part[1])
-    told = ", ".join(f"{cause} {seconds / best.seconds:.0%}" for cause, seconds in shares if seconds)
+    causes = ", ".join(f"{cause} {seconds / best.seconds:.0%}" for cause, seconds in shares if seconds)
     too_large = len(plan.predictions) - len(plan.fitting)
     lines = [
         f'layout auto: "{best.layout}", planned at {best.seconds:.3g} s a step and {decimal_size(best.peak_bytes)} a '
         f"rank: the fastest of {tried} layouts, of which {len(plan.refused)} can't be had and {too_large} don't fit",
-        f"its step: {told}",
+        f"its step: {causes}",
     ]
     if not others:
         return [*lines, "no other layout fits"]

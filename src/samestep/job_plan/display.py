@@ -1,4 +1,4 @@
-"""A job's plan and what was measured beside it: tables in the terminal, and a page that fetches nothing."""
+"""A job's plan and what was measured: tables in the terminal, and a page that fetches nothing."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -55,8 +55,8 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
     title = f"layouts on {machine.name}, {machine.devices:,} {_unit(plan)}: predicted"
     console.print(table(columns, rows, title=title))
     shares = sorted(best.parts.items(), key=lambda part: -part[1])
-    told = ", ".join(f"{cause} {seconds / best.seconds:.0%}" for cause, seconds in shares if seconds)
-    console.print(f'"{best.layout}": {told}', soft_wrap=True)
+    causes = ", ".join(f"{cause} {seconds / best.seconds:.0%}" for cause, seconds in shares if seconds)
+    console.print(f'"{best.layout}": {causes}', soft_wrap=True)
     tried = len(plan.predictions) + len(plan.refused)
     console.print(
         f"{tried} layouts rehearsed, {len(plan.refused)} refused by the job or its model, {len(plan.untried)} left "
@@ -72,7 +72,7 @@ def _slower(each: Prediction, best: Prediction) -> str:
 
 
 def print_measured(rows: Sequence[Measured], console: Console | None = None) -> None:
-    """Predicted beside measured."""
+    """Predicted versus measured."""
     console = console or plain_console()
     columns = [
         *texts("layout", whole=True),

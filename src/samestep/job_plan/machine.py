@@ -52,7 +52,7 @@ class Rates:
     attention_flop: float = 0.0  # in attention kernels
     byte: float  # read or written by operators other than products
     operator: float  # launch overhead of an operator, with autograd's
-    shard_message: float = 0.0  # FSDP2's hooks around a gather or scatter of a unit, beside its transfer
+    shard_message: float = 0.0  # FSDP2's hooks around a gather or scatter of a unit, in addition to its transfer
     shard_tensor: float = 0.0  # the same, for each parameter of the unit
     message: float
     byte_sent: float
@@ -286,11 +286,11 @@ def _pass_speedup() -> dict[int, float]:
 
 def _passes() -> tuple[float, StepWork]:
     """Time element-wise operators only, which determine the memory rate; return seconds and work."""
-    given, beside = (torch.randn(_PASSES).requires_grad_() for _ in range(2))
+    given, gate = (torch.randn(_PASSES).requires_grad_() for _ in range(2))
 
     def forward() -> Tensor:
         normed = F.layer_norm(given, _PASSES[1:])
-        gated = F.silu(normed) * beside + given
+        gated = F.silu(normed) * gate + given
         return F.log_softmax(gated * 0.5, -1).square().mean()
 
     return _of_step(forward)

@@ -36,7 +36,7 @@ _GIVE = "give both the same"
 _SCRIPTS = (".py", ".sh")
 
 
-def told(spec: NodeSpec) -> dict[str, Any]:
+def facts_of(spec: NodeSpec) -> dict[str, Any]:
     """Collect this host's facts, in the order in which they are compared; for JSON."""
     found: dict[str, Any] = {
         "job": spec.job,
@@ -62,7 +62,7 @@ def told(spec: NodeSpec) -> dict[str, Any]:
 def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the first fact in which two hosts differ, with a message; None if they agree.
 
-    Each mapping is from `told`, plus the host's name under "host". Facts that one of them lacks are not compared.
+    Each mapping is from `facts_of`, plus the host's name under "host". Facts that one of them lacks are not compared.
     """
     names = [name for name in mine if name != "host" and theirs.get(name, mine[name]) != mine[name]]
     if not names:

@@ -199,7 +199,7 @@ class Controller:
         self._reasons: dict[AgentCommand, str] = {}  # why hosts were last lost
         self._signal = 0
         self._signal_at = 0.0
-        self._told_of_signal = False
+        self._signal_printed = False
         # Times for: SIGTERM to the agents, killing their ranks, cutting the connections.
         self._orders: list[tuple[float, str]] = []
         self._over = False  # whether a failure ends the job
@@ -237,7 +237,7 @@ class Controller:
                 link.hold(number, text)
                 self._show(link)
             case AgentMessage(link=link, values=values):
-                self._told(link, values)
+                self._take_message(link, values)
             case AgentEnded(link=link):
                 self._links.discard(link)
                 self._ended(link)
@@ -250,7 +250,7 @@ class Controller:
             for number, lines in link.let_go():
                 write_lines((sys.stdout if number == 1 else sys.stderr).buffer, lines)
 
-    def _told(self, link: AgentConnection, values: Mapping[str, Any]) -> None:
+    def _take_message(self, link: AgentConnection, values: Mapping[str, Any]) -> None:
         """Handle an agent's message: started, or the outcome of its host."""
         host = values["host"]
         if "started" in values:
@@ -352,10 +352,10 @@ class Controller:
     def _pass_on(self) -> None:
         """Forward a signal: the first one to all hosts' ranks; a second one kills them."""
         now = time.monotonic()
-        if self._told_of_signal:
+        if self._signal_printed:
             self._orders = [(now, "kill"), (now + _KILLED, "")]
             return
-        self._told_of_signal = True
+        self._signal_printed = True
         name = signal.Signals(self._signal).name
         print(f"samestep: {name}: all hosts' ranks are told; a second one ends them at once", file=sys.stderr)
         kill = now + self._grace_period + _KILLED

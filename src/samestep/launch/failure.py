@@ -168,8 +168,8 @@ def _was_ended(failure: Failure) -> bool:
 
 def _read(rank: int, failure: "ProcessFailure", host: str, folder: Path) -> Failure:
     log = errors_of(folder, rank)
-    at = _told_at(failure)
-    reason = _told(failure)
+    at = _time_of(failure)
+    reason = _message_of(failure)
     if reason is None:
         lines = _lines(log)
         reason = _traceback(lines)
@@ -188,7 +188,7 @@ def _read(rank: int, failure: "ProcessFailure", host: str, folder: Path) -> Fail
     )
 
 
-def _told_at(failure: "ProcessFailure") -> float:
+def _time_of(failure: "ProcessFailure") -> float:
     message = failure.error_file_data.get("message")
     if isinstance(message, dict):
         with suppress(KeyError, ValueError):
@@ -196,7 +196,7 @@ def _told_at(failure: "ProcessFailure") -> float:
     return time.time() - (_MET_WITHIN if failure.exitcode < 0 else 0)
 
 
-def _told(failure: "ProcessFailure") -> str | None:
+def _message_of(failure: "ProcessFailure") -> str | None:
     """Return the message in the rank's error file: from samestep's ranks, and scripts with PyTorch's `@record`."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict):
@@ -204,7 +204,7 @@ def _told(failure: "ProcessFailure") -> str | None:
     return str(message["extraInfo"].get("py_callstack") or message["message"]).rstrip()
 
 
-def mistake_told(failure: "ProcessFailure") -> UserError | None:
+def user_error_of(failure: "ProcessFailure") -> UserError | None:
     """Return the UserError for which a rank that runs a function has ended; None for any other reason."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict) or (name := message["extraInfo"].get("mistake")) is None:
@@ -213,9 +213,9 @@ def mistake_told(failure: "ProcessFailure") -> UserError | None:
     return kinds.get(name, UserError)(message["message"])
 
 
-def is_told(failure: "ProcessFailure") -> bool:
+def has_error_file(failure: "ProcessFailure") -> bool:
     """Whether a rank has written an error file."""
-    return _told(failure) is not None
+    return _message_of(failure) is not None
 
 
 def _lines(log: Path) -> list[str]:

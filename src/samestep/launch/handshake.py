@@ -134,7 +134,7 @@ class Handshake:
     def _compare(self) -> None:
         """Compare this host with the first one. Raises UserError, or StartError for a late host of an elastic job."""
         spec = self._spec
-        mine = {"host": spec.host, **consistency.told(spec)}
+        mine = {"host": spec.host, **consistency.facts_of(spec)}
         theirs = json.loads(self._store.compare_set(_FIRST, "", json.dumps(mine)))
         found = consistency.difference(theirs, mine)
         if found is None:

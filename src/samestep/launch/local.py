@@ -26,7 +26,7 @@ from samestep.job import Job
 from samestep.launch import fork_server
 from samestep.launch.elastic_agent import AgentSpec, HungError, Supervision, silent_agent
 from samestep.launch.elastic_agent import run as run_agent
-from samestep.launch.failure import ended_by, first_of, is_told, mistake_told
+from samestep.launch.failure import ended_by, first_of, has_error_file, user_error_of
 from samestep.launch.logs import Follower, RankFiles
 from samestep.launch.rendezvous import SingleNodeRendezvous
 from samestep.launch.rounds import RanksEnded
@@ -159,10 +159,10 @@ def _first_failure(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> 
     """Return the error of the rank that failed first."""
     first = first_of(failures, _HOST, files.here)
     failed = failures[first.rank]
-    mistake = mistake_told(failed)
+    mistake = user_error_of(failed)
     if mistake is not None:
         return mistake
-    return RankFailedError(first.rank, first.reason if is_told(failed) else _exit_reason(first.exit_code))
+    return RankFailedError(first.rank, first.reason if has_error_file(failed) else _exit_reason(first.exit_code))
 
 
 def _ranks_ended(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> RanksEnded:

@@ -22,7 +22,7 @@ def resolved(spec: NodeSpec, deadline: float) -> str:
 
     Names of containers are registered when they start, which may be later than this.
     """
-    told = False
+    printed = False
     while True:
         try:
             return str(socket.getaddrinfo(spec.address, spec.port, type=socket.SOCK_STREAM)[0][4][0])
@@ -33,8 +33,8 @@ def resolved(spec: NodeSpec, deadline: float) -> str:
                 f"{spec.host}: the name {spec.address} does not resolve ({reason}), nor has it for "
                 f"{spec.timeouts.start_timeout:.0f} s; use a line in /etc/hosts, or an address instead of the name"
             )
-        if not told:
-            told = True
+        if not printed:
+            printed = True
             say(f"{spec.host}: the name {spec.address} does not resolve yet ({reason}); waiting for it")
         time.sleep(_APART)
 

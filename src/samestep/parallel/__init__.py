@@ -13,7 +13,7 @@ Read `apply` first: ten steps in one order. Then, by what it calls:
 - `sharding`: the table of who holds which part of which parameter; `state_shards`: the same for checkpoints;
   `holdings`: what a rank holds from step to step.
 - `joined_optimizer`, `spread_optimizer`, `whole_optimizer`, `optimizer_kinds`: optimizers of parts and of wholes;
-  `master_weights`, `weight_average`: what stands beside the parameters; `rounded_state`, `optimizer_lots`: Adam's
+  `master_weights`, `weight_average`: what is kept besides parameters; `rounded_state`, `optimizer_lots`: Adam's
   averages in bf16 or 8 bits, and parameters that are stepped together.
 - `step_loss`, `coupled_loss`: the loss of a step. `deferred_init`, `init_recorder`: the initial weights.
 - `complex_parameters`, `low_rank`: kinds of parameters. `collectives`: those that have a backward.

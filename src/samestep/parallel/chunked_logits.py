@@ -447,7 +447,7 @@ def _chunk(head: nn.Linear, rows: int | None, group: dist.ProcessGroup | None, a
 
 
 def output_layer(model: nn.Module) -> nn.Linear:
-    """The linear layer that gives a model's logits: the one that transformers names, or the widest beside the blocks.
+    """The linear layer that gives a model's logits: the one that transformers names, or the widest outside blocks.
 
     Raises UserError where there is none.
     """

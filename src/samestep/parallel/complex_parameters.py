@@ -19,7 +19,7 @@ def check_complex(model: nn.Module, layout: Layout, precision: str) -> None:
         ranks = layout.data_ranks
         raise LayoutError(
             f'layout "{layout}": {what}, and shards of complex parameters are not stepped as whole ones are by '
-            f"PyTorch's AdamW, nor sharded beside real ones by FSDP2; use dp{ranks} or zero1x{ranks}"
+            f"PyTorch's AdamW, nor sharded with real ones by FSDP2; use dp{ranks} or zero1x{ranks}"
         )
 
 

@@ -262,7 +262,7 @@ def shard(
         fully_shard(
             part,
             mesh=of_experts if part in experts else grid,
-            # What the model has beside its units is wanted again as soon as backward begins.
+            # What the model has outside its units is wanted again as soon as backward begins.
             reshard_after_forward=layout.zero == 3 and part is not model,
             mp_policy=mixed,
             offload_policy=offload,

@@ -55,7 +55,7 @@ class LayoutFailures:
         self._of_task: BaseException | None = None
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
         """Context of code that depends on the layout; errors that the layout may have caused become LayoutError."""
         try:
             yield

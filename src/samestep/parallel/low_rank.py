@@ -1,8 +1,8 @@
-"""Low-rank adapters beside a frozen linear layer (LoRA, Hu et al. 2021, section 4.1): our own, and those of PEFT.
+"""Low-rank adapters next to a frozen linear layer (LoRA, Hu et al. 2021, section 4.1): our own, and those of PEFT.
 
 An adapted layer computes base(x) + scaling * up(down(dropout(x))), in which `down` goes from the inputs to a few
 features (the rank) and `up` from there to the outputs. Its base keeps its names: `q_proj.weight` is still called so,
-beside `q_proj.lora_A.weight`. PEFT wraps the layer instead: `q_proj.base_layer.weight`.
+next to `q_proj.lora_A.weight`. PEFT wraps the layer instead: `q_proj.base_layer.weight`.
 """
 
 import sys
@@ -67,7 +67,7 @@ def can_adapt(module: nn.Module) -> bool:
 
 
 def adapt(layer: nn.Module, *, rank: int, alpha: float, dropout: float) -> None:
-    """Put an adapter beside a linear layer, in place, and freeze the layer.
+    """Put an adapter next to a linear layer, in place, and freeze the layer.
 
     At first it adds zero: `down` is drawn as PyTorch draws a linear layer, `up` is zero. What it adds is multiplied
     by alpha / rank.

@@ -94,7 +94,7 @@ class EightBits:
         up = (relative - below) / (above - below) > ((chances >> 8) & 0xFFFFFF) * 2.0**-24
         codes = lower + up
         if not signed:
-            # With a second average of zero beside a first one that is not, a step would have no measure.
+            # With a second average of zero and a first one that is not, a step would have no measure.
             codes = torch.where(relative > 0, codes.clamp(min=1), codes)
         return {
             "_codes": codes.to(torch.uint8).view(-1)[: exact.numel()].view(values.shape),

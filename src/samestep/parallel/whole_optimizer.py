@@ -86,11 +86,11 @@ class WholeOptimizer(Optimizer):
                 name = names[parameter]
                 places = places_of(parameter, parts.part(name), parts.parameters[name].shape)
                 self._mine[name] = _Mine(parameter=parameter, places=places, group=number)
-        self._wholes = self._told(parts, mesh)
+        self._wholes = self._gather_shapes(parts, mesh)
         size = dist.get_world_size(self._group)
         self._rounds = [_Round(self, some, make) for some in _in_rounds(self._wholes, size)]
 
-    def _told(self, parts: ShardTable, mesh: Mesh) -> list[_Whole]:
+    def _gather_shapes(self, parts: ShardTable, mesh: Mesh) -> list[_Whole]:
         """All-gather the ranks' boxes, and assign an owner to each parameter; the same on every rank."""
         held = {
             name: _Holding(
@@ -100,15 +100,15 @@ class WholeOptimizer(Optimizer):
             )
             for name, mine in self._mine.items()
         }
-        told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, (mesh.coordinate("shard"), held), group=self._group)
-        shards = [shard for shard, _ in told]
+        of_ranks: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(of_ranks, (mesh.coordinate("shard"), held), group=self._group)
+        shards = [shard for shard, _ in of_ranks]
         holders: dict[str, dict[int, _Holding]] = {}
         for name in parts.parameters:
-            here = {rank: theirs[name] for rank, (_, theirs) in enumerate(told) if name in theirs}
+            here = {rank: theirs[name] for rank, (_, theirs) in enumerate(of_ranks) if name in theirs}
             if here:
                 holders[name] = here
-        loads = [0] * len(told)  # number of elements that each rank owns so far
+        loads = [0] * len(of_ranks)  # number of elements that each rank owns so far
         wholes = []
         for name, here in sorted(holders.items(), key=lambda item: -next(iter(item[1].values())).shape.numel()):
             first = next(iter(here.values()))

@@ -126,7 +126,7 @@ _HOPPER = Efficiency(
         "launch_seconds": _HOST,
         "collective_seconds": _MEETING,
         "link": "370 of 450 GB/s: NVIDIA/nccl-tests issue 212",
-        "low_precision_matmul": "includes the casts and scales beside each product",
+        "low_precision_matmul": "includes the casts and scales of each product",
     },
 )
 _BLACKWELL = replace(

@@ -206,9 +206,9 @@ def _check_devices(row: str, devices: int, layout: Layout) -> None:
 
 def _software(record: Mapping[str, Any]) -> Software:
     """The program of a row, recognised by its source, notes and precision."""
-    told = f"{record.get('source', '')} {record.get('notes', '')}"
+    text = f"{record.get('source', '')} {record.get('notes', '')}"
     a100 = record["gpu"].startswith("a100")
-    if "FSDP1" in told or "llm-foundry" in told:
+    if "FSDP1" in text or "llm-foundry" in text:
         found = SOFTWARE["fsdp-2023"]
         return found if a100 else replace(found, attention="flash-2")  # the first version that was made for Hopper
     if a100 and record["precision"] == "fp16":

@@ -290,8 +290,8 @@ def minimum(job: PlannedJob, cluster: ClusterSpec, *, most_devices: int = 65536)
     """For each lever, find the fewest devices (a power of two) on which one sample per data rank fits."""
     found = []
     for name, lever in _LEVERS.items():
-        told = name.replace("tp,", "tp, cp,") if job.model.seq >= _LONG else name
-        found.append(_fewest(told, lever, job, cluster, most_devices))
+        shown = name.replace("tp,", "tp, cp,") if job.model.seq >= _LONG else name
+        found.append(_fewest(shown, lever, job, cluster, most_devices))
     return found
 
 

@@ -110,7 +110,7 @@ def rank_profile(
         seconds=fmean((step.end - step.start) / 1e9 for step in steps),
         own_seconds=median(own),
         categories=categories,
-        overlapped=fmean(_beside(step, ran, unseen) / 1e9 for step in steps),
+        overlapped=fmean(_overlapped(step, ran, unseen) / 1e9 for step in steps),
         phases=phases,
         typical=typical,
         own_steps=tuple(own),
@@ -131,7 +131,7 @@ def _one_step(step: StepTimes, unseen: Sequence[Interval], *, idles: bool) -> di
     return found
 
 
-def _beside(step: StepTimes, ran: Sequence[Interval], unseen: Sequence[Interval]) -> int:
+def _overlapped(step: StepTimes, ran: Sequence[Interval], unseen: Sequence[Interval]) -> int:
     """Return the nanoseconds in which collectives ran while the rank didn't wait for any."""
     return _length(_without(_united(ran, step), _united([*step.waits, *unseen], step)))
 

@@ -1,6 +1,6 @@
 """StepClock: divides the time of a rank's own thread among the phases of its steps.
 
-The trainer reports the backward of a step to it, waits for messages, and collectives that run beside the thread.
+The trainer reports the backward of a step to it, waits for messages, and collectives that run outside the thread.
 """
 
 import threading
@@ -187,7 +187,7 @@ class StepClock:
             phase_time.processor += ran
 
 
-def told_of_gradients(clock: StepClock, backward: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+def with_end_of_gradients(clock: StepClock, backward: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """Wrap backward in a phase of its own, and signal the clock when every gradient is computed.
 
     Autograd runs callbacks queued during backward in order. The clock's is queued by the first node, so it runs

@@ -25,7 +25,7 @@ from samestep.profiling.clock import Interval, MessageWatch, StepClock, StepTime
 
 MARK = "samestep: step "  # followed by its number: an event at the clock's start of the step
 
-# Rows of the trace beside the threads.
+# Rows of the trace in addition to the threads.
 _ROWS = {"phases": 900_000_001, "waits for messages": 900_000_002, "collectives": 900_000_003}
 
 # PyTorch's name of a wait for a functional collective, in the waiting thread.
@@ -186,10 +186,10 @@ class StepProfiler:
         """
         self.finish()
         mine = None if self._profiler is None or not self._times else self._of_rank(folder, rank)
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, mine)
-        ranks: list[RankProfile] = [each for each in told if each is not None]
-        if len(ranks) < len(told):
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, mine)
+        ranks: list[RankProfile] = [each for each in of_ranks if each is not None]
+        if len(ranks) < len(of_ranks):
             return None
         found = Profile(
             layout=layout,

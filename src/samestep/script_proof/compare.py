@@ -1,4 +1,4 @@
-"""Compare the records of a script alone, alone again, and split: the first difference, beside the noise.
+"""Compare the records of a script alone, alone again, and split: the first difference, compared with the noise.
 
 Order of looking: the initial weights, then step by step samples, gradients, updates and buffers. Each is judged only
 where what comes before it is the same: with other samples gradients must differ, and say nothing. A difference counts
@@ -168,9 +168,9 @@ _ROUNDING = Words(
 )
 
 _ROUNDING_OF_HALVES = Words(
-    "the script computes in a type of few bits, whatever --dtype says: beside rows in the other order the runs are "
-    "{relative:.2g} apart from step {step} on ({what}), and beside a model that is called with each half of a batch, "
-    "as ranks are, that is rounding",
+    "the script computes in a type of few bits, whatever --dtype says: compared with rows in the other order the "
+    "runs are {relative:.2g} apart from step {step} on ({what}), and compared with a model that is called with each "
+    "half of a batch, as ranks are, that is rounding",
     "无论 --dtype 如何，脚本都用位数较少的类型计算：与行序相反的运行相比，两次运行从第 {step} 步起相差 {relative:.2g}"
     "（{what}）；与像各 rank 那样用半个批调用模型的运行相比，这是舍入",
 )

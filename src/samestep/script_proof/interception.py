@@ -254,10 +254,10 @@ def _messages(listener: Listener) -> None:
     """Wrap collectives to report calls by the script, not by PyTorch's own modules such as FSDP."""
     for name in _COLLECTIVES:
         call = getattr(torch.distributed, name)
-        setattr(torch.distributed, name, _told(call, listener))
+        setattr(torch.distributed, name, _reported(call, listener))
 
 
-def _told(call: Call, listener: Listener) -> Call:
+def _reported(call: Call, listener: Listener) -> Call:
     """Wrap a collective to report the script's own calls, not those of PyTorch or DeepSpeed."""
 
     @wraps(call)

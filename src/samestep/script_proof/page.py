@@ -23,7 +23,7 @@ from samestep.display.page import (
 from samestep.display.tables import formatted
 from samestep.script_proof.compare import StepNumbers, Verdict
 
-_HEADING = Words("{script}: {processes} processes beside one", "{script}：{processes} 个进程与单进程对比")
+_HEADING = Words("{script}: {processes} processes versus one", "{script}：{processes} 个进程与单进程对比")
 _SAME = Words(
     "The same step in {steps} steps: what differs is as small as the noise.",
     "{steps} 步都是同一步：差异与噪声一样小。",
@@ -60,7 +60,7 @@ def page(verdict: Verdict, script: str) -> str:
 
 def _body(verdict: Verdict) -> str:
     """The page's parts: the verdict, notes, both plots, the table."""
-    parts = [paragraph(_told(verdict), "good" if verdict.same_step else "bad")]
+    parts = [paragraph(_sentence(verdict), "good" if verdict.same_step else "bad")]
     if verdict.notes:
         items = "".join(f"<li>{both(note)}</li>" for note in verdict.notes)
         parts.append(section(_NOTES, f"<ul>{items}</ul>"))
@@ -70,7 +70,7 @@ def _body(verdict: Verdict) -> str:
     return "\n".join(parts)
 
 
-def _told(verdict: Verdict) -> Words:
+def _sentence(verdict: Verdict) -> Words:
     """The verdict in one sentence, in both languages."""
     finding = verdict.finding
     if finding is None:

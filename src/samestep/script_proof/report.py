@@ -23,7 +23,7 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
     rows = [[name, f"{max(values):.2e}", formatted(noise, "{:.2e}")] for name, values, noise in measured if values]
     if verdict.curve:
         columns = [*texts("largest relative difference of"), *numbers("", "noise")]
-        console.print(table(columns, rows, title=f"{verdict.processes} processes beside one, {steps}"))
+        console.print(table(columns, rows, title=f"{verdict.processes} processes versus one, {steps}"))
     for note in verdict.notes:
         console.print(f"note: {note.en}", soft_wrap=True)
     if verdict.finding is None:

@@ -326,7 +326,7 @@ class CausalLM(Task):
         return Work(tokens=length, flops=flops(self._model, self._config, length))
 
     def pretrained(self) -> Pretrained:
-        """What a Hugging Face folder needs beside the weights."""
+        """What a Hugging Face folder needs besides the weights."""
         from transformers import AutoModelForCausalLM
 
         config = deepcopy(self._config)

@@ -91,7 +91,7 @@ class ResNet18(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut; it halves the size where it doubles the channels."""
+    """Two convolutions and a shortcut around them; it halves the size where it doubles the channels."""
 
     def __init__(self, before: int, after: int, norm: Norm) -> None:
         super().__init__()

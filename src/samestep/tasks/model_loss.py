@@ -273,7 +273,7 @@ def _mean(model: nn.Module, inputs: Inputs, what: str) -> float:
         raise UserError(f"{_name(model)} gives no loss for {', '.join(inputs)}; use {fix}")
     if loss.numel() != 1:
         raise UserError(f"{_name(model)} gives a loss of shape {list(loss.shape)}; use a model whose loss is a mean")
-    if getattr(output, "aux_loss", None) is not None:  # may be too small beside the rest to be seen
+    if getattr(output, "aux_loss", None) is not None:  # may be too small next to the rest to be seen
         raise UserError(
             f"the loss of {_name(model)} has a term that balances experts over a batch, which can't be put together "
             "from parts; use output_router_logits=False"

@@ -14,7 +14,7 @@ from samestep.parallel.low_rank import adapt, adapted_layers, can_adapt
 from samestep.parallel.tensor.layers import no_fast_path
 from samestep.recipe import LoRA, Recipe
 
-_NO_LAYER = "the model has no linear layer that an adapter can stand beside"
+_NO_LAYER = "the model has no linear layer that could have an adapter"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def _why_none(model: nn.Module, pattern: str, able: Mapping[str, nn.Module]) -> 
     around = model.get_submodule(name.rpartition(".")[0])
     if isinstance(around, nn.MultiheadAttention):
         return f"{name} is read by the nn.MultiheadAttention around it, which does not call it"
-    return f"{name} is a {type(module).__name__}, and adapters stand beside linear layers"
+    return f"{name} is a {type(module).__name__}, and adapters are for linear layers"
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:

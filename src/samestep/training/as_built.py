@@ -121,8 +121,8 @@ def hold_as_built(
     tolerance = max(TOLERANCE, _TIMES_NUDGED * max(_differences(nudged, built)[0].values()))
     if not tolerance < _BLUNT:
         return _not_compared(
-            f"to move its parameters by float32's rounding moves its step by {tolerance / _TIMES_NUDGED:.0e}, beside "
-            "which no fault can be seen"
+            f"to move its parameters by float32's rounding moves its step by {tolerance / _TIMES_NUDGED:.0e}, "
+            "which would hide any fault"
         )
     return AsBuilt(
         max_relative_difference=differences,

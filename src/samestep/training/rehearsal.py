@@ -104,7 +104,7 @@ def rehearse(job: Job, task: Task, layout: Layout, ranks: Sequence[int] | None =
     """
     check_rehearsed(job, layout)
     job = replace(job, run=replace(job.run, sparse_rows="off"))
-    with _asking_told():
+    with _asking_explained():
         wanted = ranks_of_stages(layout, _largest_share(job, task, layout)) if ranks is None else list(ranks)
     guessing = _Ranks(job, task, layout, Mail(guesses=True))
     try:
@@ -158,7 +158,7 @@ class _Ranks:
                     self._hear(another)
 
     def _rehearse(self, rank: int) -> None:
-        with _pretended_group(rank, self._layout.size), _asking_told():
+        with _pretended_group(rank, self._layout.size), _asking_explained():
             mode = Valueless(self.mail)
             self._found[rank] = _rehearse_rank(self._job, self._task, self._layout, rank, mode, self._findings)
 
@@ -328,7 +328,7 @@ def _places(grid: torch.Tensor) -> tuple[list[int], torch.Tensor]:
 
 
 @contextmanager
-def _asking_told() -> Iterator[None]:
+def _asking_explained() -> Iterator[None]:
     """Turn an error of the user's forward, loss or optimizer, such as a read of a value, into UserError."""
     try:
         yield

@@ -279,7 +279,7 @@ def measure(
     }
 
 
-def beside_rounding(mine: Tensor, theirs: Tensor, move: Tensor | None, typical: float) -> float:
+def share_of_rounding(mine: Tensor, theirs: Tensor, move: Tensor | None, typical: float) -> float:
     """Distance of a tensor from its float64 reference as a share of the allowed rounding: below 1 is accepted."""
     if mine.shape != theirs.shape:
         return math.inf

@@ -322,7 +322,7 @@ def _written_fsdp(layout: Layout, remarks: list[str]) -> dict[str, Any]:
         if layout.zero < 2:  # accelerate combines tensor and context parallel only with shards
             shard, replicate = shard * replicate, 1
             remarks.append(
-                f'run.layout "{layout}": beside tp and cp accelerate shards the data ranks as fsdp{shard} does'
+                f'run.layout "{layout}": with tp and cp accelerate shards the data ranks as fsdp{shard} does'
             )
         config["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": replicate,

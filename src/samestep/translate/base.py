@@ -72,7 +72,7 @@ UNKNOWN_TASK = "my_task.py:MyTask"
 _ORDER = ("task", "seed", "batch", "steps", "epochs", "optimizer", "schedule", "clip", "precision")
 _LONGEST = 116  # characters per line; a comment that would make a line longer goes above it
 
-_TASK_REMARK = "not in the source: your task; its data and model go beside it"
+_TASK_REMARK = "not in the source: your task; its data and model go next to it"
 
 
 class Draft:

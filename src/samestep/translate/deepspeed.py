@@ -149,7 +149,7 @@ def _zero(keys: SectionKeys, draft: Draft) -> tuple[int, list[str]]:
     stage = stage_of({"zero_optimization": {"stage": section.whole("stage", least=0)}}) or 0
     offload = []
     for (key, switch), what in zip(OFFLOADS.items(), ("optimizer", "parameters"), strict=True):
-        if section.switch(switch):  # beside the section that replaced it
+        if section.switch(switch):  # next to the section that replaced it
             offload.append(what)
         inner = section.section(key)
         device = inner.word("device", ("none", "cpu", "nvme"))

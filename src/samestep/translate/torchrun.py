@@ -91,12 +91,12 @@ def _parse(words: Sequence[str]) -> tuple[Namespace, Namespace]:
 
     parser = get_args_parser()
     parser.add_argument("--use-env", "--use_env", action="store_true")  # torch.distributed.launch has it
-    told = io.StringIO()
+    errors = io.StringIO()
     try:
-        with redirect_stderr(told), redirect_stdout(io.StringIO()):
+        with redirect_stderr(errors), redirect_stdout(io.StringIO()):
             return parser.parse_args(list(words)), parser.parse_args(["script.py"])
     except SystemExit:  # argparse exits on errors
-        message = told.getvalue().strip().rpartition(": error: ")[2]
+        message = errors.getvalue().strip().rpartition(": error: ")[2]
         raise UserError(f"torchrun: {message or 'these words start nothing'}") from None
 
 

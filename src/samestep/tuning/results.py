@@ -34,7 +34,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRow:
-    """One value of one setting, beside what was best before it."""
+    """One value of one setting, and what was best before it."""
 
     setting: str
     value: str
@@ -110,7 +110,7 @@ def print_tuned(found: TuningResult, console: Console | None = None) -> None:
         *texts(""),
     ]
     rows = [[row.setting, row.value, *_numbers(row), row.status] for row in found.rows]
-    title = f"{found.job.run.layout}: ms of a step, medians of {repeats}, beside the best so far"
+    title = f"{found.job.run.layout}: ms of a step, medians of {repeats}, versus the best so far"
     console.print(table(columns, rows, title=title))
     for row in found.rows:
         if row.reason is not None:

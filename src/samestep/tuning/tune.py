@@ -101,7 +101,7 @@ def greedy(
 ) -> TuningResult:
     """Try one setting after another on top of the best so far; a value is kept where it is faster than the noise.
 
-    What changes the result is tried last, beside the settings that were kept, and not kept itself.
+    What changes the result is tried last, with the settings that were kept, and not kept itself.
     """
     layout = layout_of(job)
     variables: dict[str, str] = {}

@@ -46,8 +46,8 @@ class FewBitsMean:
         chunks = _numbers(self._received[:, :-8].contiguous(), self._bits).to(_summed_in(self._like.dtype))
         shares = (weights / weights.sum()).to(chunks.dtype)
         mean = (chunks * shares.view(-1, 1)).sum(0)
-        told = self._wire.gather(_bytes(mean.view(1, -1), self._bits).view(-1), counted=False)
-        return _numbers(told, self._bits).view(-1)[: len(self._like)].to(self._like.dtype)
+        gathered = self._wire.gather(_bytes(mean.view(1, -1), self._bits).view(-1), counted=False)
+        return _numbers(gathered, self._bits).view(-1)[: len(self._like)].to(self._like.dtype)
 
 
 def _summed_in(dtype: torch.dtype) -> torch.dtype:

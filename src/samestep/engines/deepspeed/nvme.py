@@ -56,8 +56,8 @@ def check(given: Mapping[str, Any]) -> None:
 def build(device_type: str) -> None:
     """Build the extension unless it is built, in a process of its own. Raises UserError where it can't be."""
     ranks = environment.ranks()
-    told = "DeepSpeed's extension for the disk; where it isn't built yet, some minutes"
-    shown = Console(stderr=True).status(told) if ranks is None or ranks.rank == 0 else nullcontext()
+    title = "DeepSpeed's extension for the disk; where it isn't built yet, some minutes"
+    shown = Console(stderr=True).status(title) if ranks is None or ranks.rank == 0 else nullcontext()
     try:
         with environment.deepspeed_settings(device_type, 0), shown:
             returncode, said = _run_build()

@@ -272,7 +272,7 @@ class KerasTrainer(Trainer):
         return self._copy.holdings(self._replicas)
 
     def sent(self) -> Mapping[str, int]:
-        # Of a ring's all-reduce a rank sends 2 (n - 1) / n of the message: gradients, and the loss beside them.
+        # Of a ring's all-reduce a rank sends 2 (n - 1) / n of the message: gradients, and the loss with them.
         # What accelerators of one rank send each other is not counted.
         if self._ranks == 1:
             return {}

@@ -55,7 +55,7 @@ class Native(Engine):
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
         """Spread model and optimizer. Errors of PyTorch are raised as LayoutError with the name of the module."""
         failures = LayoutFailures(model, how.layout)
-        with failures.told():
+        with failures.explained():
             return self._prepare(model, how, failures)
 
     def _prepare(self, model: nn.Module, how: Preparation, failures: LayoutFailures) -> NativeTrainer:

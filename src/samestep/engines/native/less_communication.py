@@ -132,11 +132,11 @@ class LessCommunicationTrainer(NativeTrainer):
         if whole:
             return norm
         weight = self._own[1] if self._method.own_mean else torch.ones_like(norm)
-        told = torch.stack([self._own[0], self._own[1], weight, weight * norm.square()])
-        self._wire.sum(told)
-        totals.copy_(told[:2])
+        sums = torch.stack([self._own[0], self._own[1], weight, weight * norm.square()])
+        self._wire.sum(sums)
+        totals.copy_(sums[:2])
         totals[1].clamp_(min=1)
-        return (told[3] / told[2].clamp(min=1)).sqrt()
+        return (sums[3] / sums[2].clamp(min=1)).sqrt()
 
     def _multiply(self, coefficient: Tensor) -> None:
         for parameter in self.model.parameters():

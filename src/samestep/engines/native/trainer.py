@@ -46,7 +46,7 @@ from samestep.parallel.state_shards import (
 from samestep.parallel.step_loss import joint, step_loss
 from samestep.parallel.valueless import has_values
 from samestep.parallel.weight_average import WeightAverage
-from samestep.profiling.clock import Phase, StepClock, told_of_gradients
+from samestep.profiling.clock import Phase, StepClock, with_end_of_gradients
 from samestep.tasks.base import InTurn
 from samestep.tasks.losses import SeveralLosses
 from samestep.tasks.turns import StepTurns, Turn
@@ -90,7 +90,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         failures, self._failures_of_step = self._failures_of_step, None
         if failures is None:
             return self._step(batch, loss)
-        with failures.told():
+        with failures.explained():
             return self._step(batch, _wrapped(loss, failures.of_task))
 
     def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
@@ -117,15 +117,18 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         """Take a step in turns. Each turn's gradient is clipped separately; loss and norm are those of all turns."""
         failures, self._failures_of_step = self._failures_of_step, None
         losses: dict[str, Tensor] = {}
-        told: dict[str, Tensor] = {}
+        every: dict[str, Tensor] = {}
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         gradients: dict[nn.Parameter, Tensor] = {}
         lr = self.optimizer.param_groups[0]["lr"]
         for turn in turns.of_step(batch.step):
-            with nullcontext() if failures is None else failures.told():
+            with nullcontext() if failures is None else failures.explained():
                 loss = turn.loss_of_step() if failures is None else _wrapped(turn.loss_of_step(), failures.of_task)
                 losses[turn.name], norm, terms = self._take_turn(turn, batch_of_turn(batch, turn), loss)
-            told |= {turn.name: losses[turn.name], **{f"{turn.name}.{name}": each for name, each in terms.items()}}
+            every |= {
+                turn.name: losses[turn.name],
+                **{f"{turn.name}.{name}": each for name, each in terms.items()},
+            }
             squares += norm.double().square()
             gradients |= {each: each.grad for each in self.model.parameters() if each.grad is not None}
         for parameter, gradient in gradients.items():
@@ -134,7 +137,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             self.schedule.step()
         self._after(batch.step)
         total = torch.stack(list(losses.values())).sum()
-        return StepReport(loss=total, grad_norm=squares.sqrt(), lr=lr, terms=told)
+        return StepReport(loss=total, grad_norm=squares.sqrt(), lr=lr, terms=every)
 
     def _take_turn(self, turn: Turn, batch: StepBatch, loss: Loss) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Step the parameters of a turn. Returns its loss, its gradient norm before clipping, and its loss terms."""
@@ -220,7 +223,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         totals = torch.zeros(2 + 2 * len(of_step.names), dtype=torch.float64, device=self._device)
         clock = self._spread.clock = self._running_clock()
         if clock is not None:
-            backward = told_of_gradients(clock, backward)
+            backward = with_end_of_gradients(clock, backward)
 
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
             """The weighted loss sum of a micro-batch, from which backward starts; called on ranks with the output."""
@@ -332,7 +335,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         if self.model.training:
             self.model.eval()
         failures, self._failures_of_forward = self._failures_of_forward, None
-        with self._precision.throughout(), nullcontext() if failures is None else failures.told():
+        with self._precision.throughout(), nullcontext() if failures is None else failures.explained():
             return self._spread.predict(inputs)
 
     def settle(self) -> None:

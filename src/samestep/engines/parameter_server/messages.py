@@ -99,9 +99,9 @@ class Pushed:
     """A received push."""
 
     def __init__(
-        self, told: PushHeader, chunks: Sequence[Chunk], kinds: Sequence[int], rows: Tensor, values: Tensor
+        self, facts: PushHeader, chunks: Sequence[Chunk], kinds: Sequence[int], rows: Tensor, values: Tensor
     ) -> None:
-        self.told = told
+        self.facts = facts
         self._chunks = chunks
         self._kinds = kinds
         self._rows = rows
@@ -137,8 +137,8 @@ class PointToPoint:
         self._group = group
         self._pending: list[tuple[Any, Tensor]] = []  # keeps sent tensors alive until they have arrived
 
-    def push(self, server: int, told: PushHeader, push: Push) -> None:
-        self._send(torch.cat([torch.tensor(astuple(told), dtype=torch.float64), push.kinds]), server, _HEADER)
+    def push(self, server: int, facts: PushHeader, push: Push) -> None:
+        self._send(torch.cat([torch.tensor(astuple(facts), dtype=torch.float64), push.kinds]), server, _HEADER)
         if push.rows is not None and len(push.rows):
             self._send(push.rows, server, _ROWS)
         if push.values is not None and len(push.values):
@@ -148,7 +148,7 @@ class PointToPoint:
         """Receive the next push of a worker, or with None of any worker. Returns the sender's rank and the push."""
         header = torch.empty(_FIELDS + len(chunks), dtype=torch.float64)
         source = dist.recv(header, src=worker, group=self._group, tag=_HEADER)
-        told = PushHeader(**dict(zip(PushHeader.__dataclass_fields__, header[:_FIELDS].tolist(), strict=True)))
+        facts = PushHeader(**dict(zip(PushHeader.__dataclass_fields__, header[:_FIELDS].tolist(), strict=True)))
         kinds = [int(kind) for kind in header[_FIELDS:].tolist()]
         rows = torch.empty(sum(max(0, kind) for kind in kinds), dtype=torch.int64)
         counts = [_elements(chunk, kind) for chunk, kind in zip(chunks, kinds, strict=True)]
@@ -157,7 +157,7 @@ class PointToPoint:
             dist.recv(rows, src=source, group=self._group, tag=_ROWS)
         if len(values):
             dist.recv(values, src=source, group=self._group, tag=_VALUES)
-        return source, Pushed(told, chunks, kinds, rows, values)
+        return source, Pushed(facts, chunks, kinds, rows, values)
 
     def reply(self, worker: int, answer: ReplyHeader, parameters: Tensor | None) -> None:
         self._send(torch.tensor(astuple(answer), dtype=torch.float64), worker, _REPLY)

@@ -94,7 +94,7 @@ class RestartingWorker(Worker):
 
     def _tell(self, kind: PushKind, batch: StepBatch | None) -> None:
         """Push a header without a gradient to every server."""
-        told = PushHeader(
+        facts = PushHeader(
             loss=0.0,
             count=0.0,
             samples=batch.local_samples if batch is not None else 0,
@@ -105,7 +105,7 @@ class RestartingWorker(Worker):
         )
         for number, server in enumerate(self.roles.servers):
             chunks = self.flat.chunks[number]
-            self.wire.push(server, told, Push(chunks, [None] * len(chunks), sparse=False))
+            self.wire.push(server, facts, Push(chunks, [None] * len(chunks), sparse=False))
 
     def _heard(self, answers: list[ReplyHeader]) -> list[ReplyHeader]:
         self._slowest = max(answer.slowest for answer in answers)

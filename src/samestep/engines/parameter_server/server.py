@@ -31,10 +31,10 @@ class _Totals:
     norms: float = 0.0
     pushes: int = 0
 
-    def add(self, told: PushHeader) -> None:
-        self.loss += told.loss
-        self.count += told.count
-        self.norms += told.norm
+    def add(self, facts: PushHeader) -> None:
+        self.loss += facts.loss
+        self.count += facts.count
+        self.norms += facts.norm
         self.pushes += 1
 
     @property
@@ -180,7 +180,7 @@ class SynchronousServer(Server):
             _, pushed = self.receive(worker)
             pushed.add_to(self.gradient)
             used = [before or now for before, now in zip(used, pushed.used, strict=True)]
-            totals.add(pushed.told)
+            totals.add(pushed.facts)
         norm = self._clip_whole(batch.global_samples / max(1.0, totals.count))
         self.step_shard(used)
         if self.schedule is not None:
@@ -243,8 +243,8 @@ class AsynchronousServer(Server):
 
     def _take(self, worker: int, pushed: Pushed) -> None:
         """Handle a push, and reply to the workers that the bound then allows to continue."""
-        self._stop_at = min(self._stop_at, pushed.told.stop_at)
-        kind = PushKind(int(pushed.told.kind))
+        self._stop_at = min(self._stop_at, pushed.facts.stop_at)
+        kind = PushKind(int(pushed.facts.kind))
         if kind is PushKind.GRADIENT:
             self._take_gradient(worker, pushed)
         elif kind is PushKind.AWAY:
@@ -254,25 +254,25 @@ class AsynchronousServer(Server):
             self._hand_out(worker)
             self._reply(worker, self.shard)
         else:
-            self._take_missed(worker, pushed.told, lost=kind is PushKind.LOST)
+            self._take_missed(worker, pushed.facts, lost=kind is PushKind.LOST)
         self._answer()
 
     def _take_gradient(self, worker: int, pushed: Pushed) -> None:
-        told, step, slowest = pushed.told, self._clock[worker], self._attendance.slowest(self._clock)
+        facts, step, slowest = pushed.facts, self._clock[worker], self._attendance.slowest(self._clock)
         assert slowest is not None  # the worker itself is present
         self._furthest = max(self._furthest, step - slowest)
-        finite = math.isfinite(told.loss) and math.isfinite(told.norm)
+        finite = math.isfinite(facts.loss) and math.isfinite(facts.norm)
         if finite:
-            self._totals.setdefault(step, _Totals()).add(told)
-            if told.samples:
+            self._totals.setdefault(step, _Totals()).add(facts)
+            if facts.samples:
                 self._update(worker, pushed)
         self._pass(worker)
         if not finite:
             self._leave_out(worker, step)
         self._waiting.append(worker)
 
-    def _take_missed(self, worker: int, told: PushHeader, *, lost: bool) -> None:
-        self._attendance.misses(worker, int(told.samples), lost=lost)
+    def _take_missed(self, worker: int, facts: PushHeader, *, lost: bool) -> None:
+        self._attendance.misses(worker, int(facts.samples), lost=lost)
         if self._attendance.lost == len(self._clock):
             raise RuntimeError(
                 f"every worker is lost: worker_restarts is {self.settings.worker_restarts}, and what their processes "
@@ -304,7 +304,7 @@ class AsynchronousServer(Server):
             # Zheng et al. 2017, equation 10: g + lambda g * g * (w now - w that the gradient was computed at).
             moved = self.shard - self._sent[worker]
             self.gradient.addcmul_(self.gradient.square(), moved, value=strength)
-        share = pushed.told.samples / pushed.told.global_samples
+        share = pushed.facts.samples / pushed.facts.global_samples
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * share

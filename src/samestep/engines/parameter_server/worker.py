@@ -36,7 +36,7 @@ class Worker(ParameterServerMember):
         factor, norm = 1.0, math.nan
         if not self.settings.synchronous:
             factor, norm = self._mean_and_clip(batch, totals, gradients.values())
-        told = PushHeader(
+        facts = PushHeader(
             loss=totals[0].item(),
             count=totals[1].item(),
             samples=batch.local_samples,
@@ -49,7 +49,7 @@ class Worker(ParameterServerMember):
             push = Push(chunks, [gradients[chunk.span.name] for chunk in chunks], sparse=self.settings.sparse_rows)
             if factor != 1.0:
                 push.scale(factor)
-            self.wire.push(server, told, push)
+            self.wire.push(server, facts, push)
         answers = self.wire.receive_replies(self.roles.servers, self._shards())
         return self._report(answers)
 

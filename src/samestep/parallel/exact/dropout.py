@@ -117,7 +117,7 @@ class Dropout(TorchFunctionMode):
         super().__init__()
         self.now = now
         self._attends = attention
-        self._told = False  # whether the message about attention was printed
+        self._printed = False  # whether the message about attention was printed
         self.answered: list[tuple[str, str]] = []  # module and function of each draw, if `notes`
         self.notes = False
         self._name = ""  # of the innermost module whose forward runs
@@ -245,9 +245,9 @@ class Dropout(TorchFunctionMode):
 
     def _tell(self, device: torch.device) -> None:
         """Print once, on accelerators, that dropout of attention weights rules out flash attention."""
-        if device.type == "cpu" or self._told:
+        if device.type == "cpu" or self._printed:
             return
-        self._told = True
+        self._printed = True
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(
                 f"samestep: {self._name or 'the model'}: attention drops weights, for which it writes them out, "

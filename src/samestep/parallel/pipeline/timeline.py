@@ -70,9 +70,9 @@ class Timeline:
         """Gather the recorded step of this pipeline's ranks as JSON; None if there is none. Every rank must ask."""
         if self.step is None or not self._orders:
             return None
-        told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, (socket.gethostname(), self._origin, self._spans), group=self._group)
-        spans = _on_one_clock(told)
+        of_ranks: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(of_ranks, (socket.gethostname(), self._origin, self._spans), group=self._group)
+        spans = _on_one_clock(of_ranks)
         count = 1 + max(span.micro_batch for rank in spans for span in rank)
         ideal = ideal_times(self._orders)
         return {
@@ -91,17 +91,17 @@ class Timeline:
         }
 
 
-def _on_one_clock(told: Sequence[tuple[str, float, list[TimelineSpan]]]) -> list[list[TimelineSpan]]:
+def _on_one_clock(of_ranks: Sequence[tuple[str, float, list[TimelineSpan]]]) -> list[list[TimelineSpan]]:
     """Every rank's spans, relative to the time at which the first rank of its host left the barrier.
 
     Ranks of one host read the same clock, and leave a barrier with up to milliseconds between them.
     """
     origins: dict[str, float] = {}
-    for host, origin, _ in told:
+    for host, origin, _ in of_ranks:
         origins[host] = min(origin, origins.get(host, origin))
     return [
         [replace(span, start=span.start - origins[host], end=span.end - origins[host]) for span in spans]
-        for host, _, spans in told
+        for host, _, spans in of_ranks
     ]
 
 

@@ -10,7 +10,7 @@ MONTHS = [date(2000, month, 1).strftime("%B") for month in range(1, 13)]
 
 
 def main() -> None:
-    """Write the file beside this script, the same at every call."""
+    """Write the file next to this script, the same at every call."""
     draw = random.Random(0)
     days = [date(1950, 1, 1) + timedelta(days=draw.randrange(36500)) for _ in range(ROWS)]
     rows = [

@@ -66,7 +66,7 @@ def _padded(sequences: Sequence[list[int]], value: int) -> Tensor:
 
 
 class TextToText(HuggingFace):
-    """From a text to a text. The arguments come from `args:` in job.yaml; `file` lies beside this file."""
+    """From a text to a text. The arguments come from `args:` in job.yaml; `file` lies next to this file."""
 
     def __init__(self, *, file: str, held_out: float = 0.1) -> None:
         rows = read(Path(__file__).parent / file)

@@ -25,7 +25,7 @@ SHAPES: dict[str, Callable[[ImageDraw.ImageDraw, Box], None]] = {
 
 
 def main() -> None:
-    """Write the images beside this script, the same at every call."""
+    """Write the images next to this script, the same at every call."""
     draw = random.Random(0)
     for name, shape in SHAPES.items():
         folder = Path(__file__).parent / "data" / "images" / name

@@ -11,7 +11,7 @@ VERBS = ["sees", "follows", "paints", "remembers", "finds"]
 
 
 def main() -> None:
-    """Write the file beside this script, the same at every call."""
+    """Write the file next to this script, the same at every call."""
     draw = random.Random(0)
 
     def thing() -> str:

@@ -9,7 +9,7 @@ POINTS = 1500
 
 
 def main() -> None:
-    """Write the file beside this script, the same at every call."""
+    """Write the file next to this script, the same at every call."""
     draw = random.Random(0)
     file = Path(__file__).parent / "data" / "points.csv"
     file.parent.mkdir(exist_ok=True)

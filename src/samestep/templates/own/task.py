@@ -38,7 +38,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Points(samestep.Task):
-    """Which class is a point of? The arguments come from `args:` in job.yaml; `file` lies beside this file."""
+    """Which class is a point of? The arguments come from `args:` in job.yaml; `file` lies next to this file."""
 
     def __init__(self, *, file: str, hidden: int = 32) -> None:
         self._file = Path(__file__).parent / file

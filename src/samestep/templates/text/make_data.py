@@ -19,7 +19,7 @@ FRAMES = [
 
 
 def main() -> None:
-    """Write the file beside this script, the same at every call."""
+    """Write the file next to this script, the same at every call."""
     draw = random.Random(0)
     file = Path(__file__).parent / "data" / "texts.csv"
     file.parent.mkdir(exist_ok=True)
