@@ -304,7 +304,7 @@ def test_ctrl_c_ends_all_hosts(ssh: list[str]) -> None:
         _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert err.rstrip().endswith("samestep: stopped by signal 2")
-    assert "SIGINT: all hosts' ranks are told; a second one ends them at once" in err
+    assert "SIGINT: the ranks of all hosts are asked to stop; a second one ends them at once" in err
 
 
 @pytest.mark.slow

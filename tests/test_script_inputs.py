@@ -89,7 +89,7 @@ def test_what_computes_in_bfloat16_is_judged_by_the_rounding_of_halves(found: di
     coarse = found["coarse"]
     assert coarse["same_step"], coarse
     assert any("called with each half of a batch" in note for note in coarse["notes"])
-    assert any("an update that departs for another reason is not told" in note for note in coarse["notes"])
+    assert any("an update that departs for another reason is not reported" in note for note in coarse["notes"])
 
 
 _WHOLE = "can't be called with a half of its batch"

@@ -15,7 +15,7 @@ def name() -> str:
 
 
 def instruction_set() -> str:
-    """Return the architecture with the flags of its instruction set, by which compiled code is told apart."""
+    """Return the architecture with the flags of its instruction set, for which code is compiled."""
     lines = _lines()
     if not lines:
         return f"{platform.machine()} {platform.processor()}"

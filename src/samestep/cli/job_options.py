@@ -147,7 +147,7 @@ def is_main() -> bool:
 
     try:
         ranks = environment.ranks()
-    except UserError:  # a variable that can't be read, which is told as every other mistake
+    except UserError:  # a variable that can't be read, which is reported as every other mistake
         return True
     return ranks is None or ranks.rank == 0
 

@@ -1,6 +1,6 @@
 """What a comparison found: a row a method, with the figures of every repeat, and what is computed from them.
 
-A run that ended without a result says why. The machine is told in words.
+A run that ended without a result says why. The machine is described in words.
 """
 
 import json

@@ -1,7 +1,7 @@
 """What ends a check of a task: a part of the contract that is broken, or a model too large for one process.
 
-An exception in the user's code is told in one sentence with its line (`said`). A model that fits only into the memory
-of many ranks can't be built in one process: `Budget` stops the attempt before memory runs out.
+An exception in the user's code is reported in one sentence with its line (`said`). A model that fits only into the
+memory of many ranks can't be built in one process: `Budget` stops the attempt before memory runs out.
 """
 
 import inspect

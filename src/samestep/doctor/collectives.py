@@ -1,6 +1,6 @@
 """Which collectives work here: ranks of the doctor's own try each as `samestep comm` does (`comm.correctness`).
 
-They end at a time limit if they hang. Each notes its own attempts, so that it can be told where which rank stayed.
+They end at a time limit if they hang. Each notes its own attempts, which shows where which rank hangs.
 """
 
 import tempfile

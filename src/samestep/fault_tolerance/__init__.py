@@ -6,7 +6,7 @@ In the order of reading:
   itself and of its job.
 - `watchdog`: reads that in the starting process, and ends a round that makes no progress; `stacks` and `pace`
   tell who is at fault.
-- `policy`: what a job asks for, and how it goes on; `fault`: how it is told. Rounds: `launch/rounds.py`.
+- `policy`: what a job asks for, and how it goes on; `fault`: its report. Rounds: `launch/rounds.py`.
 - `preemption` (signals with notice), `nonfinite` (losses that are NaN), `injection` (faults on purpose, for drills).
 - `scratch`: folders that don't outlive their process.
 

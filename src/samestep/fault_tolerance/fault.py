@@ -1,4 +1,4 @@
-"""Fault: what ended a round, what it cost, and how it is told: a line on standard error and one in faults.jsonl."""
+"""Fault: what ended a round, what it cost, and its report: a line on standard error and one in faults.jsonl."""
 
 import json
 import sys

@@ -3,7 +3,7 @@
 It names the straggler: the rank that has entered fewer collectives than the others. Its clock stands still while the
 process does, so that a job that was paused has not hung.
 
-How a hang is told from slow work: every 0.1 s the state of all ranks (phase, step, collectives entered, time of the
+A hang or slow work: every 0.1 s the state of all ranks (phase, step, collectives entered, time of the
 last change) is compared with the one before. Only when nothing at all has changed for the limit (`run.hang_limit`
 seconds, longer for first steps, evaluations and checkpoints, and for steps that were long before) is it a hang. The
 culprit is then looked for in this order: a process that is stopped (SIGSTOP), the rank that has entered fewer

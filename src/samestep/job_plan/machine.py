@@ -205,7 +205,7 @@ def message_rates(file: Path) -> dict[str, Any]:
         usual = kinds.pop("all-reduce")
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise UserError(
-            f"--comm {file}: no all-reduce measured at two sizes is told there ({type(error).__name__}); "
+            f"--comm {file}: no all-reduce measured at two sizes stands there ({type(error).__name__}); "
             "write it by samestep comm --json FILE"
         ) from None
     return {"message": usual.message, "byte_sent": usual.byte_sent, "kinds": kinds}

@@ -357,7 +357,10 @@ class Controller:
             return
         self._signal_printed = True
         name = signal.Signals(self._signal).name
-        print(f"samestep: {name}: all hosts' ranks are told; a second one ends them at once", file=sys.stderr)
+        print(
+            f"samestep: {name}: the ranks of all hosts are asked to stop; a second one ends them at once",
+            file=sys.stderr,
+        )
         kill = now + self._grace_period + _KILLED
         self._orders = [(now, f"signal {self._signal}"), (kill, "kill"), (kill + _KILLED, "")]
 

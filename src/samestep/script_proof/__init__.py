@@ -1,6 +1,6 @@
 """A proof of any training script: it runs alone and split under a recorder, and the records are compared.
 
-Read in this order. `settings`: what the recorder is told. `runner`: the first lines of a rank, before the user's.
+Read in this order. `settings`: the recorder's settings. `runner`: the first lines of a rank, before the user's.
 `recorder`: what it notes, by `interception` (the functions of PyTorch that it listens to), `batches`, `halves` and
 what `samestep.recording` has. `runs`: the script alone, alone once more with its rows in another order, and split;
 `follow`: alone on the split run's batches. `compare`: the first difference; `sampling`, `gradients` and `updates` say

@@ -455,7 +455,7 @@ _BLUNT = 0.01  # of a gradient
 
 
 def _blunt_note(steps: Sequence[StepNumbers]) -> Iterator[Words]:
-    """Training may magnify rounding from step to step, until nothing can be told by it."""
+    """Training may magnify rounding from step to step, until nothing can be concluded from it."""
     blunt = next((each.step for each in steps if each.gradient_noise > _BLUNT), None)
     if blunt is not None and blunt > 1:
         yield Words(
@@ -467,11 +467,11 @@ def _blunt_note(steps: Sequence[StepNumbers]) -> Iterator[Words]:
 
 
 def _coarse_note(gradients: RoundingLimits | None) -> Iterator[Words]:
-    """What is not told where gradients are known coarsely."""
+    """What is not reported where gradients are known coarsely."""
     if gradients is not None and gradients.common > COARSE:
         yield Words(
             "rounding leaves gradients known to {coarse:.1g}, relative: the optimizer's settings are compared, and "
-            "an update that departs for another reason is not told; --dtype float64 says more, where the script "
+            "an update that departs for another reason is not reported; --dtype float64 says more, where the script "
             "allows it",
             "舍入使梯度只精确到相对 {coarse:.1g}：优化器的设置仍会比较，但因其他原因而不同的更新不会报告；"
             "脚本允许时，--dtype float64 能说明更多",

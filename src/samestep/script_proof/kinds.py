@@ -202,6 +202,6 @@ class ScriptFinding:
         return KINDS[self.kind].format(**self.facts)
 
     def to_json(self) -> dict[str, Any]:
-        """`relative` is None where nothing can be told, as of a gradient that is missing."""
+        """`relative` is None where nothing can be measured, as of a gradient that is missing."""
         relative = self.relative if math.isfinite(self.relative) else None
         return {"step": self.step, "what": self.what, "module": self.module, "relative": relative}

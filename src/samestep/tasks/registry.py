@@ -178,7 +178,7 @@ def checked_value(value: Any, hint: Any, where: str) -> Any:
 def refuse_together(given: Any, key: str, others: Sequence[str], reason: str) -> Any:
     """For a "before" validator: raise ValueError where `key` is given with one of `others`, else return `given`.
 
-    Only here can a value that the user gave be told from a default.
+    Only here can a value that the user gave be distinguished from a default.
     """
     values = given.kwargs if isinstance(given, ArgsKwargs) else given
     if isinstance(values, Mapping) and values.get(key) is not None:

@@ -32,7 +32,7 @@ Choice = Literal["compiled", "interpreted", "none"]
 def register(environ: Mapping[str, str]) -> str:
     """Make the back end known to `torch.distributed`, and return its name. `environ` names compiler and cache.
 
-    A problem with shared memory is told once, by the first group of the back end, which has all ranks.
+    A problem with shared memory is reported once, by the first group of the back end, which has all ranks.
     """
     made: list[None] = []  # one for each group
 

@@ -92,7 +92,7 @@ class StageMessages:
         self._sent: list[tuple[int, list[dist.Work], Sequence[Tensor]]] = []
         self._here: dict[MessageId, list[Tensor]] = {}
         self._forms: dict[Any, Forms] = {}  # of activations, by stage and shapes of inputs
-        self._key: Callable[[MessageId], Any] = lambda letter: letter
+        self._key: Callable[[MessageId], Any] = lambda message: message
         self._gradient_forms: dict[MessageId, Forms] = {}
         self._connect(mesh)
 
@@ -121,38 +121,38 @@ class StageMessages:
         self._turn += 1
         self._gradient_forms.clear()
         for rank, line in self._from.items():
-            line.expected += [letter for letter in sends[rank] if self._rank_of[letter.to] == self._me]
+            line.expected += [message for message in sends[rank] if self._rank_of[message.to] == self._me]
 
-    def send(self, letter: MessageId, tensors: Sequence[Tensor]) -> None:
+    def send(self, message: MessageId, tensors: Sequence[Tensor]) -> None:
         """Start to send tensors to a stage; returns at once. Activations of a new form are preceded by a header."""
-        target = self._rank_of[letter.to]
+        target = self._rank_of[message.to]
         # The receiver allocates contiguous tensors.
         sent = [tensor.detach().contiguous() for tensor in tensors]
         forms = tuple(TensorSpec.of(tensor) for tensor in sent)
-        if letter.kind == "F":
-            back = MessageId(to=letter.to - 1, kind="B", micro_batch=letter.micro_batch)
+        if message.kind == "F":
+            back = MessageId(to=message.to - 1, kind="B", micro_batch=message.micro_batch)
             self._gradient_forms[back] = tuple(form for form in forms if has_gradient(form))
         # Between two stages of one rank, tensors are passed without a copy, as leaves of a new graph.
         if target == self._me:
-            self._here[letter] = sent
+            self._here[message] = sent
             return
-        if letter.kind == "F" and sent and self._announced(letter, forms) is None:
-            key = self._key(letter)
-            self._post(target, [labelled(_header(forms), (letter.to, key), like=key)])
-            self._forms[letter.to, key] = forms
+        if message.kind == "F" and sent and self._announced(message, forms) is None:
+            key = self._key(message)
+            self._post(target, [labelled(_header(forms), (message.to, key), like=key)])
+            self._forms[message.to, key] = forms
         if sent:
-            self._post(target, self._labelled(letter, sent))
+            self._post(target, self._labelled(message, sent))
 
-    def _labelled(self, letter: MessageId, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [labelled(tensor, (self._turn, letter, number)) for number, tensor in enumerate(tensors)]
+    def _labelled(self, message: MessageId, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [labelled(tensor, (self._turn, message, number)) for number, tensor in enumerate(tensors)]
 
-    def _announced(self, letter: MessageId, forms: Forms) -> Forms | None:
+    def _announced(self, message: MessageId, forms: Forms) -> Forms | None:
         """The forms that the receiver already knows, or None. Raises RuntimeError if the tensors' forms differ."""
-        known = self._forms.get((letter.to, self._key(letter)))
+        known = self._forms.get((message.to, self._key(message)))
         if known is not None and known != forms:
             now, before = next((a, b) for a, b in zip(forms, known, strict=True) if a != b)
             raise RuntimeError(
-                f"stage {letter.to - 1} hands on {now.shape} of {now.dtype}, and before, for inputs of "
+                f"stage {message.to - 1} hands on {now.shape} of {now.dtype}, and before, for inputs of "
                 f"the same shapes, {before.shape} of {before.dtype}: a pipeline needs a shape that no value decides"
             )
         return known
@@ -164,17 +164,17 @@ class StageMessages:
         works = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, peer, group) for tensor in tensors])
         self._sent.append((self._turn, works, tensors))
 
-    def receive(self, letter: MessageId) -> list[Tensor]:
+    def receive(self, message: MessageId) -> list[Tensor]:
         """Wait for a message; posts receives of all messages that its sender sends before it."""
-        source = self._rank_of[letter.to + (-1 if letter.kind == "F" else 1)]
+        source = self._rank_of[message.to + (-1 if message.kind == "F" else 1)]
         if source == self._me:
-            self._gradient_forms.pop(letter, None)
-            return self._here.pop(letter)
+            self._gradient_forms.pop(message, None)
+            return self._here.pop(message)
         line = self._from[source]
         # Messages arrive in the sender's order, so receives of those before this one are posted first.
-        while letter not in line.posted:
+        while message not in line.posted:
             self._ask(line)
-        tensors, works = line.posted.pop(letter)
+        tensors, works = line.posted.pop(message)
         # Further receives are posted ahead, to overlap the transfer with computation; only for known forms, since the
         # header of an unknown one would have to be waited for.
         while len(line.posted) < _AHEAD and line.expected and self._forms_of(line.expected[0]) is not None:
@@ -183,31 +183,31 @@ class StageMessages:
             work.wait()
         return tensors
 
-    def _forms_of(self, letter: MessageId) -> Forms | None:
+    def _forms_of(self, message: MessageId) -> Forms | None:
         """The shapes and dtypes of a message to receive; None if its header has not arrived."""
-        if letter.kind == "B":
-            return self._gradient_forms.get(letter)
-        if not self._counts[letter.to - 1]:
+        if message.kind == "B":
+            return self._gradient_forms.get(message)
+        if not self._counts[message.to - 1]:
             return ()
-        return self._forms.get((letter.to, self._key(letter)))
+        return self._forms.get((message.to, self._key(message)))
 
     def _ask(self, line: _Line) -> None:
         """Post the receive of the line's next message; waits for its header if its form isn't known."""
-        letter = line.expected.pop(0)
-        forms = self._forms_of(letter)
+        message = line.expected.pop(0)
+        forms = self._forms_of(message)
         if forms is None:
             # The header is on the CPU, so that the host doesn't wait for the accelerator.
-            header = torch.empty(self._counts[letter.to - 1], _MOST_DIMS + 2, dtype=torch.int64)
-            key = self._key(letter)
-            labelled(header, (letter.to, key), like=key)
+            header = torch.empty(self._counts[message.to - 1], _MOST_DIMS + 2, dtype=torch.int64)
+            key = self._key(message)
+            labelled(header, (message.to, key), like=key)
             dist.recv(header, src=line.source, group=line.group)
-            forms = self._forms[letter.to, key] = _read(header)
-        if letter.kind == "B":
-            del self._gradient_forms[letter]
+            forms = self._forms[message.to, key] = _read(header)
+        if message.kind == "B":
+            del self._gradient_forms[message]
         tensors = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms]
-        self._labelled(letter, tensors)
+        self._labelled(message, tensors)
         asked = [dist.P2POp(dist.irecv, tensor, line.source, line.group) for tensor in tensors]
-        line.posted[letter] = tensors, dist.batch_isend_irecv(asked) if asked else []
+        line.posted[message] = tensors, dist.batch_isend_irecv(asked) if asked else []
 
     def finish(self, turns_ago: int = 0) -> None:
         """Wait until all sends of turns up to this one, or up to `turns_ago` turns before, are complete."""

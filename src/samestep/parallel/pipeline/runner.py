@@ -85,7 +85,7 @@ class Pipeline(ParallelModel):
         mine = orders[self._mesh.coordinate("pipeline")]
         keys = [_shapes(micro_batch.batch.inputs) for micro_batch in micro_batches]
         # Forms of activations depend on the shapes of the micro-batch's inputs, so these are the key.
-        self._messages.begin(_sends(orders, self._last_stage), lambda letter: keys[letter.micro_batch])
+        self._messages.begin(_sends(orders, self._last_stage), lambda message: keys[message.micro_batch])
         early = self._early_gradients()
         if early is not None:
             early.begin(mine)
@@ -180,24 +180,24 @@ class Pipeline(ParallelModel):
         known |= zip(plan.handed_on[stage - 1] if stage else (), received, strict=True)
         return [known[given] for given in plan.handed_on[stage]]
 
-    def receive(self, letter: MessageId) -> list[Tensor]:
-        return self._messages.receive(letter)
+    def receive(self, message: MessageId) -> list[Tensor]:
+        return self._messages.receive(message)
 
-    def send(self, letter: MessageId, tensors: Sequence[Tensor]) -> None:
-        self._messages.send(letter, tensors)
+    def send(self, message: MessageId, tensors: Sequence[Tensor]) -> None:
+        self._messages.send(message, tensors)
 
     def predict(self, inputs: Any) -> Any:
         """The output of a chunk, on the rank of the last stage; None on the others. Every rank calls."""
         output = None
         shapes = _shapes(inputs)
-        self._messages.begin(_sends(self._chunk_orders, self._last_stage), lambda letter: shapes)
+        self._messages.begin(_sends(self._chunk_orders, self._last_stage), lambda message: shapes)
         with torch.no_grad():
             for stage in self.cut.mine:
                 received = self.receive(MessageId(to=stage, kind="F", micro_batch=0)) if stage else []
                 result = self.forward(stage, inputs, received)
                 if stage < self._last_stage:
-                    letter = MessageId(to=stage + 1, kind="F", micro_batch=0)
-                    self.send(letter, self.passed_on(stage, result, received))
+                    message = MessageId(to=stage + 1, kind="F", micro_batch=0)
+                    self.send(message, self.passed_on(stage, result, received))
                 else:
                     output = result
         # Evaluation has many chunks: the first stages may run ahead of the last by one chunk.
@@ -253,8 +253,8 @@ class _Step:
                     # The scaled loss term of the micro-batch, from which backward starts.
                     roots = [self._term(roots, micro_batch)]
         if stage < self._last_stage:
-            letter = MessageId(to=stage + 1, kind="F", micro_batch=action.micro_batch)
-            pipeline.send(letter, pipeline.passed_on(stage, roots, received))
+            message = MessageId(to=stage + 1, kind="F", micro_batch=action.micro_batch)
+            pipeline.send(message, pipeline.passed_on(stage, roots, received))
         self._alive[stage, action.micro_batch] = _Alive(received=received, roots=roots)
 
     def _whole_backward(self, action: Action) -> None:
@@ -328,21 +328,21 @@ class _Step:
             # The gradient of this stage's use of the tensor, plus that of later stages' uses.
             parts = [part for part in (tensor.grad, carried.get(given)) if part is not None]
             gradients.append(sum(parts[1:], parts[0]) if parts else torch.zeros_like(tensor))
-        letter = MessageId(to=action.stage - 1, kind="B", micro_batch=action.micro_batch)
-        self._pipeline.send(letter, gradients)
+        message = MessageId(to=action.stage - 1, kind="B", micro_batch=action.micro_batch)
+        self._pipeline.send(message, gradients)
 
 
 def _sends(orders: Orders, last_stage: int) -> list[list[MessageId]]:
     """The messages of each rank in its order of sending, including those to itself."""
     found: list[list[MessageId]] = []
     for actions in orders:
-        letters = []
+        messages = []
         for action in actions:
             if action.kind == "F" and action.stage < last_stage:
-                letters.append(MessageId(to=action.stage + 1, kind="F", micro_batch=action.micro_batch))
+                messages.append(MessageId(to=action.stage + 1, kind="F", micro_batch=action.micro_batch))
             if action.kind in ("B", "I") and action.stage:
-                letters.append(MessageId(to=action.stage - 1, kind="B", micro_batch=action.micro_batch))
-        found.append(letters)
+                messages.append(MessageId(to=action.stage - 1, kind="B", micro_batch=action.micro_batch))
+        found.append(messages)
     return found
 
 
