@@ -372,7 +372,26 @@ class _Comparison:
         return len(ranks) > 1 and any(ranks[0]) and all(losses == ranks[0] for losses in ranks)
 
     def _notes(self, found: Sampling) -> Iterator[Words]:
-        """Notes on how the runs were made comparable."""
+        """Notes on how the runs were made comparable, and on what could not be compared."""
+        yield from self._notes_on_samples(found)
+        yield from self._notes_on_variants()
+        apart = _loss_apart(self.alone, self.split, 0)
+        if apart is not None and apart > 1e-3:
+            yield Words(
+                "losses given to backward differ by {apart:.3g} in step 1 (mean over ranks)",
+                "第 1 步传给 backward 的损失相差 {apart:.3g}（各 rank 的平均）",
+            ).format(apart=apart)
+        lost = [number for number, rank in enumerate(self.split.ranks) if not rank.end]
+        if lost or not self.alone.ranks[0].end:
+            yield Words(
+                "the script left without an end that Python knows, as by os._exit: {who}",
+                "脚本没有正常结束（例如 os._exit）：{who}",
+            ).format(who=", ".join([f"rank {number}" for number in lost] or ["alone"]))
+        if not any(rank.evaluations for rank in self.alone.ranks):
+            yield Words("no evaluation was seen", "没有看到评估")
+
+    def _notes_on_samples(self, found: Sampling) -> Iterator[Words]:
+        """Notes on the samples that were seen, and on those that the single process was given."""
         if not found.seen:
             yield Words(
                 "no samples were seen: no model that is an nn.Module was called with tensors before the first step",
@@ -390,6 +409,9 @@ class _Comparison:
                 "those of the split run, batch by batch",
                 "单个进程自己取的样本不同（第 1 步 {alone} 行，全部 rank 共 {split} 行）：已逐批使用切分运行的样本",
             ).format(alone=alone, split=split)
+
+    def _notes_on_variants(self) -> Iterator[Words]:
+        """Notes on the runs by which rounding was measured, and on dropout."""
         if self.whole:
             yield Words(
                 "the model can't be called with a half of its batch: it returns other things than tensors with its "
@@ -413,20 +435,6 @@ class _Comparison:
                     "with dropout all ranks would draw the same masks: their generators are equal",
                     "打开 dropout 时，所有 rank 会抽到相同的掩码：它们的生成器相同",
                 )
-        apart = _loss_apart(self.alone, self.split, 0)
-        if apart is not None and apart > 1e-3:
-            yield Words(
-                "losses given to backward differ by {apart:.3g} in step 1 (mean over ranks)",
-                "第 1 步传给 backward 的损失相差 {apart:.3g}（各 rank 的平均）",
-            ).format(apart=apart)
-        lost = [number for number, rank in enumerate(self.split.ranks) if not rank.end]
-        if lost or not self.alone.ranks[0].end:
-            yield Words(
-                "the script left without an end that Python knows, as by os._exit: {who}",
-                "脚本没有正常结束（例如 os._exit）：{who}",
-            ).format(who=", ".join([f"rank {number}" for number in lost] or ["alone"]))
-        if not any(rank.evaluations for rank in self.alone.ranks):
-            yield Words("no evaluation was seen", "没有看到评估")
 
     def _schedule_note(self, finding: ScriptFinding | None) -> Iterator[Words]:
         """A schedule that is stepped for each rank may be meant to follow samples, as Accelerate's does.
