@@ -28,7 +28,7 @@ def part(host: str, *command: str, **values: object) -> NodeSpec:
 
 def told(host: NodeSpec) -> dict[str, object]:
     """What a host tells, as it comes out of the store."""
-    return json.loads(json.dumps({"host": host.host, **consistency.told(host)}))
+    return json.loads(json.dumps({"host": host.host, **consistency.facts_of(host)}))
 
 
 def message(first: NodeSpec, second: NodeSpec) -> str | None:

@@ -157,7 +157,7 @@ def test_hosts_that_differ_in_it_do_not_begin() -> None:
     for host, device in devices.items():
         ranks = RankOptions(logs="logs", device=device)
         spec = NodeSpec(job="one", host=host, num_procs=1, command=("x",), ranks=ranks)
-        told.append({"host": host, **consistency.told(spec)})
+        told.append({"host": host, **consistency.facts_of(spec)})
     found = consistency.difference(told[0], told[1])
     assert found is not None
     assert 'differ in their device: host-a has "auto", host-b has "cpu"; give both the same' in found[1]
