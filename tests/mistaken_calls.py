@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.communication import Bf16
-from samestep.engines.registry import check_communication, resolve
+from samestep.engines.checks import check_communication
+from samestep.engines.registry import resolve
 from samestep.fault_tolerance.fault import Fault
 from samestep.launch import consistency
 from samestep.launch.failure import ended_by

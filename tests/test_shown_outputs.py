@@ -60,7 +60,7 @@ def proof(**values: Any) -> Proof:
 
 @pytest.mark.parametrize("page", [README, HOME, OWN, PROMISE])
 def test_a_proof_is_printed_as_shown(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = the_output(page, "beside one process, 5 steps in float64")
+    shown = the_output(page, "versus one process, 5 steps in float64")
     (worst,) = re.findall(r"worst parameter: (.*)", shown)
     loss = 1.0 if page == PROMISE else 1e-16  # that one is of a mistake
     differences = {**proof().max_relative_difference, "loss": loss}
@@ -90,7 +90,7 @@ def shapes(value: Any) -> Any:
 
 
 def test_a_proof_to_the_bit_is_printed_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = the_output(BITS, "bits beside one process")
+    shown = the_output(BITS, "bits versus one process")
     compared: dict[str, tuple[str, ...]] = dict.fromkeys(
         ("losses", "gradient norms", "parameters", "optimizer state", "metrics"), ()
     )
