@@ -50,7 +50,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "sent": "MB sent",
         "all": "MB of all",
         "accuracy": "accuracy",
-        "difference": "first losses beside one process",
+        "difference": "first losses versus one process",
         "none": "asynchronous",
     },
     "zh": {

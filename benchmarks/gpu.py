@@ -33,7 +33,7 @@ DOCS = HERE.parent / "docs"
 # The sections in the order in which they run, with their titles in both languages.
 TITLES: Mapping[str, tuple[str, str]] = {
     "doctor": ("What the machine has", "机器有什么"),
-    "proofs": ("Layouts beside one process, in float64", "各布局与单进程的对照（float64）"),
+    "proofs": ("Layouts versus one process, in float64", "各布局与单进程的对照（float64）"),
     "precisions": ("Precisions", "精度"),
     "attention": ("Attention in bf16", "bf16 的注意力"),
     "throughput": ("Tokens a second", "每秒 token 数"),
