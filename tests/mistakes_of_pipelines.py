@@ -36,9 +36,9 @@ class OtherSamples(Native):
         pipeline = pipeline_of(trainer)
         receive = pipeline.receive
 
-        def other(letter: MessageId) -> list[Tensor]:
-            tensors = receive(letter)
-            return [tensor.flip(0) for tensor in tensors] if letter.kind == "F" else tensors
+        def other(message: MessageId) -> list[Tensor]:
+            tensors = receive(message)
+            return [tensor.flip(0) for tensor in tensors] if message.kind == "F" else tensors
 
         pipeline.receive = other
         return trainer
@@ -52,9 +52,9 @@ class NothingHandedBack(Native):
         pipeline = pipeline_of(trainer)
         receive = pipeline.receive
 
-        def nothing(letter: MessageId) -> list[Tensor]:
-            tensors = receive(letter)
-            return [torch.zeros_like(tensor) for tensor in tensors] if letter.kind == "B" else tensors
+        def nothing(message: MessageId) -> list[Tensor]:
+            tensors = receive(message)
+            return [torch.zeros_like(tensor) for tensor in tensors] if message.kind == "B" else tensors
 
         pipeline.receive = nothing
         return trainer
@@ -68,10 +68,10 @@ class NotCarriedBack(Native):
         pipeline = pipeline_of(trainer)
         receive = pipeline.receive
 
-        def fewer(letter: MessageId) -> list[Tensor]:
-            tensors = receive(letter)
+        def fewer(message: MessageId) -> list[Tensor]:
+            tensors = receive(message)
             first, *others = tensors
-            return [torch.zeros_like(first), *others] if letter.kind == "B" and others else tensors
+            return [torch.zeros_like(first), *others] if message.kind == "B" and others else tensors
 
         pipeline.receive = fewer
         return trainer
