@@ -23,7 +23,9 @@ from samestep.fault_tolerance.status import give_notice
 from samestep.fault_tolerance.watchdog import Watchdog
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_AGAIN = 0.5  # seconds; launchers forward a signal to processes that already had it
+# Seconds in which a second signal counts as the first one again: launchers forward a signal to processes that already
+# had it, and one may go to the process group and to this process.
+_AGAIN = 0.5
 _APART = 0.25  # seconds between two all-reduces
 _MOST_STEPS = 64
 
@@ -111,7 +113,6 @@ class StopAgreement:
 
 
 TAKEN = ("SIGTERM", "SIGINT")
-# seconds; a signal sent to the process group and to this process counts as one
 
 
 class Signals:

@@ -210,7 +210,7 @@ def make_plan(
         gathered=gathered,
         left_whole=left,
     )
-    _check(plan, model, said, [found for _, found in flat])
+    _check(plan, model, said, [found for _, found in flat], tokens_split=tokens_split)
     return plan
 
 
@@ -356,7 +356,12 @@ def _used_elsewhere(model: nn.Module, trace: Trace) -> list[str]:
 
 
 def _check(
-    plan: TensorPlan, model: nn.Module, said: Mapping[str, Role], flat: Sequence[tuple[str, Sequence[int]]]
+    plan: TensorPlan,
+    model: nn.Module,
+    said: Mapping[str, Role],
+    flat: Sequence[tuple[str, Sequence[int]]],
+    *,
+    tokens_split: bool,
 ) -> None:
     """Raise LayoutError for a given role that is not possible, and if nothing is sliced.
 
@@ -384,8 +389,9 @@ def _check(
             else f", and the weight of {computed} ({type(model.get_submodule(computed)).__name__}) is computed from "
             "others before each use, as weight_norm and spectral_norm do"
         )
+        layout = f"tp{plan.parts} sequence=split" if tokens_split else f"tp{plan.parts}"
         raise LayoutError(
-            f'layout "tp{plan.parts}": nothing of {type(model).__name__} can be sliced; tensor parallel slices '
+            f'layout "{layout}": nothing of {type(model).__name__} can be sliced; tensor parallel slices '
             "attentions, pairs of linear layers with only activations in between, and tables of a vocabulary"
             f"{but}; use dp{plan.parts} or fsdp{plan.parts}"
         )
