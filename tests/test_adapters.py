@@ -171,7 +171,10 @@ MISTAKES = {
         LoRA(targets=("q_porj",)),
         'nothing in LlamaForCausalLM is called "q_porj"; use q_proj, k_proj',
     ),
-    "no linear layer": (LoRA(targets=("embed_tokens",)), "model.embed_tokens is a Embedding, and adapters stand"),
+    "no linear layer": (
+        LoRA(targets=("embed_tokens",)),
+        "model.embed_tokens is a Embedding, and adapters are for linear",
+    ),
     "no such module": (LoRA(also_train=("clasifier",)), 'no module with parameters is called "clasifier"; use names'),
 }
 

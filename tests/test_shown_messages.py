@@ -37,7 +37,7 @@ TEXTS = RECIPE.format("text-classification", 8) + "  data: {source: texts.csv, v
 MODEL = "  model: {layers: 6, hidden: 48, heads: 6}\n"
 NOVEL = "It was a dark and stormy night. " * 100
 
-# What the commands read, in their current folder, beside the repository's `examples`.
+# What the commands read, in their current folder, next to the repository's `examples`.
 FILES: Mapping[str, str | bytes] = {
     "typo.yaml": (
         "recipe:\n  task: regression\n  optimizer:\n    lr: 0.1\n    lrr: 0.1\n  schedule: {warmup: 1.5}\n"

@@ -1,4 +1,4 @@
-"""Outputs that the documentation shows, beside what the program prints: all but their numbers is the same."""
+"""Outputs that the documentation shows and what the program prints: all but their numbers is the same."""
 
 import json
 import re

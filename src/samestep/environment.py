@@ -291,8 +291,7 @@ def main_port(environ: Mapping[str, str] = os.environ) -> int | None:
 def place_interface(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the interface that the environment (SageMaker) names for messages between hosts."""
     with suppress(UserError):  # where the hosts are found, wrong variables are reported
-        container = launchers.read_sagemaker(environ)
-        return None if container is None else container.interface
+        return launchers.sagemaker_interface(environ)
     return None
 
 

@@ -309,7 +309,6 @@ class SageMakerContainer:
     current: str  # this container's
     accelerators: int | None
     cores: int | None
-    interface: str | None  # the network interface for messages between containers
     job: str | None
     read: tuple[Read, ...]
 
@@ -327,7 +326,7 @@ def read_sagemaker(environ: Environ) -> SageMakerContainer | None:
     if not on_sagemaker(environ):
         return None
     read = Variables(environ)
-    config = read.json("SM_RESOURCE_CONFIG", dict, 'a mapping with "hosts" and "current_host"') or {}
+    config = _resource_config(read)
     listed, source = read.json("SM_HOSTS", list, _HOSTS), "SM_HOSTS"
     if listed is None:
         listed, source = config.get("hosts"), '"hosts" in SM_RESOURCE_CONFIG'
@@ -340,10 +339,20 @@ def read_sagemaker(environ: Environ) -> SageMakerContainer | None:
         current=current,
         accelerators=read.number("SM_NUM_GPUS"),
         cores=read.number("SM_NUM_CPUS", 1),
-        interface=read.text("SM_NETWORK_INTERFACE_NAME") or str(config.get("network_interface_name") or "") or None,
         job=read.first("SAGEMAKER_JOB_NAME", "TRAINING_JOB_NAME"),
         read=read.read(),
     )
+
+
+def sagemaker_interface(environ: Environ) -> str | None:
+    """Return the network interface that SageMaker names for messages between containers; None elsewhere."""
+    read = Variables(environ)
+    named = read.text("SM_NETWORK_INTERFACE_NAME") or _resource_config(read).get("network_interface_name")
+    return str(named) if named else None
+
+
+def _resource_config(read: Variables) -> dict[str, Any]:
+    return read.json("SM_RESOURCE_CONFIG", dict, 'a mapping with "hosts" and "current_host"') or {}
 
 
 def _hosts(listed: Any, source: str) -> tuple[str, ...]:
