@@ -1,10 +1,11 @@
 """The documentation: links lead somewhere, commands are real ones, every key is described, both languages agree."""
 
+import ast
 import inspect
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -14,7 +15,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 import samestep
-from samestep import layout
+from samestep import launchers, layout
 from samestep.cli.main import COMMANDS, _parser
 from samestep.communication import Bf16, DiLoCo, Fp16, LocalSGD, OneBitAdam, PowerSGD, ZeroOneAdam
 from samestep.data.text import READERS, known_suffixes
@@ -22,6 +23,7 @@ from samestep.data.text import SOURCES as SOURCES_OF_TEXTS
 from samestep.engines import ENGINES
 from samestep.engines.registry import resolve
 from samestep.job import Checkpointing, Profiling, Run
+from samestep.launch.environments.base import ClusterEnvironment
 from samestep.launch.environments.registry import PLACES
 from samestep.recipe import SGD, AdamW, Average, EarlyStop, Evaluation, Group, LoRA, NamedOptimizer, Recipe, Schedule
 from samestep.tasks.causal_lm import DecoderModel, LanguageData
@@ -316,6 +318,57 @@ def test_messages_that_list_what_is_known_list_all(page: Path) -> None:
 @pytest.mark.parametrize("page", in_both_languages("places.md"), ids=name_of)
 def test_every_place_stands_in_the_table_in_its_order(page: Path) -> None:
     assert first_cells(page, columns=3) == [place.name for place in PLACES]
+
+
+# Of each place that is found by variables: how they look, and what else in `launchers` reads them than the functions
+# that the place's module imports.
+VARIABLES = {
+    "torchrun": (r"RANK|WORLD_SIZE|(LOCAL|GROUP|MASTER|TORCHELASTIC)_[A-Z_]+", ()),
+    "open-mpi": (r"(OMPI|PMIX)_\w+", ()),
+    "sagemaker": (r"(SM|SAGEMAKER|TRAINING)_[A-Z_]+", ("sagemaker_interface",)),
+    "pytorchjob": (r"RANK|WORLD_SIZE|(MASTER|PET|KUBERNETES)_[A-Z_]+", ()),
+    "slurm": (r"SLURM_[A-Z_]+", ()),
+    "lsf": (r"LSB_[A-Z_]+", ()),
+    "ray": (r"RAY_[A-Z_]+", ()),
+}
+
+
+def readers(names: Iterable[str]) -> list[ast.AST]:
+    """The functions of `launchers` with these names, and those that they call."""
+    tree = ast.parse(inspect.getsource(launchers))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    found: dict[str, ast.AST] = {}
+    left = [name for name in names if name in functions]
+    while left:
+        name = left.pop()
+        found[name] = functions[name]
+        used = {each.id for each in ast.walk(functions[name]) if isinstance(each, ast.Name)}
+        left += [each for each in used if each in functions and each not in found]
+    return list(found.values())
+
+
+def variables_read(place: ClusterEnvironment) -> set[str]:
+    """The names of variables that a place's module reads, or what `launchers` does for it."""
+    look, others = VARIABLES[place.name]
+    module = inspect.getmodule(type(place))
+    assert module is not None
+    tree = ast.parse(inspect.getsource(module))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == launchers.__name__]
+    names = {alias.name for node in imports for alias in node.names} | {*others}
+    # A module's constants also name what it doesn't read, such as what is kept from others.
+    own = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    literals = [each for node in [*own, *readers(names)] for each in ast.walk(node) if isinstance(each, ast.Constant)]
+    return {each.value for each in literals if isinstance(each.value, str) and re.fullmatch(look, each.value)}
+
+
+@pytest.mark.parametrize("page", in_both_languages("places.md"), ids=name_of)
+def test_every_variable_that_a_place_reads_stands_in_its_row(page: Path) -> None:
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.*?) \| [^|]* \|$", prose(page), re.MULTILINE))
+    assert sorted(VARIABLES) == sorted({place.name for place in PLACES} - {"hostfile", "this-machine"})
+    for place in PLACES:
+        if place.name in VARIABLES:
+            told = [re.sub("^_", "OMPI_COMM_WORLD_", name) for name in re.findall(r"`(\w+)`", rows[place.name])]
+            assert sorted(told) == sorted(variables_read(place)), place.name
 
 
 # Places that the READMES call by what people know: in the English one, in the Chinese one.
