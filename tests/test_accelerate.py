@@ -13,7 +13,7 @@ from tiny_models import Tiny
 
 import samestep
 from samestep.cli.main import main
-from samestep.engines import accelerate, registry
+from samestep.engines import accelerate, checks, registry
 from samestep.layout import Layout
 
 pytest.importorskip("accelerate")
@@ -206,4 +206,4 @@ def test_layouts_that_it_has_not_are_refused(layout: str, message: str) -> None:
 def test_a_package_that_is_not_there_is_named(engine: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(samestep.UserError, match=f"needs {engine}, which is not installed; use {command}"):
-        registry.check(registry.resolve(engine), Layout.parse("dp2"), "fp32")
+        checks.check_layout(registry.resolve(engine), Layout.parse("dp2"), "fp32")

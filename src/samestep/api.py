@@ -13,6 +13,7 @@ from samestep.contract.check import check_contract, find_gradients_passed
 from samestep.contract.second_gradients import GradientThroughBlocks, can_lack_gradients, check_second_gradients
 from samestep.display.schedule_svg import draw_schedule
 from samestep.engines import registry as engines
+from samestep.engines.checks import check_layout
 from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
 from samestep.fault_tolerance.policy import again, needs_ranks, smaller
 from samestep.fault_tolerance.rank import RankSupervision, Round
@@ -403,7 +404,7 @@ def _settled(job: Job, layout: Layout | None = None) -> tuple[Job, Layout]:
     """Return the job and its layout (or the given one), completed by the engine's own configuration."""
     engine = engines.resolve(job.run.engine)
     layout = layout_of(job) if layout is None else layout
-    engines.check(engine, layout, job.recipe.precision, job.run.engine_config)
+    check_layout(engine, layout, job.recipe.precision, job.run.engine_config)
     if job.run.reduction == "ordered" and job.run.threads is None:
         # A product or a sum is cut between threads, so their number must not follow from that of the ranks.
         job = replace(job, run=replace(job.run, threads=1))

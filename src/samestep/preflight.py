@@ -18,7 +18,7 @@ from samestep.tasks.base import Task, check_data
 from samestep.tasks.registry import resolve as resolve_task
 from samestep.tasks.turns import turns_of
 from samestep.training.early_stop import EarlyStopper
-from samestep.training.optimizer import check_average_start, check_optimizers, check_turns_optimizers
+from samestep.training.optimizer import check_average_start, check_recipe_optimizers, check_turns_optimizers
 
 
 def preflight(job: Job, layout: Layout, task: Task | None = None, *, here: bool = True) -> Task:
@@ -28,9 +28,9 @@ def preflight(job: Job, layout: Layout, task: Task | None = None, *, here: bool 
     time to read. With `here` false all ranks are on other hosts, whose accelerators are not known.
     """
     engine = engines.resolve(job.run.engine)
-    engines.check(engine, layout, job.recipe.precision, job.run.engine_config)
+    checks.check_layout(engine, layout, job.recipe.precision, job.run.engine_config)
     checks.check_job(job, engine, layout, device_of(0, job.run.device).type if here else "cpu")
-    check_optimizers(job, engine, layout)
+    check_recipe_optimizers(job, engine, layout)
     if environment.ranks() is None:
         check_not_alone(environment.snapshot())
         check_devices(layout.size, job.run.device, may_share=job.run.transport == "gloo")
@@ -60,7 +60,7 @@ def _check_task(job: Job, engine: Engine, layout: Layout, task: Task) -> None:
             "run.group_by_length is true, and the task does not say how long its samples are; give it a method "
             "sample_lengths() that returns a number for each training sample, or use group_by_length: false"
         )
-    checks.check_task(job, engine, layout, task)
+    checks.check_task_needs(job, engine, layout, task)
     check_turns_optimizers(turns_of(task), job, layout)
     check_average_start(recipe, len(task.train_set()))
     EarlyStopper(recipe.early_stop).check(task)

@@ -1,22 +1,70 @@
-"""Whether an engine can do what a job asks for under a layout, before any process starts: a function for each key.
+"""Checks a job's keys and task against its engine and layout, before any process starts.
 
-`check_job` checks the keys of recipe and run. `check_task` checks the task, which comes later, since its data and
-tokenizers take time to read. A session has no job, and calls those of the keys that it has.
+`check_layout` checks the layout, the precision, and that the engine's packages are installed. `check_job` checks the
+other keys of recipe and run: `_check_abilities` those that an engine either supports or not, and a function each
+those that also depend on the layout or on other keys. `check_task_needs` checks the task, which comes later, since
+its data and tokenizers take time to read. A session has no job, and calls those of the keys that it has.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from samestep.communication import Communication
+from samestep.engines import ENGINES
 from samestep.engines.base import Engine
+from samestep.engines.registry import resolve
 from samestep.errors import LayoutError, UserError
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Layout, axis_in_words
 from samestep.parallel.compile import check_compile
+from samestep.parallel.pipeline import schedule
 from samestep.recipe import Average, NamedOptimizer
 from samestep.tasks.base import Task
 from samestep.tasks.losses import SeveralLosses, takes_gather, with_weights
-from samestep.tasks.turns import check_optimizers, turns_of
+from samestep.tasks.turns import check_optimizer_types, turns_of
+
+
+def check_layout(engine: Engine, layout: Layout, precision: str, config: Path | None = None) -> None:
+    """Raise UserError for a layout, precision or configuration that the engine, as installed, doesn't support."""
+    able = engine.abilities
+    if config is not None and able.config is None:
+        raise UserError(
+            f'run.engine_config is {config}, and engine "{engine.name}" has no configuration file of its own; '
+            f"leave it out, or use engine {', '.join(name for name in ENGINES if resolve(name).abilities.config)}"
+        )
+    if config is not None and not config.is_file():
+        raise UserError(f"run.engine_config is {config}, which is no file; use {able.config}")
+    for module, command in able.packages.items():
+        if importlib.util.find_spec(module) is None:
+            raise UserError(f'engine "{engine.name}" needs {module}, which is not installed; {command}')
+    for name in layout.split_axes():
+        if name not in able.axes:
+            raise LayoutError(
+                f'layout "{layout}": engine "{engine.name}" does not split {name} yet; '
+                f"it splits {', '.join(map(axis_in_words, sorted(able.axes))) or 'nothing'}"
+            )
+    for option in ("recompute", "offload", "attention"):
+        for value in getattr(layout, option).split("+"):
+            if value not in getattr(able, option):
+                raise LayoutError(f'layout "{layout}": engine "{engine.name}" has no {option}={value} yet')
+    schedule.check(layout)
+    if layout.offloads_parameters and layout.zero < 2:
+        offload = "parameters" if layout.offloads("parameters") else "parameters-disk"
+        raise LayoutError(f'layout "{layout}": offload={offload} is for shards of parameters; use fsdp2 or zero2x2')
+    if layout.sequence == "split" and layout.tensor == 1:
+        raise LayoutError(
+            f'layout "{layout}": sequence=split is for the ranks of tensor parallel; use tp2 sequence=split'
+        )
+    if layout.attention == "ring" and layout.context == 1:
+        raise LayoutError(
+            f'layout "{layout}": attention=ring is for the ranks of context parallel; use cp2 attention=ring'
+        )
+    if precision not in able.precisions:
+        known = ", ".join(sorted(able.precisions))
+        raise UserError(f'recipe.precision is {precision}, which engine "{engine.name}" does not have; use {known}')
+    engine.check(layout, precision, config)
 
 
 def check_job(job: Job, engine: Engine, layout: Layout, device: str) -> None:
@@ -41,7 +89,7 @@ def check_job(job: Job, engine: Engine, layout: Layout, device: str) -> None:
         raise UserError(f'run.cut_at names pipeline stages, and layout "{layout}" has none; use pp2, or no cut_at')
 
 
-def check_task(job: Job, engine: Engine, layout: Layout, task: Task) -> None:
+def check_task_needs(job: Job, engine: Engine, layout: Layout, task: Task) -> None:
     """Raise UserError for what a task's loss, turns or buffers need and the engine or the job doesn't have."""
     communication = job.recipe.communication
     if task.batch_buffers() and not engine.abilities.batch_buffers:
@@ -208,7 +256,7 @@ def _check_turns(task: Task, engine: Engine, layout: Layout, job: Job) -> None:
     turns = turns_of(task)
     if not turns:
         return
-    check_optimizers(turns, job.recipe)
+    check_optimizer_types(turns, job.recipe)
     for turn in turns:
         check_gather(turn.loss, engine, job.recipe.communication)
         _check_several_losses(turn.loss_of_step(), engine, job.recipe.communication)

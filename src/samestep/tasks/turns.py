@@ -123,7 +123,7 @@ def check_parameters(turns: Sequence[Turn], model: "nn.Module") -> None:
             )
 
 
-def check_optimizers(turns: Sequence[Turn], recipe: "Recipe") -> None:
+def check_optimizer_types(turns: Sequence[Turn], recipe: "Recipe") -> None:
     """Raise UserError where a turn's optimizer is none, and for groups, which turns have in their place."""
     from samestep.recipe import SGD, AdamW, NamedOptimizer
 

@@ -391,7 +391,7 @@ def check_average_start(recipe: Recipe, samples: int) -> None:
         )
 
 
-def check_optimizers(job: Job, engine: Engine, layout: Layout) -> None:
+def check_recipe_optimizers(job: Job, engine: Engine, layout: Layout) -> None:
     """Raise UserError for optimizers that this engine, layout or job doesn't support.
 
     A named optimizer is looked up, its arguments are checked, and it steps a small matrix.

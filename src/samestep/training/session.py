@@ -40,10 +40,11 @@ from samestep.engines.checks import (
     check_buckets,
     check_communication,
     check_gather,
+    check_layout,
     check_sparse_rows,
 )
 from samestep.engines.precision import parameter_dtype
-from samestep.engines.registry import check, resolve
+from samestep.engines.registry import resolve
 from samestep.errors import LayoutError, UserError, index_errors_explained
 from samestep.launch.device import DeviceChoice
 from samestep.launch.world import Transport, World, join
@@ -105,7 +106,7 @@ class Session:
         """`details`: how models are spread, beyond the layout."""
         details = details or Details()
         layout.check_processes(world.world_size)
-        check(engine, layout, precision, details.engine_config)
+        check_layout(engine, layout, precision, details.engine_config)
         check_communication(communication, engine, layout, precision)
         check_buckets(details.bucket_mb, engine, layout, communication)
         check_sparse_rows(details.sparse_rows, engine, layout, communication)

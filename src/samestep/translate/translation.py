@@ -159,11 +159,12 @@ def _read(form: str, source: Source, asked: GivenSizes) -> tuple[Job, Draft]:
 
 def _refusal(job: Job, draft: Draft) -> str | None:
     """The reason why samestep's own engine would refuse a job; None if it would not."""
-    from samestep.engines import registry as engines
+    from samestep.engines.checks import check_layout
+    from samestep.engines.registry import resolve
 
     layout = Layout.parse(draft.tried_layout())
     try:
-        engines.check(engines.resolve(job.run.engine), layout, job.recipe.precision, job.run.engine_config)
+        check_layout(resolve(job.run.engine), layout, job.recipe.precision, job.run.engine_config)
         if draft.get("recipe.batch") is not None:
             layout.check_batch(job.recipe.batch, job.run.micro_batch)
     except UserError as error:

@@ -55,7 +55,7 @@ class DeepSpeed(Engine):
     def check_task(self, task: Task, layout: Layout, config: Path | None) -> None:
         """Raise UserError for a task whose model DeepSpeed's pipeline can't run."""
         if layout.pipeline > 1:
-            pipeline.check_task(task, layout)
+            pipeline.check_pipeline_task(task, layout)
 
     def in_this_process(self) -> AbstractContextManager[None]:
         return linear_kept()

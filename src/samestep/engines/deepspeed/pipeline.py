@@ -47,7 +47,7 @@ class Stages:
                     yield f"{name}.{key}", parameter
 
 
-def check_task(task: Task, layout: Layout) -> None:
+def check_pipeline_task(task: Task, layout: Layout) -> None:
     """Raise UserError for a task whose model or inputs DeepSpeed's pipeline can't take."""
     samples = task.train_set()
     one_input(as_batch(task.collate([samples[0]])).inputs)
