@@ -81,7 +81,16 @@ def test_bytes_have_three_digits_in_units_of_1000_and_a_decimal_in_units_of_1024
 
 @pytest.mark.parametrize(
     ("text", "decimal", "binary"),
-    [("4GB", 4e9, 2**32), ("4GiB", 2**32, 2**32), ("1.5 kb", 1500, 1536), ("7", 7, 7), ("K", None, None)],
+    [
+        ("4GB", 4e9, 2**32),
+        ("4GiB", 2**32, 2**32),
+        ("1.5 kb", 1500, 1536),
+        ("7", 7, 7),
+        ("7 B", 7, 7),
+        ("K", None, None),
+        ("4I", None, None),
+        ("4IB", None, None),
+    ],
 )
 def test_a_kib_has_1024_bytes_and_a_kb_what_its_reader_says(
     text: str, decimal: float | None, binary: float | None

@@ -9,7 +9,7 @@ from typing import Literal
 
 _DECIMAL = ("B", "kB", "MB", "GB", "TB")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMG]?)(I?)B?)", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMG])(I?))?B?", re.IGNORECASE | re.ASCII)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3}
 
 
@@ -38,4 +38,4 @@ def parse_size(text: str, *, kilo: Literal[1000, 1024]) -> float | None:
     if match is None:
         return None
     number, letter, binary = match.groups()
-    return float(number) * (1024 if binary else kilo) ** _POWERS[letter.upper()]
+    return float(number) * (1024 if binary else kilo) ** _POWERS[(letter or "").upper()]
