@@ -15,7 +15,7 @@ from samestep.display.schedule_svg import draw_schedule
 from samestep.engines import registry as engines
 from samestep.engines.checks import check_layout
 from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
-from samestep.fault_tolerance.policy import again, needs_ranks, smaller
+from samestep.fault_tolerance.policy import again, needs_ranks, shrink
 from samestep.fault_tolerance.rank import RankSupervision, Round
 from samestep.job import Job, Run
 from samestep.launch import fork_server, local
@@ -111,7 +111,7 @@ def _of_round(job: Job, round_: Round) -> Job:
     if not job.run.elastic or ranks is None or unsized(job.run.layout):
         return job
     layout = Layout.parse(job.run.layout, None)
-    for candidate in smaller(layout, job.run.min_processes):
+    for candidate in shrink(layout, job.run.min_processes):
         if candidate.size == ranks.world_size:
             inject = tuple(fault for fault in job.run.inject if fault.rank < ranks.world_size)
             of_this = {"layout": str(candidate), "elastic": False, "min_processes": 1, "inject": inject}
@@ -125,7 +125,7 @@ def _trained(job: Job, layout: Layout) -> TrainResult | InterruptedJobError | No
         return _train_rank(job, layout)
     folder = RunPlace.of(job).chosen()  # the same for every round
     job = replace(job, run=replace(job.run, folder=folder))
-    return local.train(job, layout, folder, call=partial(_call, _train_rank), smaller=_smaller)
+    return local.train(job, layout, folder, call=partial(_call, _train_rank), shrink=_shrunk)
 
 
 def _train_rank(
@@ -149,9 +149,9 @@ def _train_rank(
         return result
 
 
-def _smaller(job: Job, layout: Layout) -> tuple[Job, Layout] | None:
+def _shrunk(job: Job, layout: Layout) -> tuple[Job, Layout] | None:
     """Return the job with the largest smaller layout that passes the preflight checks; None if there is none."""
-    for candidate in smaller(layout, job.run.min_processes):
+    for candidate in shrink(layout, job.run.min_processes):
         found = replace(job, run=replace(job.run, layout=str(candidate), processes=None, inject=()))
         try:
             found, settled = _settled(found)

@@ -62,7 +62,7 @@ def again(job: Job) -> Job:
     return replace(job, run=replace(job.run, checkpoint=replace(job.run.checkpoint, resume="auto")))
 
 
-def smaller(layout: Layout, fewest: int) -> Iterator[Layout]:
+def shrink(layout: Layout, fewest: int) -> Iterator[Layout]:
     """The layouts with fewer data ranks and at least `fewest` processes, the largest first."""
     axis = "replicate" if layout.replicate > 1 else "shard"
     size = getattr(layout, axis)

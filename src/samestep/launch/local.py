@@ -40,7 +40,7 @@ _HOST = "localhost"  # in the paths of the ranks' logs
 # A function and its arguments.
 Call = tuple[Callable[..., Any], Sequence[Any]]
 # Returns a job and its layout with fewer ranks; None if there is none.
-Smaller = Callable[[Job, Layout], tuple[Job, Layout] | None]
+Shrink = Callable[[Job, Layout], tuple[Job, Layout] | None]
 
 
 def start(function: Callable[..., Any], arguments: Sequence[Any], processes: int) -> Any:
@@ -54,7 +54,7 @@ def start(function: Callable[..., Any], arguments: Sequence[Any], processes: int
         return _run(place, place / LOGS, processes)
 
 
-def train(job: Job, layout: Layout, folder: Path, *, call: Callable[[Job, Layout], Call], smaller: Smaller) -> Any:
+def train(job: Job, layout: Layout, folder: Path, *, call: Callable[[Job, Layout], Call], shrink: Shrink) -> Any:
     """Train in rounds until one ends well, and return what its rank 0 returned; `folder` is the run's.
 
     Each of `layout.size` ranks does `call(job, layout)`. Raises as `start` does, RankFailedError when restarts are
@@ -66,7 +66,7 @@ def train(job: Job, layout: Layout, folder: Path, *, call: Callable[[Job, Layout
         signals = None
         if run.checkpoint is not None:
             signals = stack.enter_context(Signals(grace_period=run.grace_period))
-        training = _Training(job, layout, folder, place, call, smaller)
+        training = _Training(job, layout, folder, place, call, shrink)
         supervision = Supervision(known=training.known, signals=signals, shrink=training.shrink)
         try:
             return _run(place, folder / LOGS, layout.size, max_restarts=run.max_restarts, supervision=supervision)
@@ -86,13 +86,13 @@ class _Training:
         folder: Path,
         place: Path,
         call: Callable[[Job, Layout], Call],
-        smaller: Smaller,
+        shrink: Shrink,
     ) -> None:
         self._job, self._layout = job, layout
         self._folder = folder
         self._place = place
         self._call = call
-        self._smaller = smaller
+        self._shrink = shrink
         _write(call(job, layout), place)
 
     def known(self) -> JobInfo:
@@ -107,7 +107,7 @@ class _Training:
 
     def shrink(self) -> int | None:
         """Switch to a smaller layout, if the job is elastic, after a rank is lost for good; return its size."""
-        found = self._smaller(self._job, self._layout) if self._job.run.elastic else None
+        found = self._shrink(self._job, self._layout) if self._job.run.elastic else None
         if found is None:
             return None
         self._job, self._layout = found
