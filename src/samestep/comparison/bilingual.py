@@ -58,7 +58,7 @@ ABOUT_TRAFFIC = Words(
     "In one step, counted by the formulas of ring algorithms from the messages that pass torch.distributed.",
     "一步之内，按环形算法的公式，从经过 torch.distributed 的消息算出。",
 )
-PUBLISHED = Words("Beside the published comparison", "与已发表的对比并列")
+PUBLISHED = Words("Compared with the published results", "与已发表的结果对比")
 ABOUT_PUBLISHED = Words(
     "A Chinese BERT fine-tuned on six classes with two GPUs, in minutes, from the fastest to the slowest. Minutes "
     "there and seconds here are of other models on other machines; what can be compared are the speed-ups and the "
