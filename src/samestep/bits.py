@@ -1,4 +1,4 @@
-"""Equality to the bit: a job's ordered steps under a layout held against those of one process, and what they cost."""
+"""Compares a layout's ordered steps with those of one process bit for bit, and times both."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The matrix: many jobs under many layouts, each held against one process."""
+"""The matrix: many jobs under many layouts, each compared with one process."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

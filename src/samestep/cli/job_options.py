@@ -1,4 +1,4 @@
-"""Options that every command with a job file has, laid over what the file says."""
+"""Options of every command with a job file; they override the file's values."""
 
 import argparse
 import gc

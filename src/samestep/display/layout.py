@@ -1,4 +1,4 @@
-"""Holdings: what each rank of a layout takes, computes and keeps, and which ranks exchange what.
+"""A layout's ranks: what each takes, computes and keeps, and which of them exchange what.
 
 Shown in the terminal as a row a rank, and under it the groups that communicate.
 """

@@ -1,4 +1,4 @@
-"""Kinds of faults that a soak commits from outside while a job runs, and what they find of the job.
+"""Faults that a soak injects from outside a running job, and how it finds the job's processes.
 
 A `Target` is a job that runs: on this host (`Processes`), or wherever who soaks has started it. Kinds that want
 several hosts say so; `samestep drill` starts none, and benchmarks/soak_hosts.py of the repository does.

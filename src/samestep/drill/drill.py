@@ -1,4 +1,4 @@
-"""Drill: what a drill of one fault is, its runs, each in a folder and processes of its own, and what they left."""
+"""One drill: a run with one fault in its own folder and processes, and what it left."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Trainings that outlive their ranks' faults: how far each rank is, which one the others wait for, and what is done.
+"""Fault tolerance: status of ranks, detection of stragglers and hangs, restarts.
 
 In the order of reading:
 

@@ -3,12 +3,12 @@
 It names the straggler: the rank that has entered fewer collectives than the others. Its clock stands still while the
 process does, so that a job that was paused has not hung.
 
-A hang or slow work: every 0.1 s the state of all ranks (phase, step, collectives entered, time of the
-last change) is compared with the one before. Only when nothing at all has changed for the limit (`run.hang_limit`
-seconds, longer for first steps, evaluations and checkpoints, and for steps that were long before) is it a hang. The
-culprit is then looked for in this order: a process that is stopped (SIGSTOP), the rank that has entered fewer
-collectives than the others, the one in the earliest step, the one whose stack isn't in a wait. Its stack is asked for
-by a real-time signal (`stacks`) before all ranks are killed.
+How a hang is distinguished from slow work: every 0.1 s the state of all ranks (phase, step, collectives entered, time
+of the last change) is compared with the one before. Only when nothing at all has changed for the limit
+(`run.hang_limit` seconds, longer for first steps, evaluations and checkpoints, and for steps that were long before)
+is it a hang. The culprit is then looked for in this order: a process that is stopped (SIGSTOP), the rank that has
+entered fewer collectives than the others, the one in the earliest step, the one whose stack isn't in a wait. Its
+stack is asked for by a real-time signal (`stacks`) before all ranks are killed.
 """
 
 import os

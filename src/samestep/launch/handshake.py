@@ -1,4 +1,4 @@
-"""Handshake: before the rendezvous, the hosts of a job check that all have come and agree; later, if one has failed.
+"""Handshake: hosts check before the rendezvous that all are there and agree; later it passes on failures.
 
 It uses one store for each job, served by the controller or the first host.
 """

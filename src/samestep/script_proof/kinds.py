@@ -1,4 +1,4 @@
-"""What a difference looks like: a kind for each fault that is known, and how it is said in both languages."""
+"""Kinds of differences that a script's proof reports, with their texts in both languages."""
 
 import math
 from collections.abc import Mapping

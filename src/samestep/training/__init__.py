@@ -1,4 +1,4 @@
-"""The loop around the step: optimizers and schedules, evaluation, progress, records, checkpoints.
+"""The loop around the step: optimizers and schedules, evaluation, records, checkpoints.
 
 In the order of reading:
 

@@ -1,4 +1,4 @@
-"""The engine: checks what a parameter server can't have, and makes of each rank a server or a worker."""
+"""The engine: refuses what a parameter server doesn't support, and makes each rank a server or a worker."""
 
 import sys
 from dataclasses import replace

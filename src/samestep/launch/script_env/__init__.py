@@ -2,5 +2,5 @@
 
 Read `base` first (what a contract is, and how ranks agree on ports before they start), then `torch`, the shortest,
 and `registry`. The others are `accelerate`, `deepspeed`, `horovod`, `keras` and `lightning`. Some need a helper
-process beside their ranks (`sidecar`).
+process next to their ranks (`sidecar`).
 """

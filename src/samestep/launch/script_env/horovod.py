@@ -23,7 +23,7 @@ _MODULE = "samestep.launch.script_env.horovod"  # the server as a program
 
 
 def _expected(rank: Rank) -> Expected:
-    """Agree on every rank's address and numbers, start the server beside rank 0, and set its address."""
+    """Agree on every rank's address and numbers, start the server on rank 0's host, and set its address."""
     ranks, variables = rank.ranks, torch.variables(rank)
     _check_name(rank)
     with meeting(rank, variables["MASTER_ADDR"], int(variables["MASTER_PORT"])) as store:

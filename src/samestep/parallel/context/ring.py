@@ -1,5 +1,6 @@
-"""Ring attention: keys and values travel from rank to rank, and each rank's queries stay (Liu et al. 2023, arXiv
-2310.01889, section 3).
+"""Ring attention: keys and values travel from rank to rank, and each rank's queries stay.
+
+The source: Liu et al. 2023, arXiv 2310.01889, section 3.
 
 A rank holds its own tokens' queries, keys and values, and the keys and values of one other rank at a time, so that
 what attention needs falls with the number of ranks; heads need not be divisible. While a rank computes with the keys
