@@ -290,7 +290,12 @@ MISTAKES: list[tuple[list[str], list[str], dict[str, str], str]] = [
     (["--engine", "jax"], ["x.py"], rank_of(0, 1), "--engine jax: it can be torch, deepspeed"),
     (["--threads", "many"], ["x.py"], rank_of(0, 1), "invalid int value: 'many'"),
     (["--threads", "0"], ["x.py"], rank_of(0, 1), "--threads 0: it must be 1 or more"),
-    ([], ["x.py"], {**rank_of(3, 4), "LOCAL_RANK": "4"}, "LOCAL_RANK=4 is no rank of a host with 4"),
+    (
+        [],
+        ["x.py"],
+        {**rank_of(3, 4), "LOCAL_RANK": "4"},
+        "LOCAL_RANK is 4 and LOCAL_WORLD_SIZE 4, counted from 0",
+    ),
     ([], ["x.py"], rank_of(0, 1) | {"RANK": "first"}, "RANK is 'first'; a whole number of 0 or more"),
 ]
 

@@ -87,6 +87,36 @@ def test_wrong_variables_of_a_rank(environ: Mapping[str, str], message: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({**SLURM, "SLURM_PROCID": "5"}, "SLURM_PROCID is 5 and SLURM_STEP_NUM_TASKS 5"),
+        (
+            {**SLURM, "SLURM_LOCALID": "2"},
+            "SLURM_LOCALID is 2 and the number of node 1 in SLURM_STEP",
+        ),
+        ({**MPICH, "PMI_RANK": "2"}, "PMI_RANK is 2 and PMI_SIZE 2"),
+        ({**MPICH, "MPI_LOCALNRANKS": "0"}, "MPI_LOCALRANKID is 1 and MPI_LOCALNRANKS 0"),
+        ({**TORCHRUN, "LOCAL_RANK": "3"}, "LOCAL_RANK is 3 and LOCAL_WORLD_SIZE 3"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "3", "GROUP_WORLD_SIZE": "2"},
+            "GROUP_RANK is 3 and GROUP",
+        ),
+    ],
+)
+def test_numbers_that_do_not_fit_together_are_refused(environ: Mapping[str, str], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        environment.ranks(environ)
+    assert message in str(error.value)
+    assert "they don't fit" in str(error.value)
+
+
+def test_a_process_of_mpi_is_known_by_its_number_of_ranks_alone() -> None:
+    assert environment.under_mpirun({"PMI_RANK": "0", "PMI_SIZE": "2"})
+    assert environment.under_mpirun({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"})
+    assert not environment.under_mpirun({"PMI_RANK": "0", "PMI_SIZE": "1"})
+
+
+@pytest.mark.parametrize(
     "environ",
     [
         {**SLURM, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "2"},
@@ -131,6 +161,8 @@ def test_ranks_of_horovodrun_are_seen_and_torchruns_come_first() -> None:
     found = environment.ranks(of_horovod)
     assert found == Ranks(rank=3, world_size=4, local_rank=1, local_world_size=2, launcher="horovodrun")
     run = environment.horovodrun(of_horovod)
+    with pytest.raises(UserError, match="HOROVOD_RANK is 4 and HOROVOD_SIZE 4"):
+        environment.ranks({**of_horovod, "HOROVOD_RANK": "4"})
     assert run is not None
     assert (run.host, run.address, run.port) == ("worker-2", "10.0.0.1", 4711)
     of_both = {**of_horovod, "RANK": "0", "WORLD_SIZE": "1"}

@@ -181,9 +181,16 @@ def test_open_mpi_with_one_process_a_host_is_there_on_every_host() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"OMPI_COMM_WORLD_RANK": "4"}, "they don't fit, so mpirun has not set all of them"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "4"},
+            "OMPI_COMM_WORLD_SIZE 4, counted from 0; they don't fit, so mpirun has not set both",
+        ),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "4"}, "OMPI_COMM_WORLD_LOCAL_RANK is 4 and OMPI_COMM_WORLD_LOCAL_SIZE 4"),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, "they don't fit"),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, "this Open MPI doesn't say how many hosts share them"),
+        (
+            {"OMPI_COMM_WORLD_LOCAL_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "2"},
+            "this Open MPI doesn't say how many hosts share them",
+        ),
         ({"OMPI_MCA_orte_num_nodes": "2"}, "4 ranks on 2 hosts, and 4 of them on this one; they don't fit"),
         ({"OMPI_COMM_WORLD_SIZE": "many"}, "OMPI_COMM_WORLD_SIZE is 'many'; a whole number of 1 or more is wanted"),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": ""}, "OMPI_COMM_WORLD_LOCAL_SIZE is empty; it must hold a whole number"),
@@ -212,9 +219,10 @@ def test_torchrun_on_unequal_hosts() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"RANK": "4"}, "they don't fit, so torchrun has not set all of them"),
-        ({"GROUP_RANK": "2"}, "they don't fit"),
-        ({"LOCAL_WORLD_SIZE": "5"}, "they don't fit"),
+        ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE 4, counted from 0; they don't fit, so torchrun has not set both"),
+        ({"GROUP_RANK": "2"}, "GROUP_RANK is 2 and GROUP_WORLD_SIZE 2"),
+        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE is 5, of a WORLD_SIZE of 4"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE 2"),
         (
             {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
             "4 ranks on 2 hosts, and 4 of them on this one; they don't fit",

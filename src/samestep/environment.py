@@ -42,13 +42,13 @@ def horovodrun(environ: Mapping[str, str] = os.environ) -> launchers.HorovodRunV
 
 def under_mpirun(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether MPI knows this process as one of several."""
-    found = launchers.read_open_mpi(environ) or launchers.read_pmi(environ)
-    return found is not None and found.world_size > 1
+    read = Variables(environ)
+    return any((read.number(name) or 0) > 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
 
 
 def main_address(environ: Mapping[str, str] = os.environ) -> str:
     """Return the address of rank 0's host, in torchrun's variable."""
-    return environ.get("MASTER_ADDR", "127.0.0.1")
+    return given_address(environ) or "127.0.0.1"
 
 
 def gloo_interface(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -1,7 +1,7 @@
-"""What launchers tell the processes that they start: their environment variables, each launcher's read once.
+"""Reads the environment variables of each launcher (torchrun, mpirun, srun, ...), in one function each.
 
-A function for each launcher reads its variables into a frozen object, or returns None in a process of another
-launcher; it raises UserError for values that don't fit together. `ranks` takes from these objects which rank this
+Such a function makes a frozen object of the variables, or returns None in a process of another launcher; it raises
+UserError for values that don't fit together. `ranks` takes from these objects which rank this
 process is, `launch.environments` on which hosts the job runs.
 """
 
@@ -11,6 +11,16 @@ from typing import Any
 
 from samestep.errors import UserError
 from samestep.variables import Environ, Read, Variables
+
+
+def _check_fit(launcher: str, *pairs: tuple[str, int, str, int]) -> None:
+    """Raise UserError for a number, counted from 0, not below its size: (name, number, name of the size, size)."""
+    for name, number, name_of_size, size in pairs:
+        if number >= size:
+            raise UserError(
+                f"{name} is {number} and {name_of_size} {size}, counted from 0; they don't fit, so {launcher} has "
+                "not set both"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,29 +39,36 @@ class TorchrunVariables:
     read: tuple[Read, ...]
 
 
+def in_torchrun(environ: Environ) -> bool:
+    """Whether torchrun's variables are set, and not by a PyTorchJob's operator."""
+    return "RANK" in environ and "WORLD_SIZE" in environ and not in_pytorchjob(environ)
+
+
 def read_torchrun(environ: Environ) -> TorchrunVariables | None:
     """Read torchrun's variables; None in another launcher's process, such as a pod of a PyTorchJob."""
-    if "RANK" not in environ or "WORLD_SIZE" not in environ or in_pytorchjob(environ):
+    if not in_torchrun(environ):
         return None
     read = Variables(environ)
     rank, world_size = read.needed("RANK"), read.needed("WORLD_SIZE", 1)
     # DeepSpeed's launcher has another name for it.
-    local_size = read.number("LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE", 1)
+    name = "LOCAL_WORLD_SIZE" if environ.get("LOCAL_WORLD_SIZE") else "LOCAL_SIZE"
+    local_size, local_rank = read.number(name, 1), read.number("LOCAL_RANK")
     nodes, node = read.number("GROUP_WORLD_SIZE", 1), read.number("GROUP_RANK")
+    _check_fit("torchrun", ("RANK", rank, "WORLD_SIZE", world_size))
     if local_size is not None:
         nodes = -(-world_size // local_size) if nodes is None else nodes
         node = rank // local_size if node is None else node
-    beyond = node is not None and nodes is not None and node >= nodes
-    if rank >= world_size or beyond or (local_size or 0) > world_size:
-        host = f", LOCAL_WORLD_SIZE {local_size} and the host is {node} of {nodes}" if local_size is not None else ""
-        raise UserError(
-            f"RANK is {rank}, WORLD_SIZE {world_size}{host}, counted from 0; they don't fit, so torchrun has not set "
-            "all of them"
-        )
+        if local_size > world_size:
+            raise UserError(f"{name} is {local_size}, of a WORLD_SIZE of {world_size}; use no more than all ranks")
+    if local_rank is not None:
+        size_name, size = ("WORLD_SIZE", world_size) if local_size is None else (name, local_size)
+        _check_fit("torchrun", ("LOCAL_RANK", local_rank, size_name, size))
+    if node is not None and nodes is not None:
+        _check_fit("torchrun", ("GROUP_RANK", node, "GROUP_WORLD_SIZE", nodes))
     return TorchrunVariables(
         rank=rank,
         world_size=world_size,
-        local_rank=read.number("LOCAL_RANK"),
+        local_rank=local_rank,
         local_world_size=local_size,
         node=node,
         nodes=nodes,
@@ -81,11 +98,18 @@ def read_horovodrun(environ: Environ) -> HorovodRunVariables | None:
     if "RANK" in environ or any(name not in environ for name in needed):
         return None
     read = Variables(environ)
+    rank, world_size = read.needed("HOROVOD_RANK"), read.needed("HOROVOD_SIZE", 1)
+    local_rank, local_size = read.needed("HOROVOD_LOCAL_RANK"), read.needed("HOROVOD_LOCAL_SIZE", 1)
+    _check_fit(
+        "horovodrun",
+        ("HOROVOD_RANK", rank, "HOROVOD_SIZE", world_size),
+        ("HOROVOD_LOCAL_RANK", local_rank, "HOROVOD_LOCAL_SIZE", local_size),
+    )
     return HorovodRunVariables(
-        rank=read.needed("HOROVOD_RANK"),
-        world_size=read.needed("HOROVOD_SIZE", 1),
-        local_rank=read.needed("HOROVOD_LOCAL_RANK"),
-        local_world_size=read.needed("HOROVOD_LOCAL_SIZE", 1),
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_size,
         host=read.text("HOROVOD_HOSTNAME") or "localhost",
         address=read.wanted("HOROVOD_GLOO_RENDEZVOUS_ADDR", "the address of horovodrun's server"),
         port=read.needed("HOROVOD_GLOO_RENDEZVOUS_PORT", 1),
@@ -107,17 +131,27 @@ class MpiVariables:
     read: tuple[Read, ...] = ()
 
 
+def in_open_mpi(environ: Environ) -> bool:
+    """Whether Open MPI's mpirun started this process."""
+    return "OMPI_COMM_WORLD_SIZE" in environ and "OMPI_COMM_WORLD_RANK" in environ
+
+
 def read_open_mpi(environ: Environ) -> MpiVariables | None:
     """Read the variables of Open MPI's mpirun; None in another launcher's process."""
-    if "OMPI_COMM_WORLD_SIZE" not in environ or "OMPI_COMM_WORLD_RANK" not in environ:
+    if not in_open_mpi(environ):
         return None
     read = Variables(environ)
     world_size, rank = read.needed("OMPI_COMM_WORLD_SIZE", 1), read.needed("OMPI_COMM_WORLD_RANK")
     local_size, local_rank = read.needed("OMPI_COMM_WORLD_LOCAL_SIZE", 1), read.needed("OMPI_COMM_WORLD_LOCAL_RANK")
-    if rank >= world_size or local_size > world_size:
+    _check_fit(
+        "mpirun",
+        ("OMPI_COMM_WORLD_RANK", rank, "OMPI_COMM_WORLD_SIZE", world_size),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", local_rank, "OMPI_COMM_WORLD_LOCAL_SIZE", local_size),
+    )
+    if local_size > world_size:
         raise UserError(
-            f"OMPI_COMM_WORLD_RANK is {rank}, _LOCAL_SIZE {local_size} and _SIZE {world_size}; they don't fit, "
-            "so mpirun has not set all of them"
+            f"OMPI_COMM_WORLD_LOCAL_SIZE is {local_size} and OMPI_COMM_WORLD_SIZE {world_size}; they don't fit, so "
+            "mpirun has not set both"
         )
     contact = read.text("OMPI_MCA_orte_hnp_uri") or ""
     return MpiVariables(
@@ -146,6 +180,11 @@ def read_pmi(environ: Environ) -> MpiVariables | None:
         return None
     read = Variables(environ)
     rank, world_size, local_rank, local_size = (read.needed(name) for name in names)
+    _check_fit(
+        "mpirun",
+        ("PMI_RANK", rank, "PMI_SIZE", world_size),
+        ("MPI_LOCALRANKID", local_rank, "MPI_LOCALNRANKS", local_size),
+    )
     return MpiVariables(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_size)
 
 
@@ -182,11 +221,17 @@ def read_slurm_step(environ: Environ) -> SlurmStep | None:
     name = "SLURM_STEP_TASKS_PER_NODE" if read.text("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
     text, node = read.wanted(name, SLURM_COUNTS), read.needed("SLURM_NODEID")
     per_node = slurm_counts(name, text)
-    if node >= len(per_node) or sum(per_node) != tasks:
+    if node >= len(per_node) or sum(per_node) != tasks or 0 in per_node:
         raise UserError(f"{name} is {text!r}, which doesn't say the tasks of node {node} in a step of {tasks} tasks")
+    rank, local_rank = read.needed("SLURM_PROCID"), read.needed("SLURM_LOCALID")
+    _check_fit(
+        "srun",
+        ("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", tasks),
+        ("SLURM_LOCALID", local_rank, f"the number of node {node} in {name}", per_node[node]),
+    )
     return SlurmStep(
-        rank=read.needed("SLURM_PROCID"),
-        local_rank=read.needed("SLURM_LOCALID"),
+        rank=rank,
+        local_rank=local_rank,
         node=node,
         tasks_per_node=tuple(per_node),
         read=read.read(),

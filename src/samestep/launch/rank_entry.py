@@ -66,8 +66,6 @@ def prepared(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         raise UserError(
             "this process is no rank: neither RANK nor WORLD_SIZE is set; samestep launch and torchrun do so"
         )
-    if not 0 <= ranks.local_rank < ranks.local_world_size:
-        raise UserError(f"LOCAL_RANK={ranks.local_rank} is no rank of a host with {ranks.local_world_size}")
     own = bindings(this_machine(), ranks.local_world_size, options.bind)[ranks.local_rank]
     bind(own)
     threads = options.threads or environment.asked_threads() or own.threads

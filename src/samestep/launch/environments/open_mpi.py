@@ -13,7 +13,7 @@ from samestep.launch.environments.base import (
     shares,
     unnamed,
 )
-from samestep.launchers import MpiVariables, read_open_mpi
+from samestep.launchers import MpiVariables, in_open_mpi, read_open_mpi
 
 
 class OpenMpi:
@@ -28,7 +28,7 @@ class OpenMpi:
         return False
 
     def there(self, given: PlaceInputs) -> bool:
-        return "OMPI_COMM_WORLD_SIZE" in given.environ and "OMPI_COMM_WORLD_RANK" in given.environ
+        return in_open_mpi(given.environ)
 
     def find(self, given: PlaceInputs) -> FoundCluster:
         """The hosts of an mpirun: its processes are agents where there is one a host, else ranks.

@@ -85,7 +85,7 @@ class Slurm:
         name, names = _nodes(read, step)
         # With one task on each node, this task is the node's agent.
         agents = step is not None and step.tasks == len(names)
-        slots, counted = _slots(read, names, step, agents=agents, device=given.device)
+        slots, counted = _slots(read, (name, names), step, agents=agents, device=given.device)
         node = read.number("SLURM_NODEID") if step is None else step.node
         if node is not None and node >= len(names):
             raise UserError(f"SLURM_NODEID is {node}, and {name} names {len(names)}; Slurm sets both")
@@ -121,18 +121,18 @@ def rendezvous_info(environ: Mapping[str, str]) -> RendezvousInfo:
 
 
 def _slots(
-    read: Variables, names: list[str], step: SlurmStep | None, *, agents: bool, device: DeviceChoice
+    read: Variables, listed: tuple[str, list[str]], step: SlurmStep | None, *, agents: bool, device: DeviceChoice
 ) -> tuple[list[int], Slots]:
     """Return the slots of each node: its accelerators, else the requested tasks, else its cores.
 
     If tasks are agents, which start ranks, their cores count. Otherwise the tasks of a step are the ranks.
     """
+    variable, names = listed
     if step is not None and not agents:
         tasks = list(step.tasks_per_node)
         if len(tasks) != len(names):
             raise UserError(
-                f"SLURM_STEP_NODELIST names {len(names)} nodes, and the step has tasks on {len(tasks)}; Slurm sets "
-                "both"
+                f"{variable} names {len(names)} nodes, and the step has tasks on {len(tasks)}; Slurm sets both"
             )
         return tasks, "listed"
     gpus = _gpus(read, len(names), step=step is not None) if device != "cpu" else None

@@ -2,7 +2,7 @@
 
 from samestep.errors import UserError
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, shares, unnamed
-from samestep.launchers import in_pytorchjob, read_torchrun
+from samestep.launchers import in_torchrun, read_torchrun
 
 
 class Torchrun:
@@ -17,8 +17,7 @@ class Torchrun:
         return False
 
     def there(self, given: PlaceInputs) -> bool:
-        wanted = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        return all(name in given.environ for name in wanted) and not in_pytorchjob(given.environ)
+        return in_torchrun(given.environ) and "LOCAL_WORLD_SIZE" in given.environ
 
     def find(self, given: PlaceInputs) -> FoundCluster:
         """The ranks that torchrun has started already: hosts by the number of ranks on each."""

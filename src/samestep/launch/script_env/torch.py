@@ -1,5 +1,6 @@
 """torch: what torchrun sets for a script that calls `torch.distributed.init_process_group`."""
 
+from samestep import environment
 from samestep.errors import UserError
 from samestep.launch.script_env.base import Contract, Expected, Rank
 
@@ -10,8 +11,9 @@ def _expected(rank: Rank) -> Expected:
 
 def variables(rank: Rank) -> dict[str, str]:
     """The ranks under PyTorch's names. Raises UserError where no variable says where ranks meet."""
-    ranks, environ = rank.ranks, rank.environ
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    ranks = rank.ranks
+    address, port = environment.given_address(rank.environ), environment.main_port(rank.environ)
+    missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if value is None]
     if missing and ranks.world_size > 1:
         raise UserError(
             f"rank {ranks.rank} of {ranks.world_size} has no {' and no '.join(missing)} in its environment: where "
@@ -24,8 +26,8 @@ def variables(rank: Rank) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
         "GROUP_RANK": str(rank.node),
         "GROUP_WORLD_SIZE": str(rank.nodes),
-        "MASTER_ADDR": environ.get("MASTER_ADDR", "127.0.0.1"),
-        "MASTER_PORT": environ.get("MASTER_PORT", "29500"),
+        "MASTER_ADDR": address or "127.0.0.1",
+        "MASTER_PORT": str(port or 29500),
     }
 
 
