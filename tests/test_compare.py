@@ -275,6 +275,29 @@ def test_the_default_table_fits_120_columns() -> None:
     assert sum("ddp-torchrun" in line for line in lines) == 2  # no name is broken
 
 
+def test_the_terminal_and_the_page_have_the_same_cells() -> None:
+    pytest.importorskip("plotly")
+    from samestep.comparison import page
+
+    same = SameStep(precision="fp64", losses=[1.0], reference=[1.0 + 1e-12])
+    row = replace(measured("dp2", 2468.0, 2460.0, 2470.0), same_step=same)
+    found = comparison(row)
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_comparison(found, console)
+    in_terminal = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in console.export_text().splitlines()
+        if line.startswith("│ dp2")
+    ]
+    in_page = [re.findall(r"<td[^>]*>(.*?)</td>", table) for table in (page.times(found), page.costs(found))]
+    times, costs = in_terminal
+    assert times == ["dp2", "2", "2468.00", "2460.00 - 2470.00", "", "", "0", "2", "1234000.0", "1.0"]
+    assert in_page[0][3:] == [cell for cell in times[1:] if cell != "1234000.0"]  # milliseconds of a step
+    assert costs == ["dp2", "native", "fp32", "7", "12", "0.00", "0.5000", "yes, 1e-12 in fp64"]
+    assert in_page[1][1:6] == costs[2:7]
+    assert in_page[1][6:8] == ["1.0e-12", "1e-10, fp64"]
+
+
 def test_long_names_and_verdicts_are_wrapped_and_lose_nothing() -> None:
     row = measured("dp2", 1.0)
     method = replace(row.method, name="parameter-server-2", engine="parameter-server")

@@ -1,6 +1,8 @@
 """The planner: times against published steps and formulas, memory against papers, layouts, what is refused."""
 
+import io
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -11,9 +13,12 @@ import planner
 import pytest
 import torch
 from page_parts import markdown_table
+from rich.console import Console
 from torch import nn
 
 from samestep.cli.main import main
+from samestep.display import plan_page
+from samestep.display.plan import print_plan
 from samestep.errors import UserError
 from samestep.layout import Layout, Schedule
 from samestep.planning import collectives, operators, pipeline_events
@@ -566,6 +571,26 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
     opened = chromium.open_page(page, tmp_path)
     assert not opened.console
     assert not opened.fetched
+
+
+def test_the_terminal_and_the_page_have_the_same_cells(eight: ClusterPlan) -> None:
+    time = replace(eight.best.time, seconds=1234.4, bound="gradients", links={"gradients": "between nodes"})
+    found = replace(eight, candidates=[replace(eight.best, time=time)])
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_plan(found, None, console)
+    shown = plan_page.page(found, Price(amount=2.0, currency="USD"))
+    row = next(line for line in console.export_text().splitlines() if line.startswith("│ fsdp8"))
+    numbers = [cell.strip() for cell in row.strip("│").split("│")][1:]
+    assert numbers[2] == "1,234"
+    place = re.search(r'id="layouts">.*?</table>', shown, re.DOTALL)
+    assert place is not None
+    layout, *cells = re.findall(r"<td[^>]*>(.*?)</td>", place[0])
+    assert layout == "fsdp8"
+    assert cells[: len(numbers)] == numbers
+    tokens = eight.job.tokens / 1e6
+    money, bound, _ = cells[-3:]
+    assert float(money) == pytest.approx(8 * 2 * 1234.4 / 3600 / tokens, rel=0.01)
+    assert bound == "gradients (between nodes)"
 
 
 def test_rows_are_written_beside_their_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,10 +5,11 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from samestep.comparison import bilingual
-from samestep.comparison.methods import PUBLISHED, SINGLE_CORE, Published
+from samestep.comparison.columns import cost_columns, known_columns, time_columns
+from samestep.comparison.methods import PUBLISHED, Published
 from samestep.comparison.plots import color, figures
+from samestep.display.columns import page_cells, page_columns
 from samestep.display.page import Cell, Words, both, document, html_table, paragraph, plot, section
-from samestep.display.tables import formatted
 
 if TYPE_CHECKING:  # a comparison writes this page of itself
     from samestep.comparison.results import Comparison, ComparisonRow
@@ -16,76 +17,27 @@ if TYPE_CHECKING:  # a comparison writes this page of itself
 
 def times(found: "Comparison") -> str:
     """Table of time and speed of each method, or the reason why it wasn't measured."""
-    columns = [
-        (Words("method", "方法"), "words"),
-        (Words("engine", "引擎"), "words"),
-        (Words("layout", "布局"), "words"),
-        (Words("processes", "进程数"), ""),
-        (Words("seconds of training, median", "训练秒数（中位数）"), ""),
-        (Words("min - max", "最小 - 最大"), ""),
-        (Words("times one process", "相对单进程"), ""),
-        (Words("times one core", "相对单核"), ""),
-        (Words("samples/s", "样本/秒"), ""),
-        (Words("steps", "步数"), ""),
-        (Words("start-up, s", "启动（秒）"), ""),
+    known, figures = known_columns(), time_columns(found)
+    rows = [
+        [
+            *page_cells(known, row, {"method": _name}),
+            *(page_cells(figures, row) if row.status == "measured" else [_reason(row)]),
+        ]
+        for row in found.rows
     ]
-    return html_table("times-table", columns, [_time_cells(found, row) for row in found.rows])
+    return html_table("times-table", page_columns([*known, *figures]), rows)
 
 
-def _time_cells(found: "Comparison", row: "ComparisonRow") -> list[Cell]:
-    """Seconds, their spread over repeats, speed-up over one process and over one core."""
-    known = [
-        _name(row),
-        Cell(escape(row.method.engine), "words"),
-        Cell(escape(row.method.layout), "words"),
-        Cell(str(row.processes)),
-    ]
-    if row.status != "measured":
-        return [*known, Cell(f"{both(bilingual.STATUS[row.status])}: {escape(row.reason or '')}", "reason")]
-    seconds = [run.seconds for run in row.runs]
-    return [
-        *known,
-        Cell(formatted(row.seconds, "{:.2f}")),
-        Cell(f"{min(seconds):.2f} - {max(seconds):.2f}"),
-        Cell(formatted(found.speed_up(row), "{:.2f}")),
-        Cell(formatted(found.speed_up(row, SINGLE_CORE), "{:.2f}")),
-        Cell(formatted(row.median(lambda run: run.samples_per_second), "{:,.0f}")),
-        Cell(f"{row.runs[0].steps:,}"),
-        Cell(formatted(row.median(lambda run: run.startup_seconds), "{:.1f}")),
-    ]
+def _reason(row: "ComparisonRow") -> Cell:
+    return Cell(f"{both(bilingual.STATUS[row.status])}: {escape(row.reason or '')}", "reason")
 
 
 def costs(found: "Comparison") -> str:
     """Table of memory, traffic, score, and agreement with one process, of methods that ran."""
-    metric = (found.metric_name or "metric").replace("_", " ")
-    columns = [
-        (Words("method", "方法"), "words"),
-        (Words("precision", "精度"), "words"),
-        (Words("MB, largest rank", "MB，最大的 rank"), ""),
-        (Words("MB, all ranks", "MB，全部 rank"), ""),
-        (Words("MB sent, step and rank", "MB，每步每 rank 发送"), ""),
-        (Words(metric, metric), ""),
-        (Words("largest difference of the first losses", "前几步损失的最大差异"), ""),
-        (Words("tolerance", "容差"), ""),
-        (Words("same step", "同一步"), "words"),
-    ]
-    return html_table("costs-table", columns, [_cost_cells(row) for row in found.rows if row.runs or row.same_step])
-
-
-def _cost_cells(row: "ComparisonRow") -> list[Cell]:
-    """MB a rank and in all, MB sent in a step, score, and the difference from one process's steps."""
-    held = row.same_step
-    return [
-        _name(row),
-        Cell(row.precision, "words"),
-        Cell(formatted(row.largest_memory, "{:,.0f}", 1e6)),
-        Cell(formatted(row.all_memory, "{:,.0f}", 1e6)),
-        Cell(formatted(row.sent, "{:,.2f}", 1e6)),
-        Cell(formatted(row.metric, "{:.4f}")),
-        Cell(f"{held.difference:.1e}" if held else ""),
-        Cell(f"{held.tolerance:.2g}, {held.precision}" if held else ""),
-        _same_step(row),
-    ]
+    columns = cost_columns(found)
+    instead = {"method": _name, "same_step": _same_step}
+    rows = [page_cells(columns, row, instead) for row in found.rows if row.runs or row.same_step]
+    return html_table("costs-table", page_columns(columns), rows)
 
 
 def _same_step(row: "ComparisonRow") -> Cell:
@@ -157,8 +109,7 @@ def _our_cells(found: "Comparison", row: "ComparisonRow | None", place: int | No
         return [Cell(both(bilingual.NOT_MEASURED), "reason")]
     return [
         _name(row),
-        Cell(formatted(row.seconds, "{:.2f}")),
-        Cell(formatted(found.speed_up(row), "{:.2f}")),
+        *page_cells([each for each in time_columns(found) if each.key in ("seconds", "speed_up")], row),
         Cell(str(place)),
         _same_step(row),
     ]

@@ -1,12 +1,14 @@
 """Plans in the terminal: ranked layouts, the fewest devices, and predictions versus published steps."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 
+from samestep.display.columns import SharedColumn, terminal_cells, terminal_columns
 from samestep.display.tables import formatted, numbers, plain_console, table, texts
 from samestep.planning.accuracy import CrossValidation, GroupErrors
-from samestep.planning.price import Price, cost_of
+from samestep.planning.price import Cost, Price, cost_of
 from samestep.planning.search import ClusterPlan, LayoutCandidate, Lever, why_slower
 
 
@@ -14,15 +16,13 @@ def print_plan(plan: ClusterPlan, price: Price | None, console: Console | None =
     """Print the fastest layouts, what bounds each, and why it is slower than the best."""
     console = console or plain_console()
     job, cluster = plan.job, plan.cluster
-    columns = [
-        *texts("layout; bound by; slower by"),
-        *numbers("micro", "GB", "s a step", "tokens/s", "MFU", whole=True),
-    ]
+    columns = layout_columns(plan, price)
     title = (
         f"{job.model.name} on {cluster.devices} x {cluster.device.name}: {job.global_batch:,} samples of "
         f"{job.model.seq:,} tokens a step, {job.precision}"
     )
-    console.print(table(columns, [_row(candidate, plan) for candidate in plan.candidates], title=title))
+    rows = [terminal_cells(columns, candidate) for candidate in plan.candidates]
+    console.print(table(terminal_columns(columns), rows, title=title))
     console.print(_best_in_words(plan), soft_wrap=True)
     console.print(
         f"{plan.tried:,} layouts tried, {plan.too_large:,} do not fit in {cluster.device.memory / 1e9:.0f} GB; "
@@ -34,19 +34,52 @@ def print_plan(plan: ClusterPlan, price: Price | None, console: Console | None =
     console.print(f"a million tokens: {cost.kilowatt_hours:.3g} kWh of the devices{money}", soft_wrap=True)
 
 
-def _row(candidate: LayoutCandidate, plan: ClusterPlan) -> list[str]:
-    """Layout and what bounds it, micro-batch, GB, seconds, tokens a second, utilisation."""
-    time = candidate.time
-    link = time.links.get(time.bound)
-    notes = [time.bound + (f" ({link})" if link else ""), why_slower(candidate, plan.best)]
+def layout_columns(plan: ClusterPlan, price: Price | None) -> list[SharedColumn[LayoutCandidate]]:
+    """The columns of the table of layouts, in the terminal and in the page.
+
+    The terminal has a layout's notes below its name, in one column, and no costs: only the best layout's, in words.
+    """
+    job, cluster = plan.job, plan.cluster
+    number = partial(SharedColumn[LayoutCandidate], whole=True)
+    words = partial(SharedColumn[LayoutCandidate], words=True)
+
+    def cost(candidate: LayoutCandidate) -> Cost:
+        return cost_of(job, cluster, candidate.time.seconds, price)
+
+    def bound(candidate: LayoutCandidate) -> str:
+        link = candidate.time.links.get(candidate.time.bound)
+        return candidate.time.bound + (f" ({link})" if link else "")
+
+    def slower(candidate: LayoutCandidate) -> str:
+        return why_slower(candidate, plan.best)
+
+    def with_notes(candidate: LayoutCandidate) -> str:
+        notes = (bound(candidate), slower(candidate))
+        return f"{candidate.layout}\n  {'; '.join(note for note in notes if note)}"
+
+    def utilisation(candidate: LayoutCandidate) -> str:
+        return f"{candidate.time.utilisation(cluster.device, job.precision):.1%}"
+
+    def money(candidate: LayoutCandidate) -> str:
+        return formatted(cost(candidate).money, "{:.3g}")
+
     return [
-        f"{candidate.layout}\n  {'; '.join(part for part in notes if part)}",
-        str(candidate.micro_batch),
-        f"{candidate.peak_bytes / 1e9:.1f}",
-        f"{time.seconds:,.0f}" if time.seconds >= 1000 else f"{time.seconds:.3g}",
-        f"{plan.job.tokens / time.seconds:,.0f}",
-        f"{time.utilisation(plan.cluster.device, plan.job.precision):.1%}",
+        words("layout; bound by; slower by", None, with_notes),
+        words(None, "layout 布局", lambda each: str(each.layout)),
+        number("micro", "micro-batch 微批", lambda each: str(each.micro_batch)),
+        number("GB", "GB", lambda each: f"{each.peak_bytes / 1e9:.1f}"),
+        number("s a step", "s", lambda each: _seconds(each.time.seconds)),
+        number("tokens/s", "tokens/s", lambda each: f"{job.tokens / each.time.seconds:,.0f}"),
+        number("MFU", "MFU", utilisation),
+        number(None, "kWh / 10⁶ tokens", lambda each: f"{cost(each).kilowatt_hours:.3g}"),
+        *([number(None, f"{price.currency} / 10⁶ tokens", money)] if price else []),
+        words(None, "bound by 瓶颈", bound),
+        words(None, "slower by 慢在", slower),
     ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
 
 
 def _best_in_words(plan: ClusterPlan) -> str:

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from html import escape
 from math import log2
 
+from samestep.display.columns import page_cells, page_columns
 from samestep.display.curves_svg import text_at
-from samestep.display.page import Cell, Heading, html_table, plain_document
+from samestep.display.page import html_table, plain_document
+from samestep.display.plan import layout_columns
 from samestep.errors import UserError
 from samestep.planning.memory import RankMemory
 from samestep.planning.pipeline_events import Event, timeline
-from samestep.planning.price import Price, cost_of
-from samestep.planning.search import ClusterPlan, plan, why_slower
+from samestep.planning.price import Price
+from samestep.planning.search import ClusterPlan, plan
 
 # Okabe and Ito's colours, which people who see few colours tell apart.
 _PARTS = {
@@ -59,27 +61,9 @@ def page(found: ClusterPlan, price: Price | None) -> str:
 
 def _layouts(found: ClusterPlan, price: Price | None) -> str:
     """The table of candidates: GB, seconds, tokens a second, utilisation (MFU), energy and money."""
-    head = [
-        "layout 布局", "micro-batch 微批", "GB", "s", "tokens/s", "MFU", "kWh / 10⁶ tokens",
-        *([f"{price.currency} / 10⁶ tokens"] if price else []), "bound by 瓶颈", "slower by 慢在",
-    ]  # fmt: skip
-    rows = []
-    for candidate in found.candidates:
-        time = candidate.time
-        cost = cost_of(found.job, found.cluster, time.seconds, price)
-        cells = [
-            str(candidate.layout),
-            str(candidate.micro_batch),
-            f"{candidate.peak_bytes / 1e9:.1f}",
-            f"{time.seconds:.3g}",
-            f"{found.job.tokens / time.seconds:,.0f}",
-            f"{time.utilisation(found.cluster.device, found.job.precision):.1%}",
-            f"{cost.kilowatt_hours:.3g}",
-            *([f"{cost.money:.3g}"] if cost.money is not None else []),
-        ]
-        words = [time.bound, why_slower(candidate, found.best)]
-        rows.append([*(Cell(escape(cell)) for cell in cells), *(Cell(escape(word), "words") for word in words)])
-    return html_table("layouts", list(map(Heading, head)), rows)
+    columns = layout_columns(found, price)
+    rows = [page_cells(columns, candidate) for candidate in found.candidates]
+    return html_table("layouts", page_columns(columns), rows)
 
 
 def _key(entries: Sequence[tuple[str, str]]) -> str:
