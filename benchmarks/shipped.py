@@ -166,7 +166,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], language: str) -> str:
     return markdown_table(TITLES[language], lines, align="l")
 
 
-TABLE = MeasuredTable(name="shipped", part="benchmarks/shipped.py", page="README.md", text=markdown)
+TABLE = MeasuredTable(name="shipped", part="benchmarks/shipped.py", page="README.md", text=markdown, dated_rows=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -77,10 +78,14 @@ def numbers(line: str) -> list[str]:
 
 
 @pytest.mark.quick
-def test_what_is_kept_is_written_with_its_command_and_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("json_file", [[], ["--json", "own/some.json"], ["--json=own/some.json"]])
+def test_what_is_kept_is_written_with_its_command_and_day(
+    json_file: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page_parts, "ROOT", tmp_path)
     monkeypatch.setattr(page_parts, "MEASURED", tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "benchmarks" / "some.py"), "--docs"])
+    words = ["--runs", "3", *json_file, "--docs"]
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "benchmarks" / "some.py"), *words])
     (tmp_path / "docs" / "zh").mkdir(parents=True)
     pages = [tmp_path / "docs" / "page.md", tmp_path / "docs" / "zh" / "page.md"]
     for page in pages:
@@ -90,11 +95,17 @@ def test_what_is_kept_is_written_with_its_command_and_day(tmp_path: Path, monkey
     )
     table.keep([1, 2], date="2026-01-02", torch="2.0", cores=3)
     told = [page.read_text(encoding="utf-8").splitlines()[2:5] for page in pages]
-    command = "python benchmarks/some.py --docs"
+    command = "python benchmarks/some.py --runs 3 --docs"
     assert told[0] == ["en 3", "", f"Measured on 2026-01-02 with PyTorch 2.0 on 3 cores: `{command}`."]
     assert told[1][0] == "zh 3"
+    assert told[1][2].startswith("2026-01-02 ")
     assert f"`{command}`" in told[1][2]
     assert table.kept() == [1, 2]
+    replace(table, dated_rows=True).write()
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert command in text
+        assert "2026" not in text
 
 
 @pytest.mark.quick

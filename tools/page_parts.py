@@ -21,14 +21,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "benchmarks" / "measured"
 NOTES = {
-    "en": "Measured on {date} with PyTorch {torch} on {cores} cores: `{command}`.",
-    "zh": "{date} 在 {cores} 个核上用 PyTorch {torch} 测量：`{command}`。",
+    "en": "Measured {on}with PyTorch {torch} on {cores} cores: `{command}`.",
+    "zh": "{on}在 {cores} 个核上用 PyTorch {torch} 测量：`{command}`。",
 }
 # Of figures that were in the page before there was a command that keeps them; the file says where they are from.
 NOTES_OF_COPIED = {
-    "en": "Measured on {date} with PyTorch {torch} on {cores} cores. To measure and write it again: `{command}`.",
-    "zh": "{date} 在 {cores} 个核上用 PyTorch {torch} 测量。重新测量并写入：`{command}`。",
+    "en": "Measured {on}with PyTorch {torch} on {cores} cores. To measure and write it again: `{command}`.",
+    "zh": "{on}在 {cores} 个核上用 PyTorch {torch} 测量。重新测量并写入：`{command}`。",
 }
+DAYS = {"en": "on {date} ", "zh": "{date} "}
 
 
 def write_parts(page: Path, parts: Mapping[str, str]) -> None:
@@ -72,6 +73,7 @@ class MeasuredTable:
     part: str  # of the pages
     page: str  # in English, from the root
     text: Callable[[Any, str], str]  # the table, of a result and in a language
+    dated_rows: bool = False  # each row has a day of its own, so the note below has none
 
     @property
     def file(self) -> Path:
@@ -97,7 +99,8 @@ class MeasuredTable:
         """The table made of the file, and below it the day, the machine and the command."""
         kept = json.loads(self.file.read_text(encoding="utf-8"))
         notes = NOTES_OF_COPIED if "copied_from" in kept["measured"] else NOTES
-        return f"{self.text(kept['result'], language)}\n\n{notes[language].format(**kept['measured'])}"
+        on = "" if self.dated_rows else DAYS[language].format(**kept["measured"])
+        return f"{self.text(kept['result'], language)}\n\n{notes[language].format(**kept['measured'], on=on)}"
 
     def write(self) -> None:
         for language, page in self.pages.items():
@@ -112,5 +115,14 @@ def circumstances() -> dict[str, Any]:
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "torch": version("torch").partition("+")[0],
         "cores": len(os.sched_getaffinity(0)),
-        "command": shlex.join(["python", shown, *sys.argv[1:]]),
+        "command": shlex.join(["python", shown, *without_json(sys.argv[1:])]),
     }
+
+
+def without_json(words: Sequence[str]) -> list[str]:
+    """A command's words without `--json FILE`: a reader of the page needs no file of the one who measured."""
+    return [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if "--json" not in (before, word) and not word.startswith("--json=")
+    ]
