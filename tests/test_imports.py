@@ -58,6 +58,19 @@ def test_training_imports_nothing_large_that_it_has_no_use_for(task: str, layout
     assert UNUSED.isdisjoint(modules)
 
 
+@pytest.mark.timeout(120)
+def test_translating_asks_the_engine_without_importing_the_compiler() -> None:
+    """Half as much again as PyTorch itself; what compiles is the engine's step, which here isn't taken."""
+    program = (
+        "import sys; from samestep.cli.main import main; code = main(sys.argv[1:]); "
+        "print('engine', code, 'samestep.engines.native.trainer' in sys.modules, 'torch._dynamo' in sys.modules)"
+    )
+    source = Path(__file__).parent.parent / "examples" / "translate" / "ds_config.json"
+    words = [sys.executable, "-c", program, "translate", str(source)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "engine 0 True False", done.stderr
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("module", ["launcher", "remote_agent"])
 def test_a_launcher_and_a_remote_agent_begin_without_pytorch(module: str) -> None:

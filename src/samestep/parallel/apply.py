@@ -38,7 +38,6 @@ from samestep.parallel.checks import check_asking, check_batch_norm, check_hooks
 from samestep.parallel.chunked_logits import SharedLogits, chunk_logits, share_logits
 from samestep.parallel.compile import check_compile, compile_blocks
 from samestep.parallel.complex_parameters import check_complex
-from samestep.parallel.context.split import split_tokens
 from samestep.parallel.ddp import GradientExchange, replicate
 from samestep.parallel.exact.batch_buffers import BatchBuffers, find_batch_buffers
 from samestep.parallel.exact.batch_norm import global_batch_norm
@@ -164,6 +163,9 @@ class _Spreading:
     def split_tokens(self) -> None:
         """Step 1: blocks that treat tokens alike get this rank's tokens only; attention is over the context axis."""
         if self.seen is not None and self.layout.context > 1:
+            # PyTorch's biases of attention import torch._dynamo, which commands that only check a job don't need.
+            from samestep.parallel.context.split import split_tokens
+
             initial = self.initial
             fill = partial(initial.fill, self.model, self.device) if initial is not None else lambda: None
             self.own_tokens = split_tokens(
