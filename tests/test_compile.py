@@ -135,6 +135,7 @@ IN_BUCKETS = replace(NORMED, bucket_mb=0.25)
 GATHERED = Compiled(model="gpt-oss", layers=2, products=5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(170)
 def test_blocks_call_what_was_traced_of_one_of_them() -> None:

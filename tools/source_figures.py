@@ -126,7 +126,8 @@ def counted(text: str) -> tuple[int, int]:
     imports = {
         line for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) for line in _lines(node)
     }
-    code, comments = set[int](), {line for line in docstrings if text.splitlines()[line - 1].strip()}
+    written = [bool(line.strip()) for line in text.splitlines()]
+    code, comments = set[int](), {line for line in docstrings if written[line - 1]}
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         where = range(token.start[0], token.end[0] + 1)
         if token.type == tokenize.COMMENT:
