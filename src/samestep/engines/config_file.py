@@ -6,7 +6,7 @@ where a section of keys is wanted. What the keys mean stands in `deepspeed.keys`
 
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,19 @@ def config_text(file: Path, *, hint: str = "") -> str:
 
 def json_section(file: Path) -> dict[str, Any]:
     """The keys and values of a JSON file. Raises UserError for a file that is none."""
+    return _section(file, json_of)
+
+
+def yaml_section(file: Path) -> dict[str, Any]:
+    """The keys and values of a YAML file. Raises UserError for a file that is none."""
+    return _section(file, yaml_of)
+
+
+def _section(file: Path, parse: Callable[[str, str], Any]) -> dict[str, Any]:
     text = config_text(file)
     if not text.strip():
         raise UserError(f"{file} is empty")
-    value = json_of(str(file), text)
+    value = parse(str(file), text)
     check_section(value, f"{file}: the file")
     return value
 
@@ -110,16 +119,6 @@ def yaml_of(name: str, text: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
     return value if isinstance(value, (dict, list)) else text
-
-
-def yaml_section(file: Path) -> dict[str, Any]:
-    """The keys and values of a YAML file. Raises UserError for a file that is none."""
-    text = config_text(file)
-    if not text.strip():
-        raise UserError(f"{file} is empty")
-    value = yaml_of(str(file), text)
-    check_section(value, f"{file}: the file")
-    return value
 
 
 def switch_of(value: Any) -> bool | None:
