@@ -166,7 +166,7 @@ CALLS: Mapping[str, Mapping[str, Callable[[], object]]] = {
 
 
 def differ(what: str, first: str, second: str) -> str:
-    """What hosts are told of a fact in which two of them differ."""
+    """The message to hosts where two of them differ in a fact."""
     found = consistency.difference({"host": "worker-1", what: first}, {"host": "worker-2", what: second})
     assert found is not None
     return found[1]

@@ -26,7 +26,7 @@ def variables(rank: Rank) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
         "GROUP_RANK": str(rank.node),
         "GROUP_WORLD_SIZE": str(rank.nodes),
-        "MASTER_ADDR": address or "127.0.0.1",
+        "MASTER_ADDR": environment.main_address(rank.environ),
         "MASTER_PORT": str(port or 29500),
     }
 
