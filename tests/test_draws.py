@@ -29,10 +29,10 @@ class Draws(nn.Module):
 
 def drawn(draw: Callable[[Tensor], Tensor], samples: Tensor, *, step: int = 0, columns: int = 3) -> Tensor:
     """What a model draws in a training forward of these samples."""
-    now, model = ForwardContext(), Draws(draw)
-    same_dropout(model, now)
+    forward_context, model = ForwardContext(), Draws(draw)
+    same_dropout(model, forward_context)
     before = torch.get_rng_state()
-    with now.at(Moment(step=step, samples=samples, zero_weight=False)):
+    with forward_context.at(Moment(step=step, samples=samples, zero_weight=False)):
         found = model(torch.zeros(len(samples), columns))
     assert torch.equal(before, torch.get_rng_state())
     return found

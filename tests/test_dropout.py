@@ -176,9 +176,9 @@ def moment(*samples: int, step: int = 0, seed: int = 0) -> Moment:
 def dropped(
     model: nn.Module, when: Moment, *inputs: Tensor, part: Portion | None = None, attention: bool = True
 ) -> Any:
-    now = ForwardContext()
-    same_dropout(model.train(), now, attention=attention)
-    with now.at(when), now.holding(part or Portion()):
+    forward_context = ForwardContext()
+    same_dropout(model.train(), forward_context, attention=attention)
+    with forward_context.at(when), forward_context.holding(part or Portion()):
         return model(*inputs)
 
 

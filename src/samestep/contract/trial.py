@@ -63,7 +63,7 @@ class Trial:
         self._coupling = Coupling(self._loss, None)
         self.turn = turn
         self.dropout: Dropout
-        self._now = ForwardContext()
+        self._forward_context = ForwardContext()
         self._context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._prepare()
 
@@ -74,8 +74,10 @@ class Trial:
         keep_no_cache(self.model)
         with said(MODEL, "the model"):
             move(self.model, self.device, self.dtype)
-            self.dropout = same_dropout(self.model, self._now, attention=self.job.recipe.attention_dropout)
-            global_batch_norm(self.model, _everyone(), self._now)
+            self.dropout = same_dropout(
+                self.model, self._forward_context, attention=self.job.recipe.attention_dropout
+            )
+            global_batch_norm(self.model, _everyone(), self._forward_context)
         self.model.train()
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
@@ -115,7 +117,7 @@ class Trial:
         moment = Moment(step=0, samples=numbers, zero_weight=False, seed=self.job.recipe.seed)
         with (
             said(FORWARD, f"the model's forward of samples {first} to {last - 1}"),
-            self._now.at(moment),
+            self._forward_context.at(moment),
             self._context(),
         ):
             inputs = batch.inputs if self.turn is None else InTurn(batch.inputs, self.turn.name)

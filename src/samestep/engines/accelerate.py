@@ -264,9 +264,9 @@ class Accelerate(Engine):
                 f"{how.details.engine_config}: use_cpu is true, and the job runs on {how.device}; use --device cpu"
             )
         keep_no_cache(model)
-        now = ForwardContext()
-        same_dropout(model, now)
-        global_batch_norm(model, how.mesh.data_group, now)
+        forward_context = ForwardContext()
+        same_dropout(model, forward_context)
+        global_batch_norm(model, how.mesh.data_group, forward_context)
         parts = ShardTable.of(model, how.layout, how.mesh)
         with environment.given(_variables(debug=config is not None and config.debug)), _quiet():
             accelerator = _accelerator(model, how.layout, how.device, how.precision, config)
@@ -284,7 +284,14 @@ class Accelerate(Engine):
             how=how,
             model=model,
             spread_model=spread_by_engine(
-                model, how, in_precision, now, module=module, used=used, accumulating=accumulating, parts=parts
+                model,
+                how,
+                in_precision,
+                forward_context,
+                module=module,
+                used=used,
+                accumulating=accumulating,
+                parts=parts,
             ),
             optimizer=prepared,
             # Not prepared: Accelerate would step it once a process, and so n times too often.

@@ -42,19 +42,21 @@ class DataParallel(Engine):
         """
         keep_no_cache(model)
         devices = accelerators() if how.device.type != "cpu" else 0
-        module, now = model, ForwardContext()
+        module, forward_context = model, ForwardContext()
         if devices < 2:
             there = f"{devices} accelerator{'' if devices == 1 else 's'}"
             print(
                 f"samestep: engine data-parallel: {there} here; it runs on one device, {how.device}", file=sys.stderr
             )
-            same_dropout(model, now)
+            same_dropout(model, forward_context)
         else:
             _check_batch_norm(model, devices)
             module = nn.DataParallel(model)
         in_precision = Precision(how.precision, how.device)
         optimizer = how.optimizer_of(model.named_parameters())
-        spread_model = spread_by_engine(model, how, in_precision, now, module=module, used=UnusedParametersAlone())
+        spread_model = spread_by_engine(
+            model, how, in_precision, forward_context, module=module, used=UnusedParametersAlone()
+        )
         answers_draws = devices < 2  # of several, each device's thread draws for its own part of the batch
         setup = TrainerSetup.of(model, how, spread_model, optimizer, in_precision, answers_draws=answers_draws)
         return NativeTrainer(setup)

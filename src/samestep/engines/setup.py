@@ -78,7 +78,7 @@ def spread_by_engine(
     model: nn.Module,
     how: Preparation,
     precision: Precision,
-    now: ForwardContext,
+    forward_context: ForwardContext,
     *,
     module: nn.Module,
     used: UnusedParameters,
@@ -95,7 +95,7 @@ def spread_by_engine(
         used=used,
         model=model,
         parts=ShardTable.of(model, how.layout, how.mesh) if parts is None else parts,
-        now=now,
+        forward_context=forward_context,
         autocast=precision.autocast,
         host=HostMemory(how.device),
     )

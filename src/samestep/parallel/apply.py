@@ -141,7 +141,7 @@ class _Spreading:
             self.parts.owners = Owners(mesh)
         # One ForwardContext for the model. All wrappers below share it, so that setting the running micro-batch once
         # reaches dropout, batch norm, recomputation and the collectives of split tokens.
-        self.host, self.now = HostMemory(device), ForwardContext()
+        self.host, self.forward_context = HostMemory(device), ForwardContext()
         # The context of fp64, which also applies when the model is traced and compared.
         self.throughout = partial(in_float64, precision == "fp64")
         with self.throughout():
@@ -174,7 +174,7 @@ class _Spreading:
                 self.seen,
                 self.mesh,
                 self.parts,
-                self.now,
+                self.forward_context,
                 example=self.details.example,
                 fill=fill,
                 precisely=self.throughout,
@@ -194,7 +194,7 @@ class _Spreading:
                     self.seen,
                     self.parts,
                     self.mesh,
-                    self.now,
+                    self.forward_context,
                     example=self.details.example,
                     given=self.details.tensor_plan,
                     findings=self.details.findings,
@@ -212,14 +212,16 @@ class _Spreading:
                 self.parts,
                 self.details.cut_at,
                 self.device,
-                self.now,
+                self.forward_context,
             )
             self.blocks = self.stages.blocks
 
     def share_experts(self) -> None:
         """Step 4: keep this rank's experts; tokens travel to them over the expert axis."""
         with self.throughout():
-            self.shared = share_experts(self.model, self.experts, self.parts, self.mesh, self.now, self.device)
+            self.shared = share_experts(
+                self.model, self.experts, self.parts, self.mesh, self.forward_context, self.device
+            )
 
     def chunk_logits(self) -> None:
         """Step 5: compute logits a few rows at a time, or each context rank those of its own tokens."""
@@ -237,9 +239,9 @@ class _Spreading:
         if self.details.compile:
             check_compile(self.layout)
         else:
-            same_dropout(self.model, self.now, attention=self.details.attention_dropout)
-        global_batch_norm(self.model, self.mesh.data_group, self.now)
-        self.buffers = BatchBuffers(self.model, self.joins, self.mesh.data_group, self.now)
+            same_dropout(self.model, self.forward_context, attention=self.details.attention_dropout)
+        global_batch_norm(self.model, self.mesh.data_group, self.forward_context)
+        self.buffers = BatchBuffers(self.model, self.joins, self.mesh.data_group, self.forward_context)
 
     def recompute(self) -> None:
         """Step 7: keep a block's inputs, and run its forward again in backward (Chen et al. 2016)."""
@@ -247,7 +249,7 @@ class _Spreading:
         if self.layout.recompute != "none" and not self.compiler_recomputes:
             # The whole of a compiled block: PyTorch's selective checkpoint fails where a piece is compiled in forward
             # alone, or in backward alone, since it looks for each operator of the one in the other.
-            recompute(self.blocks, "full" if self.details.compile else self.layout.recompute, self.now)
+            recompute(self.blocks, "full" if self.details.compile else self.layout.recompute, self.forward_context)
 
     def offload_activations(self) -> None:
         """Step 8: keep what backward needs of a block in the host's memory meanwhile."""
@@ -267,7 +269,7 @@ class _Spreading:
         # Gathers are collectives of the data ranks: all must have found the same units, or they would wait for one
         # another.
         units = agreed_units(model, self.blocks, self.seen, self.mesh.data_group)
-        shard(root, units.modules, layout, self.mesh, self.precision, self.now, experts=self.shared.units)
+        shard(root, units.modules, layout, self.mesh, self.precision, self.forward_context, experts=self.shared.units)
         disk = MappedFile(self.details.offload_folder) if layout.offloads("parameters-disk") else None
         # Filled after sharding: at no time does a rank hold more than its shards and one whole parameter.
         if initial is not None:
@@ -344,7 +346,7 @@ class _Spreading:
         return {
             "model": self.model,
             "parts": self.parts,
-            "now": self.now,
+            "forward_context": self.forward_context,
             "autocast": self.autocast,
             "vocabulary": self.vocabulary,
             "shared_logits": self.shared_logits,

@@ -200,7 +200,9 @@ def hide_tensors(module: nn.Module, arguments: Any, output: Any) -> Any:
     return output[-1].value if hidden else output
 
 
-def refuse_gradients_in_forward(module: nn.Module, described: str, layout: Layout, now: ForwardContext) -> None:
+def refuse_gradients_in_forward(
+    module: nn.Module, described: str, layout: Layout, forward_context: ForwardContext
+) -> None:
     """Add a hook that raises LayoutError if the forward itself computes gradients through the module.
 
     FSDP2 frees the gathered parameters after the module's backward, so a second backward through these gradients
@@ -208,7 +210,7 @@ def refuse_gradients_in_forward(module: nn.Module, described: str, layout: Layou
     """
 
     def refuse(gradient: Tensor) -> None:
-        if now.moment is not None and not now.recomputing:
+        if forward_context.moment is not None and not forward_context.recomputing:
             raise LayoutError(
                 f'layout "{layout}": the forward takes gradients through {described}, whose '
                 "parameters are sharded and freed after one backward, while a gradient of these gradients needs them "
@@ -217,7 +219,7 @@ def refuse_gradients_in_forward(module: nn.Module, described: str, layout: Layou
 
     def watch(module: nn.Module, arguments: Any, output: Any) -> None:
         for tensor in pytree.tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad and now.moment is not None:
+            if isinstance(tensor, Tensor) and tensor.requires_grad and forward_context.moment is not None:
                 tensor.register_hook(refuse)
 
     module.register_forward_hook(watch)
@@ -229,7 +231,7 @@ def shard(
     layout: Layout,
     mesh: Mesh,
     precision: str,
-    now: ForwardContext,
+    forward_context: ForwardContext,
     *,
     experts: Sequence[nn.Module] = (),
 ) -> None:
@@ -271,7 +273,7 @@ def shard(
     for part in [*experts, *units, model]:
         part.register_forward_hook(hide_tensors)
     for unit in units:
-        refuse_gradients_in_forward(unit, described[id(unit)], layout, now)
+        refuse_gradients_in_forward(unit, described[id(unit)], layout, forward_context)
     _prefetch([unit for unit in units if isinstance(unit, FSDPModule)])
 
 

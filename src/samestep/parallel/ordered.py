@@ -301,7 +301,7 @@ class OrderedModel(ParallelModel):
         super().__init__(
             model=whole.model,
             parts=whole.parts,
-            now=whole.now,
+            forward_context=whole.forward_context,
             autocast=whole.autocast,
             host=whole.host,
             disk=whole.disk,

@@ -124,7 +124,7 @@ class ParallelModel(ABC):
         *,
         model: nn.Module,
         parts: ShardTable,
-        now: ForwardContext,
+        forward_context: ForwardContext,
         autocast: Context,
         host: HostMemory,
         vocabulary: Vocabulary | None = None,
@@ -134,9 +134,9 @@ class ParallelModel(ABC):
     ) -> None:
         self.model = model  # with the parameters that this rank holds, by their names in the whole model
         self.parts = parts
-        self.now = now
+        self.forward_context = forward_context
         self.autocast = autocast
-        self.buffers = buffers or BatchBuffers(model, {}, parts.mesh.data_group, now)
+        self.buffers = buffers or BatchBuffers(model, {}, parts.mesh.data_group, forward_context)
         self.repeated = RepeatedForwards(model, joined=self.buffers.joins)
         self._vocabulary = vocabulary  # if the output layer may be sliced
         self._shared_logits = shared_logits  # if the output layer's rows are distributed
@@ -188,7 +188,12 @@ class ParallelModel(ABC):
         """
         outputs: list[Any] = []
         for micro_batch in micro_batches:
-            with torch.no_grad(), self.now.at(micro_batch.moment), self.now.rehearsing(), self.autocast():
+            with (
+                torch.no_grad(),
+                self.forward_context.at(micro_batch.moment),
+                self.forward_context.rehearsing(),
+                self.autocast(),
+            ):
                 outputs.append(self.predict(micro_batch.batch.inputs))
         return outputs
 
@@ -285,13 +290,13 @@ class WholeModel(ParallelModel):
 
     def watch_draws(self, *, buffers_moved: bool) -> None:
         """Decide after the first step whether forwards still run under the mode that handles random draws."""
-        self._watches_draws = not self._repeatable or self.now.drew or buffers_moved
+        self._watches_draws = not self._repeatable or self.forward_context.drew or buffers_moved
 
     def forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:
         """Run a training forward of one micro-batch up to the loss term []; its units wait for late parameters."""
         if self.late is not None:
             self.late.begin()
-        with self.now.at(micro_batch.moment), self.autocast():
+        with self.forward_context.at(micro_batch.moment), self.autocast():
             output = self._output(micro_batch.batch.inputs)
             self.settle()  # the loss may read parameters that this forward did not use
             return term(output, micro_batch)
@@ -302,7 +307,7 @@ class WholeModel(ParallelModel):
             return call(self.module, inputs)
         device = torch.device(self.parts.mesh.grid.device_type)
         before = generators.state_of_torch(device)
-        with self.now.unwatched():
+        with self.forward_context.unwatched():
             output = call(self.module, inputs)
         if generators.moved(before, generators.state_of_torch(device)) is None:
             return output

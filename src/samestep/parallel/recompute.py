@@ -35,7 +35,7 @@ _KEPT = frozenset(
 )
 
 
-def recompute(blocks: Sequence[nn.Module], how: Recompute, now: ForwardContext) -> None:
+def recompute(blocks: Sequence[nn.Module], how: Recompute, forward_context: ForwardContext) -> None:
     """Make each block recompute all of its activations ("full"), or all but matrix products ("selective").
 
     "full" only saves a block's inputs; its activations exist during its backward only. "selective" also saves the
@@ -44,7 +44,7 @@ def recompute(blocks: Sequence[nn.Module], how: Recompute, now: ForwardContext) 
     """
     for block in blocks:
         # The forward is replaced, not the module, so that parameters keep their names.
-        wrap_forward(block, partial(_recomputed, now, _CONTEXTS[how]))
+        wrap_forward(block, partial(_recomputed, forward_context, _CONTEXTS[how]))
 
 
 def in_graph(blocks: Sequence[nn.Module], layout: Layout) -> bool:
@@ -66,12 +66,16 @@ def selectively(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -
 
 
 def _recomputed(
-    now: ForwardContext, contexts: dict[str, Any], forward: Callable[..., Any], *arguments: Any, **keywords: Any
+    forward_context: ForwardContext,
+    contexts: dict[str, Any],
+    forward: Callable[..., Any],
+    *arguments: Any,
+    **keywords: Any,
 ) -> Any:
     """Run a block's forward under PyTorch's checkpoint."""
     # use_reentrant=False: the recomputation is a part of the same graph, so that hooks (FSDP2's, DDP's) see one
     # backward. PyTorch also restores its generators.
-    return checkpoint(now.keep(forward), *arguments, use_reentrant=False, **contexts, **keywords)
+    return checkpoint(forward_context.keep(forward), *arguments, use_reentrant=False, **contexts, **keywords)
 
 
 def _keep_products(context: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:

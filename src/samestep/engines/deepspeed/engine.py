@@ -115,9 +115,9 @@ class DeepSpeed(Engine):
         )
         config = configuration.completed(given, asked, on_cpu=how.device.type == "cpu")
         keep_no_cache(model)
-        now = ForwardContext()
-        same_dropout(model, now)
-        global_batch_norm(model, how.mesh.data_group, now)
+        forward_context = ForwardContext()
+        same_dropout(model, forward_context)
+        global_batch_norm(model, how.mesh.data_group, forward_context)
         package = deepspeed(how.device)
         _check_precision(config, package, how.device)
         if nvme.to_disk(config):
@@ -149,7 +149,12 @@ class DeepSpeed(Engine):
                 "be weighed by a count that is known after backward; use no data_types, or stage 2"
             )
         undo_first_step(engine)
-        common: dict[str, Any] = {"engine": engine, "package": package, "model": model, "now": now}
+        common: dict[str, Any] = {
+            "engine": engine,
+            "package": package,
+            "model": model,
+            "forward_context": forward_context,
+        }
         common |= {"layout": how.layout, "mesh": how.mesh, "device": how.device, "place": place}
         return DeepSpeedTrainer(order=order, **common) if stages is None else PipelineTrainer(stages=stages, **common)
 

@@ -159,7 +159,7 @@ class DeepSpeedTrainer(Trainer):
         layout: Layout,
         mesh: Mesh,
         device: torch.device,
-        now: ForwardContext,
+        forward_context: ForwardContext,
         place: Any = None,  # keeps the folder of what is on disk
         order: SameOrder | None = None,  # where all ranks must run the same layers
     ) -> None:
@@ -171,7 +171,7 @@ class DeepSpeedTrainer(Trainer):
         self._layout = layout
         self._mesh = mesh
         self._device = device
-        self._now = now
+        self._forward_context = forward_context
         self._dtype = _compute_dtype(engine)
         self._whole_dtype = torch.float32
         self._gradients = gradients_of(engine, mesh)
@@ -217,7 +217,7 @@ class DeepSpeedTrainer(Trainer):
         for number, micro_batch in enumerate(batch.micro_batches, 1):
             last = number == len(batch.micro_batches)
             self.engine.set_gradient_accumulation_boundary(last)
-            with self._now.at(micro_batch.moment):
+            with self._forward_context.at(micro_batch.moment):
                 with self._in_order(training=True):
                     output = call(self.engine, self._as_computed(micro_batch.batch.inputs))
                 term = self._term(output, micro_batch, loss, totals)

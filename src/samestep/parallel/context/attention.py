@@ -28,16 +28,16 @@ from samestep.parallel.exact.forward_context import ForwardContext, Portion, Pos
 class Length:
     """The total number of tokens in the running forward. One object for each list of blocks."""
 
-    def __init__(self, now: ForwardContext, shares: Shares) -> None:
-        self._now = now
+    def __init__(self, forward_context: ForwardContext, shares: Shares) -> None:
+        self._forward_context = forward_context
         self._shares = shares
 
     @property
     def tokens(self) -> int:
-        return self._now.tokens(self)
+        return self._forward_context.tokens(self)
 
     def note(self, tokens: int) -> None:
-        self._now.note_tokens(self, tokens)
+        self._forward_context.note_tokens(self, tokens)
 
     def positions(self, given: Any) -> Positions:
         """The positions of this rank's tokens, on the device of the tensors in `given`."""
@@ -48,13 +48,15 @@ class Length:
 class AttentionOverAll(TorchFunctionMode):
     """Makes attention span the tokens of all ranks, by exchanging heads, by gathering keys, or by a ring."""
 
-    def __init__(self, shares: Shares, length: Length, now: ForwardContext, crossing: Sequence[bool]) -> None:
+    def __init__(
+        self, shares: Shares, length: Length, forward_context: ForwardContext, crossing: Sequence[bool]
+    ) -> None:
         """`crossing`: for each call of attention in order, whether its keys are of another sequence."""
         super().__init__()
         self._crossing = crossing
         self._calls = 0
         self._paused = False
-        self._now = now
+        self._forward_context = forward_context
         self._shares = shares
         self._group = shares.group
         self._length = length
@@ -91,7 +93,7 @@ class AttentionOverAll(TorchFunctionMode):
     ) -> Tensor:
         """Cross-attention of this rank's queries to all keys of another sequence."""
         mask = _own_rows(attn_mask, self._length.tokens, False, self._shares, query)
-        with self._now.holding(Portion(attention={2: self._length.positions(query)})):
+        with self._forward_context.holding(Portion(attention={2: self._length.positions(query)})):
             return F.scaled_dot_product_attention(query, key, value, mask, *rest, **options)
 
     def _attention(
@@ -130,7 +132,7 @@ class AttentionOverAll(TorchFunctionMode):
                 mask = _own_rows(attn_mask, tokens, is_causal, self._shares, query)
             # [batch, key-value heads, seen tokens, head_dim].
             key, value = (_gather_summed(part, self._shares, seen) for part in (key, value))
-            with self._now.holding(Portion(attention={2: self._length.positions(query)})):
+            with self._forward_context.holding(Portion(attention={2: self._length.positions(query)})):
                 return F.scaled_dot_product_attention(query, key, value, mask, **shared)
         # [batch, heads, own tokens, head_dim] -> [batch, heads / ranks, all tokens, head_dim]; what fills the last
         # ranks' parts up is cut off at once.
@@ -140,7 +142,7 @@ class AttentionOverAll(TorchFunctionMode):
         if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
             # A mask with a dimension of heads: those that this rank has now.
             mask = mask.chunk(ranks, 1)[self._group.rank()]
-        with self._now.holding(Portion(attention={1: self._group.rank() * query.shape[1]})):
+        with self._forward_context.holding(Portion(attention={1: self._group.rank() * query.shape[1]})):
             output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **shared)
         missing = self._shares.length(tokens) * ranks - tokens
         # Back to [batch, heads, own tokens, head_dim], filled up again to parts of equal length.

@@ -172,7 +172,9 @@ def _token_dim(seen: Seen, tokens: int) -> int | None:
     return next((dim for dim in (1, 2) if seen.shape[dim] == tokens), None)
 
 
-def give_all_tokens(module: nn.Module, which: Gathered, messages: TokenExchange, now: ForwardContext) -> None:
+def give_all_tokens(
+    module: nn.Module, which: Gathered, messages: TokenExchange, forward_context: ForwardContext
+) -> None:
     """Make a module work on all tokens. Every rank computes the same in it, with the same gradients."""
 
     def on_all_tokens(inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -190,7 +192,7 @@ def give_all_tokens(module: nn.Module, which: Gathered, messages: TokenExchange,
             elif isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
                 leaves[index] = messages.share(leaf, index in which.handed)
         arguments, keywords = pytree.tree_unflatten(leaves, form)
-        with now.holding(Portion()), messages.pause():
+        with forward_context.holding(Portion()), messages.pause():
             # Whole tokens inside, so draws are those of all tokens and attention is PyTorch's own.
             output = inner(*arguments, **keywords)
         results, form = pytree.tree_flatten(output)  # of all tokens

@@ -50,7 +50,7 @@ def split_tokens(
     trace: Trace,
     mesh: Mesh,
     parts: ShardTable,
-    now: ForwardContext,
+    forward_context: ForwardContext,
     *,
     example: Any,
     fill: Callable[[], None],
@@ -76,7 +76,7 @@ def split_tokens(
         trace=trace,
         shares=shares,
         layout=layout,
-        now=now,
+        forward_context=forward_context,
         example=example,
         fill=fill,
         precisely=precisely,
@@ -118,7 +118,7 @@ class _Splitter:
     trace: Trace
     shares: Shares
     layout: Layout
-    now: ForwardContext
+    forward_context: ForwardContext
     example: Any
     fill: Callable[[], None]
     precisely: Callable[[], AbstractContextManager[None]]
@@ -211,11 +211,11 @@ class _Splitter:
 
     def _split_lists(self, chains: Sequence[Sequence[Block]]) -> None:
         for chain in chains:
-            _split_chain(self.model, chain, self.shares, self.now)
+            _split_chain(self.model, chain, self.shares, self.forward_context)
 
     def _split_runs(self, runs: Sequence[Run]) -> None:
         for run in runs:
-            split_run(self.model, run, self.shares, self.now)
+            split_run(self.model, run, self.shares, self.forward_context)
 
     def _held(self, change: Callable[[], None]) -> None:
         """Change the model. Raises LayoutError, with the change undone, if its output differs or it fails."""
@@ -285,15 +285,15 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _split_chain(model: nn.Module, chain: Sequence[Block], shares: Shares, now: ForwardContext) -> None:
+def _split_chain(model: nn.Module, chain: Sequence[Block], shares: Shares, forward_context: ForwardContext) -> None:
     """Split the tokens of one list: split before the first block, own tokens in each, gather after the last."""
-    length = Length(now, shares)
+    length = Length(forward_context, shares)
     for block in chain:
-        mode = AttentionOverAll(shares, length, now, block.crossing)
+        mode = AttentionOverAll(shares, length, forward_context, block.crossing)
         messages = _messages(shares, length, mode)
         for each in block.gathered:
-            give_all_tokens(model.get_submodule(each.name), each, messages, now)
-        wrap_forward(block.module, _on_own_tokens(block, shares, length, now, mode))
+            give_all_tokens(model.get_submodule(each.name), each, messages, forward_context)
+        wrap_forward(block.module, _on_own_tokens(block, shares, length, forward_context, mode))
     _at_the_edges([block.module for block in chain], chain[0].hidden, shares, length)
 
 
@@ -331,7 +331,7 @@ def _on_own_tokens(
     which: Block,
     shares: Shares,
     length: Length,
-    now: ForwardContext,
+    forward_context: ForwardContext,
     mode: AttentionOverAll,
 ) -> Callable[..., Any]:
     """Make the wrapper of a block's forward: further arguments are cut to this rank's tokens, attention spans all."""
@@ -343,7 +343,7 @@ def _on_own_tokens(
         keywords = {key: v if key in cut else _summed(v, shares.group) for key, v in keywords.items()}
         arguments, keywords = _with(arguments, keywords, dict.fromkeys(which.along, mine))
         positions = length.positions((arguments, keywords))
-        with now.holding(Portion(activations={1: positions})), mode:
+        with forward_context.holding(Portion(activations={1: positions})), mode:
             mode.begin()
             return forward(*arguments, **keywords)
 

@@ -196,14 +196,14 @@ def _handed(before: TokenWise, each: TokenWise, trace: Trace) -> frozenset[int]:
     return handed if before.dim == each.dim and siblings and alone and taken else frozenset()
 
 
-def split_run(model: nn.Module, run: Run, shares: Shares, now: ForwardContext) -> None:
+def split_run(model: nn.Module, run: Run, shares: Shares, forward_context: ForwardContext) -> None:
     """Split the tokens before the first module of a run, and put them together after the last."""
-    length = Length(now, shares)
+    length = Length(forward_context, shares)
     modules = [model.get_submodule(each.name) for each in run]
     for module, each in zip(modules, run, strict=True):
         module.register_forward_pre_hook(_splitting(each, shares, length), with_kwargs=True)
         if any(True for _ in module.children()):  # a lone linear layer draws nothing
-            wrap_forward(module, _on_own_tokens(each.dim, length, now))
+            wrap_forward(module, _on_own_tokens(each.dim, length, forward_context))
     modules[-1].register_forward_hook(_gathering(run[-1].dim, shares, length))
 
 
@@ -237,11 +237,11 @@ def _gathering(dim: int, shares: Shares, length: Length) -> Callable[..., Any]:
     return hook
 
 
-def _on_own_tokens(dim: int, length: Length, now: ForwardContext) -> Callable[..., Any]:
+def _on_own_tokens(dim: int, length: Length, forward_context: ForwardContext) -> Callable[..., Any]:
     """Make a wrapper that sets the token positions for random draws inside of the module."""
 
     def on_own_tokens(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        with now.holding(Portion(activations={dim: length.positions((arguments, keywords))})):
+        with forward_context.holding(Portion(activations={dim: length.positions((arguments, keywords))})):
             return forward(*arguments, **keywords)
 
     return on_own_tokens

@@ -129,11 +129,11 @@ class BatchBuffers:
     """
 
     def __init__(
-        self, model: nn.Module, joins: Mapping[str, Join], group: dist.ProcessGroup, now: ForwardContext
+        self, model: nn.Module, joins: Mapping[str, Join], group: dist.ProcessGroup, forward_context: ForwardContext
     ) -> None:
         self.joins = joins
         self._group = group
-        self._now = now
+        self._forward_context = forward_context
         self._places: list[tuple[nn.Module, dict[str, _Joined]]] = []
         # By the module that owns the buffer, whose forward updates it.
         for path, module in model.named_modules():
@@ -157,12 +157,12 @@ class BatchBuffers:
 
         Outside of training steps it calls the module's own forward unchanged.
         """
-        moment = self._now.moment
+        moment = self._forward_context.moment
         if moment is None:
             return forward(*arguments, **keywords)
-        number = self._now.count(f"{path} (its buffers)")
+        number = self._forward_context.count(f"{path} (its buffers)")
         place = id(moment), number
-        if self._now.recomputing:
+        if self._forward_context.recomputing:
             return self._recompute(lambda: forward(*arguments, **keywords), module, joined, place)
         for key, each in joined.items():
             buffer = _buffer(module, key)

@@ -32,14 +32,14 @@ from samestep.parallel.exact.forward_context import ForwardContext
 BatchNorm = nn.modules.batchnorm._BatchNorm  # BatchNorm1d, 2d, 3d and SyncBatchNorm
 
 
-def global_batch_norm(model: nn.Module, group: dist.ProcessGroup, now: ForwardContext) -> None:
+def global_batch_norm(model: nn.Module, group: dist.ProcessGroup, forward_context: ForwardContext) -> None:
     """Make every batch norm of a model take its statistics over the ranks of `group`, in training steps."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             module.__class__ = _OfAnyDimensions  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(module, BatchNorm):
             run = _forward if type(module).forward is BatchNorm.forward else _own_forward
-            wrap_forward(module, partial(run, module, name, group, now))
+            wrap_forward(module, partial(run, module, name, group, forward_context))
 
 
 @contextmanager
@@ -65,20 +65,20 @@ def _forward(
     module: Any,
     name: str,
     group: dist.ProcessGroup,
-    now: ForwardContext,
+    forward_context: ForwardContext,
     forward: Callable[[Tensor], Tensor],
     given: Tensor,
 ) -> Tensor:
     """A plain batch norm's forward, [samples, features, ...]: global statistics in training, its own elsewhere."""
-    moment = now.moment
+    moment = forward_context.moment
     if not module.training or moment is None:
         return forward(given)
     _check_whole(moment, name, module)
     # PyTorch's own kernel; with one data rank its statistics are the global batch's already.
     if dist.get_world_size(group) == 1:
-        return _untracked(module, given) if now.recomputing else forward(given)
+        return _untracked(module, given) if forward_context.recomputing else forward(given)
     normed, mean, variance, count = _normed(given, module.weight, module.bias, module.eps, group, moment)
-    if module.track_running_stats and not now.recomputing:
+    if module.track_running_stats and not forward_context.recomputing:
         module.num_batches_tracked.add_(1)
         # A mean over all steps: the number of them stays on the device, so that the host need not wait.
         momentum = module.num_batches_tracked.double().reciprocal() if module.momentum is None else module.momentum
@@ -90,23 +90,23 @@ def _own_forward(
     module: Any,
     name: str,
     group: dist.ProcessGroup,
-    now: ForwardContext,
+    forward_context: ForwardContext,
     forward: Callable[..., Tensor],
     *arguments: Any,
     **keywords: Any,
 ) -> Tensor:
     """Forward of a batch norm class with a custom forward, such as one that casts its input or appends a ReLU."""
-    moment = now.moment
+    moment = forward_context.moment
     if not module.training or moment is None:
         return forward(*arguments, **keywords)
     tracked: Tensor | None = module.num_batches_tracked
     before = None if tracked is None else tracked.clone()
     try:
         # The custom forward runs unchanged; only its call of F.batch_norm is replaced.
-        with _ByGlobalStatistics(name, module, group, now, moment):
+        with _ByGlobalStatistics(name, module, group, forward_context, moment):
             return forward(*arguments, **keywords)
     finally:  # torch's checkpoint ends a recomputation by an exception once all saved tensors are recomputed
-        if now.recomputing and tracked is not None and before is not None:
+        if forward_context.recomputing and tracked is not None and before is not None:
             tracked.copy_(before)
 
 
@@ -153,13 +153,13 @@ class _ByGlobalStatistics(_BatchNormCalls):
     """Normalizes by statistics over all ranks of a group."""
 
     def __init__(
-        self, name: str, module: nn.Module, group: dist.ProcessGroup, now: ForwardContext, moment: Moment
+        self, name: str, module: nn.Module, group: dist.ProcessGroup, forward_context: ForwardContext, moment: Moment
     ) -> None:
         super().__init__()
         self._name = name
         self._module = module
         self._group = group
-        self._recomputing = now.recomputing
+        self._recomputing = forward_context.recomputing
         self._moment = moment
         self._calls = 0
 

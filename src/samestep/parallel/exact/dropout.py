@@ -72,14 +72,14 @@ def explicit_attention(
 _SWITCH_OFF = "use recipe.dropout: false"
 
 
-def same_dropout(model: nn.Module, now: ForwardContext, *, attention: bool = True) -> "Dropout":
+def same_dropout(model: nn.Module, forward_context: ForwardContext, *, attention: bool = True) -> "Dropout":
     """Make all dropout and random draws of a model independent of the layout, in training steps.
 
     The model must still be whole. `attention`: whether attention applies its dropout.
     Raises UserError for a module whose dropout can't be drawn by sample.
     """
     _check(model)
-    dropout = Dropout(now, attention=attention)
+    dropout = Dropout(forward_context, attention=attention)
     for name, module in model.named_modules():
         if _may_drop(module):
             module.forward = dropout.within(name, module.forward)
@@ -113,9 +113,9 @@ def _check(model: nn.Module) -> None:
 class Dropout(TorchFunctionMode):
     """A mode that replaces calls of dropout and random functions in a training forward."""
 
-    def __init__(self, now: ForwardContext, *, attention: bool = True) -> None:
+    def __init__(self, forward_context: ForwardContext, *, attention: bool = True) -> None:
         super().__init__()
-        self.now = now
+        self.forward_context = forward_context
         self._attends = attention
         self._printed = False  # whether the message about attention was printed
         self.answered: list[tuple[str, str]] = []  # module and function of each draw, if `notes`
@@ -134,7 +134,7 @@ class Dropout(TorchFunctionMode):
         def run(*arguments: Any, **keywords: Any) -> Any:
             # Outside of training steps nothing is drawn by sample. A forward in backward without a moment is the
             # model's own checkpointing, for which `_moment` raises.
-            if not self.now.watches or (self.now.moment is None and not _in_backward()):
+            if not self.forward_context.watches or (self.forward_context.moment is None and not _in_backward()):
                 return forward(*arguments, **keywords)
             before, self._name = self._name, name
             try:
@@ -159,7 +159,7 @@ class Dropout(TorchFunctionMode):
             return self._attention(func, *args, **keywords)
         if func is F.multi_head_attention_forward:
             if not self._attends and draws_in(func, args, keywords):
-                self.now.count(self._name)  # as if it drew: what follows keeps its numbers
+                self.forward_context.count(self._name)  # as if it drew: what follows keeps its numbers
                 given = _MULTI_HEAD.bind(*args, **keywords)
                 given.arguments["dropout_p"] = 0.0
                 args, keywords = given.args, given.kwargs
@@ -192,7 +192,7 @@ class Dropout(TorchFunctionMode):
         if drawn is None or 0 in drawn.shape:
             return func(*args, **keywords)
         what = getattr(func, "__name__", str(func))
-        parts = self.now.part.activations
+        parts = self.forward_context.part.activations
         values = drawn.make(
             *(self._bits(drawn, what, parts) for _ in range(drawn.streams)),
         )
@@ -237,7 +237,7 @@ class Dropout(TorchFunctionMode):
         if nothing_to_drop or (is_causal and attn_mask is not None):  # an error of PyTorch's
             return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if not self._attends:
-            self.now.count(self._name)  # as if it drew: what follows keeps its numbers
+            self.forward_context.count(self._name)  # as if it drew: what follows keeps its numbers
             return func(query, key, value, attn_mask, 0.0, is_causal, **options)
         self._tell(query.device)
         drop = partial(self._drop_weights, probability=dropout_p)
@@ -257,7 +257,7 @@ class Dropout(TorchFunctionMode):
 
     def _drop_weights(self, weights: Tensor, probability: float) -> Tensor:
         """Dropout of probabilities [samples, heads, queries, keys], by the rank's heads or queries."""
-        parts = self.now.part.attention if weights.ndim == 4 else {}
+        parts = self.forward_context.part.attention if weights.ndim == 4 else {}
         return weights * self._noise(weights, weights.shape, probability, parts).mul_(_scale(probability))
 
     def _drop(self, given: Tensor, probability: float, kind: "_Kind", *, in_place: bool) -> Tensor:
@@ -265,7 +265,7 @@ class Dropout(TorchFunctionMode):
         shape = given.shape
         if kind.features:  # a channel is dropped as a whole
             shape = (*shape[:2], *(1 for _ in shape[2:]))
-        noise = self._noise(given, shape, probability, self.now.part.activations)
+        noise = self._noise(given, shape, probability, self.forward_context.part.activations)
         if kind.alpha:
             factor, shift = _alpha(noise, probability)
             return given.mul_(factor).add_(shift) if in_place else given * factor + shift
@@ -284,12 +284,12 @@ class Dropout(TorchFunctionMode):
 
     def _moment(self, what: str) -> Moment:
         """The samples of the running forward. Raises UserError in a recomputation by the model itself."""
-        if self.now.moment is None:
+        if self.forward_context.moment is None:
             raise UserError(
                 f"{self._name or 'the model'}: the model recomputes this {what} in backward by itself, where "
                 'its sample is unknown; use the layout option "recompute=full" in place of its own checkpointing'
             )
-        return self.now.moment
+        return self.forward_context.moment
 
     def _numbers(
         self,
@@ -305,10 +305,10 @@ class Dropout(TorchFunctionMode):
 
         `of_step`: one number [1], a function of the step and the site only.
         """
-        self.now.drew = True
+        self.forward_context.drew = True
         if self.notes:
             self.answered.append((self._name, what))
-        site = (self._name, self.now.count(self._name))
+        site = (self._name, self.forward_context.count(self._name))
         # The key is a hash computed in Python, so it is cached for each site.
         if site not in self._sites:
             self._sites[site] = key_of(*site)

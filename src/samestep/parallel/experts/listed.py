@@ -78,7 +78,7 @@ class ListedExperts:
         *,
         form: Form,
         group: dist.ProcessGroup,
-        now: ForwardContext,
+        forward_context: ForwardContext,
     ) -> None:
         """`container` holds the experts, and may be the caller itself."""
         self._name = name
@@ -86,7 +86,7 @@ class ListedExperts:
         self._container = container
         self._form = form
         self._group = group
-        self._now = now
+        self._forward_context = forward_context
         self._count = len(list(container.children()))
         first, last = bounds(self._count, dist.get_rank(group), dist.get_world_size(group))
         self._mine = range(first, last)
@@ -151,7 +151,7 @@ class ListedExperts:
         given = pytree.tree_map_only(Tensor, Tensor.clone, (arguments, keywords))  # it may change them in place
         before, self._noted = self._noted, noted
         try:
-            with self._now.rehearsing(), _buffers_kept(self._caller):
+            with self._forward_context.rehearsing(), _buffers_kept(self._caller):
                 self._caller_forward(*given[0], **given[1])
         finally:
             self._noted = before

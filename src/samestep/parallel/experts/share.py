@@ -35,7 +35,7 @@ def share_experts(
     found: Sequence[Experts],
     parts: ShardTable,
     mesh: Mesh,
-    now: ForwardContext,
+    forward_context: ForwardContext,
     device: torch.device,
 ) -> SharedExperts:
     """Keep only this rank's experts in a model, and record in `parts` which rank holds which.
@@ -55,7 +55,7 @@ def share_experts(
         if isinstance(experts, Stacked):
             _share_stacked(caller, experts, parts, mesh)
         else:
-            _share_listed(model, experts, mesh, now, device)
+            _share_listed(model, experts, mesh, forward_context, device)
         units.append(model.get_submodule(experts.name))
         _compare(caller, experts, parts, mesh)
     return SharedExperts(units=units, parameters=[p for unit in units for p in unit.parameters()])
@@ -101,7 +101,9 @@ def _share_stacked(module: nn.Module, experts: Stacked, parts: ShardTable, mesh:
     StackedExperts(module, experts.arguments, local=local, group=mesh.group("expert"))
 
 
-def _share_listed(model: nn.Module, experts: Listed, mesh: Mesh, now: ForwardContext, device: torch.device) -> None:
+def _share_listed(
+    model: nn.Module, experts: Listed, mesh: Mesh, forward_context: ForwardContext, device: torch.device
+) -> None:
     """Keep this rank's modules of the list, with placeholders that answer for the others."""
     container = model.get_submodule(experts.name)
     listed = ListedExperts(
@@ -110,7 +112,7 @@ def _share_listed(model: nn.Module, experts: Listed, mesh: Mesh, now: ForwardCon
         container,
         form=experts.form,
         group=mesh.group("expert"),
-        now=now,
+        forward_context=forward_context,
     )
     for number, (key, expert) in enumerate(list(container.named_children())):
         if number not in listed.mine:

@@ -246,7 +246,7 @@ class _Step:
         for tensor in received:
             tensor.requires_grad_(has_gradient(tensor))
         micro_batch = self._micro_batches[action.micro_batch]
-        with pipeline.times.of(action), pipeline.now.at(micro_batch.moment):
+        with pipeline.times.of(action), pipeline.forward_context.at(micro_batch.moment):
             roots = pipeline.forward(stage, micro_batch.batch.inputs, received)
             if stage == self._last_stage:
                 with pipeline.autocast():

@@ -44,7 +44,7 @@ class StagedModel(nn.Module):
         mine: Sequence[int],
         device: torch.device,
         trace: Trace,
-        now: ForwardContext,
+        forward_context: ForwardContext,
     ) -> None:
         """`unsliced`: the model without numbers, as it was before any of it was sliced."""
         super().__init__()
@@ -53,7 +53,7 @@ class StagedModel(nn.Module):
         self.plan = plan
         self.mine = mine
         self._device = device
-        self._now = now
+        self._forward_context = forward_context
         self._run: StageRun | None = None
         self._places: list[tuple[nn.Module, str, nn.Module]] = []
         units = units_of(model, trace, [block.name for block in plan.blocks])
@@ -108,7 +108,9 @@ class StagedModel(nn.Module):
 
         `received`: the tensors of earlier stages that it uses (`PartitionPlan.used`, sorted).
         """
-        run = StageRun(self.plan, stage, dict(zip(self.plan.taken(stage), received, strict=True)), self._now)
+        run = StageRun(
+            self.plan, stage, dict(zip(self.plan.taken(stage), received, strict=True)), self._forward_context
+        )
         with self._standing_in(run):
             try:
                 output = call(self.model, inputs)
@@ -147,7 +149,7 @@ def cut(
     parts: ShardTable,
     cut_at: Sequence[str],
     device: torch.device,
-    now: ForwardContext,
+    forward_context: ForwardContext,
 ) -> StagedModel:
     """Reduce a model to this rank's stages, and record in `parts` which stages hold which parameters.
 
@@ -173,7 +175,7 @@ def cut(
             parts.table[name] = replace(parts.part(name), stages=_ranks(rank_of, plan.modules[unit]))
     here = mesh.coordinate("pipeline")
     mine = [stage for stage, rank in enumerate(rank_of) if rank == here]
-    return StagedModel(model, unsliced, plan, mine, device, trace, now)
+    return StagedModel(model, unsliced, plan, mine, device, trace, forward_context)
 
 
 def _ranks(rank_of: Sequence[int], stages: Stages) -> tuple[int, ...]:

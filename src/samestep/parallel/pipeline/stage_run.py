@@ -28,12 +28,12 @@ class StageRun:
     """
 
     def __init__(
-        self, plan: PartitionPlan, stage: int, received: Mapping[UnitOutput, Tensor], now: ForwardContext
+        self, plan: PartitionPlan, stage: int, received: Mapping[UnitOutput, Tensor], forward_context: ForwardContext
     ) -> None:
         self._plan = plan
         self._stage = stage
         self._received = received
-        self._now = now
+        self._forward_context = forward_context
         self._counts: dict[str, int] = {}
         self._inside = False  # whether a unit of this stage runs; other units that it calls are a part of it
         self._wanted = plan.computed_in(stage)
@@ -91,7 +91,7 @@ class StageRun:
         """The output of an earlier stage's call: received tensors, and blanks for the others."""
         # The earlier stage's random draws are counted, so that later draws have the same numbers as in one process.
         for name, draws in self._plan.draws.get(number, {}).items():
-            self._now.skip(name, draws)
+            self._forward_context.skip(name, draws)
         places = iter(range(len(tensors_in(output))))
         return map_tensors(partial(self._filled, number, places), output)
 

@@ -44,7 +44,7 @@ def slice_tensors(
     seen: Trace,
     parts: ShardTable,
     mesh: Mesh,
-    now: ForwardContext,
+    forward_context: ForwardContext,
     *,
     example: Any,
     given: Mapping[str, str] | None,
@@ -64,7 +64,7 @@ def slice_tensors(
         seen=seen,
         parts=parts,
         mesh=mesh,
-        now=now,
+        forward_context=forward_context,
         example=example,
         given=given,
         known={} if findings is None else findings.slices,
@@ -109,7 +109,7 @@ class _Slicing:
     seen: Trace
     parts: ShardTable
     mesh: Mesh
-    now: ForwardContext
+    forward_context: ForwardContext
     example: Any
     given: Mapping[str, str] | None
     known: dict[Sequence[Any], WholeModules]  # findings of other rehearsed ranks, by the lists of blocks
@@ -167,7 +167,7 @@ class _Slicing:
             uneven = plan.uneven(model)
             streams = self._streams(lists, plan)
             vocabulary = Vocabulary(self.mesh.grid["tensor"])
-            failed = self._slice(_Slicer(model, plan, self.seen, streams, group, self.now, vocabulary))
+            failed = self._slice(_Slicer(model, plan, self.seen, streams, group, self.forward_context, vocabulary))
             if known is not None or expected is None:
                 vocabulary.able = known is not None and known.able
                 return vocabulary, plan
@@ -261,7 +261,7 @@ class _Slicer:
         seen: Trace,
         streams: Sequence[Stream],
         group: dist.ProcessGroup,
-        now: ForwardContext,
+        forward_context: ForwardContext,
         vocabulary: Vocabulary,
     ) -> None:
         self._model = model
@@ -270,7 +270,7 @@ class _Slicer:
         self._streams = streams
         self._group = group
         self._vocabulary = vocabulary
-        self._now = now
+        self._forward_context = forward_context
 
     def slice(self, parts: ShardTable) -> None:
         """Slice all parameters of the plan, then replace forwards, which read the sizes of the slices."""
@@ -293,7 +293,7 @@ class _Slicer:
         for name in self._plan.gathered:
             self._gather_outputs(name)
         for stream in self._streams:
-            stream.attach(self._model, self._now)
+            stream.attach(self._model, self._forward_context)
 
     def _cut(self, parts: ShardTable) -> None:
         """Replace the parameters by this rank's slices; tied parameters are sliced once and stay tied."""
@@ -452,7 +452,7 @@ class _Slicer:
         # Where this rank's features begin in the last dimension, and its heads in [batch, heads, queries, keys].
         part = Portion(activations={-1: bounds(width, rank, ranks)[0]}, attention={1: bounds(heads, rank, ranks)[0]})
         leave = stream.reduce_scatter if stream is not None else self._reduce
-        return UnitRegion(leave, self._now, part, all_tokens=stream is not None)
+        return UnitRegion(leave, self._forward_context, part, all_tokens=stream is not None)
 
     def _gather_for_owner(self, unit: Unit) -> set[int | None]:
         """Gather all tokens for an attention module, which may also read their number.

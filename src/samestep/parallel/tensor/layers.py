@@ -61,28 +61,30 @@ class InputMessage:
 class UnitRegion:
     """The part of a unit between its columns and its row layer, where a rank has its own heads or features."""
 
-    def __init__(self, leave: Message, now: ForwardContext, part: Portion, *, all_tokens: bool = False) -> None:
+    def __init__(
+        self, leave: Message, forward_context: ForwardContext, part: Portion, *, all_tokens: bool = False
+    ) -> None:
         """`all_tokens`: the columns get the tokens of all ranks, while outside the unit a rank has a part of them."""
         self._leave = leave
-        self._now = now
+        self._forward_context = forward_context
         self._part = part  # this rank's heads and features
         self._all_tokens = all_tokens
         self._outside: Portion | None = None
 
     def begin(self, training: bool) -> None:
         """Enter the region, so that dropout draws for this rank's part; the first column calls it."""
-        self._outside = self._now.hold(self._part) if training else None
+        self._outside = self._forward_context.hold(self._part) if training else None
 
     def at_entry(self) -> AbstractContextManager[None]:
         """The context of modules on the columns' input, such as an adapter's dropout: every rank has all features."""
         if self._outside is None:  # not in training
             return nullcontext()
-        return self._now.holding(Portion() if self._all_tokens else self._outside)
+        return self._forward_context.holding(Portion() if self._all_tokens else self._outside)
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum the ranks' partial results."""
         if self._outside is not None:
-            self._now.hold(self._outside)
+            self._forward_context.hold(self._outside)
             self._outside = None
         return self._leave(x)
 

@@ -111,14 +111,14 @@ class Stream:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return reduce_scatter_to_region(x, Slices.even(x.shape[self.dim], self._group), self.dim)
 
-    def attach(self, model: nn.Module, now: ForwardContext) -> None:
+    def attach(self, model: nn.Module, forward_context: ForwardContext) -> None:
         """Add the hooks that split the tokens before the first block and gather them after the last one."""
         blocks = [model.get_submodule(name) for name in self.names]
         blocks[0].register_forward_pre_hook(NotesTokens(self._note), with_kwargs=True)
         blocks[0].register_forward_pre_hook(self._split, with_kwargs=True)
         for block, summed in zip(blocks, self._summed, strict=True):
             block.register_forward_pre_hook(self._tell_total, with_kwargs=True)
-            self._wrap(block, summed, now)
+            self._wrap(block, summed, forward_context)
         messages = TokenExchange(
             own=self._own,
             gather=self._gather_tokens,
@@ -128,12 +128,12 @@ class Stream:
             share=lambda whole, handed: whole if handed else divide_gradient(whole, self._group),
         )
         for each in self.gathered:
-            give_all_tokens(model.get_submodule(each.name), each, messages, now)
+            give_all_tokens(model.get_submodule(each.name), each, messages, forward_context)
         # The split is the last pre-hook of the first block, so the gather is the first hook of the last block: other
         # hooks that split the hidden state before this one gather it after.
         blocks[-1].register_forward_hook(self._gather_output, prepend=True)
 
-    def _wrap(self, block: nn.Module, summed: frozenset[Any], now: ForwardContext) -> None:
+    def _wrap(self, block: nn.Module, summed: frozenset[Any], forward_context: ForwardContext) -> None:
         """Wrap a block's forward: sets the number of tokens, and the position of this rank's for random draws."""
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
 
@@ -145,7 +145,7 @@ class Stream:
                 return inner(*arguments, **keywords)
             # The position of this rank's first token, for draws that depend on the position.
             first, _ = bounds(samestep_tokens, rank, ranks)
-            with now.holding(Portion(activations={self.dim: first})):
+            with forward_context.holding(Portion(activations={self.dim: first})):
                 return inner(*arguments, **keywords)
 
         wrap_forward(block, forward)
