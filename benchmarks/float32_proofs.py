@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from page_parts import MeasuredTable, markdown_table
 
 import samestep
-from samestep.proof import Proof
+from samestep.verification.proof import Proof
 from tests.float32_mistakes import (
     MISTAKES,
     SUMMED,

@@ -24,9 +24,9 @@ from samestep.job import Checkpointing, Job, Run
 from samestep.launch.device import accelerators, device_of, peak_memory
 from samestep.launch.world import World, join
 from samestep.layout import Layout
-from samestep.matrix import ALL, FAST
 from samestep.parallel.context.block_attention import KeyValueBlock, attend, gradients
 from samestep.training.fit import Training
+from samestep.verification.matrix import ALL, FAST
 
 PROOF_JOB = Path(__file__).parents[1] / "examples" / "proof" / "language.yaml"
 WARM_UP, STEPS = 5, 10

@@ -26,8 +26,8 @@ from samestep import jobfile
 from samestep.api import verify_layouts
 from samestep.display.proofs import print_matrix
 from samestep.job import Job, Run
-from samestep.matrix import ALL as ALL_LAYOUTS
-from samestep.matrix import EXPERTS, MatrixRow, layouts_of
+from samestep.verification.matrix import ALL as ALL_LAYOUTS
+from samestep.verification.matrix import EXPERTS, MatrixRow, layouts_of
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("text", "language", "images", "regression")

@@ -29,8 +29,8 @@ from samestep.errors import UserError
 from samestep.job import Job
 from samestep.job_plan.predict import peak_of
 from samestep.layout import Layout
-from samestep.matrix import layouts_of
 from samestep.training.usage import Usage
+from samestep.verification.matrix import layouts_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"en": ROOT / "docs" / "planning.md", "zh": ROOT / "docs" / "zh" / "planning.md"}

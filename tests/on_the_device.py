@@ -12,10 +12,10 @@ from samestep.job import Job
 from samestep.launch import local
 from samestep.launch.world import World, join
 from samestep.layout import Layout
-from samestep.proof import Proof, Reference, hold_against, proof_job, reference
 from samestep.tasks.base import Task
 from samestep.tasks.registry import resolve
 from samestep.training.fit import Training
+from samestep.verification.proof import Proof, Reference, hold_against, proof_job, reference
 
 STEPS = 3
 WARM = 2  # steps that make states and buffers, and check what is checked once

@@ -11,8 +11,8 @@ from samestep.launch import local
 from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.parallel.parallel_model import Findings
-from samestep.proof import Proof, Reference, hold_against, proof_job, reference
 from samestep.tasks.registry import resolve
+from samestep.verification.proof import Proof, Reference, hold_against, proof_job, reference
 
 STEPS = 3
 

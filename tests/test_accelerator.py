@@ -12,8 +12,8 @@ from samestep import jobfile
 from samestep.job import Job
 from samestep.launch import local
 from samestep.layout import Layout
-from samestep.matrix import ALL
 from samestep.recipe import AdamW, Average, Group, NamedOptimizer
+from samestep.verification.matrix import ALL
 
 # Ranks compute in Python what an accelerator computes by itself.
 pytestmark = pytest.mark.timeout(1100)

@@ -14,9 +14,9 @@ from torch import nn
 import samestep
 from samestep import Evaluation, LoRA
 from samestep.parallel.low_rank import adapted_layers
-from samestep.proof import Proof
 from samestep.tasks.registry import resolve
 from samestep.training.fit import build_model
+from samestep.verification.proof import Proof
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")]
 

@@ -17,9 +17,9 @@ from samestep.cli.main import main
 from samestep.data.order import SampleOrder
 from samestep.display.proofs import print_proof
 from samestep.engines.native.trainer import NativeTrainer
-from samestep.proof import Proof, as_real
 from samestep.training import session
 from samestep.training.nonfinite_values import first_metric
+from samestep.verification.proof import Proof, as_real
 
 
 def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:

@@ -13,7 +13,6 @@ from small_tasks import Points
 
 import samestep
 from samestep.api import verify_bits
-from samestep.bits import compare_bits, take_bits
 from samestep.checkpoint.one_process import Tensors
 from samestep.cli.main import main
 from samestep.errors import UserError
@@ -21,6 +20,7 @@ from samestep.job import Job, Run
 from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.run_folder import name_of
+from samestep.verification.bits import compare_bits, take_bits
 
 RECIPE = samestep.Recipe(
     task=Points(dropout=0.1),

@@ -28,8 +28,8 @@ from samestep.layout import Layout
 from samestep.parallel.compile import compile_blocks
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.recompute import recompute
-from samestep.proof import Reference, hold_against, proof_job, reference
 from samestep.tasks.registry import resolve
+from samestep.verification.proof import Reference, hold_against, proof_job, reference
 
 LAYERS, PRODUCTS = 4, 7  # of the tiny Llama: layers, and products of matrices in each
 BATCH, MICRO_BATCH = 10, 5

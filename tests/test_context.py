@@ -13,7 +13,7 @@ import samestep
 from samestep.engines.base import Preparation
 from samestep.engines.native.engine import Native
 from samestep.engines.native.trainer import NativeTrainer
-from samestep.proof import Proof
+from samestep.verification.proof import Proof
 
 
 def recipe(name: str, **values: Any) -> samestep.Recipe:

@@ -13,9 +13,9 @@ from samestep.job import Job, Run
 from samestep.launch import local
 from samestep.launch.world import join
 from samestep.layout import Layout
-from samestep.proof import proof_job
-from samestep.proof_departure import Departure, Looked, find, look
 from samestep.tasks.registry import resolve
+from samestep.verification.departure import Departure, Looked, find, look
+from samestep.verification.proof import proof_job
 
 RECIPE = samestep.Recipe(
     task=Points(),

@@ -13,7 +13,6 @@ from small_tasks import Points
 from torch import nn
 
 import samestep.api
-from samestep import proof
 from samestep.errors import UserError
 from samestep.handwritten import training as handwritten
 from samestep.job import Job, Run
@@ -22,6 +21,7 @@ from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import RankOptions
 from samestep.ranks import Ranks
 from samestep.recipe import Recipe
+from samestep.verification import proof
 
 pytestmark = pytest.mark.quick
 

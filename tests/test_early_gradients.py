@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.job import Job, Run
 from samestep.launch import local
-from samestep.proof import proof_job
+from samestep.verification.proof import proof_job
 
 pytestmark = pytest.mark.timeout(240)
 

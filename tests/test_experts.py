@@ -17,7 +17,7 @@ from samestep.layout import Layout
 from samestep.parallel.checks import check_asking
 from samestep.parallel.experts.find import find_experts
 from samestep.parallel.trace import trace
-from samestep.proof import Proof
+from samestep.verification.proof import Proof
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -25,8 +25,8 @@ from small_tasks import Lines, Points
 import samestep
 from samestep.engines.base import Engine
 from samestep.job import Job, Run
-from samestep.proof import Proof, proof_job
 from samestep.training.rounding import RoundingFound, measure, share_of_rounding, worst_of
+from samestep.verification.proof import Proof, proof_job
 
 EVERY = ("", *MISTAKES, SUMMED)  # "": none
 POINTS = samestep.Recipe(

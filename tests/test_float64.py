@@ -16,7 +16,7 @@ import samestep
 from samestep.parallel.exact.float64 import in_float64
 from samestep.parallel.exact.grouped_product import grouped_product
 from samestep.parallel.trace import trace
-from samestep.proof import Proof
+from samestep.verification.proof import Proof
 
 
 def third() -> Tensor:

@@ -25,7 +25,7 @@ from samestep.launch import local
 from samestep.launch.network import LOOPBACK
 from samestep.launch.script_env.horovod import serving, slots_of
 from samestep.launch.world import join
-from samestep.proof import Proof
+from samestep.verification.proof import Proof
 
 pytest.importorskip("horovod", reason="Horovod is not built; use make horovod")
 

@@ -53,10 +53,7 @@ HOUSE = (
     ("convert",),
     ("handwritten",),
     ("recording",),
-    ("proof_steps",),
-    ("proof_departure",),
-    ("proof", "bits"),
-    ("matrix",),
+    ("verification",),
     ("display",),
     ("rank_tasks",),
     ("preflight",),
@@ -89,6 +86,7 @@ FOUNDATIONS = {
         "script_env",
     ),
     "engines": ("base", "precision", "setup", "native"),
+    "verification": ("steps", "departure", "proof"),
 }
 
 # They gather the others' public names and start the command line.

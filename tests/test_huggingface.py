@@ -46,7 +46,7 @@ from transformers import BertForMaskedLM, BertForQuestionAnswering, BertForToken
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import samestep
-from samestep.proof import Proof
+from samestep.verification.proof import Proof
 
 HuggingFace = samestep.tasks.HuggingFace
 

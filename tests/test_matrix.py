@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import samestep
-from samestep import api, matrix
+from samestep import api
 from samestep.cli.main import main
 from samestep.errors import LayoutError, RankFailedError, UserError
 from samestep.job import Job, Run
 from samestep.layout import Layout
-from samestep.matrix import layouts_of
+from samestep.verification import matrix
+from samestep.verification.matrix import layouts_of
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,7 @@ from odd_models import Odd
 from proving import Case, prove, same
 
 import samestep
-from samestep.proof import Proof
+from samestep.verification.proof import Proof
 
 pytestmark = pytest.mark.timeout(400)
 

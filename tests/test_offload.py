@@ -24,7 +24,7 @@ from samestep.launch.world import join
 from samestep.parallel.exact.buffers import check_buffers, versions
 from samestep.parallel.offload.memory import HostMemory, MappedFile
 from samestep.parallel.offload.optimizer import OffloadedOptimizer
-from samestep.proof import Proof
+from samestep.verification.proof import Proof
 
 ADAM = samestep.Recipe(
     task=Points(dropout=0.1),

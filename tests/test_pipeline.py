@@ -25,7 +25,7 @@ from samestep.layout import Layout
 from samestep.parallel.apply import spread
 from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.parallel_model import Details
-from samestep.proof import TOLERANCE, Proof
+from samestep.verification.proof import TOLERANCE, Proof
 
 
 def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:

@@ -11,7 +11,7 @@ from proving import assert_same_steps, prove, same
 from small_tasks import Lines, Points, Words
 
 import samestep
-from samestep.proof import TOLERANCE, Proof, difference
+from samestep.verification.proof import TOLERANCE, Proof, difference
 
 
 def recipe(task: samestep.Task | str, batch: int = 32) -> samestep.Recipe:

@@ -20,7 +20,7 @@ from samestep.engines.native.engine import Native
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.sharding import local
-from samestep.proof import Proof
+from samestep.verification.proof import Proof
 
 
 def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:

@@ -11,7 +11,6 @@ import yaml
 from shown_pages import ROOT, masked, outputs
 
 import samestep
-from samestep.bits import BitsRow
 from samestep.cli.main import main
 from samestep.contract.check import examine
 from samestep.display.proofs import print_bits, print_proof
@@ -22,12 +21,13 @@ from samestep.job import Job, Run
 from samestep.job_check import LAYOUTS, CheckResult, print_checked
 from samestep.launch.environments.hostfile import read_hostfile
 from samestep.profiling.breakdown import CATEGORIES, Profile, RankProfile
-from samestep.proof import Proof
-from samestep.proof_departure import Departure
 from samestep.tasks.registry import resolve
 from samestep.training.as_built import AsBuilt
 from samestep.training.nonfinite_values import BOTH, NonFiniteValue
 from samestep.tuning.results import Timing, TuningResult, TuningRow, print_tuned
+from samestep.verification.bits import BitsRow
+from samestep.verification.departure import Departure
+from samestep.verification.proof import Proof
 
 pytestmark = pytest.mark.quick
 

@@ -28,8 +28,8 @@ from samestep import jobfile
 from samestep.errors import UserError
 from samestep.launch import local
 from samestep.parallel.sparse_rows import find_tables, touched_rows
-from samestep.proof import Proof
 from samestep.validation import checked
+from samestep.verification.proof import Proof
 
 
 def recipe(kind: type[Any], **more: Any) -> samestep.Recipe:

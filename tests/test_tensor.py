@@ -23,7 +23,7 @@ from samestep.layout import ModelShape
 from samestep.parallel import collectives
 from samestep.parallel.sharding import Part
 from samestep.parallel.tensor import apply, plan
-from samestep.proof import Proof
+from samestep.verification.proof import Proof
 
 
 def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:

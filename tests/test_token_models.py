@@ -7,7 +7,7 @@ from proving import Case, prove, same
 from token_models import Tokens
 
 import samestep
-from samestep.proof import Proof
+from samestep.verification.proof import Proof
 
 pytestmark = pytest.mark.timeout(300)
 

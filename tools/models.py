@@ -19,7 +19,7 @@ from model_table.zoo import entries
 from rich.console import Console
 from rich.progress import Progress
 
-from samestep.matrix import layouts_of
+from samestep.verification.matrix import layouts_of
 
 
 def main() -> None:

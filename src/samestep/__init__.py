@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from samestep.job import Checkpointing, Job, Run
     from samestep.job_check import CheckResult, check
     from samestep.layout import Layout
-    from samestep.proof import Proof
     from samestep.recipe import (
         SGD,
         AdamW,
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from samestep.training.result import TrainResult
     from samestep.training.session import Session, session
     from samestep.training.usage import Usage
+    from samestep.verification.proof import Proof
 
 __version__: str  # the installed package's, which stands in pyproject.toml alone
 
@@ -59,7 +59,7 @@ _HOME = {
     "Session": "samestep.training.session",
     "TrainResult": "samestep.training.result",
     "Usage": "samestep.training.usage",
-    "Proof": "samestep.proof",
+    "Proof": "samestep.verification.proof",
     "Recipe": "samestep.recipe",
     "AdamW": "samestep.recipe",
     "SGD": "samestep.recipe",

@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from samestep import environment, rank_tasks
-from samestep.bits import BitsRow, compare_bits
 from samestep.contract.check import check_contract, find_gradients_passed
 from samestep.contract.second_gradients import GradientThroughBlocks, can_lack_gradients, check_second_gradients
 from samestep.display.schedule_svg import draw_schedule
@@ -22,10 +21,7 @@ from samestep.launch import fork_server, local
 from samestep.launch.affinity import bindings, cores, this_machine, threads_of
 from samestep.launch.device import accelerators
 from samestep.layout import Layout, unsized
-from samestep.matrix import MatrixRow
 from samestep.preflight import preflight
-from samestep.proof import Proof, Reference, proof_job, reference
-from samestep.proof_departure import look
 from samestep.rank_tasks import StepTiming
 from samestep.ranks import DeviceChoice
 from samestep.recipe import Recipe
@@ -38,6 +34,10 @@ from samestep.training.rehearsal import Rehearsal, check_rehearsed, rehearse
 from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
 from samestep.training.usage import Usage
 from samestep.validation import checked
+from samestep.verification.bits import BitsRow, compare_bits
+from samestep.verification.departure import look
+from samestep.verification.matrix import MatrixRow
+from samestep.verification.proof import Proof, Reference, proof_job, reference
 
 
 def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainResult:

@@ -8,13 +8,13 @@ from samestep.api import check_job, verify_layouts
 from samestep.contract.check import ContractFinding, examine
 from samestep.display.tables import formatted, numbers, plain_console, table, texts
 from samestep.job import Job, Run
-from samestep.matrix import MatrixRow
 from samestep.parallel.experts.find import has_experts
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
 from samestep.tasks.turns import turns_of
 from samestep.training.fit import build_model, example_of
 from samestep.validation import checked
+from samestep.verification.matrix import MatrixRow
 
 # Each mesh axis alone, over two ranks; one start of the ranks tries all.
 LAYOUTS = (

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from samestep import environment
-from samestep.bits import BitsTaken, take_bits
 from samestep.engines import registry as engines
 from samestep.engines.precision import float32_products
 from samestep.errors import LayoutError, UserError
@@ -25,12 +24,13 @@ from samestep.launch.affinity import Binding, bind, threads_of
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.parallel_model import Findings
-from samestep.proof import Proof, Reference, hold_against
-from samestep.proof_departure import Departure, Looked, find
 from samestep.tasks.base import Task
 from samestep.tasks.registry import resolve as resolve_task
 from samestep.training.fit import Training, try_out
 from samestep.training.usage import Usage
+from samestep.verification.bits import BitsTaken, take_bits
+from samestep.verification.departure import Departure, Looked, find
+from samestep.verification.proof import Proof, Reference, hold_against
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from samestep.job import Job, Run
 from samestep.launch.fork_server import end_with_starter
 from samestep.launch.world import join
 from samestep.layout import Layout
-from samestep.proof import Reference, hold_against, proof_job, reference
 from samestep.tasks.base import Task
+from samestep.verification.proof import Reference, hold_against, proof_job, reference
 
 KNOWN = "known.pickle"
 BATCH = 6  # which neither 4 nor 8 ranks divide

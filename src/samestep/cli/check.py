@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     output_files.check(options, "json")
 
     from samestep.job_check import check_layouts, print_checked
-    from samestep.matrix import layouts_of
+    from samestep.verification.matrix import layouts_of
 
     layouts = None if options.layouts is None else layouts_of(options.layouts)
     found = check_layouts(loaded.job, layouts)

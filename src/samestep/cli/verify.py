@@ -82,7 +82,7 @@ def _bits(options: argparse.Namespace, loaded: "LoadedJob") -> int:
     job_options.prepare(loaded.job, options)
     from samestep.api import verify_bits
     from samestep.display.proofs import print_bits
-    from samestep.matrix import layouts_of
+    from samestep.verification.matrix import layouts_of
 
     layouts = [loaded.job.run.layout] if options.layouts is None else layouts_of(options.layouts)
     rows = verify_bits(loaded.job, layouts, steps=options.steps)
@@ -98,7 +98,7 @@ def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
     """Verify every job under every layout. A refused layout does not count as a failure; a different step does."""
     from samestep.api import verify_layouts
     from samestep.display.proofs import print_matrix
-    from samestep.matrix import layouts_of
+    from samestep.verification.matrix import layouts_of
 
     layouts = layouts_of(options.layouts)
     jobs = [first.job, *(job_options.load(options, file).job for file in options.more)]

@@ -18,9 +18,9 @@ from torch import Tensor
 from samestep.fault_tolerance.nonfinite import without_nonfinite
 from samestep.job import Job
 from samestep.parallel.complex_parameters import as_real
-from samestep.proof import FLOAT32_TOLERANCE, TOLERANCE, Reference, reference, tolerance_of
 from samestep.tasks.base import Task
 from samestep.training.rounding import largest, pairs, relative, relative_tensors, share_of_rounding
+from samestep.verification.proof import FLOAT32_TOLERANCE, TOLERANCE, Reference, reference, tolerance_of
 
 STEPS = 5
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from samestep.bits import BitsRow
 from samestep.display.tables import formatted, numbers, plain_console, table, texts
-from samestep.matrix import MatrixRow
-from samestep.proof import Proof
+from samestep.verification.bits import BitsRow
+from samestep.verification.matrix import MatrixRow
+from samestep.verification.proof import Proof
 
 _DIFFERENCES = ("loss", "grad_norm", "parameters", "metrics")
 

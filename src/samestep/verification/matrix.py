@@ -6,7 +6,7 @@ from typing import Any
 
 from samestep.errors import UserError
 from samestep.layout import Layout
-from samestep.proof import Proof
+from samestep.verification.proof import Proof
 
 # Every axis alone, every schedule, and their hybrids up to eight ranks.
 ALL = (

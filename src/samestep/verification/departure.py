@@ -22,7 +22,6 @@ from samestep.job import Job, Run
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
-from samestep.proof_steps import save, take
 from samestep.recording.activations import Activations
 from samestep.recording.calls import ModelCalls, listen_to_modules
 from samestep.recording.differences import common_module
@@ -32,6 +31,7 @@ from samestep.recording.samples import rows_of
 from samestep.tasks.base import Task
 from samestep.training.fit import Training
 from samestep.training.rounding import relative, relative_tensors, state_name
+from samestep.verification.steps import save, take
 
 # Optimizer state that accumulates gradients: after the first step it is a multiple of the gradient.
 _GRADIENTS = ("exp_avg", "momentum_buffer")

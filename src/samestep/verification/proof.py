@@ -27,21 +27,6 @@ from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.parallel_model import Findings
-from samestep.proof_departure import Departure
-from samestep.proof_steps import (
-    AVERAGE,
-    STATE_KEYS,
-    RoundedRuns,
-    Taken,
-    buffers_of,
-    clipping,
-    gradients_of,
-    save,
-    settings_of,
-    states_of,
-    take,
-    weights_of,
-)
 from samestep.ranks import DeviceChoice
 from samestep.recipe import SGD
 from samestep.tasks.base import Task
@@ -70,6 +55,21 @@ from samestep.training.rounding import (
     worst_of,
 )
 from samestep.training.update_rule import UpdateRule
+from samestep.verification.departure import Departure
+from samestep.verification.steps import (
+    AVERAGE,
+    STATE_KEYS,
+    RoundedRuns,
+    Taken,
+    buffers_of,
+    clipping,
+    gradients_of,
+    save,
+    settings_of,
+    states_of,
+    take,
+    weights_of,
+)
 
 TOLERANCE = 1e-10
 
