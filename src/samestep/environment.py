@@ -135,7 +135,7 @@ def accelerate_config(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToldRound:
+class RankRound:
     """The round that a host's agent passes to its ranks in variables."""
 
     number: int  # of the round, from 0, the same on all hosts
@@ -148,11 +148,11 @@ _ROUND, _ROUND_FOLDER, _RUN_FOLDER = "SAMESTEP_ROUND", "SAMESTEP_ROUND_FOLDER", 
 _MEMORY_FOLDER = "SAMESTEP_MEMORY_FOLDER"
 
 
-def told_round(environ: Mapping[str, str] = os.environ) -> ToldRound | None:
+def round_of_rank(environ: Mapping[str, str] = os.environ) -> RankRound | None:
     """Read the round passed by samestep's agent; None if no agent started this process."""
     if _ROUND not in environ or _ROUND_FOLDER not in environ or "RANK" not in environ:
         return None
-    return ToldRound(
+    return RankRound(
         number=Variables(environ).needed(_ROUND),
         folder=environ[_ROUND_FOLDER],
         run_folder=environ.get(_RUN_FOLDER),
@@ -160,7 +160,7 @@ def told_round(environ: Mapping[str, str] = os.environ) -> ToldRound | None:
     )
 
 
-def tell_round(round_: ToldRound) -> None:
+def publish_round(round_: RankRound) -> None:
     """Set the variables for ranks that this process starts from now on."""
     os.environ.update({_ROUND: str(round_.number), _ROUND_FOLDER: round_.folder})
     for name, value in ((_RUN_FOLDER, round_.run_folder), (_MEMORY_FOLDER, round_.memory)):

@@ -41,7 +41,7 @@ def check_faults(job: Job, layout: Layout, *, skips: bool) -> None:
             f"run.checkpoint.memory is {run.checkpoint.memory}, and copies in memory are for restarts, of which "
             "there are none; use run.max_restarts of 1 or more"
         )
-    alone = environment.ranks() is not None and environment.told_round() is None
+    alone = environment.ranks() is not None and environment.round_of_rank() is None
     if alone and (run.max_restarts or run.elastic):
         what = f"run.max_restarts is {run.max_restarts}" if run.max_restarts else "run.elastic is true"
         raise UserError(

@@ -33,7 +33,7 @@ class Round:
     @classmethod
     def from_agent(cls) -> Self | None:
         """Return the round of a rank started by a node's agent; None in any other process."""
-        given = environment.told_round()
+        given = environment.round_of_rank()
         if given is None:
             return None
         run_folder = Path(given.run_folder) if given.run_folder is not None else None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep import environment
-from samestep.environment import ToldRound
+from samestep.environment import RankRound
 from samestep.fault_tolerance.fault import Fault, PendingFault, cause_of, first_step, tell
 from samestep.fault_tolerance.preemption import Signals
 from samestep.fault_tolerance.status import JobInfo, Progress, read_job_info
@@ -119,8 +119,8 @@ class NodeRounds:
         self._folder.mkdir(parents=True)
         told = self._hosts.posted(_RUN_FOLDER) or {}
         self._known_folder = str(self.run_folder) if self.run_folder is not None else told.get("path")
-        environment.tell_round(
-            ToldRound(
+        environment.publish_round(
+            RankRound(
                 number=round_.number,
                 folder=str(self._folder),
                 run_folder=self._known_folder,

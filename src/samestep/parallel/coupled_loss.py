@@ -233,9 +233,9 @@ class Coupling:
         everyone = self._from_all((wants, needed))
         wanted = set().union(*(theirs for theirs, _ in everyone))
         if len(wanted) > 1:
-            told = sorted("nothing more" if want is None else _in_words(want) for want in wanted)
+            gathered = sorted("nothing more" if want is None else _in_words(want) for want in wanted)
             raise UserError(
-                f"the calls of the loss in one step gather different things ({' and '.join(told)}), for each its own "
+                f"the calls of the loss in one step gather different things ({' and '.join(gathered)}), for each its own "
                 "samples; gather tensors of the same kinds in every call"
             )
         (want,) = wanted
@@ -321,8 +321,8 @@ def rows_of(micro_batch: MicroBatch) -> CallRows:
 
 def _in_words(kinds: Sequence[_Kind]) -> str:
     """Kinds of tensors for a message, such as "[samples, 512] of float32"."""
-    told = (f"[samples{''.join(f', {size}' for size in kind.shape)}] of {kind.dtype}" for kind in kinds)
-    return ", ".join(told).replace("torch.", "") or "no tensor"
+    described = (f"[samples{''.join(f', {size}' for size in kind.shape)}] of {kind.dtype}" for kind in kinds)
+    return ", ".join(described).replace("torch.", "") or "no tensor"
 
 
 def _leaf(tensor: Tensor) -> Tensor:

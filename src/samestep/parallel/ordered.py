@@ -158,7 +158,7 @@ class OrderedSums:
 
         `facts`: [virtual ranks, numbers] float64, zero for other ranks' virtual ranks. Returns those of all ranks.
         """
-        any_used, told = self._told(facts)
+        any_used, reduced = self._all_reduce_facts(facts)
         numbers = {parameter: number for number, parameter in enumerate(self._trained)}
         wanted = [p for p, used_by in zip(self._trained, any_used, strict=True) if used_by]
         for sharded in (False, True):
@@ -168,9 +168,9 @@ class OrderedSums:
                     self._sum_bucket([numbers[parameter] for parameter in bucket], sharded=sharded)
         self._stack = []
         self._used = [False] * len(self._trained)
-        return told.view(facts.shape)
+        return reduced.view(facts.shape)
 
-    def _told(self, facts: Tensor) -> tuple[Sequence[float], Tensor]:
+    def _all_reduce_facts(self, facts: Tensor) -> tuple[Sequence[float], Tensor]:
         """All-reduce whether any rank used each parameter, and `facts`.
 
         Each sum has one rank's number and zeros, so it is exact.
@@ -184,8 +184,8 @@ class OrderedSums:
         used = torch.tensor(self._used, dtype=torch.float64)
         message = torch.cat([used, facts.reshape(-1)])  # [parameters + virtual ranks * numbers]
         dist.all_reduce(message, group=self._group)
-        any_used, told = message.split([len(used), facts.numel()])
-        return any_used.tolist(), told
+        any_used, reduced = message.split([len(used), facts.numel()])
+        return any_used.tolist(), reduced
 
     def _sum_bucket(self, numbers: Sequence[int], *, sharded: bool) -> None:
         """Complete the tree for some parameters, and set their gradients to the sums."""

@@ -177,14 +177,14 @@ class UnusedParametersOfShards(UnusedParametersOfRanks):
     def _agree_before_each(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
         """Add hooks that check that all ranks run the same unit, before its all-gather."""
         names = {module: name for name, module in model.named_modules()}
-        told = [names[unit] or "the end of the forward" for unit in units]
+        before = [names[unit] or "the end of the forward" for unit in units]
 
         def agree(number: int) -> None:
             """Raise UserError on all ranks if they are about to run different units."""
             # The maximum and the negated minimum in one message.
             high, low = largest([number, -number], self._group, self._device_type)
             if high != -low:
-                raise UserError(_OTHER_BLOCKS.format(f"at {told[-low]} and at {told[high]}"))
+                raise UserError(_OTHER_BLOCKS.format(f"at {before[-low]} and at {before[high]}"))
 
         for number, unit in enumerate(units[1:], start=1):
             # Before FSDP's own hook, which gathers the parameters.

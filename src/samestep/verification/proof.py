@@ -311,7 +311,7 @@ def hold_against(
     everyone: list[Any] = [None] * world.world_size
     dist.all_gather_object(everyone, (mine, compared.where, taken.gradient, rounding))
     most = {name: largest(differences[name] for differences, *_ in everyone) for name in mine}
-    _, worst_parameter, *_ = max(everyone, key=lambda told: told[0]["parameters"])
+    _, worst_parameter, *_ = max(everyone, key=lambda of_rank: of_rank[0]["parameters"])
     # A stage watches its own parameters; the last one is the nearest to the loss.
     gradient = next((name for _, _, name, _ in reversed(everyone) if name is not None), None)
     return Proof(

@@ -71,8 +71,8 @@ class OrderedTrainer(NativeTrainer):
             self._ordered.forward_backward(
                 batch.micro_batches, term=term, backward=self._precision.backward, forwards_done=lambda: None
             )
-            told = sums.complete(facts)
-        return total_of_halves(told.T)
+            complete = sums.complete(facts)
+        return total_of_halves(complete.T)
 
     def _gradient_norm(self) -> Tensor:
         return self._ordered.sums.squares().sqrt()

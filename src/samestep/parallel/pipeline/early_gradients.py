@@ -97,11 +97,11 @@ class EarlyGradients:
     def finish(self) -> None:
         """Wait for the sums and divide them; parameters that no rank used get `grad=None`."""
         trained = [parameter for bucket in self._buckets for parameter in bucket.parameters]
-        told = [parameter not in self._unused for parameter in trained]
+        flags = [parameter not in self._unused for parameter in trained]
         if self._late is None:
-            told += [self._times.get(parameter, 0) > 1 for parameter in trained]
-        told = largest(told, self._mesh.data_group, self._mesh.grid.device_type)
-        used, often = told[: len(trained)], told[len(trained) :]
+            flags += [self._times.get(parameter, 0) > 1 for parameter in trained]
+        flags = largest(flags, self._mesh.data_group, self._mesh.grid.device_type)
+        used, often = flags[: len(trained)], flags[len(trained) :]
         for message in self._sent:
             message.put_back()
         self._sent = []
