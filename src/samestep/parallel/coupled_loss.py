@@ -233,9 +233,9 @@ class Coupling:
         everyone = self._from_all((wants, needed))
         wanted = set().union(*(theirs for theirs, _ in everyone))
         if len(wanted) > 1:
-            gathered = sorted("nothing more" if want is None else _in_words(want) for want in wanted)
+            kinds = sorted("nothing more" if want is None else _in_words(want) for want in wanted)
             raise UserError(
-                f"the calls of the loss in one step gather different things ({' and '.join(gathered)}), for each its own "
+                f"the calls of the loss in one step gather different things ({' and '.join(kinds)}), for each its own "
                 "samples; gather tensors of the same kinds in every call"
             )
         (want,) = wanted
