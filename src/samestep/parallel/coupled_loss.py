@@ -235,8 +235,8 @@ class Coupling:
         if len(wanted) > 1:
             kinds = sorted("nothing more" if want is None else _in_words(want) for want in wanted)
             raise UserError(
-                f"the calls of the loss in one step gather different things ({' and '.join(kinds)}), for each its own "
-                "samples; gather tensors of the same kinds in every call"
+                f"the calls of the loss in one step gather different things ({' and '.join(kinds)}), for each its "
+                "own samples; gather tensors of the same kinds in every call"
             )
         (want,) = wanted
         if want is None:
