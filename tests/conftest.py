@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import pytest_randomly
 from hypothesis import settings
 
 # Threads of OpenMP that have nothing to do sleep, here and in programs that tests start. They would spin, and where
@@ -58,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torchrun, TensorFlow and others leave files in it where a test kills them. pytest's own folders stay where they
     were, for who looks at a failed test.
     """
+    # DeepSpeed's: it seeds generators of devices that aren't there, which took a tenth of the short tests' time.
+    pytest_randomly.entrypoint_reseeds = []
     if hasattr(config, "workerinput"):
         return  # one of several workers, which have it from their parent
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())

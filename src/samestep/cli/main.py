@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any, NoReturn
 
 from samestep import environment
@@ -119,6 +120,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+@cache
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="samestep",

@@ -1,6 +1,6 @@
 """Jobs as an expert would write them by hand, in plain PyTorch: what engines are measured against.
 
-Read `loop` first (the training loop), then `training` (a whole training on one rank, and how its ranks start).
+Read `loop` first (the training loop), then `training` (a whole training on one rank) and `ranks` (how ranks start).
 """
 
 PRECISIONS = frozenset({"fp64", "fp32", "bf16"})

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from samestep import environment
-from samestep.handwritten.training import run_rank, spawn_ranks
+from samestep.handwritten.ranks import run_rank, spawn_ranks
 from samestep.ranks import Ranks
 
 

@@ -1,24 +1,17 @@
 """A whole handwritten training: its ranks, steps, evaluations, and the files that samestep would leave.
 
-A launcher has started the ranks, or torch.multiprocessing.spawn does here.
+`ranks` starts the ranks, or a launcher has.
 """
 
-import sys
 import time
-import traceback
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
-from samestep.errors import UserError
-from samestep.handwritten import FAILED, REFUSED
 from samestep.handwritten.loop import Loop, StepResult
 from samestep.job import Job
-from samestep.jobfile import load
 from samestep.launch.affinity import threads_of
 from samestep.launch.device import backend_of, device_of, peak_memory
 from samestep.launch.world import leave_process_group
@@ -27,40 +20,6 @@ from samestep.tasks.registry import resolve
 from samestep.training import usage as usages
 from samestep.training.metrics_log import Records
 from samestep.training.result import MODEL_FILE, TrainResult, write_report, write_weights
-
-
-def spawn_ranks(job: Path, folder: Path, processes: int) -> None:
-    """Start ranks by torch.multiprocessing.spawn, and wait for all of them."""
-    with TemporaryDirectory(prefix="samestep-spawn-") as meeting:
-        # A FileStore: needs no port, which another job could take.
-        store = f"file://{Path(meeting).resolve()}/store"
-        spawn(_spawned, (processes, job, folder, store), nprocs=processes)
-
-
-def _spawned(rank: int, processes: int, job: Path, folder: Path, store: str) -> None:
-    """Run one spawned rank."""
-    code = run_rank(
-        job, folder, Ranks(rank=rank, world_size=processes, local_rank=rank, local_world_size=processes), store
-    )
-    if code:
-        raise SystemExit(code)
-
-
-def run_rank(job: Path, folder: Path, ranks: Ranks, meet_at: str | None = None) -> int:
-    """Train as one rank; return the exit code. The reason of a failure is left in `folder`."""
-    try:
-        train(load(job).job, folder, ranks=ranks, meet_at=meet_at)
-    except UserError as error:
-        if ranks.rank == 0:
-            print(f"samestep: {error}", file=sys.stderr)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / REFUSED).write_text(str(error), encoding="utf-8")
-        return 2
-    except Exception:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{FAILED}{ranks.rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
-        raise
-    return 0
 
 
 def train(job: Job, folder: Path, *, ranks: Ranks, meet_at: str | None = None) -> None:

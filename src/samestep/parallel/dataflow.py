@@ -11,10 +11,10 @@ and a view made before a write is seen to have changed with it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.parallel.nests import tensors_in
 
@@ -47,11 +47,10 @@ class _Memory:
     given: int = -1  # the last node of a call's output that is all of it
 
 
-class DataflowRecorder(TorchDispatchMode):
-    """Records every operator call. Tensors that no operator wrote (inputs, buffers) have no node."""
+class DataflowRecorder:
+    """Records what operators read and write. Tensors that no operator wrote (inputs, buffers) have no node."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.time = 0
         self._nodes: list[Node] = []
         self._by_tensor: dict[int, int] = {}  # the last node of a tensor, by its identity
@@ -65,15 +64,12 @@ class DataflowRecorder(TorchDispatchMode):
         for name, tensor in parameters.items():
             self._wrote(tensor, self._add(Node(time=0, parents=(), parameter=name)))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        keywords = dict(kwargs or {})
-        output = func(*args, **keywords)
+    def record(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> None:
+        """Record a call of an operator."""
         given = tensors_in((args, keywords))
         made = tensors_in(output)
         if not made and not given:
-            return output
+            return
         written = _written(func, args, keywords)
         memories = {_memory_of(tensor) for tensor in given}
         parents = self._sources(given)
@@ -85,7 +81,6 @@ class DataflowRecorder(TorchDispatchMode):
             node = self._add(Node(time=self.time, parents=parents))
             for tensor in made:
                 self._keep(tensor, node)
-        return output
 
     def begin(self, given: Any) -> dict[int, tuple[int, ...]]:
         """Record the beginning of a call. Returns the sources of its argument tensors by id, for `end`."""
@@ -175,11 +170,19 @@ class DataflowRecorder(TorchDispatchMode):
 def _written(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> list[Tensor]:
     """The arguments that an operator writes to."""
     found: list[Tensor] = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[number] if number < len(args) else keywords.get(argument.name)
-            found += tensors_in(given)
+    for number, name in _written_arguments(func):
+        found += tensors_in(args[number] if number < len(args) else keywords.get(name))
     return found
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """The positions and names of the arguments that an operator's schema marks as written to."""
+    return tuple(
+        (number, argument.name)
+        for number, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def _memory_of(tensor: Tensor) -> Any:

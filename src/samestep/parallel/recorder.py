@@ -220,26 +220,33 @@ def _answered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) 
     return func(*args, **(kwargs or {}))
 
 
-class _Flops(TorchDispatchMode):
-    """Counts the FLOPs of operators for which PyTorch has a formula."""
+class Operators(TorchDispatchMode):
+    """Counts the FLOPs of operators for which PyTorch has a formula, and records their dataflow."""
 
-    def __init__(self) -> None:
+    def __init__(self, dataflow: DataflowRecorder) -> None:
         super().__init__()
-        self.count = 0
+        self.flops = 0
+        self._dataflow = dataflow
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.count += formula(*args, **(kwargs or {}), out_val=output)
-        elif func is torch.ops.aten.mkldnn_rnn_layer.default:  # an LSTM on a CPU
-            steps, of_input, of_state = args[
-                :3
-            ]  # [tokens, samples, features], [4 hidden, features], [4 hidden, hidden]
-            self.count += 2 * steps.shape[0] * steps.shape[1] * (of_input.numel() + of_state.numel())
+        keywords = kwargs or {}
+        output = func(*args, **keywords)
+        self.flops += _flops_of(func, args, keywords, output)
+        self._dataflow.record(func, args, keywords, output)
         return output
+
+
+def _flops_of(func: Any, args: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> int:
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is not None:
+        return formula(*args, **keywords, out_val=output)
+    if func is torch.ops.aten.mkldnn_rnn_layer.default:  # an LSTM on a CPU
+        # [tokens, samples, features], [4 hidden, features], [4 hidden, hidden]
+        steps, of_input, of_state = args[:3]
+        return 2 * steps.shape[0] * steps.shape[1] * (of_input.numel() + of_state.numel())
+    return 0
 
 
 class Recorder:
@@ -251,8 +258,8 @@ class Recorder:
         self.calls: list[Call] = []
         self._open: list[_Open] = []
         self._clock = _Clock()
-        self.flops = _Flops()
         self.dataflow = DataflowRecorder()
+        self.operators = Operators(self.dataflow)
         self.functions = _Functions(self._open, self._clock, values=values, dataflow=self.dataflow)
         self._kept: list[Any] = []  # kept alive, so that no id is reused
 
@@ -274,7 +281,7 @@ class Recorder:
             _Open(
                 name=name,
                 began=self._clock.time,
-                flops=self.flops.count,
+                flops=self.operators.flops,
                 counts=self.functions.counts.copy(),
                 arguments=self._see(arguments),
                 keywords=self._see(keywords),
@@ -300,7 +307,7 @@ class Recorder:
                     output=seen,
                     functions=self.functions.counts - begun.counts,
                     flops_before=begun.flops,
-                    flops_after=self.flops.count,
+                    flops_after=self.operators.flops,
                 )
             )
 

@@ -102,15 +102,14 @@ def _follow(model: nn.Module, inputs: Any, valued: Literal["nothing", "inputs", 
                 recorder.functions.watch(state)
                 recorder.dataflow.watch(leaves)
                 stack.enter_context(recorder.functions)
-                stack.enter_context(recorder.flops)
-                stack.enter_context(recorder.dataflow)
+                stack.enter_context(recorder.operators)
                 functional_call(model, state, arguments, keywords, tie_weights=True)
         except Exception as error:  # whatever a model's own code raises where it finds no values
             stop = Stop(modules=recorder.running(), reason=f"{type(error).__name__}: {first_line(error)}")
     return Trace(
         calls=sorted(recorder.calls, key=lambda call: call.began),
         parameters=parameters,
-        flops=recorder.flops.count,
+        flops=recorder.operators.flops,
         uses=recorder.functions.uses,
         last_uses=recorder.functions.last_uses,
         attentions=recorder.functions.attentions,
