@@ -108,7 +108,7 @@ MENDS = (
     ),
     Mend(
         what="a proof compares offloaded parameters on the device",
-        file="proof.py",
+        file="verification/proof.py",
         now="mine = as_real(mine).to(device)  # offloaded",
         before="mine = as_real(mine)  # offloaded",
         task="language",
@@ -217,7 +217,7 @@ MENDS = (
     ),
     Mend(
         what="the reference of a proof leaves its device's memory",
-        file="proof.py",
+        file="verification/proof.py",
         now="release_memory(device_of(0, job.run.device))",
         before="pass",
         test="test_device.py::test_the_reference_of_a_proof_leaves_its_devices_memory",
