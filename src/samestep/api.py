@@ -1,4 +1,4 @@
-"""`samestep.train` and `samestep.verify`: check a job, start its ranks, bring back what they found."""
+"""`samestep.train` and `samestep.verify`: check a job, start its ranks, and return their results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

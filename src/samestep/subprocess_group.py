@@ -1,4 +1,4 @@
-"""Runs a command in its own session with a time limit, and leaves none of its processes behind."""
+"""Runs a command in its own session with a time limit, and ends all of its processes."""
 
 import os
 import re

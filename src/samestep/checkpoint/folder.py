@@ -1,4 +1,4 @@
-"""The folder of a training's checkpoints: `step-<number>` each, and only complete ones bear that name.
+"""The folder of a training's checkpoints: `step-<number>` each, a name that only complete ones have.
 
 `checkpoint.json` says what a checkpoint is; checksums are made when files are written, and compared before they are
 used.

@@ -1,4 +1,4 @@
-"""Process groups and collectives: which ranks talk to whom, through what, and how long it takes.
+"""Process groups and collectives: which ranks communicate, through which transport, and how long it takes.
 
 In the order of reading:
 

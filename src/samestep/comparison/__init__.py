@@ -1,4 +1,4 @@
-"""The comparison: many methods train one job, each in processes of its own, and are held side by side.
+"""The comparison: many methods train one job, each in processes of its own, and their results are compared.
 
 Read `methods` first (what can be compared, a line each), then `compare` (makes each method's job and the rows, in
 turn), `runs` (how a job is run) and `same_step` (its first steps versus those of one process); `results` has a row a

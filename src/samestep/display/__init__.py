@@ -1,4 +1,4 @@
-"""What people look at: tables in the terminal, and pictures of layouts and schedules.
+"""Output for people: tables in the terminal, pages of HTML, and pictures of layouts and schedules.
 
 Read `tables` first, the one way to print a table; packages that come later build their rows and print them by it.
 `results` (a training's metrics, what its ranks held, its profile), `proofs`, `checkpoints` and `hosts` print what the

@@ -1,4 +1,4 @@
-"""A picture of a layout: a column a rank with what it takes, computes and keeps, and under them who talks to whom.
+"""A picture of a layout: a column a rank with what it takes, computes and keeps, and below which ranks communicate.
 
 A colour stands for a mesh axis everywhere: of its coordinates, of the cuts it makes, of its groups. `Drawing` has the
 few shapes of SVG that the picture needs.

@@ -1,4 +1,4 @@
-"""Method: how replicas exchange what they learn in fewer bytes, and so take another step than one process.
+"""Method: how replicas exchange updates in fewer bytes, and so take another step than one process.
 
 In every step the trainer calls, on all ranks alike:
 

@@ -1,4 +1,4 @@
-"""Collectives of CPU ranks that share a host, through memory that they all map. Nobody who uses a group sees it.
+"""Collectives of CPU ranks on one host, through memory that they all map; used like any other process group.
 
 In the order of reading:
 
