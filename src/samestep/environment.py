@@ -108,7 +108,7 @@ def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     read = Variables(environ)
     threads = read.number("OMP_NUM_THREADS", 1)
     if threads is None:
-        cores = read.number("SLURM_CPUS_PER_TASK", 1)
+        cores = launchers.slurm_cores_of_task(read)
         found = ranks(environ) if cores is not None else None
         return cores if found is not None and found.launcher == "slurm" else None
     return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environ and _SHARED_OUT not in environ else threads

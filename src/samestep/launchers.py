@@ -253,6 +253,16 @@ def slurm_counts(name: str, text: str) -> list[int]:
     return found
 
 
+def slurm_cores_of_task(read: Variables) -> int | None:
+    """Return the cores of each task, where the job asked for a number of them."""
+    return read.number("SLURM_CPUS_PER_TASK", 1)
+
+
+def slurm_accelerators(read: Variables) -> int | None:
+    """Return the accelerators that the job has on this node."""
+    return read.number("SLURM_GPUS_ON_NODE")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PyTorchJobPod:
     """What Kubeflow's operator tells a pod of a PyTorchJob.

@@ -12,6 +12,7 @@ from samestep.launchers import (
     read_pytorchjob,
     read_slurm_step,
     read_torchrun,
+    slurm_accelerators,
 )
 from samestep.variables import Environ, Variables
 
@@ -138,4 +139,4 @@ def has_a_tasks_accelerators(environ: Environ, seen: int) -> bool:
     found = read(environ)
     if found is None or found.launcher != "slurm":
         return False
-    return Variables(environ).number("SLURM_GPUS_ON_NODE") == seen * found.local_world_size
+    return slurm_accelerators(Variables(environ)) == seen * found.local_world_size

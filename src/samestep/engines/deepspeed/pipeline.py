@@ -245,7 +245,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         @wraps(forward)
         def run(inputs: Any) -> Any:
             running = self._running
-            with nullcontext() if running is None else self._now.at(next(running.moments)):
+            with nullcontext() if running is None else self._forward_context.at(next(running.moments)):
                 output = forward(inputs)
             return sendable(output, self._stages.mine) if hands_on else output
 
@@ -256,7 +256,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         running = self._running
         if running is None or micro_batch is None:
             return torch.zeros((), device=self._device)  # predictions alone are asked for
-        with self._now.at(micro_batch.moment):
+        with self._forward_context.at(micro_batch.moment):
             term = self._term(output, micro_batch, running.loss, running.totals)
         # DeepSpeed divides by the accumulation steps of its configuration, not by this step's micro-batches.
         return term * (self._scale(running.batch) * self.engine.gradient_accumulation_steps())

@@ -21,7 +21,14 @@ from samestep.launch.environments.base import (
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import LaunchOptions
 from samestep.launch.starter import AgentCommand, Starter, agent_command
-from samestep.launchers import SLURM_COUNTS, SlurmStep, read_slurm_step, slurm_counts
+from samestep.launchers import (
+    SLURM_COUNTS,
+    SlurmStep,
+    read_slurm_step,
+    slurm_accelerators,
+    slurm_cores_of_task,
+    slurm_counts,
+)
 from samestep.ranks import DeviceChoice
 from samestep.variables import Variables
 
@@ -141,7 +148,7 @@ def _slots(
     asked = read.first("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS")
     if not agents and asked is not None:
         return _for_each(read, "SLURM_TASKS_PER_NODE", len(names)), "listed"
-    cores_of_a_task = read.number("SLURM_CPUS_PER_TASK", 1)
+    cores_of_a_task = slurm_cores_of_task(read)
     if agents and cores_of_a_task is not None:
         return [cores_of_a_task] * len(names), "cores"
     # The variable covers all nodes of the job; a step may have fewer.
@@ -162,7 +169,7 @@ def _gpus(read: Variables, nodes: int, *, step: bool) -> list[int] | None:
     of_a_task = None if step else _accelerators(read, "SLURM_GPUS_PER_TASK")
     if of_a_task and not of_a_node and read.text("SLURM_TASKS_PER_NODE") is not None:
         return [of_a_task * count for count in _for_each(read, "SLURM_TASKS_PER_NODE", nodes)]
-    gpus = of_a_node or read.number("SLURM_GPUS_ON_NODE") or _accelerators(read, "SLURM_GPUS_PER_NODE")
+    gpus = of_a_node or slurm_accelerators(read) or _accelerators(read, "SLURM_GPUS_PER_NODE")
     return [gpus] * nodes if gpus else None
 
 
