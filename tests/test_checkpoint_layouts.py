@@ -65,8 +65,8 @@ def check(folder: Path, pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def test_layouts_go_on_from_what_others_saved(tmp_path: Path) -> None:
-    back = ("single", "zero1x2", "fsdp2", "tp2", HYBRID)
-    check(tmp_path, [("single", "pp2"), ("single", HYBRID), *((HYBRID, target) for target in back)])
+    back = ("single", "fsdp2", HYBRID)  # slow tests have the others
+    check(tmp_path, [("single", HYBRID), *((HYBRID, target) for target in back)])
 
 
 @pytest.mark.slow

@@ -105,6 +105,9 @@ def package_of(module: str) -> str:
     return module.partition("/")[0].removesuffix(".py")
 
 
+parsed = cache(ast.parse)  # several tests look at every module
+
+
 def is_for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
@@ -126,7 +129,7 @@ def imported_names(module: str, text: str) -> tuple[tuple[int, str], ...]:
     """The line and the whole name of each import from samestep in a module, also of those inside functions."""
     found: list[tuple[int, str]] = []
     inside = ["samestep", *module.split("/")[:-1]]
-    for node in nodes(ast.parse(text)):
+    for node in nodes(parsed(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -303,7 +306,7 @@ def touches_environment(text: str) -> list[int]:
     lines = list[int]()
     if not any(name in text for name in ENVIRONMENT):  # most modules need not be parsed
         return lines
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             names = {node.attr}
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
@@ -405,7 +408,7 @@ MAY_LOAD = {
 
 def calls(text: str) -> Iterator[tuple[str, ast.Call]]:
     """Each call in a program, by the whole name of what is called, whatever it was imported as."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -129,17 +129,18 @@ class TargetMachine:
 
 def this_machine(devices: int | None, precision: str, comm: Path | None = None) -> TargetMachine:
     """The cores that this process may run on, measured in about a second."""
-    rates = measured_rates(precision)
-    if comm is not None:
-        rates = replace(rates, **message_rates(comm))
     number = cores()
-    return TargetMachine(
+    # Made first, since it refuses a wrong number of devices before anything is measured.
+    machine = TargetMachine(
         name="this machine",
         devices=number if devices is None else devices,
         memory=float(available_memory()),
-        rates=rates,
         cores=number,
     )
+    rates = measured_rates(precision)
+    if comm is not None:
+        rates = replace(rates, **message_rates(comm))
+    return replace(machine, rates=rates)
 
 
 def devices_of(cluster: ClusterSpec) -> TargetMachine:
