@@ -3,8 +3,11 @@
 import ast
 import inspect
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -399,6 +402,25 @@ def test_every_page_stands_in_the_navigation_of_the_site() -> None:
     pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     generated = {"reference.md", "zh/reference.md"}  # tools/docs_site.py makes them
     assert set(re.findall(r"[\w/-]+\.md", navigation)) == pages | generated
+
+
+def test_the_reference_of_the_site_has_every_public_name_once() -> None:
+    from docs_site import _groups  # imports MkDocs, which no other test needs
+
+    names = [name for _, homes in _groups() for name in homes]
+    assert sorted(names) == sorted(samestep.__all__)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "samestep.api.train" in (tmp_path / "site" / "reference" / "index.html").read_text(encoding="utf-8")
 
 
 def test_the_overhead_that_the_readmes_show_is_within_its_limit() -> None:

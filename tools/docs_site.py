@@ -37,7 +37,7 @@ _GROUPS = (
     ("Runs", ("Layout", "Run", "Job", "Checkpointing", "LoRA")),
     ("Tasks", ("Task", "Batch", "Samples", "Work", "InTurns", "Turn", "Gather", "alone")),
     ("Loops of one's own", ("session", "Session")),
-    ("Results", ("TrainResult", "Proof", "Checked", "Comparison", "Usage")),
+    ("Results", ("TrainResult", "Proof", "CheckResult", "Comparison", "Usage")),
     ("Errors", ()),
 )
 _REFERENCE = "# Reference\n\nThe public names of the package, from its docstrings.\n\n"
