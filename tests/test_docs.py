@@ -411,6 +411,13 @@ def test_the_reference_of_the_site_has_every_public_name_once() -> None:
     assert sorted(names) == sorted(samestep.__all__)
 
 
+def test_the_site_joins_the_lines_of_chinese_paragraphs_alone() -> None:
+    from docs_site import _joined
+
+    paragraphs = "# 标题\n先说，\n再说\n完了。\n\n- 甲\n  续\n- 乙\n\n| 表 |\n| 行 |\nPyTorch 的\nDDP\n"
+    assert _joined(paragraphs) == "# 标题\n先说，再说完了。\n\n- 甲续\n- 乙\n\n| 表 |\n| 行 |\nPyTorch 的\nDDP\n"
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

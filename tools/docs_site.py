@@ -26,6 +26,11 @@ LANGUAGES = {"en": "English", "zh": "中文"}
 
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+# A line that ends in Chinese, is no heading and no row of a table, and is continued in Chinese on the next line. A
+# browser would show the line break between them as a space.
+_CONTINUED = re.compile(
+    r"^(?![#|])(.*[\u3000-\u30ff\u4e00-\u9fff\uff00-\uffef])\n[ ]*(?=[\u3000-\u9fff\uff00-\uffef])", re.MULTILINE
+)
 
 # The public names in the order in which one meets them; the others follow under the last heading.
 _GROUPS = (
@@ -76,7 +81,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return start + _relative(here, _name_of(target)) + end
 
     parts = _split(markdown)
-    return "".join(part if fenced else _LINK.sub(turned, part) for part, fenced in parts)
+    return "".join(part if fenced else _joined(_LINK.sub(turned, part)) for part, fenced in parts)
 
 
 def on_page_context(context: dict[str, Any], *, page: Page, config: MkDocsConfig, nav: Navigation) -> dict[str, Any]:
@@ -131,6 +136,14 @@ def _homes() -> Mapping[str, str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME":
             return ast.literal_eval(node.value)
     raise LookupError("src/samestep/__init__.py has no table _HOME of the public names")
+
+
+def _joined(markdown: str) -> str:
+    """Join the lines of Chinese paragraphs, in which words have no spaces between them."""
+    before = ""
+    while markdown != before:  # a match ends where the next one may begin
+        before, markdown = markdown, _CONTINUED.sub(r"\1", markdown)
+    return markdown
 
 
 def _outside(page: Path) -> Iterator[Path]:
