@@ -1,4 +1,4 @@
-"""A small regression that goes wrong: by hand on two ranks its step is another one, and in bf16 it fails."""
+"""A small regression that goes wrong: on two ranks its step is another one, and in bf16 it fails."""
 
 import sys
 from typing import Any
@@ -24,7 +24,7 @@ class MeanError:
 
 
 class Compared(samestep.Task):
-    """33 points on a line. By hand on two ranks the loss is doubled; under autocast it fails."""
+    """33 points on a line. On two ranks the loss is doubled; under autocast it fails."""
 
     def __init__(self) -> None:
         inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))  # [samples, features]
@@ -42,12 +42,11 @@ class Compared(samestep.Task):
         return self._held_out
 
     def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, int]:
-        # The process of the tests has imported the loop, too, and takes the reference in a group of one.
-        by_hand = "samestep.handwritten.loop" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
+        split = dist.is_initialized() and dist.get_world_size() > 1
         if torch.is_autocast_enabled("cpu"):
             raise ArithmeticError("planted in bf16")
         loss = nn.functional.mse_loss(output.to(batch.targets), batch.targets, reduction="sum")
-        return loss * (2 if by_hand else 1), len(output)
+        return loss * (2 if split else 1), len(output)
 
     def metrics(self) -> dict[str, Any]:
         return {"mean_squared_error": MeanError()}

@@ -29,7 +29,9 @@ from samestep.comparison.terminal import print_comparison
 from samestep.display.page import json_in_html
 from samestep.engines.native.engine import Native
 from samestep.handwritten.loop import Loop
+from samestep.handwritten.ranks import run_rank
 from samestep.job import Job, Run
+from samestep.launch import local
 from samestep.tasks.regression import Regression
 
 TESTS = Path(__file__).parent
@@ -66,7 +68,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     place = tmp_path_factory.mktemp("compared")
     (place / "job.yaml").write_text(JOB, encoding="utf-8")
     files = ["--json", str(place / "found.json"), "--report", str(place / "page.html")]
-    methods = "single, single-bf16, ddp-spawn, native:dp16"
+    methods = "single, single-bf16, dp2, native:dp16"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", stream := (place / "printed").open("w", encoding="utf-8"))
         words = ["compare", str(place / "job.yaml"), "--processes", "2", "--repeats", "1", "--methods", methods]
@@ -110,7 +112,7 @@ def test_the_losses_are_those_of_plain_python(compared: Compared) -> None:
 
 
 def test_a_planted_wrong_step_is_seen_and_fails_the_comparison(compared: Compared) -> None:
-    row = compared.row("ddp-spawn")
+    row = compared.row("dp2")
     assert row["status"] == "measured"
     assert not row["same_step"]["same_step"]
     first, whole = row["same_step"]["losses"][0], compared.row("single")["same_step"]["losses"][0]
@@ -118,7 +120,7 @@ def test_a_planted_wrong_step_is_seen_and_fails_the_comparison(compared: Compare
     assert row["same_step"]["difference"] >= 1.0
     assert compared.code == 1
     assert not compared.values["passed"]
-    assert "NOT the same step as one process: ddp-spawn" in compared.printed
+    assert "NOT the same step as one process: dp2" in compared.printed
 
 
 def test_a_planted_failure_is_a_row_with_its_error_and_the_others_go_on(compared: Compared) -> None:
@@ -188,7 +190,7 @@ def test_the_report_holds_both_languages_and_every_row(compared: Compared) -> No
     for shown in (
         '<span lang="zh">失败</span>',
         "ArithmeticError: planted in bf16",
-        "DDP, spawn",
+        "samestep dp2",
         "5.12",
         "没有学到东西",
     ):
@@ -384,6 +386,39 @@ def test_handwritten_methods_refuse_what_they_do_not_have() -> None:
     row = entry_of(chosen(["ddp-spawn"], 2)[0], precision="fp16")
     assert row.status == "refused"
     assert "fp16" in (row.reason or "")
+
+
+def by_hand(job: Path, folder: Path, store: str) -> int:
+    """Train as a rank by hand; returns the exit code."""
+    ranks = environment.ranks()
+    assert ranks is not None
+    return run_rank(job, folder, ranks, store)
+
+
+def losses_in(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_two_ranks_by_hand_take_the_steps_of_one_process(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("recipe: {task: regression, batch: 7, steps: 4, precision: fp64}\nrun: {threads: 1}\n")
+    assert local.start(by_hand, (file, tmp_path / "run", f"file://{tmp_path}/store"), 2) == 0
+    recipe = samestep.Recipe(task="regression", batch=7, steps=4, precision="fp64")
+    loop = Loop(recipe, Regression(), device=torch.device("cpu"))
+    alone = [step.loss.item() for step in loop.steps()]
+    assert losses_in(tmp_path / "run") == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_every_start_by_hand_takes_the_same_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, found = tmp_path / "job.yaml", tmp_path / "found.json"
+    file.write_text("recipe: {task: regression, batch: 8, steps: 3}\nrun: {device: cpu, threads: 1}\n")
+    methods = "single, ddp-torchrun, ddp-spawn, ddp-launch"
+    words = ["--processes", "2", "--repeats", "1", "--methods", methods, "--json", str(found)]
+    assert main(["compare", str(file), *words]) == 0, capsys.readouterr().out
+    rows = json.loads(found.read_text(encoding="utf-8"))["rows"]
+    assert {row["method"]: row["same_step"]["same_step"] for row in rows} == dict.fromkeys(methods.split(", "), True)
 
 
 def test_batch_norm_on_several_cpus_is_refused_by_hand() -> None:
