@@ -162,9 +162,10 @@ WRONG = {
     "--hosts=a:65536": "a port is a number from 1 to 65535",
     "--hostfile=nowhere": "--hostfile nowhere: No such file or directory",
     "--hostfile=.": "--hostfile .: Is a directory",
-    "--hostfile=empty": "it names no host; use a line such as worker-1 slots=4",
+    "--hostfile=empty": "it names no host with a slot; use a line such as worker-1 slots=4",
     "--hostfile=binary": "--hostfile binary: it is no text",
     "--hostfile=bad": 'bad, line 3: "-worker" is no host',
+    "--hostfile=port": '"worker-1:2222" means 2222 slots',
     "--hosts=a --hostfile=bad": "--hosts and --hostfile both name hosts",
     "--port=0": "--port is 0; it should be from 1 to 65535",
     "--port=70000": "--port is 70000",
@@ -187,6 +188,7 @@ def test_a_mistake_is_told_in_one_message(
     Path("empty").write_text("# nothing\n\n", encoding="utf-8")
     Path("binary").write_bytes(b"\xff\xfe\x00")
     Path("bad").write_text("worker-1 slots=4\n# a comment\n-worker slots=4\n", encoding="utf-8")
+    Path("port").write_text("worker-1:2222\n", encoding="utf-8")
     # Spaces part arguments, but not inside of one.
     given = [words] if words == "--hosts=a b" else words.split(" ")
     assert main(["doctor", *given]) == 2

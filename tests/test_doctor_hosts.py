@@ -3,16 +3,19 @@
 import os
 import pwd
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from findings import only
 
-from samestep.doctor import findings, network
-from samestep.doctor.findings import ExaminationRequest, HostAddress
+from samestep.cli.main import main
+from samestep.doctor import examine, findings, network
+from samestep.doctor.findings import DoctorFinding, ExaminationRequest, HostAddress, ok
+from samestep.launch.environments.hostfile import read_hostfile
 
 
-def test_hosts_are_read_from_a_list_and_from_a_file(tmp_path: Path) -> None:
+def test_hosts_are_read_from_a_list() -> None:
     hosts_of_a_list = findings.parse_hosts("worker-1, 10.0.0.7:2222,[fd00::7],[fd00::8]:23")
     assert [(host.name, host.port) for host in hosts_of_a_list] == [
         ("worker-1", 22),
@@ -21,9 +24,27 @@ def test_hosts_are_read_from_a_list_and_from_a_file(tmp_path: Path) -> None:
         ("fd00::8", 23),
     ]
     assert list(map(str, hosts_of_a_list)) == ["worker-1", "10.0.0.7:2222", "[fd00::7]", "[fd00::8]:23"]
+
+
+def test_a_hostfile_is_the_launchs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examined: list[ExaminationRequest] = []
+
+    def hosts(asked: ExaminationRequest, *, limit: float) -> Iterator[DoctorFinding]:
+        examined.append(asked)
+        yield ok("hosts", f"within {limit:g} s")
+
+    monkeypatch.setattr(examine, "examine", hosts)
     file = tmp_path / "hosts"
-    file.write_text("# two hosts\nworker-1 slots=4\n\nworker-2:2222   slots=2 # the other\n", encoding="utf-8")
-    assert list(map(str, findings.read_hostfile(file))) == ["worker-1", "worker-2:2222"]
+    lines = "# three hosts\nworker-1 slots=4\n\nlocalhost:2  # slots, no port\n[fd00::7]:8\nworker-1\nidle:0\n"
+    file.write_text(lines, encoding="utf-8")
+    assert main(["doctor", "--hostfile", str(file)]) == 0
+    assert [(host.name, host.port) for host in examined[0].hosts] == [
+        ("worker-1", 22),
+        ("localhost", 22),
+        ("fd00::7", 22),
+    ]
+    launched, _ = read_hostfile(file)
+    assert [(host.name, host.slots) for host in launched] == [("worker-1", 5), ("localhost", 2), ("fd00::7", 8)]
 
 
 def test_a_port_is_free_or_its_holder_is_named() -> None:

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run_folder", nargs="?", type=Path, metavar="RUN_FOLDER", help="read the files of this run, not the machine"
     )
     parser.add_argument("--hosts", metavar="A,B", help="other hosts to reach, such as worker-1,10.0.0.7:2222")
-    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="the same from a file, one host a line")
+    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="the same from a file, as in samestep launch")
     parser.add_argument("--port", type=int, help="a port that should be free")
     parser.add_argument("--folder", type=Path, help="where runs go (default: runs)")
     parser.add_argument(
@@ -60,7 +60,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _asked(options: argparse.Namespace) -> "ExaminationRequest":
-    from samestep.doctor.findings import ExaminationRequest, parse_hosts, read_hostfile
+    from samestep.doctor.findings import ExaminationRequest, HostAddress, parse_hosts
+    from samestep.launch.environments.hostfile import read_hostfile
 
     if options.hosts is not None and options.hostfile is not None:
         raise UserError("--hosts and --hostfile both name hosts; leave one of them out")
@@ -70,7 +71,8 @@ def _asked(options: argparse.Namespace) -> "ExaminationRequest":
     if options.hosts is not None:
         hosts = parse_hosts(options.hosts)
     elif options.hostfile is not None:
-        hosts = read_hostfile(options.hostfile)
+        listed, _ = read_hostfile(options.hostfile)
+        hosts = tuple(HostAddress(name=host.name) for host in listed)
     return ExaminationRequest(hosts=hosts, port=options.port, folder=options.folder or Path("runs"))
 
 

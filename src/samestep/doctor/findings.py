@@ -39,23 +39,6 @@ def parse_hosts(text: str) -> tuple[HostAddress, ...]:
     return tuple(_host(each.strip(), f"--hosts {text}") for each in text.split(","))
 
 
-def read_hostfile(file: Path) -> tuple[HostAddress, ...]:
-    """Read a file with a host in each line, such as `worker-1 slots=4`; all behind the name is ignored."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UserError(f"--hostfile {file}: {reason}") from None
-    hosts = []
-    for number, line in enumerate(lines, start=1):
-        words = line.partition("#")[0].split()
-        if words:
-            hosts.append(_host(words[0], f"--hostfile {file}, line {number}"))
-    if not hosts:
-        raise UserError(f"--hostfile {file}: it names no host; use a line such as worker-1 slots=4")
-    return tuple(hosts)
-
-
 def _host(text: str, place: str) -> HostAddress:
     """Parse a host, with a port unless it is SSH's."""
     match = _HOST.fullmatch(text)
