@@ -176,7 +176,7 @@ def test_the_engine_and_translate_read_the_same(
         ("- distributed_type", r"config.yaml: the file is \['distributed_type'\]; it should be a section of keys"),
         (
             "num_processes: 2\nnum_processes: 4",
-            "config.yaml:1: not YAML: key 'num_processes' stands twice",
+            'config.yaml:2: key "num_processes" stands twice, first in .*config.yaml:1; keep one of them$',
         ),
         ("num_processes: 2", "config.yaml: no configuration that Accelerate reads"),
     ],

@@ -186,6 +186,10 @@ def test_addresses_are_forgotten_group_by_group_so_that_ranks_can_meet_once_more
         ("messages: mpi", "messages is mpi, and no mpirun started this process"),
         ("fusion: 3", 'did you mean "fusion_threshold_mb"|known: compression'),
         ("[compression", "no YAML file of Horovod's settings"),
+        (
+            "compression: fp16\ncycle_time_ms: 1\ncompression: none",
+            'horovod.yaml:3: key "compression" stands twice, first in .*horovod.yaml:1; keep one of them$',
+        ),
         ("- compression", "write keys and values"),
     ],
 )

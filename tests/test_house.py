@@ -35,6 +35,7 @@ HOUSE = (
     ("processor",),
     ("progress",),
     ("sizes",),
+    ("yaml_loader",),
     ("validation",),
     ("jobfile",),
     ("data",),
@@ -402,7 +403,7 @@ MAY_LOAD = {
     # Ranks read the call that their own starting process wrote, into a folder that only this user opens.
     "launch/worker.py": {"pickle.loads"},
     # With a loader made of PyYAML's SafeLoader.
-    "engines/config_file.py": {"yaml.load"},
+    "yaml_loader.py": {"yaml.load"},
 }
 
 

@@ -199,6 +199,7 @@ def test_a_long_value_is_cut_short(tmp_path: Path) -> None:
         ("recipe.batch", "0", "recipe.batch is 0; it should be greater than 0"),
         ("recipe.optimizer.lr", "[1", "recipe.optimizer.lr is '[1'; it should be a number"),
         ("recipe.evaluation", "{batch: 0}", "recipe.evaluation.batch is 0; it should be greater than 0"),
+        ("recipe.optimizer", "{lr: 1, lr: 2}", 'key "lr" stands twice; keep one of them'),
         ("run.layout.x", "3", '"layout" in "run.layout.x" is \'dp2 tp2\', which has no keys of its own'),
     ],
 )

@@ -459,6 +459,10 @@ def test_workers_share_a_batch_out_and_servers_take_none() -> None:
         ("{delay_compensation: 0, staleness: 1}", "delay_compensation is 0"),
         ("server: 2", 'did you mean "servers"'),
         ("[servers", r"servers.yaml:1: no YAML file of a parameter server's settings: [^\n]*expected[^\n]*$"),
+        (
+            "servers: 1\nservers: 2",
+            'servers.yaml:2: key "servers" stands twice, first in .*servers.yaml:1; keep one of them$',
+        ),
         ("[1, 2]", r"no YAML file of a parameter server's settings: it is \[1, 2\]; write keys and values"),
         ("servers: 3", r'layout "dp3": servers is 3, and of 3 ranks none .* use servers: 2 or fewer, or dp4 or more'),
         ("staleness: 4", "does not take the same step .* 9 updates of every other worker late"),

@@ -60,7 +60,7 @@ MISTAKES = {
     "broken.json": r"broken\.json:2: not JSON: Expecting ',' delimiter at column 2",
     "twice.json": r"twice\.json: key 'train_batch_size' stands twice",
     "broken.yaml": r"broken\.yaml:2: not YAML",
-    "twice.yaml": r"twice\.yaml:2: not YAML: key 'num_processes' stands twice",
+    "twice.yaml": r'twice\.yaml:3: key "num_processes" stands twice, first in twice\.yaml:2; keep one of them',
     "calls.py": r"calls\.py: a Python dictionary that is more than a literal",
     "other.json": r"other\.json is none of these: an accelerate YAML, a DeepSpeed JSON, .*--from says",
     "list.json": r"list\.json is none of these",

@@ -15,7 +15,8 @@ from samestep import environment
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.recipe import NamedOptimizer
-from samestep.validation import complaint, explain, shown, text_of
+from samestep.validation import explain, shown, text_of
+from samestep.yaml_loader import DuplicateKeyError, YamlLoader, parse_yaml, yaml_mistake
 
 Keys = tuple[str, ...]
 
@@ -103,16 +104,12 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
     text = text_of(file, missing=f"no job file {file}", folder="a job file")
     sources: dict[Keys, str] = {}
     try:
-        reader = _Reader(text)
+        reader = YamlLoader(text)
         node = reader.get_single_node()
         _find_lines(reader, node, (), file, sources)
         values = reader.construct_document(node) if node is not None else None
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise UserError(f"{file}:{line}: not YAML: character {error.character:#x} can't stand in it") from None
-    except yaml.MarkedYAMLError as error:
-        at = f":{error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-        raise UserError(f"{file}{at}: not YAML: {complaint(error)}") from None
+    except yaml.YAMLError as error:
+        raise UserError(yaml_mistake(error, str(file), text)) from None
     except RecursionError:
         raise UserError(f"{file}: not a job file; its sections are nested without end") from None
     if node is None or values is None:
@@ -122,18 +119,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
     return values, sources
 
 
-class _Reader(yaml.SafeLoader):
-    """YAML loader that reports the line of a value that it can't convert, such as an invalid date."""
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Report a value that YAML can't convert, such as an invalid date, with its line."""
-        try:
-            return super().construct_object(node, deep)
-        except ValueError as error:
-            raise yaml.constructor.ConstructorError(None, None, f"{node.value}: {error}", node.start_mark) from None
-
-
-def _find_lines(reader: _Reader, node: yaml.Node | None, path: Keys, file: Path, sources: dict[Keys, str]) -> None:
+def _find_lines(reader: YamlLoader, node: yaml.Node | None, path: Keys, file: Path, sources: dict[Keys, str]) -> None:
     """Record the line of every key and list item."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
@@ -147,12 +133,7 @@ def _find_lines(reader: _Reader, node: yaml.Node | None, path: Keys, file: Path,
             merged += value.value if isinstance(value, yaml.SequenceNode) else [value]
             continue
         here = (*path, str(reader.construct_object(key, deep=True)))
-        line = f"{file}:{key.start_mark.line + 1}"
-        if here in sources:
-            raise UserError(
-                f'{line}: key "{".".join(here)}" stands twice, first in {sources[here]}; keep one of them'
-            )
-        sources[here] = line
+        sources[here] = f"{file}:{key.start_mark.line + 1}"
         _find_lines(reader, value, here, file, sources)
     for other in merged:  # what the section's own keys and those merged before don't say
         theirs: dict[Keys, str] = {}
@@ -167,8 +148,10 @@ def _override(values: dict[str, Any], sources: dict[Keys, str], key: str, text: 
     if len(path) < 2 or path[0] not in ("recipe", "run") or not all(path):
         raise UserError(f'{source}: "{key}" must be a dotted key below recipe or run, such as recipe.optimizer.lr')
     try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
+        value = parse_yaml(text)
+    except DuplicateKeyError as error:
+        raise UserError(f"{source}: {error.problem}; keep one of them") from None
+    except yaml.YAMLError:
         value = text
     here = values
     for depth, part in enumerate(path[:-1], start=1):

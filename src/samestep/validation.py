@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from samestep.errors import UserError, closest
+from samestep.yaml_loader import parse_yaml, yaml_mistake
 
 Path = tuple[str, ...]
 
@@ -96,27 +97,18 @@ def text_of(file: pathlib.Path, *, missing: str, folder: str) -> str:
 
 def checked_file(schema: Any, path: pathlib.Path, what: str) -> Any:
     """A dataclass made from a YAML file of `what`. Raises UserError that names the file and each mistake."""
+    wrong = f"no YAML file of {what}"
+    text = text_of(path, missing=f"{path}: {wrong}: no such file", folder="a file")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.MarkedYAMLError as error:
-        at = f":{error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-        raise UserError(f"{path}{at}: no YAML file of {what}: {complaint(error)}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path}: no YAML file of {what}: {error}") from None
+        values = parse_yaml(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UserError(yaml_mistake(error, str(path), text, wrong)) from None
     if not isinstance(values, Mapping | None):
-        raise UserError(f"{path}: no YAML file of {what}: it is {shown(values)}; write keys and values") from None
+        raise UserError(f"{path}: {wrong}: it is {shown(values)}; write keys and values") from None
     try:
         return checked(schema, {} if values is None else values)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-
-
-def complaint(error: yaml.MarkedYAMLError) -> str:
-    """What YAML's reader found wrong, in one line."""
-    problem = error.problem or str(error)
-    if problem.startswith("but "):
-        return f"{error.context}, {problem}"
-    return problem + ("; indent with spaces" if "'\\t'" in problem else "")
 
 
 def check_keys(given: Any, schema: Any, name: str) -> None:

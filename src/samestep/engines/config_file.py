@@ -6,7 +6,7 @@ where a section of keys is wanted. What the keys mean stands in `deepspeed.keys`
 
 import json
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import yaml
 
 from samestep.errors import UserError
 from samestep.validation import shown, text_of
+from samestep.yaml_loader import parse_yaml, yaml_mistake
 
 # How DeepSpeed and Accelerate take true and false, also in quotes.
 _SWITCHES = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
@@ -93,31 +94,15 @@ def unique(name: str, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
     return found
 
 
-class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key_node, _ in node.value:
-            if keys.count(key_node.value) > 1 and isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key_node.value!r} stands twice; keep one of them", key_node.start_mark
-                )
-        return super().construct_mapping(node, deep)
-
-
 def yaml_of(name: str, text: str) -> Any:
     """The sections or the list of a text in YAML. A text that isn't YAML, or is just words, is returned unchanged."""
     try:
-        value = yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
+        value = parse_yaml(text)
+    except (yaml.YAMLError, RecursionError) as error:
         first = text.lstrip().partition("\n")[0]
-        if ":" not in first:  # a command, not YAML
+        if isinstance(error, yaml.MarkedYAMLError) and ":" not in first:  # a command, not YAML
             return text
-        at = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{name}{at}: not YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
+        raise UserError(yaml_mistake(error, name, text)) from None
     return value if isinstance(value, (dict, list)) else text
 
 
