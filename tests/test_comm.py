@@ -489,7 +489,7 @@ WRONG = {
     "--sizes 8 --processes 4": "8 B gives each of 4 ranks less than one float32; use 16 bytes or more",
     "--collectives allreduce": f'unknown collective "allreduce"; did you mean "all-reduce"? known: {KNOWN}',
     "--collectives all-reduce,": 'unknown collective ""; known: ',
-    "--seconds 0": "--seconds is 0; use more than 0 seconds",
+    "--seconds 0": '--seconds: "0" is no time; use seconds above 0',
     "--plot x.png": "--plot x.png: a picture is SVG or HTML; use a name that ends in .svg or .html",
     "--plot nowhere/x.svg": "there is no folder nowhere",
     "--json .": "--json .: this is a folder",
@@ -498,7 +498,7 @@ WRONG = {
     "demo": "the following arguments are required: NAME",
     "--processes 1 demo barrier": "--processes is 1, and a collective needs 2",
     "suport": "invalid choice: 'suport'",
-    "support --time-limit 0": "--time-limit is 0; use more than 0 seconds",
+    "support --time-limit 0": '--time-limit: "0" is no time; use seconds above 0',
 }
 
 

@@ -459,7 +459,7 @@ MISTAKES = {
     "no processes": ("--processes 0", "run.processes is 0"),
     "no repeats": ("--repeats 0", "repeats is 0; it must be 1 or more"),
     "no steps": ("--steps 0", "recipe.steps is 0"),
-    "no time": ("--time-limit 0", "time_limit is 0.0; it must be 1 or more"),
+    "no time": ("--time-limit 0", '--time-limit: "0" is no time; use seconds above 0'),
     "a report nowhere": ("--report missing/report.html", "there is no folder missing"),
     "a report on a folder": ("--report .", "this is a folder"),
     "numbers nowhere": ("--json missing/found.json", "there is no folder missing"),

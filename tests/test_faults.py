@@ -208,11 +208,15 @@ def test_a_lost_rank_is_done_without(tmp_path: Path, undisturbed: samestep.Train
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("dp2", {"max_restarts": -1}, r"run.max_restarts is -1; it should be greater than or equal to 0"),
     ("dp2", {"max_restarts": "many"}, r"run.max_restarts is 'many'; it should be a whole number"),
-    ("dp2", {"hang_limit": 0}, r"run.hang_limit is 0; it should be greater than 0"),
+    (
+        "dp2",
+        {"hang_limit": 0},
+        r"run.hang_limit is 0; it should be seconds above 0, or a time such as",
+    ),
     (
         "dp2",
         {"hang_limit": "soon"},
-        r"run.hang_limit is 'soon'; it should be seconds, or a time such as 30s",
+        r"run.hang_limit is 'soon'; it should be seconds above 0, or a time such as 90s, 10m or 1h",
     ),
     ("dp2", {"grace_period": True}, r"run.grace_period is true; it should be a number"),
     ("dp2", {"on_nonfinite": "ignore"}, r"run.on_nonfinite is 'ignore'; it should be 'stop', 'skip' or 'rollback'"),

@@ -21,6 +21,7 @@ SOURCE = Path(samestep.__file__).parent
 # From the ground up: a module may import from its own row and from the rows above it here.
 HOUSE = (
     ("errors",),
+    ("durations",),
     ("variables",),
     ("launchers",),
     ("ranks",),

@@ -270,8 +270,8 @@ WRONG = [
     (["--num-procs", "two", "--", TOLD], "argument --num-procs: invalid int value: 'two'"),
     (["--threads", "0", "--", TOLD], '--threads: "0" is no number; 1 or more is wanted'),
     (["--max-restarts", "-1", "--", TOLD], '--max-restarts: "-1" is no number; 0 or more is wanted'),
-    (["--start-timeout", "soon", "--", TOLD], '--start-timeout: "soon" is no time; use 90s, 5m or 1h'),
-    (["--grace-period", "0", "--", TOLD], '--grace-period: "0" is no time; use 90s, 5m or 1h'),
+    (["--start-timeout", "soon", "--", TOLD], '--start-timeout: "soon" is no time; use seconds above 0'),
+    (["--grace-period", "0", "--", TOLD], '--grace-period: "0" is no time; use seconds above 0'),
     (["--master-port", "99999", "--", TOLD], '--master-port: "99999" is no port; a number from 1 to 65535 is'),
     (
         ["--num-procs", "1", "--logs", "/dev/null", "--", TOLD],
@@ -293,9 +293,9 @@ WRONG = [
     (["--no-ssh", "--num-nodes", "2", "--node-rank", "1", "--", TOLD], "--master-addr and the address of the host"),
     (["--no-ssh", "--num-nodes", "0", "--node-rank", "0", "--", TOLD], "--num-nodes is 0; it should be 1 or more"),
     (["--no-ssh", "--num-nodes", "-2", "--node-rank", "0", "--", TOLD], "--num-nodes is -2; it should be 1 or more"),
-    (["--join-timeout", "later", "--", TOLD], '--join-timeout: "later" is no time; use 90s, 5m or 1h'),
-    (["--rejoin-timeout", "-1", "--", TOLD], '--rejoin-timeout: "-1" is no time; use 90s, 5m or 1h'),
-    (["--heartbeat-timeout", "soon", "--", TOLD], '--heartbeat-timeout: "soon" is no time; use 90s, 5m or 1h'),
+    (["--join-timeout", "later", "--", TOLD], '--join-timeout: "later" is no time; use seconds above 0'),
+    (["--rejoin-timeout", "-1", "--", TOLD], '--rejoin-timeout: "-1" is no time; use seconds above 0'),
+    (["--heartbeat-timeout", "soon", "--", TOLD], '--heartbeat-timeout: "soon" is no time; use seconds above 0'),
     (["--device", "gpu", "--", TOLD], "argument --device: invalid choice: 'gpu'"),
     (["--remote-python", "", "--", TOLD], "--remote-python is empty; a command is wanted"),
     (

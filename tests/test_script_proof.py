@@ -254,7 +254,7 @@ MISTAKES = {
     "one process": ('--script "train.py" --processes 1', "--processes is 1; use a whole number of 2 or more"),
     "steps": ('--script "train.py" --steps 0', "--steps is 0; use a whole number of 1 or more"),
     "type": ('--script "train.py" --dtype int8', "--dtype int8: use float64"),
-    "time": ('--script "train.py" --time-limit 0', "--time-limit is 0; use a number of seconds above 0"),
+    "time": ('--script "train.py" --time-limit 0', '--time-limit: "0" is no time; use seconds above 0'),
     "engine": ('--script "train.py" --engine keres', "--engine keres: it can be torch"),
     "precision": ('--script "train.py" --precision bf16', "--precision goes with a job file"),
     "job option": ('--script "train.py" --layout dp2', "--layout goes with a job file"),

@@ -90,11 +90,11 @@ def test_two_hundred_faults_leave_the_bits_as_they_are(job: str) -> None:
     ("words", "told"),
     [
         (["--soak", "0"], "--soak is 0; use a number of faults of 1 or more"),
-        (["--soak", "2", "--between", "soon"], "--between is soon; use seconds, or a time such as 15s or 1m"),
-        (["--soak", "2", "--between", "0"], "--between is 0; use seconds above 0, such as 15s"),
+        (["--soak", "2", "--between", "soon"], '--between: "soon" is no time; use seconds above 0'),
+        (["--soak", "2", "--between", "0"], '--between: "0" is no time; use seconds above 0'),
         (["--soak", "2", "--steps", "3"], "--steps is 3; use 8 or more"),
         (["--soak", "2", "--faults", "kil"], 'unknown fault "kil" of a soak; did you mean "kill"'),
-        (["--soak", "2", "--time-limit", "0"], "--time-limit is 0; use a number of seconds above 0"),
+        (["--soak", "2", "--time-limit", "0"], '--time-limit: "0" is no time; use seconds above 0'),
         (["--soak", "2", "--layout", "tp2"], 'layout "tp2": run.reduction is ordered, which is for data ranks'),
         (
             ["--soak", "2", "--faults", "cable"],

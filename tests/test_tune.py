@@ -154,7 +154,7 @@ WRONG = {
     "no setting": (["--settings", ","], "settings names none; known: transport, threads"),
     "too few steps": (["--steps", "3"], "steps is 3, and the first 3 of a trial are not timed; use 4 or more"),
     "no repeats": (["--repeats", "0"], "repeats is 0; it must be 1 or more"),
-    "no time": (["--time-limit", "0"], "the time limit is 0 s; use more than 0"),
+    "no time": (["--time-limit", "0"], '--time-limit: "0" is no time; use seconds above 0'),
     "a folder": (["--write", "."], "--write .: this is a folder; the path of a file is wanted"),
 }
 

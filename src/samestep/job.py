@@ -1,16 +1,16 @@
 """Job: a recipe and how it is run. The `recipe:` and `run:` sections of a job file."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
+from samestep.durations import WANTED, has_unit, parse_duration
 from samestep.ranks import DeviceChoice
 from samestep.recipe import STRICT, Positive, Real, Recipe, Whole
 
@@ -18,21 +18,21 @@ TensorRole = Literal["column", "row", "vocabulary", "whole"]
 ExpertRole = Literal["split", "whole"]
 
 
-_UNITS = {"s": 1, "m": 60, "h": 3600}
-
-
 def _seconds(value: Any) -> Any:
     """A time as seconds: 90, or text such as 90s, 1.5m, 2h."""
-    if not isinstance(value, str):
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         return value
-    if re.fullmatch(r"\d+(?:\.\d+)?\s*[smh]", value.strip()) is None:
-        raise PydanticCustomError("duration_wanted", "Input should be seconds, or a time such as 30s, 10m or 2h")
-    return seconds_of(value.strip())
+    found = parse_duration(value)
+    if found is None:
+        raise PydanticCustomError("duration_wanted", "Input should be {wanted}", {"wanted": WANTED})
+    return found
 
 
-def seconds_of(time: str) -> float:
-    """The seconds of a time such as 90s, 1.5m or 2h, which was checked to be one."""
-    return float(time[:-1]) * _UNITS[time[-1]]
+def _interval(text: str) -> str:
+    """A time with its unit, as text."""
+    if parse_duration(text) is None or not has_unit(text):
+        raise PydanticCustomError("duration_wanted", "Input should be a time such as 90s, 10m or 1h")
+    return text
 
 
 Duration = Annotated[Real, Gt(0), BeforeValidator(_seconds)]
@@ -62,7 +62,7 @@ class Checkpointing:
     """When a training's state is saved, where, and which of it the training begins with."""
 
     # A number of steps, or a time such as "30s", "10m", "2h"; None: after the last step alone.
-    every: Positive | Annotated[str, Field(pattern=r"^\d+(\.\d+)?[smh]$")] | None = None
+    every: Positive | Annotated[str, AfterValidator(_interval)] | None = None
     keep: Positive = 3  # the last so many stay
     best: str | None = None  # a metric of the evaluations; the checkpoint with its best value stays as well
     best_is: Literal["highest", "lowest"] = "highest"

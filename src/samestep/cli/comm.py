@@ -4,9 +4,8 @@ import argparse
 from typing import Any
 
 from samestep.cli import output_files
-from samestep.errors import UserError
+from samestep.cli.time_options import add_time_limit, seconds
 
-_ATTEMPT_LIMIT = 10.0  # seconds
 _AUTO: dict[str, Any] = {"default": "auto"}
 
 
@@ -17,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--collectives", metavar="NAMES", help="such as all-reduce,broadcast (default: all)")
     parser.add_argument(
-        "--seconds", type=float, default=0.3, metavar="S", help="of the samples of one row (default: 0.3)"
+        "--seconds", type=seconds, default=0.3, metavar="TIME", help="of the samples of one row (default: 0.3)"
     )
     output_files.add_arguments(
         parser, json="write every row, fit and limit to a file", plot="draw time and bus bandwidth: .svg or .html"
@@ -35,13 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     support = commands.add_parser(
         "support", allow_abbrev=False, help=_one_line(_support), description=_support.__doc__
     )
-    support.add_argument(
-        "--time-limit",
-        type=float,
-        default=_ATTEMPT_LIMIT,
-        metavar="S",
-        help=f"of one attempt (default: {_ATTEMPT_LIMIT:g} s)",
-    )
+    add_time_limit(support, "one attempt", 10)
     output_files.add_arguments(support, json="write every attempt to a file")
     for command, act in ((demo, _demo), (support, _support)):
         # Without defaults of their own: what stands before the command's name counts, too.
@@ -71,8 +64,6 @@ def _one_line(command: Any) -> str:
 def _measure(options: argparse.Namespace) -> int:
     """Check and time collectives."""
     output_files.check(options, "json", "plot")
-    if not 0 < options.seconds < float("inf"):
-        raise UserError(f"--seconds is {options.seconds:g}; use more than 0 seconds")
 
     from samestep.comm_bench.request import USUAL, parse_sizes
 
@@ -118,8 +109,6 @@ def _demo(options: argparse.Namespace) -> int:
 def _support(options: argparse.Namespace) -> int:
     """Try each back end with each device, collective and dtype, and tell what works."""
     output_files.check(options, "json")
-    if not 0 < options.time_limit < float("inf"):
-        raise UserError(f"--time-limit is {options.time_limit:g}; use more than 0 seconds")
 
     from samestep import environment
     from samestep.comm_bench.display import print_support

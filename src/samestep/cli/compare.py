@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 
 from samestep.cli import job_options, output_files
+from samestep.cli.time_options import add_time_limit
 from samestep.errors import UserError
 
 
@@ -15,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=int, default=3, help="trainings of each method (default: 3)")
     parser.add_argument("--steps", type=int, help="train so many steps instead of the job's")
-    parser.add_argument("--time-limit", type=float, default=3600, metavar="S", help="of one run (default: 3600 s)")
+    add_time_limit(parser, "one run", 3600)
     output_files.add_arguments(
         parser,
         json="write every figure of every repeat to a file",

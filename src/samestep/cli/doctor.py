@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from samestep import environment
 from samestep.cli import output_files
+from samestep.cli.time_options import add_time_limit
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,12 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help="the same from a file, as in samestep launch")
     parser.add_argument("--port", type=int, help="a port that should be free")
     parser.add_argument("--folder", type=Path, help="where runs go (default: runs)")
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        metavar="S",
-        help=f"of all checks, and of a trial of ranks (default: {_LIMIT:g} s)",
-    )
+    add_time_limit(parser, "all checks, and of a trial of ranks", _LIMIT, kept=False)
     output_files.add_arguments(parser, json="write everything that was found to a file")
 
 
@@ -44,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
         findings, title = list(read(options.run_folder)), f"the run in {options.run_folder}"
     else:
-        asked, limit = _asked(options), _limit(options)
+        asked, limit = _asked(options), _LIMIT if options.time_limit is None else options.time_limit
         if environment.ranks() is not None:
             raise UserError("the doctor starts its own processes; start it without a launcher")
 
@@ -74,10 +70,3 @@ def _asked(options: argparse.Namespace) -> "ExaminationRequest":
         listed, _ = read_hostfile(options.hostfile)
         hosts = tuple(HostAddress(name=host.name) for host in listed)
     return ExaminationRequest(hosts=hosts, port=options.port, folder=options.folder or Path("runs"))
-
-
-def _limit(options: argparse.Namespace) -> float:
-    limit = _LIMIT if options.time_limit is None else options.time_limit
-    if not 0 < limit < float("inf"):
-        raise UserError(f"--time-limit is {limit:g}; it should be more than 0 seconds")
-    return limit

@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from samestep.cli import job_options, output_files
+from samestep.cli.time_options import add_time_limit, seconds
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,14 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="train so many steps in each run (default: 20; of a soak by time)")
     parser.add_argument("--soak", type=int, metavar="N", help="one long job under N faults at random moments")
     parser.add_argument("--seed", type=int, help="of a soak's faults (default: 0)")
-    parser.add_argument("--between", metavar="TIME", help="from one fault of a soak to the next (default: 15s)")
     parser.add_argument(
-        "--time-limit",
-        type=float,
-        default=600,
-        metavar="S",
-        help="of one run, or a soak's step (default: 600 s)",
+        "--between", type=seconds, metavar="TIME", help="from one fault of a soak to the next (default: 15s)"
     )
+    add_time_limit(parser, "one run, or a soak's step", 600)
     output_files.add_arguments(parser, json="write the table's numbers to a file")
 
 
@@ -59,7 +56,7 @@ def _soak(options: argparse.Namespace, loaded: "LoadedJob") -> int:
         loaded.job,
         faults=options.soak,
         seed=options.seed or 0,
-        between=_seconds(options.between),
+        between=15.0 if options.between is None else options.between,
         kinds=options.faults.split(",") if options.faults is not None else None,
         steps=options.steps,
         time_limit=options.time_limit,
@@ -67,15 +64,3 @@ def _soak(options: argparse.Namespace, loaded: "LoadedJob") -> int:
     output_files.write_json(options.json, soaked.to_json())
     print_soak(soaked)
     return 0 if soaked.passed else 1
-
-
-def _seconds(time: str | None) -> float:
-    if time is None:
-        return 15.0
-    from samestep.job import seconds_of
-
-    text = time if time[-1:] in "smh" else f"{time}s"
-    try:
-        return seconds_of(text)
-    except (ValueError, KeyError):
-        raise UserError(f"--between is {time}; use seconds, or a time such as 15s or 1m") from None

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.cli.time_options import seconds
 from samestep.errors import UserError
 from samestep.launch.options import (
     HostOptions,
@@ -215,21 +216,6 @@ def _own_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _seconds(text: str) -> float:
-    from samestep.job import seconds_of
-
-    try:
-        seconds = float(text)
-    except ValueError:
-        try:
-            seconds = seconds_of(text)
-        except (ValueError, KeyError):
-            raise argparse.ArgumentTypeError(f'"{text}" is no time; use 90s, 5m or 1h') from None
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f'"{text}" is no time; use 90s, 5m or 1h')
-    return seconds
-
-
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or not 0 < int(text) < 65536:
         raise argparse.ArgumentTypeError(f'"{text}" is no port; a number from 1 to 65535 is')
@@ -254,5 +240,5 @@ _PARSERS: Mapping[Kind, Callable[[str], Any]] = {
     "count": _count,
     "positive": _positive,
     "port": _port,
-    "seconds": _seconds,
+    "seconds": seconds,
 }

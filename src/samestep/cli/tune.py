@@ -3,6 +3,7 @@
 import argparse
 
 from samestep.cli import job_options, output_files
+from samestep.cli.time_options import add_time_limit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -11,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settings", help='which to try, such as "threads, micro_batch" (default: all)')
     parser.add_argument("--steps", type=int, default=10, help="of each trial; the first 3 don't count (default: 10)")
     parser.add_argument("--repeats", type=int, default=3, help="trials of each value (default: 3)")
-    parser.add_argument("--time-limit", type=float, default=600, metavar="S", help="of one trial (default: 600 s)")
+    add_time_limit(parser, "one trial", 600)
     output_files.add_arguments(
         parser,
         json="write every timing of every trial to a file",

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from samestep.cli import output_files
+from samestep.cli.time_options import add_time_limit
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how rounding is measured: alone again, with its rows in the opposite order (the default), or in two "
         "micro-batches",
     )
-    add("--time-limit", type=float, metavar="S", help=f"of one run (default: {_TIME_LIMIT:g} s)")
+    add_time_limit(group, "one run", _TIME_LIMIT, kept=False)
     add("--keep", type=Path, metavar="FOLDER", help="keep what was recorded, in a new folder")
     add("--launch", metavar="OPTIONS", help='further options of samestep launch, such as "--hostfile hosts"')
 
@@ -119,7 +120,7 @@ def _proof(options: argparse.Namespace) -> "ScriptProof":
         dtype=_dtype(options.dtype),
         seed=options.seed,
         noise=options.noise or "order",
-        time_limit=_limit(options.time_limit),
+        time_limit=_TIME_LIMIT if options.time_limit is None else options.time_limit,
         launch=launch,
     )
 
@@ -137,9 +138,3 @@ def _dtype(name: str | None) -> str | None:
     if name not in (None, "float64", "float32", "bfloat16", "float16"):
         raise UserError(f"--dtype {name}: use float64, float32, bfloat16 or float16")
     return name
-
-
-def _limit(seconds: float | None) -> float:
-    if seconds is not None and not seconds > 0:
-        raise UserError(f"--time-limit is {seconds:g}; use a number of seconds above 0")
-    return _TIME_LIMIT if seconds is None else seconds

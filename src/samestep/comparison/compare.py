@@ -19,6 +19,7 @@ from samestep.comparison.results import Comparison, ComparisonRow, explain, mach
 from samestep.comparison.runs import run_method
 from samestep.comparison.same_step import STEPS, References, SameStep, best, short_job, unevaluated
 from samestep.contract.check import check_contract
+from samestep.durations import check_seconds
 from samestep.engines import ENGINES
 from samestep.engines.registry import resolve
 from samestep.errors import RankFailedError, UserError
@@ -153,7 +154,8 @@ def compare_job(
 ) -> Comparison:
     """Compare methods on a job; the job's own layout and engine are ignored."""
     processes = _processes(job, processes)
-    _check_numbers(repeats=repeats, evaluations=evaluations, time_limit=time_limit)
+    _check_numbers(repeats=repeats, evaluations=evaluations)
+    check_seconds(time_limit=time_limit)
     picked = chosen(methods, processes)
     task = _check(job)
     budget = cores_of(job, processes)
@@ -176,7 +178,7 @@ def _processes(job: Job, asked: int | None) -> int:
     return processes
 
 
-def _check_numbers(**numbers: float) -> None:
+def _check_numbers(**numbers: int) -> None:
     for name, value in numbers.items():
         if not value >= 1:
             raise UserError(f"{name} is {value}; it must be 1 or more")

@@ -12,6 +12,7 @@ from samestep.display.tables import WIDTH, formatted, numbers, plain_console, ta
 from samestep.drill.drill import Drill, DrillRow, Runs, row_of
 from samestep.drill.faults import DRILLS
 from samestep.drill.soak import SoakReport
+from samestep.durations import check_seconds
 from samestep.errors import UserError, closest
 from samestep.job import Checkpointing, Job
 from samestep.progress import Bar
@@ -68,8 +69,7 @@ def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time
         raise UserError("drill starts its own processes; start it without a launcher")
     if steps < FEWEST_STEPS:
         raise UserError(f"--steps is {steps}; use {FEWEST_STEPS} or more")
-    if not time_limit > 0:
-        raise UserError(f"--time-limit is {time_limit:g}; use a number of seconds above 0")
+    check_seconds(time_limit=time_limit)
     job = _of(job, steps)
     layout = layout_of(job)
     picked = chosen(faults, layout.size)

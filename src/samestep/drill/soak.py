@@ -19,6 +19,7 @@ from samestep.api import check_job, layout_of
 from samestep.drill.disturbances import Processes, Target, kinds_of, raise_file
 from samestep.drill.drill import FinishedRun, Runs, lines
 from samestep.drill.under_faults import UnderFaults, planned
+from samestep.durations import check_seconds
 from samestep.errors import UserError
 from samestep.fault_tolerance.scratch import left_in
 from samestep.job import Checkpointing, Inject, Job
@@ -46,12 +47,9 @@ class SoakSettings:
     def __post_init__(self) -> None:
         if self.faults < 1:
             raise UserError(f"--soak is {self.faults}; use a number of faults of 1 or more")
-        if not self.between > 0:
-            raise UserError(f"--between is {self.between:g}; use seconds above 0, such as 15s")
+        check_seconds(between=self.between, time_limit=self.time_limit)
         if self.steps is not None and self.steps < _FEWEST_STEPS:
             raise UserError(f"--steps is {self.steps}; use {_FEWEST_STEPS} or more")
-        if not self.time_limit > 0:
-            raise UserError(f"--time-limit is {self.time_limit:g}; use a number of seconds above 0")
 
 
 class SoakRunner(Protocol):

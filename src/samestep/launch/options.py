@@ -18,6 +18,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
+from samestep.durations import duration_text
 from samestep.errors import UserError
 from samestep.launch.affinity import BindChoice
 from samestep.ranks import DeviceChoice
@@ -64,16 +65,11 @@ def options_of(owner: type[Any]) -> list[Option]:
             continue
         default: Any = None if each.default is MISSING else each.default
         if declared.kind == "seconds":
-            declared = replace(declared, text=f"{declared.text} (default: {_time(default)})")
+            declared = replace(declared, text=f"{declared.text} (default: {duration_text(default)})")
         if declared.kind == "words" and default is not None:
             default = shlex.join(default)
         found.append(Option(name=each.name, default=default, help=declared))
     return found
-
-
-def _time(seconds: float) -> str:
-    """Write seconds as on the command line, such as 30s or 5m."""
-    return f"{seconds / 60:g}m" if seconds % 60 == 0 else f"{seconds:g}s"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,10 @@ from samestep.checkpoint.load import CheckpointLoader, open_newest
 from samestep.checkpoint.peer_memory import Neighbours
 from samestep.checkpoint.save import Saver
 from samestep.comm.mesh import new_group
+from samestep.durations import parse_duration
 from samestep.engines.base import Checkpointed
 from samestep.errors import CheckpointError
-from samestep.job import Checkpointing, Job, seconds_of
+from samestep.job import Checkpointing, Job
 from samestep.jobfile import plain
 from samestep.recipe import EarlyStop
 from samestep.run_folder import CHECKPOINTS, steps_in
@@ -268,7 +269,7 @@ class _Every:
         self._steps = settings.every if isinstance(settings.every, int) else None
         self._seconds: float | None = None
         if isinstance(settings.every, str):
-            self._seconds = seconds_of(settings.every)
+            self._seconds = parse_duration(settings.every)
         self._began: tuple[int, float] | None = None  # a step, and the time at its end
         self._next: int | None = None
         self._look: int | None = None

@@ -13,6 +13,7 @@ from samestep import environment, subprocess_group
 from samestep.api import check_job, layout_of
 from samestep.comparison.results import explain
 from samestep.contract.check import check_contract
+from samestep.durations import check_seconds
 from samestep.errors import RankFailedError, UserError, closest
 from samestep.job import Job
 from samestep.jobfile import LoadedJob, dump
@@ -58,8 +59,7 @@ def tune_job(
         )
     if repeats < 1:
         raise UserError(f"repeats is {repeats}; it must be 1 or more")
-    if not time_limit > 0:
-        raise UserError(f"the time limit is {time_limit:g} s; use more than 0")
+    check_seconds(time_limit=time_limit)
     task = _check(job)
     job = replace(job, run=replace(job.run, layout=str(layout_of(job)), processes=None))
     with TemporaryDirectory(prefix="samestep-tune-") as folder, subprocess_group.signals_raise():

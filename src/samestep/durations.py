@@ -1,0 +1,48 @@
+"""Times that users write, in job files and on command lines: seconds as a number, or a text such as 90s, 10m or 1h.
+
+All are finite and above 0: a limit without end is written as null, where a setting can have one.
+"""
+
+import math
+import re
+
+from samestep.errors import UserError
+
+# What a message asks for in place of a wrong time.
+WANTED = "seconds above 0, or a time such as 90s, 10m or 1h"
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+# As Python writes numbers, without a sign; then the unit.
+_DURATION = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([smh]?)", re.ASCII)
+
+
+def parse_duration(given: str | float) -> float | None:
+    """The seconds of a number or a text such as 90, 90s, 1.5m or 2h; None if it is no time above 0."""
+    if isinstance(given, str):
+        match = _DURATION.fullmatch(given.strip())
+        if match is None:
+            return None
+        seconds = float(match[1]) * _UNITS[match[2]]
+    else:
+        try:
+            seconds = float(given)
+        except OverflowError:  # a whole number of hundreds of digits
+            return None
+    return seconds if 0 < seconds < math.inf else None
+
+
+def has_unit(text: str) -> bool:
+    """Whether a time says its unit, where a number alone would be something else, such as steps."""
+    return text.strip()[-1:].isalpha()
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds as they are written on the command line, such as 30s or 5m."""
+    return f"{seconds / 60:g}m" if seconds % 60 == 0 else f"{seconds:g}s"
+
+
+def check_seconds(**limits: float) -> None:
+    """Raise UserError for an argument of a function that is not above 0; infinity is no limit."""
+    for name, seconds in limits.items():
+        if not seconds > 0:
+            raise UserError(f"{name} is {seconds:g}; use a number of seconds above 0")
