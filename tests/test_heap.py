@@ -1,10 +1,18 @@
-"""Freed memory: a rank on a CPU keeps it for the next step, unless the user has set up the allocator."""
+"""Main memory: the limit of a cgroup, and freed memory, which a rank on a CPU keeps for the next step.
+
+An allocator that the user has set up is left as it is.
+"""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
+
+from samestep.launch.memory import cgroup_limit
 
 # Page faults while three blocks of 8 MB are written and freed 40 times, after the allocator has settled.
 FREES = """
@@ -56,3 +64,29 @@ def test_an_allocator_that_the_user_has_set_up_is_left_alone() -> None:
     kept, faults, _ = frees("keep", MALLOC_TRIM_THRESHOLD_="1000000", MALLOC_MMAP_THRESHOLD_="1000000")
     assert kept == "False"
     assert faults > 40 * 3 * 8_000_000 // 4096 // 2
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "limit"),
+    [
+        ("memory.max", f"{2 * GIB}\n", 2 * GIB),
+        ("memory.max", "max\n", None),
+        ("memory.max", f"{16 * GIB}\n", None),
+        ("memory/memory.limit_in_bytes", f"{2 * GIB}\n", 2 * GIB),
+        ("memory/memory.limit_in_bytes", "9223372036854771712\n", None),  # 2^63 - 1 in whole pages of 4 KiB
+        ("memory/memory.limit_in_bytes", "9223372036854710272\n", None),  # and of 64 KiB
+        ("memory/memory.limit_in_bytes", f"{8 * GIB}\n", None),
+        ("memory/memory.limit_in_bytes", f"{8 * GIB - 4096}\n", 8 * GIB - 4096),
+        ("none", "", None),
+    ],
+)
+def test_a_limit_is_one_below_the_memory_of_the_host(
+    file: str, text: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=8 * GIB, available=8 * GIB))
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text, encoding="ascii")
+    assert cgroup_limit(tmp_path) == limit

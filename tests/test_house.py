@@ -530,3 +530,12 @@ def test_the_guide_of_a_package_names_its_modules_and_no_others(package: Path) -
     missing = modules - set(re.findall(r"\w+", guide))
     assert not missing, f"name {', '.join(sorted(missing))} in the docstring of {package.name}/__init__.py"
     assert set(re.findall(r"`([a-z_0-9]+)`", guide)) - modules == set()
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not (SOURCE.parents[1] / ".git").exists(), reason="no copy of the repository")
+def test_the_runs_of_a_job_are_ignored_in_every_folder() -> None:
+    wanted = [f"{folder}runs/job/metrics.jsonl" for folder in ("", "examples/", "src/samestep/templates/")]
+    command = ["git", "check-ignore", "--no-index", *wanted, "src/samestep/comparison/runs.py"]
+    found = subprocess.run(command, cwd=SOURCE.parents[1], capture_output=True, text=True)
+    assert found.stdout.split() == wanted

@@ -108,7 +108,7 @@ def memory(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     total, free = there.total, there.available
     values: dict[str, Any] = {"total_bytes": total, "available_bytes": free, "limit_bytes": limit}
     text = f"{binary_size(free)} of {binary_size(total)} are free"
-    if limit is not None and limit < total:
+    if limit is not None:
         text += f"; a limit of {binary_size(limit)} on this process's group"
     if min(free, limit or free) < _LITTLE:
         yield warning("memory", text, "end what else holds memory, or ask for a larger machine", **values)

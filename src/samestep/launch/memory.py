@@ -27,12 +27,17 @@ def available_memory() -> int:
 
 
 def cgroup_limit(groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process's cgroup may hold, version 2 or 1; None where there is no limit."""
+    """Bytes that this process's cgroup may hold, version 2 or 1; None where there is no limit.
+
+    Without a limit version 1 has the largest number of whole pages, 9223372036854771712 of 4 KiB. A limit that is
+    not below the host's memory limits nothing.
+    """
     for file in (groups / "memory.max", groups / "memory/memory.limit_in_bytes"):
         try:
-            return int(file.read_text(encoding="ascii"))
+            limit = int(file.read_text(encoding="ascii"))
         except (OSError, ValueError):  # no such file, or "max"
             continue
+        return limit if limit < psutil.virtual_memory().total else None
     return None
 
 
