@@ -42,8 +42,7 @@ def horovodrun(environ: Mapping[str, str] = os.environ) -> launchers.HorovodRunV
 
 def under_mpirun(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether MPI knows this process as one of several."""
-    read = Variables(environ)
-    return any((read.number(name) or 0) > 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    return launchers.mpi_size(environ) > 1
 
 
 def main_address(environ: Mapping[str, str] = os.environ) -> str:

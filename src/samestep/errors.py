@@ -22,6 +22,9 @@ class UserError(Exception):
     """
 
 
+USERS_MISTAKE = 2  # the exit code of a UserError, also that of argparse
+
+
 class LayoutError(UserError):
     """A layout that can't be read, doesn't fit the processes, the model or the batch, or isn't there yet."""
 

@@ -188,6 +188,12 @@ def read_pmi(environ: Environ) -> MpiVariables | None:
     return MpiVariables(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_size)
 
 
+def mpi_size(environ: Environ) -> int:
+    """Return the ranks that MPI knows of, also where its launcher does not say which of a host's this process is."""
+    read = Variables(environ)
+    return max(read.number(name) or 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlurmStep:
     """The step of a Slurm job in which srun started this process, and the process's place in it."""

@@ -1,15 +1,21 @@
 """A run's folder: the one that the job names, a new one under runs/, or that of the run that it resumes."""
 
+import json
 import platform
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from samestep.job import Job
 
+# In a run's folder. Of METRICS, EVALUATIONS and FAULTS each line is a JSON object (`json_lines`).
+METRICS_FILE, EVALUATIONS_FILE, FAULTS_FILE = "metrics.jsonl", "evaluations.jsonl", "faults.jsonl"
+REPORT_FILE = "report.json"
+MODEL_FILE = "model.safetensors"
 INFO_FILE = "checkpoint.json"  # without which a folder is no checkpoint
 CHECKPOINTS = "checkpoints"  # in a run's folder
 LOGS = "logs"  # in a run's folder
@@ -100,6 +106,36 @@ def lies_within(name: object) -> bool:
         return False
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonLines:
+    """The lines of a file of which each is a JSON object."""
+
+    there: bool = True  # whether the file exists
+    values: Sequence[dict[str, Any]] = ()
+    texts: Sequence[str] = ()  # of `values`, as they stand in the file
+    unreadable: Sequence[int] = ()  # the numbers, from 1, of other lines, such as the last one of a killed run
+
+
+def json_lines(file: Path) -> JsonLines:
+    """Read a file of JSON lines; no lines where there is no file."""
+    if not file.is_file():
+        return JsonLines(there=False)
+    values: list[dict[str, Any]] = []
+    texts: list[str] = []
+    unreadable: list[int] = []
+    for number, text in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            values.append(value)
+            texts.append(text)
+        elif text.strip():
+            unreadable.append(number)
+    return JsonLines(values=values, texts=texts, unreadable=unreadable)
 
 
 _PACKAGES = ("samestep", "torch", "numpy", "transformers", "tokenizers", "torchmetrics")

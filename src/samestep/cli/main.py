@@ -30,7 +30,7 @@ from samestep.cli import (
     tune,
     verify,
 )
-from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, StartError, UserError
+from samestep.errors import USERS_MISTAKE, InterruptedJobError, NonFiniteError, RankFailedError, StartError, UserError
 
 COMMANDS = (
     init,
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif not by_launcher:
             with suppress(KeyboardInterrupt):
                 time.sleep(_FIRST_TELLS)  # a launcher ends the others as soon as one rank has ended
-        return 2
+        return USERS_MISTAKE
     except (RankFailedError, StartError) as error:
         print(f"samestep: {error}", file=sys.stderr)
         return 1

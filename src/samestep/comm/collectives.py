@@ -146,7 +146,8 @@ def _whole(n: int) -> float:
     return 1.0
 
 
-def _all_but_own(n: int) -> float:
+def all_but_own(n: int) -> float:
+    """The share of a message that a rank sends or receives, where it has its own part already."""
     return (n - 1) / n
 
 
@@ -173,7 +174,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         summary="Rank 0 has a chunk for every rank, and each rank gets its own.",
         run=_scatter,
         expected=lambda values, rank: _part(values[0], rank, len(values)),
-        bus_factor=_all_but_own,
+        bus_factor=all_but_own,
         gives="all",
         givers="rank 0",
         takes="one",
@@ -182,7 +183,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         summary="Every rank has a chunk, and rank 0 gets all of them, in the order of the ranks.",
         run=_gather,
         expected=lambda values, rank: _joined(values) if rank == 0 else None,
-        bus_factor=_all_but_own,
+        bus_factor=all_but_own,
         gives="one",
         takes="all",
         takers="rank 0",
@@ -212,7 +213,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         summary="Every rank has a chunk, and every rank gets all of them, in the order of the ranks.",
         run=_all_gather,
         expected=lambda values, rank: _joined(values),
-        bus_factor=_all_but_own,
+        bus_factor=all_but_own,
         gives="one",
         takes="all",
     ),
@@ -220,7 +221,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         summary="The tensors of all ranks are added up, and each rank gets its chunk of the sum.",
         run=_reduce_scatter,
         expected=lambda values, rank: _part(_sums(values), rank, len(values)),
-        bus_factor=_all_but_own,
+        bus_factor=all_but_own,
         gives="all",
         takes="one",
         reduces=True,
@@ -229,7 +230,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         summary="Every rank has a chunk for every rank: rank r gets chunk r of each, in the order of the ranks.",
         run=_all_to_all,
         expected=lambda values, rank: _joined([_part(each, rank, len(values)) for each in values]),
-        bus_factor=_all_but_own,
+        bus_factor=all_but_own,
         gives="all",
         takes="all",
     ),

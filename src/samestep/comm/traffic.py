@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from samestep.comm.collectives import all_but_own
 from samestep.comm.observer import Observer
 from samestep.comm.shared_memory.process_group import KernelGroup
 
@@ -117,11 +118,11 @@ def _group_size(given: Given) -> int:
 
 
 def _twice_all_but_own(message: float, n: int) -> float:
-    return 2 * message * (n - 1) / n
+    return 2 * message * all_but_own(n)
 
 
 def _all_but_own(message: float, n: int) -> float:
-    return message * (n - 1) / n
+    return message * all_but_own(n)
 
 
 def _everything(message: float, n: int) -> float:

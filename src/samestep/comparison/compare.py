@@ -29,8 +29,8 @@ from samestep.launch.device import accelerators, check_devices
 from samestep.layout import Layout
 from samestep.progress import Bar
 from samestep.recipe import Recipe
+from samestep.run_folder import MODEL_FILE
 from samestep.tasks.base import Task
-from samestep.training.result import MODEL_FILE
 from samestep.validation import checked
 
 

@@ -25,8 +25,8 @@ from samestep.job import Job
 from samestep.jobfile import plain
 from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators
+from samestep.run_folder import EVALUATIONS_FILE, METRICS_FILE, REPORT_FILE, json_lines
 from samestep.subprocess_group import PREFIX, CommandOutcome
-from samestep.training.result import REPORT_FILE
 
 
 class Score(NamedTuple):
@@ -71,7 +71,7 @@ class Figures:
 def read(folder: Path, wall: float) -> Figures:
     """The figures of a run that took `wall` seconds in all. Raises FileNotFoundError where it left no report."""
     report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
-    steps = list(_lines(folder / "metrics.jsonl"))
+    steps = json_lines(folder / METRICS_FILE).values
     times = list(accumulate(line["step_seconds"] + line.get("data_seconds", 0.0) for line in steps))
     metrics: dict[str, Any] = report["metrics"]
     name = next((name for name, value in metrics.items() if isinstance(value, (int, float))), None)
@@ -95,25 +95,19 @@ def read(folder: Path, wall: float) -> Figures:
 
 def _scores(folder: Path, name: str, times: Sequence[float]) -> Iterator[Score]:
     """The metric of that name at each evaluation."""
-    for line in _lines(folder / "evaluations.jsonl"):
+    for line in json_lines(folder / EVALUATIONS_FILE).values:
         if name in line and 0 < line["step"] <= len(times):
             yield Score(step=line["step"], seconds=times[line["step"] - 1], value=line[name])
 
 
 def losses(folder: Path) -> list[float]:
     """Read the loss of every step of a run."""
-    return [line["loss"] for line in _lines(folder / "metrics.jsonl")]
+    return [line["loss"] for line in json_lines(folder / METRICS_FILE).values]
 
 
 def grad_norms(folder: Path) -> list[float | None]:
     """Read the gradient norm of every step of a run; None for a step without one."""
-    return [line.get("grad_norm") for line in _lines(folder / "metrics.jsonl")]
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    if file.is_file():
-        for line in file.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)
+    return [line.get("grad_norm") for line in json_lines(folder / METRICS_FILE).values]
 
 
 _LINES = 3

@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 
 from samestep.doctor.findings import DoctorFinding, ok, problem, warning
-from samestep.doctor.run_files import FAULTS_FILE, METRICS_FILE, RunFiles, number, read_run
+from samestep.doctor.run_files import RunFiles, number, read_run
 from samestep.job_plan.after_run import PLAN_FILE, STEP, PlanTerm, furthest, terms
+from samestep.run_folder import FAULTS_FILE, METRICS_FILE, REPORT_FILE
 from samestep.sizes import binary_size
-from samestep.training.result import REPORT_FILE
 
 
 def end(run: RunFiles) -> Iterator[DoctorFinding]:

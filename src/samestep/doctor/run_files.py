@@ -10,22 +10,19 @@ from typing import Any
 
 from samestep.errors import UserError
 from samestep.job_plan.after_run import PLAN_FILE
-from samestep.training.result import REPORT_FILE
+from samestep.run_folder import (
+    CHECKPOINTS,
+    EVALUATIONS_FILE,
+    FAULTS_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    JsonLines,
+    json_lines,
+)
 
-METRICS_FILE, EVALUATIONS_FILE, FAULTS_FILE = "metrics.jsonl", "evaluations.jsonl", "faults.jsonl"
-CHECKPOINTS = "checkpoints"
 _KNOWN = (METRICS_FILE, EVALUATIONS_FILE, FAULTS_FILE, REPORT_FILE, CHECKPOINTS)
 
 _ALIVE = 60.0  # seconds since the last step in which a run may still be going on
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lines:
-    """Parsed lines of a JSONL file."""
-
-    there: bool
-    values: Sequence[Mapping[str, Any]]
-    unreadable: Sequence[int]  # line numbers, from 1, of invalid lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +30,9 @@ class RunFiles:
     """What a run has written into its folder, as far as it can be read."""
 
     folder: Path
-    steps: Lines
-    evaluations: Lines
-    faults: Lines
+    steps: JsonLines
+    evaluations: JsonLines
+    faults: JsonLines
     report: Mapping[str, Any] | None  # None: missing, as in a run that has not finished
     report_error: str | None  # why it can't be read
     plan: Mapping[str, Any] | None  # of a run whose layout was found by a plan
@@ -78,9 +75,9 @@ def read_run(folder: Path) -> RunFiles:
     metrics = folder / METRICS_FILE
     return RunFiles(
         folder=folder,
-        steps=_lines(metrics),
-        evaluations=_lines(folder / EVALUATIONS_FILE),
-        faults=_lines(folder / FAULTS_FILE),
+        steps=json_lines(metrics),
+        evaluations=json_lines(folder / EVALUATIONS_FILE),
+        faults=json_lines(folder / FAULTS_FILE),
         report=report,
         report_error=error,
         plan=_plan(folder / PLAN_FILE),
@@ -94,20 +91,6 @@ def _plan(file: Path) -> Mapping[str, Any] | None:
     """Read plan.json; None if it is missing or truncated."""
     value = _json(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else None
     return value if isinstance(value, dict) and value.keys() >= {"seconds_by_cause", "usage_bytes"} else None
-
-
-def _lines(file: Path) -> Lines:
-    """Parse a JSONL file, and note the numbers of invalid lines."""
-    if not file.is_file():
-        return Lines(there=False, values=[], unreadable=[])
-    values, unreadable = [], []
-    for place, text in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        value = _json(text)
-        if isinstance(value, dict):
-            values.append(value)
-        elif text.strip():
-            unreadable.append(place)
-    return Lines(there=True, values=values, unreadable=unreadable)
 
 
 def _samples(folder: Path) -> dict[int, Sequence[int]]:

@@ -20,6 +20,7 @@ import psutil
 
 from samestep.errors import UserError, closest
 from samestep.fault_tolerance.status import read
+from samestep.run_folder import METRICS_FILE
 
 _PAUSE = 1.0  # seconds
 _RAISES_WITHIN = 2.0  # seconds in which a rank begins another step, if it takes any
@@ -98,7 +99,7 @@ class Processes:
         return self.started.poll()
 
     def last_step(self) -> int:
-        return last_step_in(self._folder / "metrics.jsonl")
+        return last_step_in(self._folder / METRICS_FILE)
 
     def ranks(self) -> Mapping[int, int]:
         """Return the process ids, by rank, of this run's live ranks."""

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import yaml
 from samestep import subprocess_group
 from samestep.job import Job
 from samestep.jobfile import plain
+from samestep.run_folder import FAULTS_FILE, METRICS_FILE, MODEL_FILE, REPORT_FILE, json_lines
 
 Meanwhile = Callable[[subprocess.Popen[bytes], Path], None]
 
@@ -28,21 +29,21 @@ class FinishedRun:
 
     @property
     def report(self) -> Mapping[str, Any]:
-        file = self.folder / "report.json"
+        file = self.folder / REPORT_FILE
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     @property
     def losses(self) -> list[float | None]:
         """Loss of each step."""
-        return [line["loss"] for line in lines(self.folder / "metrics.jsonl")]
+        return [line["loss"] for line in json_lines(self.folder / METRICS_FILE).values]
 
     @property
-    def faults(self) -> list[dict[str, Any]]:
-        return lines(self.folder / "faults.jsonl")
+    def faults(self) -> Sequence[dict[str, Any]]:
+        return json_lines(self.folder / FAULTS_FILE).values
 
     @property
     def weights(self) -> bytes:
-        file = self.folder / "model.safetensors"
+        file = self.folder / MODEL_FILE
         return file.read_bytes() if file.is_file() else b""
 
     @property
@@ -50,19 +51,6 @@ class FinishedRun:
         """Last line of its output."""
         printed = [line for line in self.output.splitlines() if line.strip()]
         return printed[-1] if printed else "it printed nothing"
-
-
-def lines(file: Path) -> list[dict[str, Any]]:
-    """Parse a JSONL file; invalid lines, such as a partly written last one, are skipped."""
-    if not file.is_file():
-        return []
-    found = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +84,14 @@ class Runs:
 
     def wait_for_step(self, started: subprocess.Popen[bytes], folder: Path, step: int, *, since: float = 0.0) -> bool:
         """Wait until a run has recorded `step` in a file newer than `since`; False if it ended before."""
-        file = folder / "metrics.jsonl"
+        file = folder / METRICS_FILE
         until = time.monotonic() + self.time_limit
         while time.monotonic() < until and started.poll() is None:
-            if file.is_file() and file.stat().st_mtime >= since and any(x["step"] >= step for x in lines(file)):
+            if (
+                file.is_file()
+                and file.stat().st_mtime >= since
+                and any(x["step"] >= step for x in json_lines(file).values)
+            ):
                 return True
             time.sleep(0.02)
         return False

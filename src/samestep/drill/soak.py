@@ -17,13 +17,14 @@ from typing import Any, Protocol
 from samestep import environment, subprocess_group
 from samestep.api import check_job, layout_of
 from samestep.drill.disturbances import Processes, Target, kinds_of, raise_file
-from samestep.drill.drill import FinishedRun, Runs, lines
+from samestep.drill.drill import FinishedRun, Runs
 from samestep.drill.under_faults import UnderFaults, planned
 from samestep.durations import check_seconds
 from samestep.errors import UserError
 from samestep.fault_tolerance.scratch import left_in
 from samestep.job import Checkpointing, Inject, Job
 from samestep.progress import Bar
+from samestep.run_folder import METRICS_FILE, json_lines
 
 _CALIBRATION = 40  # steps from which the step time is measured
 _MARGIN = 1.5  # factor on the number of steps: on a shared machine steps may get faster later
@@ -271,13 +272,13 @@ def _undisturbed(place: SoakRunner, name: str, job: Job, settings: SoakSettings)
 
 
 def _step_seconds(left: FinishedRun) -> float:
-    found = [line["step_seconds"] + line["data_seconds"] for line in lines(left.folder / "metrics.jsonl")]
+    found = [line["step_seconds"] + line["data_seconds"] for line in json_lines(left.folder / METRICS_FILE).values]
     return max(1e-4, median(found[len(found) // 2 :]))
 
 
 def _samples(undisturbed: FinishedRun, left: FinishedRun) -> tuple[int, int]:
     """Count the samples of steps that are missing in the run under faults, and of repeated ones."""
-    wanted = {line["step"]: line["samples"] for line in lines(undisturbed.folder / "metrics.jsonl")}
-    taken = Counter(line["step"] for line in lines(left.folder / "metrics.jsonl"))
+    wanted = {line["step"]: line["samples"] for line in json_lines(undisturbed.folder / METRICS_FILE).values}
+    taken = Counter(line["step"] for line in json_lines(left.folder / METRICS_FILE).values)
     lost = sum(samples for step, samples in wanted.items() if not taken[step])
     return lost, sum(samples * max(0, taken[step] - 1) for step, samples in wanted.items())

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.fault_tolerance.status import Progress
-
-FILE = "faults.jsonl"  # in the run's folder
+from samestep.run_folder import FAULTS_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +94,10 @@ def tell(fault: Fault, folder: Path, *, aloud: bool = True) -> None:
     if not folder.is_dir():
         return
     try:
-        with (folder / FILE).open("a", encoding="utf-8") as file:
+        with (folder / FAULTS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(fault.to_json(), ensure_ascii=False) + "\n")
     except OSError as error:  # a full disk, say, which must not end the training again
-        print(f"samestep: {folder / FILE} can't be written: {error.strerror}", file=sys.stderr, flush=True)
+        print(f"samestep: {folder / FAULTS_FILE} can't be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def cause_of(reason: str) -> str:

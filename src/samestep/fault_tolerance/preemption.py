@@ -25,7 +25,7 @@ from samestep.fault_tolerance.watchdog import Watchdog
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds in which a second signal counts as the first one again: launchers forward a signal to processes that already
 # had it, and one may go to the process group and to this process.
-_AGAIN = 0.5
+SECOND_SIGNAL = 0.5
 _APART = 0.25  # seconds between two all-reduces
 _MOST_STEPS = 64
 
@@ -71,7 +71,7 @@ class StopAgreement:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         """Signal handler of a rank: records the first signal; a second one half a second later ends the process."""
         now = time.monotonic()
-        if self._forwarded or self._first_at is None or now - self._first_at < _AGAIN:
+        if self._forwarded or self._first_at is None or now - self._first_at < SECOND_SIGNAL:
             self._first_at = self._first_at or now
             self.hear(number)
             return
@@ -156,7 +156,7 @@ class Signals:
             name = signal.Signals(number).name
             os.write(2, f"samestep: {name}: the ranks save and stop; a second one ends them at once\n".encode())
             self._tell_ranks()
-        elif now - self._at > _AGAIN:
+        elif now - self._at > SECOND_SIGNAL:
             if self._round is not None:
                 self._round[1].end_now()
             raise SignalException(f"a second {signal.Signals(number).name}", signal.Signals(number))

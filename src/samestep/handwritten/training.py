@@ -16,10 +16,11 @@ from samestep.launch.affinity import threads_of
 from samestep.launch.device import backend_of, device_of, peak_memory
 from samestep.launch.world import leave_process_group
 from samestep.ranks import Ranks
+from samestep.run_folder import MODEL_FILE
 from samestep.tasks.registry import resolve
 from samestep.training import usage as usages
 from samestep.training.metrics_log import Records
-from samestep.training.result import MODEL_FILE, TrainResult, write_report, write_weights
+from samestep.training.result import TrainResult, write_report, write_weights
 
 
 def train(job: Job, folder: Path, *, ranks: Ranks, meet_at: str | None = None) -> None:

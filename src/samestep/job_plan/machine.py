@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from samestep import environment
+from samestep.comm.collectives import all_but_own
 from samestep.errors import UserError
 from samestep.launch.affinity import cores
 from samestep.launch.memory import available_memory, give_back_freed_memory, keep_freed_memory
@@ -220,17 +221,13 @@ class _Kind:
     sent_share: Callable[[int], float]
 
 
-def _all_but_own(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
 _KINDS: Mapping[str, _Kind] = {
-    "all-reduce": _Kind(name="all-reduce", sent_share=lambda ranks: 2 * _all_but_own(ranks)),
-    "all-gather": _Kind(name="all-gather", sent_share=_all_but_own),
-    "reduce-scatter": _Kind(name="reduce-scatter", sent_share=_all_but_own),
-    "all-to-all": _Kind(name="all-to-all", sent_share=_all_but_own),
-    "broadcast": _Kind(name="broadcast", sent_share=_all_but_own),
-    "reduce": _Kind(name="reduce", sent_share=_all_but_own),
+    "all-reduce": _Kind(name="all-reduce", sent_share=lambda ranks: 2 * all_but_own(ranks)),
+    "all-gather": _Kind(name="all-gather", sent_share=all_but_own),
+    "reduce-scatter": _Kind(name="reduce-scatter", sent_share=all_but_own),
+    "all-to-all": _Kind(name="all-to-all", sent_share=all_but_own),
+    "broadcast": _Kind(name="broadcast", sent_share=all_but_own),
+    "reduce": _Kind(name="reduce", sent_share=all_but_own),
     "send/recv": _Kind(name="point-to-point", sent_share=lambda ranks: 1.0),
 }
 

@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from samestep import environment
 from samestep.errors import HostLostError, JobOverError, StartError, UserError
+from samestep.fault_tolerance.preemption import SECOND_SIGNAL
 from samestep.launch import elastic_agent, rendezvous
 from samestep.launch.device import accelerators, check_slots
 from samestep.launch.failure import Failure, JobOutcome, first_of, of_failures, of_hang
@@ -35,7 +36,6 @@ from samestep.launch.rounds import RanksEnded
 from samestep.launch.worker import entry_of, rank_command
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_AGAIN = 0.5  # seconds; a signal to the process group and one to this process are the same one
 _LOOK = 0.5  # seconds between two looks at whether the job has ended elsewhere
 _AFTER_END = 5.0  # seconds that ranks have to end when the job has failed elsewhere
 _SETTLE = 3.0  # seconds for all hosts to tell their failures
@@ -278,7 +278,7 @@ class _Signals:
             self.number, self._at = number, now
             if self._ends:
                 raise SignalException(f"signal {number}", signal.Signals(number))
-        if now - self._at > _AGAIN:
+        if now - self._at > SECOND_SIGNAL:
             end_children()
 
 

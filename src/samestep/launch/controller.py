@@ -19,6 +19,7 @@ from types import FrameType
 from typing import IO, Any
 
 from samestep import environment
+from samestep.fault_tolerance.preemption import SECOND_SIGNAL
 from samestep.launch.failure import JobOutcome, of_failures
 from samestep.launch.logs import write_lines
 from samestep.launch.remote_agent import MARK, request
@@ -156,7 +157,6 @@ class AgentConnection:
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_AGAIN = 0.5  # seconds; a signal to the process group and one to this process are the same one
 _AFTER_END = 3.0  # seconds for the other hosts to notice the job's end by themselves
 _KILLED = 5.0  # seconds from the order to kill to cutting the connections
 _BY_SIGNAL = 128  # exit code of an agent ended by a signal: this plus the signal's number
@@ -345,7 +345,7 @@ class Controller:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         """Signal handler: records the signal, and wakes the thread that reads the queue."""
         now = time.monotonic()
-        if not self._signal or now - self._signal_at > _AGAIN:
+        if not self._signal or now - self._signal_at > SECOND_SIGNAL:
             self._signal, self._signal_at = self._signal or number, now
             self._events.put(None)
 

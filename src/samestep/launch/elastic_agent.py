@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.launcher.api import WorkerSpec
 
 from samestep import environment
-from samestep.errors import JobOverError
+from samestep.errors import USERS_MISTAKE, JobOverError
 from samestep.fault_tolerance.preemption import Signals
 from samestep.fault_tolerance.scratch import folder_in_memory, scratch
 from samestep.fault_tolerance.status import JobInfo
@@ -43,7 +43,6 @@ Explain = Callable[[Mapping[int, ProcessFailure]], RanksEnded]
 _APART = 0.1  # seconds between monitoring steps
 _LINGER = 3.0  # seconds that the host with a round's store waits for other hosts to leave
 _A_WORD = 3.0  # seconds within which a host announces that it stops its ranks
-_USERS_MISTAKE = 2  # the exit code
 
 
 # Its methods' decorators hide their types.
@@ -226,7 +225,7 @@ class NodeElasticAgent(_ElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         self._why = self._spec.explain(result.failures)
         self._hosts.heartbeat.leave("failed")
-        self._mistaken = _USERS_MISTAKE in codes
+        self._mistaken = USERS_MISTAKE in codes
         if self._mistaken or self._supervision.stopped:
             self._remaining_restarts = 0  # a mistake would be made again
         elif self._is_lost_for_good() and (fewer := self._supervision.shrink()) is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import TYPE_CHECKING, Any
 
-from samestep.errors import UserError
+from samestep.errors import USERS_MISTAKE, UserError
 from samestep.run_folder import errors_of, output_of
 
 if TYPE_CHECKING:  # a remote agent imports this module before PyTorch, so that it accepts orders early
@@ -34,7 +34,6 @@ def tell(file: Path, message: str, *, mistake: str | None = None) -> None:
         new.replace(file)
 
 
-_USERS_MISTAKE = 2  # exit code of samestep and argparse for user mistakes
 _OURS = "samestep: "  # prefix of a samestep rank's message
 
 
@@ -103,11 +102,11 @@ def of_failures(failures: Iterable[Failure]) -> JobOutcome | None:
     failure = first(failures)
     if failure is None:
         return None
-    if failure.exit_code != _USERS_MISTAKE:
+    if failure.exit_code != USERS_MISTAKE:
         return JobOutcome(exit_code=1, message=str(failure), failure=failure)
     # A user's mistake is reported as the job's, not a rank's.
     message = failure.reason.removeprefix(_OURS) if failure.reason.startswith(_OURS) else str(failure)
-    return JobOutcome(exit_code=_USERS_MISTAKE, message=message, failure=failure)
+    return JobOutcome(exit_code=USERS_MISTAKE, message=message, failure=failure)
 
 
 _LAST_LINES = 20  # shown of the log of a rank without a traceback

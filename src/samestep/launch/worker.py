@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from samestep import environment
-from samestep.errors import UserError
+from samestep.errors import USERS_MISTAKE, UserError
 from samestep.launch import failure, fork_server, rank_entry
 from samestep.launch.affinity import BindChoice, check_choice, chosen, this_machine
 from samestep.launch.fork_server import end_with_starter
 from samestep.launch.script_env import registry
-
-_USERS_MISTAKE = 2  # the exit code
 
 # A rank's death breaks its peers' connections within milliseconds. A rank that runs a function waits this long
 # (seconds) after its failure, so that the agent sees the first death first.
@@ -122,7 +120,7 @@ def run_forked(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         (_, _, _, module, *words), variables = rank_entry.prepared(arguments)
     except UserError as error:
         rank_entry.tell(error)
-        _end(_USERS_MISTAKE)
+        _end(USERS_MISTAKE)
     environment.become(variables)
     sys.argv = [module, *words]
     code = 0
@@ -145,7 +143,7 @@ def run_call(file: str, environ: Mapping[str, str]) -> Any:
         return function(*arguments)
     except UserError as error:
         _tell(str(error), mistake=type(error).__name__)
-        _end(_USERS_MISTAKE)
+        _end(USERS_MISTAKE)
     except BaseException:
         _tell(traceback.format_exc())
         time.sleep(_AFTER_YOU)

@@ -105,7 +105,7 @@ class Task(ABC):
         return None
 
     def predict(self, model: Model, wanted: ToPredict) -> Iterator[Prediction]:
-        """What the model makes of each sample: of the file's, where `predicts_from` says so, or the held-out ones."""
+        """Yield a prediction for each sample: of the samples of a file (`predicts_from`), or of the held-out ones."""
         yield from predict_each(self, model, self.eval_set() or (), wanted.batch)
 
     def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:

@@ -351,7 +351,7 @@ class CausalLM(Task):
 
     @property
     def _vocabulary(self) -> int:
-        """Rows of the embedding that ids need. A trained tokenizer may have fewer: the text may be too short."""
+        """The rows of the embedding. A tokenizer that was trained on a short text may need fewer than configured."""
         loaded = self._loaded_tokenizer
         if loaded is None:
             return self._data.vocabulary

@@ -177,13 +177,14 @@ class HuggingFace(Task):
         ]
 
     def _right(self, output: Any, batch: Batch) -> tuple[int, int]:
-        """How many labels the model tells right, of how many."""
+        """The number of labels that the model predicts, and the number of all labels that count."""
         labels = batch.targets[self._facts.labels[0]]
         found, known, counted = self._labelled(output.logits.argmax(dim=-1), labels)
         return int(((found == known) & counted).sum()), int(counted.sum())
 
     def _labelled(self, found: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the model says, what is right, and which of them count; of the next token where the loss is of it."""
+        """Predictions, labels, and a mask of the labels that count. Where the loss is that of the next token, labels
+        are shifted by one token."""
         terms = self._facts.terms
         if terms is not None and terms.kind == "shifted":
             found, labels = found[..., :-1], labels[..., 1:]

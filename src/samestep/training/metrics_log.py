@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from samestep.data.loader import StepBatch
 from samestep.fault_tolerance.nonfinite import without_nonfinite
+from samestep.run_folder import EVALUATIONS_FILE, METRICS_FILE, json_lines
 from samestep.training.evaluation import scalars
 
 
@@ -64,7 +65,7 @@ class Records:
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        metrics, evaluations = folder / "metrics.jsonl", folder / "evaluations.jsonl"
+        metrics, evaluations = folder / METRICS_FILE, folder / EVALUATIONS_FILE
         kept = _lines_before(metrics, first_step)
         if [values["step"] for _, values in kept] == list(range(first_step)):
             self.losses = [math.nan if values["loss"] is None else values["loss"] for _, values in kept]
@@ -107,17 +108,11 @@ class Records:
 
 def _lines_before(file: Path, step: int) -> list[tuple[str, dict[str, Any]]]:
     """The lines of steps before `step`, raw and parsed; skips the partial line of a run that was killed."""
-    if not step or not file.is_file():
+    if not step:
         return []
-    kept: list[tuple[str, dict[str, Any]]] = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict) and values.get("step", step) < step:
-            kept.append((line, values))
-    return kept
+    lines = json_lines(file)
+    read = zip(lines.texts, lines.values, strict=True)
+    return [(text, values) for text, values in read if values.get("step", step) < step]
 
 
 def _rewritten(file: Path, lines: Sequence[str]) -> TextIO:

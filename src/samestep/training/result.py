@@ -15,7 +15,7 @@ from samestep.fault_tolerance.pace import lagging
 from samestep.job import Job
 from samestep.launch.device import peak_memory
 from samestep.profiling.breakdown import Profile
-from samestep.run_folder import RunPlace, versions
+from samestep.run_folder import MODEL_FILE, REPORT_FILE, RunPlace, versions
 from samestep.training.session import Session
 from samestep.training.usage import Usage
 
@@ -47,9 +47,7 @@ class TrainResult:
         return self.folder / MODEL_FILE
 
 
-MODEL_FILE = "model.safetensors"
 CURVES_FILE = "curves.json"
-REPORT_FILE = "report.json"
 SCHEDULE_FILE = "schedule.json"  # of runs with a pipeline
 
 

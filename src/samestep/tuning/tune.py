@@ -1,6 +1,5 @@
 """Try settings one after another, each value in processes of its own, and keep what is faster."""
 
-import json
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from samestep.errors import RankFailedError, UserError, closest
 from samestep.job import Job
 from samestep.jobfile import LoadedJob, dump
 from samestep.progress import Bar
+from samestep.run_folder import METRICS_FILE, json_lines
 from samestep.tasks.base import Task
 from samestep.tuning.results import Status, Timing, TuningResult, TuningRow
 from samestep.tuning.settings import SETTINGS, Setting, SettingCandidate
@@ -232,11 +232,11 @@ class _Trials:
             status, reason = explain(folder, outcome, self._time_limit)
             raise TrialError(status, reason)
         self.remarks = subprocess_group.distinct((*self.remarks, *outcome.remarks))
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        values = [json.loads(line) for line in lines[_FIRST:]]
+        steps = json_lines(folder / METRICS_FILE).values
+        values = steps[_FIRST:]
         if not values:
             raise TrialError(
-                "failed", f"the training has {len(lines)} steps, of which the first {_FIRST} don't count"
+                "failed", f"the training has {len(steps)} steps, of which the first {_FIRST} don't count"
             )
         return median(value["step_seconds"] + value["data_seconds"] for value in values)
 

@@ -8,7 +8,7 @@ from samestep.errors import UserError
 from samestep.layout import Layout
 from samestep.verification.proof import Proof
 
-# Every axis alone, every schedule, and their hybrids up to eight ranks.
+# Every axis alone but that of experts (`EXPERTS`), every schedule, and their hybrids up to eight ranks.
 ALL = (
     "dp2",
     "dp3",
@@ -38,7 +38,7 @@ ALL = (
     "pp2 fsdp2 tp2",
 )
 
-# Every axis once, and two hybrids.
+# Every axis once but that of experts, and two hybrids.
 FAST = ("dp2", "zero1x2", "fsdp2", "tp2", "pp2", "cp2", "fsdp2 tp2", "pp2 tp2")
 
 # For mixtures of experts: every axis once, and the expert axis alone and with each other axis.

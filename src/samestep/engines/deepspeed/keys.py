@@ -63,7 +63,7 @@ def offload_of(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def bf16_key(keys: Container[str]) -> str:
-    """The section that says bf16: DeepSpeed looks at its older name only where the newer one is missing."""
+    """The name of the bf16 section: DeepSpeed reads the older name, `bfloat16`, only if there is no `bf16`."""
     return "bf16" if "bf16" in keys else "bfloat16"
 
 
@@ -123,11 +123,11 @@ def schema_of(section: Mapping[str, Any]) -> type[AdamW] | type[SGD] | None:
 
 
 def adds_decay_to_gradient(section: Mapping[str, Any]) -> bool:
-    """Adam of Kingma & Ba 2015, where AdamW decays the parameter. Without decay both are one."""
+    """Whether weight decay is added to the gradient (Adam, Kingma & Ba 2015), not to the parameter (AdamW)."""
     return str(section["type"]).lower() == "adam" and section.get("params", {}).get("adam_w_mode", True) is False
 
 
 def default_decay(section: Mapping[str, Any]) -> float:
-    """The weight decay of an `optimizer` section that says none: that of the optimizer which DeepSpeed makes."""
+    """The weight decay if an `optimizer` section has none: the default of the optimizer that DeepSpeed makes."""
     torch_decays = bool(section.get("params", {}).get("torch_adam")) and not adds_decay_to_gradient(section)
     return _PYTORCH_DECAY if torch_decays else 0.0
