@@ -56,6 +56,28 @@ class Points(samestep.Task):
         return [f"class {number}" for number in range(self.classes)]
 
 
+class Counting(nn.Module):
+    """Divides by a number that grows with every training forward."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, points: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return points / (1 + 0.1 * self.calls)
+
+
+class Counted(Points):
+    """Points whose model counts its forwards: with several micro-batches its step is another one."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), Counting(), nn.Linear(8, self.classes))
+
+
 class Words(Points):
     """A loss over words, not samples: sample i counts for 1 + i % 3 words, as unmasked tokens do."""
 

@@ -95,7 +95,7 @@ MISTAKES = {
     ),
     "an axis that an engine does not split": (
         "train good.yaml --layout dp2 --engine data-parallel",
-        r'layout "dp2": engine "data-parallel" does not split replicate yet; it splits nothing',
+        r'layout "dp2": engine "data-parallel" does not split replicate yet; it splits nothing; use layout single',
     ),
     "an offload of what is not sharded": (
         "train good.yaml --layout dp2|offload=parameters",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from proving import prove, same
 from safetensors.torch import load_file
-from small_tasks import Points, Words
+from small_tasks import Counted, Points, Words
 from torch import Tensor, nn
 
 import samestep
@@ -87,7 +87,14 @@ def test_two_stages_take_the_step_of_one_process(tmp_path: Path) -> None:
         # What a pipeline leaves in the package must not change what comes after it.
         "replicas after it": (words, "dp2", ENGINE),
     }
-    assert same(prove(cases), list(cases)) == {}
+    counted = {
+        "a stage that counts its forwards": (recipe(Counted()), "pp2", {**ENGINE, "micro_batch": 11}),
+        "a replica that counts its forwards": (recipe(Counted()), "dp2", {**ENGINE, "micro_batch": 11}),
+    }
+    found = prove({**cases, **counted})
+    assert same(found, list(cases)) == {}
+    for name in counted:
+        assert "the buffer 1.calls is moved on by every training forward" in str(found[name]), name
 
 
 @pytest.mark.slow

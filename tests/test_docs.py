@@ -367,7 +367,8 @@ def variables_read(place: ClusterEnvironment) -> set[str]:
 @pytest.mark.parametrize("page", in_both_languages("places.md"), ids=name_of)
 def test_every_variable_that_a_place_reads_stands_in_its_row(page: Path) -> None:
     rows = dict(re.findall(r"^\| `([\w-]+)` \| (.*?) \| [^|]* \|$", prose(page), re.MULTILINE))
-    assert sorted(VARIABLES) == sorted({place.name for place in PLACES} - {"hostfile", "this-machine"})
+    by_variables = {place.name for place in PLACES} - {"hostfile", "this-machine"}
+    assert sorted(VARIABLES) == sorted(by_variables), "add the pattern of the place's variables to VARIABLES above"
     for place in PLACES:
         if place.name in VARIABLES:
             told = [re.sub("^_", "OMPI_COMM_WORLD_", name) for name in re.findall(r"`(\w+)`", rows[place.name])]

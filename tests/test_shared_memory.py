@@ -252,7 +252,7 @@ def test_a_compiler_may_have_arguments(tmp_path: Path) -> None:
 
 
 def test_a_transport_that_an_engine_can_not_have_is_refused() -> None:
-    with pytest.raises(samestep.UserError, match='engine "accelerate" has transports of its own; use engine native'):
+    with pytest.raises(samestep.UserError, match='engine "accelerate" does not send through it; use engine native'):
         samestep.train(
             samestep.Recipe(task=Points(), batch=16, steps=1),
             layout="dp2",

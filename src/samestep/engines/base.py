@@ -60,7 +60,7 @@ class Abilities:
     sparse_rows: bool = False  # run.sparse_rows
     shares_replicas: bool = False  # run.share_replicas
     ordered: bool = False  # run.reduction: ordered
-    skips: bool = False  # whether its trainers are Skipping
+    skips: bool = False  # run.on_nonfinite: skip and rollback, for which its trainers must be Skipping
     batch_buffers: bool = False  # a task's buffers that are a mean or a sum over the batch
     compiles: bool = False  # run.compile: torch.compile for each block
     chunks_loss: bool = False  # run.loss_chunk: output layer and cross-entropy in chunks
@@ -96,7 +96,21 @@ class Trainer(ABC):
 
     @abstractmethod
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
-        """Forward, backward, clip, update, advance the schedule: one step of the global batch."""
+        """Forward, backward, clip, update, advance the schedule: one step of the global batch.
+
+        `NativeTrainer` does so for most engines. Another trainer keeps the step that of one process if it
+
+        - runs each forward and its loss inside `ForwardContext.at(micro_batch.moment)`, and calls the model by
+          `call` (`tasks/base.py`);
+        - runs forward, backward and `predict` inside `Precision.throughout` (`engines/precision.py`), without which a
+          model that casts to float32 fails its proof in float64;
+        - divides the summed losses by the summed count of all ranks, at least 1, and multiplies by
+          `micro_batch.weight` where ranks share a batch;
+        - clips as PyTorch does, by limit / (norm + 1e-6);
+        - runs the second and later forwards inside `RepeatedForwards.watched`, and after the first step calls its
+          `check` and `check_buffers` (`parallel/exact/buffers.py`);
+        - wraps the step in `index_errors_explained` (`errors.py`).
+        """
 
     def settle(self) -> None:
         """Wait until the last step's parameters have arrived on this rank; the trainer's own methods do so."""
@@ -291,7 +305,8 @@ class Engine(ABC):
         - `keep_no_cache` (`parallel/exact/buffers.py`): forwards keep nothing from one sample to the next.
         - One `ForwardContext` a model (`parallel/exact/forward_context.py`): which samples a forward works on.
         - `same_dropout` (`parallel/exact/dropout.py`): random numbers of a forward belong to samples, not ranks.
-        - `global_batch_norm` (`parallel/exact/batch_norm.py`) over `how.mesh.data_group`, where ranks share a batch.
+        - `global_batch_norm` (`parallel/exact/batch_norm.py`) over `how.mesh.data_group`, with one rank as well: it
+          refuses several micro-batches, whose statistics are not those of the batch.
         - An `UnusedParameters` (`parallel/unused_parameters.py`): parameters that no rank
           used have no gradient. An engine that sends gradients itself sends them in its `settle`.
         - `spread_by_engine` (`engines/setup.py`) of the model, what the package made of it, that context and that

@@ -43,7 +43,7 @@ def check_layout(engine: Engine, layout: Layout, precision: str, config: Path | 
         if name not in able.axes:
             raise LayoutError(
                 f'layout "{layout}": engine "{engine.name}" does not split {name} yet; '
-                f"it splits {', '.join(map(axis_in_words, sorted(able.axes))) or 'nothing'}"
+                f"it splits {', '.join(map(axis_in_words, sorted(able.axes))) or 'nothing; use layout single'}"
             )
     for option in ("recompute", "offload", "attention"):
         for value in getattr(layout, option).split("+"):
@@ -114,7 +114,7 @@ def _check_abilities(job: Job, engine: Engine) -> None:
         raise UserError(f'run.profile is given, and engine "{name}" does not support profiling; use engine native')
     if run.transport == "shared-memory" and not able.shared_memory:
         raise UserError(
-            f'run.transport is shared-memory, and engine "{name}" has transports of its own; '
+            f'run.transport is shared-memory, and engine "{name}" does not send through it; '
             "use engine native, or transport auto"
         )
     if recipe.groups and not able.own_optimizers:

@@ -11,6 +11,7 @@ from samestep.engines.precision import Precision
 from samestep.engines.setup import TrainerSetup, spread_by_engine
 from samestep.errors import UserError
 from samestep.launch.device import accelerators
+from samestep.parallel.exact.batch_norm import global_batch_norm
 from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
@@ -49,6 +50,7 @@ class DataParallel(Engine):
                 f"samestep: engine data-parallel: {there} here; it runs on one device, {how.device}", file=sys.stderr
             )
             same_dropout(model, forward_context)
+            global_batch_norm(model, how.mesh.data_group, forward_context)  # refuses several micro-batches
         else:
             _check_batch_norm(model, devices)
             module = nn.DataParallel(model)

@@ -197,6 +197,7 @@ class _Step:
     loss: Loss
     totals: Tensor  # [loss sum, count, parameters that a rank did not use]
     moments: Iterator[Moment] = field(init=False)  # of this stage's forwards, which run in order
+    forwards: int = 0  # of this stage that have begun
     lr: float = 0.0
 
     def __post_init__(self) -> None:
@@ -245,8 +246,13 @@ class PipelineTrainer(DeepSpeedTrainer):
         @wraps(forward)
         def run(inputs: Any) -> Any:
             running = self._running
-            with nullcontext() if running is None else self._forward_context.at(next(running.moments)):
+            if running is None:
                 output = forward(inputs)
+            else:
+                running.forwards += 1
+                again = self._repeated.watched() if running.forwards > 1 else nullcontext()
+                with self._forward_context.at(next(running.moments)), again:
+                    output = forward(inputs)
             return sendable(output, self._stages.mine) if hands_on else output
 
         return run

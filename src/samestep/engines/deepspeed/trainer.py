@@ -16,7 +16,7 @@ from samestep.engines.deepspeed.gradients import SameOrder, gradients_of
 from samestep.engines.deepspeed.initialize import at_work, quietly, without_deprecations
 from samestep.errors import UserError, index_errors_explained
 from samestep.layout import Layout
-from samestep.parallel.exact.buffers import Versions, check_buffers, versions
+from samestep.parallel.exact.buffers import RepeatedForwards, Versions, check_buffers, versions
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.holdings import Holdings, state_tensors
 from samestep.tasks.base import call, sum_and_count
@@ -178,6 +178,7 @@ class DeepSpeedTrainer(Trainer):
         self._masters = masters_of(engine)
         self._buffers_before: Versions | None = None
         self._buffers_checked = False
+        self._repeated = RepeatedForwards(engine.module)
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         """Backward over the micro-batches, the factor for the count, DeepSpeed's step."""
@@ -218,7 +219,7 @@ class DeepSpeedTrainer(Trainer):
             last = number == len(batch.micro_batches)
             self.engine.set_gradient_accumulation_boundary(last)
             with self._forward_context.at(micro_batch.moment):
-                with self._in_order(training=True):
+                with self._in_order(training=True), self._repeated.watched() if number > 1 else nullcontext():
                     output = call(self.engine, self._as_computed(micro_batch.batch.inputs))
                 term = self._term(output, micro_batch, loss, totals)
             weighed = term * self._scale(batch)
@@ -246,6 +247,7 @@ class DeepSpeedTrainer(Trainer):
         dist.all_reduce(totals, group=self._mesh.loss_group)
         if self._buffers_before is not None:
             self._buffers_checked = True
+            self._repeated.check(f"a step of this rank runs {len(batch.micro_batches)} forwards")
             check_buffers(self.engine.module, self._buffers_before, self._mesh.data_group)
         if totals[2]:
             raise UserError(
