@@ -20,7 +20,7 @@ assert sys.stdin.readline() == "kill\\n"
 """
 
 
-def open_link(*command: str) -> tuple[AgentConnection, "SimpleQueue[Event]"]:
+def open_connection(*command: str) -> tuple[AgentConnection, "SimpleQueue[Event]"]:
     events: SimpleQueue[Event] = SimpleQueue()
     spec = NodeSpec(job="one", host="b", num_procs=1, command=("x",))
     return AgentConnection(
@@ -29,27 +29,27 @@ def open_link(*command: str) -> tuple[AgentConnection, "SimpleQueue[Event]"]:
 
 
 def test_a_link_tells_all_and_leaves_no_pipe_open() -> None:
-    link, events = open_link(sys.executable, "-c", FAR.format(mark=MARK))
+    connection, events = open_connection(sys.executable, "-c", FAR.format(mark=MARK))
     came = [events.get(timeout=30) for _ in range(3)]
-    link.order("kill")
+    connection.order("kill")
     assert isinstance(events.get(timeout=30), AgentEnded)
     assert [event.values for event in came if isinstance(event, AgentMessage)] == [{"host": "b"}]
     assert {event.text for event in came if isinstance(event, Line)} == {b'asked for "this"', b"a warning"}
-    process = link._process
+    process = connection._process
     assert process is not None
     streams = [stream for stream in (process.stdin, process.stdout, process.stderr) if stream is not None]
     until = time.monotonic() + 5
     while not all(stream.closed for stream in streams):
         assert time.monotonic() < until, streams
         time.sleep(0.01)
-    link.order("kill")  # it has ended, and is told nothing more
+    connection.order("kill")  # it has ended, and is told nothing more
 
 
 def test_a_process_that_reads_nothing_leaves_no_pipe_open_either() -> None:
-    link, events = open_link("true")
+    connection, events = open_connection("true")
     assert isinstance(events.get(timeout=30), AgentEnded)
-    assert link.why(["b"]) == "b can't be reached: no message (true ended with exit code 0)"
-    process = link._process
+    assert connection.why(["b"]) == "b can't be reached: no message (true ended with exit code 0)"
+    process = connection._process
     assert process is not None
     assert process.stdin is not None
     until = time.monotonic() + 5

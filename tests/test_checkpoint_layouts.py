@@ -13,7 +13,7 @@ from samestep import Checkpointing, jobfile
 FILE = Path(__file__).parent.parent / "examples" / "proof" / "language.yaml"
 SAVED_AT, STEPS = 3, 6
 
-# Stages of slices: what they save is cut both ways. In three dimensions replicas add nothing to what is saved.
+# Stages of slices: what they save is cut both ways. With three axes replicas add nothing to what is saved.
 HYBRID = "pp2 tp2"
 LAYOUTS = ("single", "dp2", "dp3", "zero1x2", "fsdp2", "tp2", "pp2", "pp2 dp2 tp2")
 # Each of them under another way to hold parameters and optimizer state.
@@ -78,7 +78,7 @@ def test_every_layout_goes_on_from_stages_of_slices_and_from_one_process(tmp_pat
 
 
 @pytest.mark.slow
-def test_every_layout_goes_on_from_three_dimensions_and_from_one_process(tmp_path: Path) -> None:
+def test_every_layout_goes_on_from_three_axes_and_from_one_process(tmp_path: Path) -> None:
     check(tmp_path, [(source, target) for source in ("single", LAYOUTS[-1]) for target in LAYOUTS])
 
 

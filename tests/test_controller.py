@@ -62,10 +62,10 @@ class Reached:
             self._end()
 
     def _tell(self, host: str, **values: Any) -> None:
-        self._events.put(AgentMessage(link=self, values={"host": host, **values}))  # pyright: ignore[reportArgumentType]
+        self._events.put(AgentMessage(connection=self, values={"host": host, **values}))  # pyright: ignore[reportArgumentType]
 
     def _end(self) -> None:
-        self._events.put(AgentEnded(link=self))  # pyright: ignore[reportArgumentType]
+        self._events.put(AgentEnded(connection=self))  # pyright: ignore[reportArgumentType]
 
     def work_ends(self, outcome: JobOutcome = DONE) -> None:
         for host in self._works:
@@ -124,7 +124,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., JobOutcome]:
             enough = len(Reached.tries["worker-2"]) >= tries and job._events.empty()
             if enough and not job._again and not job._orders:
                 for each in Reached.working:
-                    if each in job._links:
+                    if each in job._connections:
                         each.work_ends()
 
         monkeypatch.setattr(job, "_take", take_and_end)

@@ -35,7 +35,7 @@ _LATE = 1.0  # seconds to wait for the remaining output of an ended process
 class Line:
     """An output line of a remote process."""
 
-    link: "AgentConnection"
+    connection: "AgentConnection"
     number: int  # 1: stdout, 2: stderr
     text: bytes
 
@@ -44,7 +44,7 @@ class Line:
 class AgentMessage:
     """A message of a remote agent."""
 
-    link: "AgentConnection"
+    connection: "AgentConnection"
     values: Mapping[str, Any]
 
 
@@ -52,7 +52,7 @@ class AgentMessage:
 class AgentEnded:
     """A launcher process has ended, and all its output has been read."""
 
-    link: "AgentConnection"
+    connection: "AgentConnection"
 
 
 Event = Line | AgentMessage | AgentEnded | None
@@ -81,7 +81,7 @@ class AgentConnection:
             )
         except OSError as error:
             self._process, self._failure = None, f"{agents.command[0]}: {error.strerror}"
-            events.put(AgentEnded(link=self))
+            events.put(AgentEnded(connection=self))
             return
         self._readers = [
             threading.Thread(target=self._read, args=(number, stream), daemon=True)
@@ -97,9 +97,9 @@ class AgentConnection:
             for line in stream:
                 text = line.rstrip(b"\n")
                 if number == 1 and text.startswith(MARK):
-                    self._events.put(AgentMessage(link=self, values=json.loads(text.removeprefix(MARK))))
+                    self._events.put(AgentMessage(connection=self, values=json.loads(text.removeprefix(MARK))))
                 else:
-                    self._events.put(Line(link=self, number=number, text=text))
+                    self._events.put(Line(connection=self, number=number, text=text))
 
     def _send(self, data: bytes) -> None:
         """Write an order to the agent, unless it has ended."""
@@ -116,7 +116,7 @@ class AgentConnection:
         self._process.wait()
         for reader in self._readers:  # ssh may leave its shared connection behind, which holds the pipes open
             reader.join(_LATE)
-        self._events.put(AgentEnded(link=self))
+        self._events.put(AgentEnded(connection=self))
         with suppress(OSError):  # what it was sent and has not read
             self._process.stdin.close()
 
@@ -190,7 +190,7 @@ class Controller:
         self._grace_period = grace_period
         self._elastic = elastic
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # reentrant: signal handlers put into it
-        self._links: set[AgentConnection] = set()
+        self._connections: set[AgentConnection] = set()
         self._again: dict[AgentCommand, float] = {}  # lost hosts, and when each is retried
         self._waits: dict[AgentCommand, float] = {}  # current delay of hosts that have not come back
         self._outcomes: dict[str, JobOutcome] = {}
@@ -213,7 +213,7 @@ class Controller:
             stack.callback(self._cut)
             for agents in self._agents:
                 self._connect(agents)
-            while self._links or (self._again and not self._ending):
+            while self._connections or (self._again and not self._ending):
                 self._take()
                 self._give_orders()
                 self._try_again()
@@ -224,7 +224,9 @@ class Controller:
         return self._over or bool(self._signal)
 
     def _connect(self, agents: AgentCommand) -> None:
-        self._links.add(AgentConnection(agents, request(agents.specs, self._folder, self._variables), self._events))
+        self._connections.add(
+            AgentConnection(agents, request(agents.specs, self._folder, self._variables), self._events)
+        )
 
     def _take(self) -> None:
         """Handle the next event, if any."""
@@ -233,90 +235,94 @@ class Controller:
         except queue.Empty:
             return
         match event:
-            case Line(link=link, number=number, text=text):
-                link.hold(number, text)
-                self._show(link)
-            case AgentMessage(link=link, values=values):
-                self._take_message(link, values)
-            case AgentEnded(link=link):
-                self._links.discard(link)
-                self._ended(link)
+            case Line(connection=connection, number=number, text=text):
+                connection.hold(number, text)
+                self._show(connection)
+            case AgentMessage(connection=connection, values=values):
+                self._take_message(connection, values)
+            case AgentEnded(connection=connection):
+                self._connections.discard(connection)
+                self._ended(connection)
             case None:  # a signal
                 self._pass_on()
 
-    def _show(self, link: AgentConnection) -> None:
+    def _show(self, connection: AgentConnection) -> None:
         """Print the lines of hosts whose agents run: from their ranks, or from ssh."""
-        if link.started:
-            for number, lines in link.let_go():
+        if connection.started:
+            for number, lines in connection.let_go():
                 write_lines((sys.stdout if number == 1 else sys.stderr).buffer, lines)
 
-    def _take_message(self, link: AgentConnection, values: Mapping[str, Any]) -> None:
+    def _take_message(self, connection: AgentConnection, values: Mapping[str, Any]) -> None:
         """Handle an agent's message: started, or the outcome of its host."""
         host = values["host"]
         if "started" in values:
-            link.started.add(host)
-            self._show(link)
+            connection.started.add(host)
+            self._show(connection)
         elif "outcome" in values:
             outcome = JobOutcome.from_json(values["outcome"])
-            if self._gives_up(link, host, outcome):
+            if self._gives_up(connection, host, outcome):
                 self._gave_up[host] = outcome
                 return
             self._outcomes[host] = outcome
             if outcome.exit_code != 0:
                 self._end_all(_AFTER_END)
 
-    def _gives_up(self, link: AgentConnection, host: str, outcome: JobOutcome) -> bool:
+    def _gives_up(self, connection: AgentConnection, host: str, outcome: JobOutcome) -> bool:
         """Whether the other hosts go on without a host with this outcome."""
         if not self._elastic or self._ordered or self._ending or outcome.failure is not None:
             return False
         # A user mistake ends the job, except on a host that comes back: its disk may not be mounted yet.
-        own = outcome.exit_code == 1 or outcome.exit_code > _BY_SIGNAL or link.agents in self._waits
-        others = {each for link in self._links for each in link.started} - {host}
+        own = outcome.exit_code == 1 or outcome.exit_code > _BY_SIGNAL or connection.agents in self._waits
+        others = {each for connection in self._connections for each in connection.started} - {host}
         return outcome.exit_code != 0 and own and bool(others - self._outcomes.keys() - self._gave_up.keys())
 
-    def _ended(self, link: AgentConnection) -> None:
+    def _ended(self, connection: AgentConnection) -> None:
         """Handle the end of a connection.
 
         Its hosts without an outcome are lost: an elastic job may get them back, any other job ends.
         """
-        missing = [spec.host for spec in link.agents.specs if spec.host not in self._outcomes]
+        missing = [spec.host for spec in connection.agents.specs if spec.host not in self._outcomes]
         if not missing or self._signal or self._ordered:
             return
-        done = [self._outcomes[spec.host].exit_code == 0 for spec in link.agents.specs if spec.host in self._outcomes]
+        done = [
+            self._outcomes[spec.host].exit_code == 0
+            for spec in connection.agents.specs
+            if spec.host in self._outcomes
+        ]
         if self._elastic and any(done):
             return  # other hosts behind the same process have finished the job without them
         lost = [host for host in missing if host not in self._gave_up]
         gave_up = None if lost else self._gave_up[missing[0]]
-        reason = link.why(lost) if gave_up is None else _reason(missing[0], gave_up)
+        reason = connection.why(lost) if gave_up is None else _reason(missing[0], gave_up)
         if gave_up is not None and self._over:
             self._outcomes[missing[0]] = gave_up
             return
         for host in missing:
             self._gave_up.pop(host, None)
-        if self._elastic and self._links and not self._over:
-            self._await(link, reason, gave_up)
+        if self._elastic and self._connections and not self._over:
+            self._await(connection, reason, gave_up)
             return
         self._lost.append(reason)
         self._end_all(0)
 
-    def _await(self, link: AgentConnection, reason: str, gave_up: JobOutcome | None) -> None:
+    def _await(self, connection: AgentConnection, reason: str, gave_up: JobOutcome | None) -> None:
         """Schedule a retry of a lost host; printed once each time that it is lost."""
         # A host that soon fails for the same reason as before has not come back in between.
-        soon = time.monotonic() - link.began < _LONGEST_WAIT
-        same = gave_up is not None and soon and self._reasons.get(link.agents) == reason
-        before = None if link.started and not same else self._waits.get(link.agents)
-        self._reasons[link.agents] = reason
+        soon = time.monotonic() - connection.began < _LONGEST_WAIT
+        same = gave_up is not None and soon and self._reasons.get(connection.agents) == reason
+        before = None if connection.started and not same else self._waits.get(connection.agents)
+        self._reasons[connection.agents] = reason
         if before is None:
             print(f"samestep: {reason}; the others go on, and it is tried again", file=sys.stderr, flush=True)
         # After a signal on that host, its machine may be about to go down.
         first = _LONGEST_WAIT if gave_up is not None and gave_up.exit_code > _BY_SIGNAL else _FIRST_WAIT
         wait = first if before is None else min(2 * before, _LONGEST_WAIT)
-        self._waits[link.agents] = wait
-        self._again[link.agents] = time.monotonic() + wait
+        self._waits[connection.agents] = wait
+        self._again[connection.agents] = time.monotonic() + wait
 
     def _try_again(self) -> None:
         """Start the agents of lost hosts again, as long as other hosts run."""
-        if self._ending or not self._links:
+        if self._ending or not self._connections:
             self._again.clear()
         for agents, at in list(self._again.items()):
             if time.monotonic() > at:
@@ -336,11 +342,11 @@ class Controller:
         while self._orders and self._orders[0][0] < time.monotonic():
             _, order = self._orders.pop(0)
             self._ordered = True
-            for link in self._links:
+            for connection in self._connections:
                 if order:
-                    link.order(order)
+                    connection.order(order)
                 else:
-                    link.kill()
+                    connection.kill()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         """Signal handler: records the signal, and wakes the thread that reads the queue."""
@@ -366,8 +372,8 @@ class Controller:
 
     def _cut(self) -> None:
         """Kill the launcher processes, whatever they still print."""
-        for link in self._links:
-            link.kill()
+        for connection in self._connections:
+            connection.kill()
 
     def _outcome(self) -> JobOutcome:
         """Combine the hosts' outcomes."""
