@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -21,31 +21,54 @@ TOLD = str(SCRIPTS / "told.py")
 
 @contextmanager
 def in_a_folder_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Work there, with nobody's files of variables; fail where a process of the test is left."""
+    """Work there, with nobody's files of variables; fail if a process of the test is left."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(folder / "home"))
     yield
+    assert_nothing_is_left()
+
+
+def assert_nothing_is_left(limit: float = 30) -> None:
+    """Kill what is left of this test's jobs, and fail if anything is, after `limit` seconds in which it may end."""
     gc.collect()
-    deadline = time.monotonic() + 5
-    while (left := ranks_alive()) and time.monotonic() < deadline:
+    deadline = time.monotonic() + limit
+    while (left := processes_alive()) and time.monotonic() < deadline:
         time.sleep(0.05)
+    words = [described(process) for process in left]
     for process in left:
-        process.kill()
-    assert not left
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    assert not words, "\n".join(words)
 
 
-def ranks_alive() -> list[psutil.Process]:
-    """Processes of this test's jobs, whoever is their parent now."""
+def described(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return f"{process.pid}: {' '.join(process.cmdline())}"
+    return str(process)
+
+
+def processes_alive() -> list[psutil.Process]:
+    """Processes of this test's jobs: children, and orphans that a killed job left to another parent.
+
+    They have the mark of these tests in the environment that they were started with (tests/conftest.py). Left out are
+    this process and two children that live as long as it does: the server that ranks are forked from, and Python's
+    tracker of shared memory and semaphores.
+    """
     found = []
     for process in psutil.process_iter():
         try:
-            words = process.cmdline()
-            ours = process.environ().get("SAMESTEP_TEST") == os.environ["SAMESTEP_TEST"]
-            if ours and any(word == TOLD or word.startswith("samestep.launch.start") for word in words):
+            ours = process.environ().get("SAMESTEP_TEST") == str(os.getpid())
+            if ours and process.pid != os.getpid() and not _lives_as_long_as_the_tests(process):
                 found.append(process)
         except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
     return found
+
+
+def _lives_as_long_as_the_tests(process: psutil.Process) -> bool:
+    command = " ".join(process.cmdline())
+    helpers = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+    return process.ppid() == os.getpid() and any(f"from {helper} import main" in command for helper in helpers)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from launching import assert_nothing_is_left, processes_alive
 from listening import elsewhere, listening
 from shown_pages import is_shown
 from small_jobs import job_file, losses_alone, losses_in, slow_job, steps_in, wait_until
@@ -21,7 +22,6 @@ from samestep.cli.main import main
 from samestep.launch import local
 
 TESTS = Path(__file__).parent
-MARK = str(os.getpid())
 NTH = ("first", "second", "third")
 
 
@@ -32,34 +32,7 @@ def recipe(task: samestep.Task, **values: object) -> samestep.Recipe:
 @pytest.fixture(autouse=True)
 def nothing_is_left_running() -> Iterator[None]:
     yield
-    deadline = time.monotonic() + 5
-    while (left := _ranks_alive()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for process in left:
-        process.kill()
-    assert not left
-
-
-def _ranks_alive() -> list[psutil.Process]:
-    """Processes of this test's jobs: children, and orphans that a killed job left to another parent.
-
-    Python's own tracker of semaphores is not one of them, nor is the server that ranks are forked from, whose
-    environment they show as theirs; both live as long as this process.
-    """
-    found = []
-    for process in psutil.process_iter():
-        try:
-            ours = process.environ().get("SAMESTEP_TEST") == MARK
-            if ours and process.pid != os.getpid() and not _is_helper_of_ours(process):
-                found.append(process)
-        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return found
-
-
-def _is_helper_of_ours(process: psutil.Process) -> bool:
-    command = " ".join(process.cmdline())
-    return process.ppid() == os.getpid() and ("resource_tracker" in command or "forkserver" in command)
+    assert_nothing_is_left()
 
 
 def test_one_and_several_processes_reach_the_same_weights(tmp_path: Path) -> None:
@@ -183,8 +156,7 @@ def test_ranks_of_a_later_start_have_what_their_parent_has_then(
 def test_the_server_that_forks_has_one_thread() -> None:
     # A lock that another thread holds while a process is forked is held for ever in the new one.
     local.start(colour_and_folder, ("",), 2)
-    helpers = [process for process in psutil.Process().children() if _is_helper_of_ours(process)]
-    (server,) = [process for process in helpers if "forkserver" in " ".join(process.cmdline())]
+    (server,) = [each for each in psutil.Process().children() if "forkserver" in " ".join(each.cmdline())]
     assert server.num_threads() == 1
 
 
@@ -201,7 +173,7 @@ def test_two_jobs_side_by_side_do_not_meet_and_ranks_end_when_their_parent_is_ki
             assert main(["train", str(job)]) == 0
             wait_until(lambda: other.poll() is not None or steps_in(folder) > before)
             assert other.poll() is None
-            assert len(_ranks_alive()) >= 3  # the parent, and its ranks, which `nothing_is_left_running` looks for
+            assert len(processes_alive()) >= 3  # the parent, and its ranks, which `nothing_is_left_running` looks for
         finally:
             other.kill()
     assert losses_in(tmp_path / "run") == pytest.approx(known, rel=1e-12)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import TOLD, await_files, ranks_alive, started
+from launching import TOLD, await_files, processes_alive, started
 from places import BATCH
 from small_jobs import faults_in, losses_in
 
@@ -246,7 +246,7 @@ def test_a_second_signal_ends_ranks_that_take_no_notice() -> None:
         # Signals that follow each other sooner count as one, by the agent's own clock: nothing that is seen from
         # outside changes when the time is over. It has begun, since both ranks were told.
         time.sleep(agent._AGAIN)
-        assert sum("-u" in each.cmdline() for each in ranks_alive()) == 2
+        assert sum("-u" in each.cmdline() for each in processes_alive()) == 2
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
     assert process.returncode == 130

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import SCRIPTS, TOLD, await_files, free_port, started
+from launching import (
+    SCRIPTS,
+    TOLD,
+    assert_nothing_is_left,
+    await_files,
+    free_port,
+    processes_alive,
+    started,
+)
 
 import samestep.launch.consistency
 import samestep.launch.handshake
@@ -311,4 +319,8 @@ def test_ctrl_c_ends_all_hosts(ssh: list[str]) -> None:
 def test_a_controller_that_is_killed_leaves_nothing(ssh: list[str]) -> None:
     with started(*ssh, "--", TOLD, "wait", "here") as process:
         await_files("here-0", "here-1", "here-2")
+        alive = [each.cmdline() for each in processes_alive()]
+        assert sum("samestep.launch.remote_agent" in words[-1] for words in alive if words[0] == sys.executable) == 2
+        assert sum("-u" in words for words in alive) == 3  # the ranks
         process.kill()
+    assert_nothing_is_left()
