@@ -323,7 +323,8 @@ def ends(rank: int, folder: str, how: str) -> None:
     """A rank of two without a launcher: rank 1 departs from what rank 0 does, who writes down what it is told."""
     store = dist.FileStore(str(Path(folder) / "store"), 2)
     environ = NO_COMPILER if how.endswith("without a compiler") else os.environ
-    group = group_of(store, rank, 2, environ, seconds=1.5 if how.startswith("late") else 30)
+    # A rank that has ended, or calls something else, is told long before the group's limit, here of an hour.
+    group = group_of(store, rank, 2, environ, seconds=1.5 if how.startswith("late") else 3600)
     tensor = torch.ones(200_000)
     group.allreduce([tensor]).wait()
     Path(folder, f"ready-{rank}").touch()
@@ -345,7 +346,7 @@ def ends(rank: int, folder: str, how: str) -> None:
 def runs_on(rank: int, folder: str) -> None:
     """A rank of two that calls collectives of several sizes until it is killed, or its peer is."""
     store = dist.FileStore(str(Path(folder) / "store"), 2)
-    group = group_of(store, rank, 2, os.environ)
+    group = group_of(store, rank, 2, os.environ, seconds=3600)
     Path(folder, f"ready-{rank}").touch()
     try:
         while True:

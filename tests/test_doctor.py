@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from findings import GIB, by_subject, only
+from launching import processes_alive
 
 from samestep.cli.main import main
 from samestep.comm_bench import try_ranks
@@ -80,9 +81,8 @@ CPU = collectives.CollectiveTrial(backend="gloo", device="cpu", ranks=2)
 @pytest.mark.slow
 def test_a_collective_that_hangs_is_named_at_the_time_limit(faked: pytest.MonkeyPatch) -> None:
     faked.setenv("SAMESTEP_TEST_WAY", "hangs")
-    began = time.monotonic()
     found = only(collectives.collectives(CPU, limit=6))
-    assert time.monotonic() - began < 20
+    assert processes_alive() == []  # ranks that hang for ten minutes are stopped, and not waited for
     assert found.verdict == "problem"
     assert found.text == (
         "stopped after 6 s: rank 0 was through with reduce of float32; rank 1 stayed in reduce of float32"
@@ -123,11 +123,9 @@ def test_a_check_that_hangs_or_raises_is_named_and_the_others_are_made(monkeypat
     def works(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
         yield ok("works", "well")
 
-    began = time.monotonic()
     monkeypatch.setattr(examine, "CHECKS", {"hangs": hangs, "raises": raises, "works": works})
-    found = list(examine.examine(ExaminationRequest(), limit=0.5))
-    over.set()
-    assert time.monotonic() - began < 5
+    found = list(examine.examine(ExaminationRequest(), limit=2.0))
+    over.set()  # not before: the check that hangs is not waited for
     assert [(each.subject, each.verdict) for each in found] == [
         ("before", "ok"),
         ("hangs", "problem"),
