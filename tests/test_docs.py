@@ -310,6 +310,26 @@ def test_an_engine_is_called_by_its_key(name: str) -> None:
     assert resolve(name).name == name
 
 
+# The pages that say which engines have an ability: "engines other than `one` and `another`".
+ENGINES_WITH = {
+    "batch_buffers": "own-tasks.md",
+    "chunks_loss": "memory.md",
+    "own_optimizers": "recipes-and-layouts.md",
+    "shared_memory": "communication.md",
+}
+OTHER_ENGINES = {"en": r"[Ee]ngines other than ([^.,]*)", "zh": r"([^，。；]*`[^，。；]*)[以之]外的(?:其他)?引擎"}
+
+
+@pytest.mark.parametrize("language", OTHER_ENGINES)
+@pytest.mark.parametrize("ability", ENGINES_WITH)
+def test_pages_name_the_engines_that_declare_an_ability(ability: str, language: str) -> None:
+    page = in_both_languages(ENGINES_WITH[ability])[language == "zh"]
+    (others,) = re.findall(OTHER_ENGINES[language], prose(page))
+    named = re.findall(r"`([\w-]+)`", others)
+    able = [name for name in ENGINES if getattr(resolve(name).abilities, ability)]
+    assert sorted(name for name in named if name in ENGINES) == sorted(able)
+
+
 @pytest.mark.parametrize("page", KEYS, ids=name_of)
 def test_messages_that_list_what_is_known_list_all(page: Path) -> None:
     shown = "\n".join(content for _, content in blocks(page))
