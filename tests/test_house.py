@@ -295,9 +295,67 @@ def test_an_import_from_below_or_for_type_checkers_is_allowed(text: str) -> None
     assert wrong_imports("parallel/tensor.py", text) == []
 
 
+ACCELERATORS = ("cuda", "hip", "mps", "xpu")
+DEVICE = re.compile(rf"(?:{'|'.join(ACCELERATORS)})(?::.*)?")  # with its number, if it has one
+# torchrun's values of --nproc-per-node, which are translated.
+NAMES_FROM_ELSEWHERE = {"translate/torchrun.py"}
+
+
+def names_accelerators(text: str) -> list[int]:
+    """The lines that name a kind of accelerator, such as `torch.cuda`, `tensor.is_cuda` or "cuda:0"."""
+    lines = list[int]()
+    if not any(name in text for name in ACCELERATORS):  # most modules need not be parsed
+        return lines
+    for node in ast.walk(parsed(text)):
+        if isinstance(node, ast.Attribute):
+            names = [node.attr.removeprefix("is_")]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            imported = [alias.name for alias in node.names]
+            names = [part for name in imported for part in name.split(".")]
+            names += (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
+        else:
+            continue
+        if any(DEVICE.fullmatch(name) for name in names):
+            lines.append(node.lineno)
+    return lines
+
+
 def test_only_the_device_module_knows_the_kind_of_accelerator() -> None:
-    said = {module for module in MODULES if "cuda" in (SOURCE / module).read_text(encoding="utf-8")}
-    assert said <= {"launch/device.py"}
+    found = {module: names_accelerators((SOURCE / module).read_text(encoding="utf-8")) for module in MODULES}
+    assert {module for module, lines in found.items() if lines} - NAMES_FROM_ELSEWHERE == {"launch/device.py"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.cuda.synchronize()",
+        "tensor.is_cuda",
+        "tensor.cuda()",
+        "torch.zeros(1, device='cuda')",
+        "torch.device(f'cuda:{index}')",
+        "device.type == 'xpu'",
+        "import torch.cuda",
+        "from torch import cuda",
+        "from torch.cuda import Stream",
+    ],
+)
+def test_a_named_accelerator_is_found(text: str) -> None:
+    assert names_accelerators(text) == [1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# as on cuda",
+        '"""Streams, as torch.cuda has them."""',
+        "environ['CUDA_VISIBLE_DEVICES']",
+        "torch.accelerator.synchronize()",
+    ],
+)
+def test_a_comment_or_a_variable_names_no_accelerator(text: str) -> None:
+    assert names_accelerators(text) == []
 
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
