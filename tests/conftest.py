@@ -4,6 +4,7 @@ import gc
 import multiprocessing.process
 import multiprocessing.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -129,6 +130,22 @@ def environment_is_left_as_found() -> Iterator[None]:
             os.environ[name] = value
     if leaked:
         pytest.fail(f"the test changed environment variables (before, after): {leaked}")
+
+
+@pytest.fixture(autouse=True)
+def no_run_is_left_in_the_current_folder() -> Iterator[None]:
+    """Fail a test whose training has no folder of its own, for which samestep makes one in runs/."""
+    before = _runs()
+    yield
+    left = _runs() - before
+    for folder in left:
+        shutil.rmtree(folder, ignore_errors=True)
+    if left:
+        pytest.fail(f"the test left {', '.join(map(str, sorted(left)))}; give its trainings a folder")
+
+
+def _runs() -> set[Path]:
+    return set(Path("runs").iterdir()) if Path("runs").is_dir() else set()
 
 
 @pytest.fixture(autouse=True)

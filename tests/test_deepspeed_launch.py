@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,9 +57,11 @@ def test_stage_3_of_a_configuration_takes_steps_without_a_launcher(
     config.write_text(json.dumps({"zero_optimization": {"stage": 3}}), encoding="utf-8")
     recipe = samestep.Recipe(task=Points(), batch=33, steps=3, optimizer=samestep.AdamW(lr=1e-2))
     linear = torch.nn.functional.linear
-    alone = samestep.train(recipe, "single", device="cpu", threads=1)
-    found = samestep.train(recipe, "single", engine="deepspeed", engine_config=config, device="cpu", threads=1)
+    run: dict[str, Any] = {"device": "cpu", "threads": 1}
+    alone = samestep.train(recipe, "single", folder=tmp_path / "alone", **run)
+    by_deepspeed = {**run, "engine": "deepspeed", "engine_config": config}
+    found = samestep.train(recipe, "single", folder=tmp_path / "found", **by_deepspeed)
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
-    again = samestep.train(recipe, "single", engine="deepspeed", engine_config=config, device="cpu", threads=1)
+    again = samestep.train(recipe, "single", folder=tmp_path / "again", **by_deepspeed)
     assert again.losses == found.losses
     assert torch.nn.functional.linear is linear  # DeepSpeed's own is for its steps alone

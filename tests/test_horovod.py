@@ -73,9 +73,9 @@ def test_bytes_sent_are_counted_and_halved_by_compression(tmp_path: Path) -> Non
         assert rank.sent == {"all-reduce": parameters // 2 + other}
 
 
-def test_a_rank_that_fails_ends_the_others() -> None:
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(samestep.RankFailedError, match=r"rank 1 failed first(.|\n)*planted in rank 1"):
-        samestep.train(recipe(Failing(way="raise")), "dp2", engine="horovod", threads=1)
+        samestep.train(recipe(Failing(way="raise")), "dp2", engine="horovod", threads=1, folder=tmp_path / "run")
 
 
 def _broadcast(settings: Any) -> list[Any]:

@@ -148,9 +148,9 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(
     assert raised.value.step == 2 if staleness == 0 else 2 < raised.value.step <= 2 + staleness + 2
 
 
-def test_a_worker_that_fails_ends_the_others() -> None:
+def test_a_worker_that_fails_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(samestep.RankFailedError, match=r"rank 1 failed first(.|\n)*planted in rank 1"):
-        samestep.train(recipe(Failing(way="raise")), "dp2", **RUN)
+        samestep.train(recipe(Failing(way="raise")), "dp2", folder=tmp_path / "run", **RUN)
 
 
 @pytest.mark.slow
@@ -546,12 +546,13 @@ def _own_loop(kind: str) -> Any:
         return [session.step(batch, task.loss).loss.item() for batch in batches]
 
 
-def test_a_loop_of_ones_own_and_an_optimizer_of_whole_tensors() -> None:
+def test_a_loop_of_ones_own_and_an_optimizer_of_whole_tensors(tmp_path: Path) -> None:
     losses, refused = local.start(_own_loops, (), 2)
     alone = samestep.train(
         samestep.Recipe(task=Points(), batch=33, epochs=1, optimizer=samestep.AdamW(lr=0.01, decay_all=True)),
         threads=1,
         device="cpu",
+        folder=tmp_path / "alone",
     )
     assert losses == pytest.approx(alone.losses, rel=1e-5)
     assert "which LBFGS is not known to allow" in refused

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import mistakes
@@ -53,14 +54,14 @@ def test_micro_batches_of_like_length_take_the_same_step() -> None:
         ([[1], [1, 2]], r"lengths is a list of shape \[\]; use 200 whole numbers"),
     ],
 )
-def test_wrong_lengths_are_told(lengths: list[Any], message: str) -> None:
+def test_wrong_lengths_are_told(tmp_path: Path, lengths: list[Any], message: str) -> None:
     class Wrong(Lines):
         def sample_lengths(self) -> list[Any]:
             return lengths
 
     recipe = samestep.Recipe(task=Wrong(), batch=33, epochs=1)
     with pytest.raises(samestep.UserError, match=message):
-        samestep.train(recipe, group_by_length=True, check=False)
+        samestep.train(recipe, group_by_length=True, check=False, folder=tmp_path / "run")
 
 
 def test_a_task_without_lengths_is_told() -> None:
