@@ -90,9 +90,12 @@ def _end(commands: Sequence[Running], reason: str) -> None:
     pytest.fail(f"{reason}\n{told}")
 
 
-def start_on(hosts: Sequence[Host], commands: Sequence[Sequence[str]], **env: str) -> list[Running]:
-    """Start a command on each host, in the same moment."""
-    return [host.start(command, env={**VARIABLES, **env}) for host, command in zip(hosts, commands, strict=True)]
+def start_on(
+    hosts: Sequence[Host], commands: Sequence[Sequence[str]], *, cwd: Path | None = None, **env: str
+) -> list[Running]:
+    """Start a command on each host, in the same moment; `cwd`: the folder, where it writes into the current one."""
+    started = zip(hosts, commands, strict=True)
+    return [host.start(command, env={**VARIABLES, **env}, cwd=cwd) for host, command in started]
 
 
 def record(

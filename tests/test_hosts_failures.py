@@ -220,7 +220,7 @@ def test_the_host_with_the_store_may_die_and_the_job_goes_on_from_its_checkpoint
         [*python("samestep", "launch", *options, "--node-rank", str(rank), "--max-restarts", "5"), "--", "-m", *train]
         for rank in range(2)
     ]
-    _, other = start_on(bed.hosts[:2], commands)
+    _, other = start_on(bed.hosts[:2], commands, cwd=tmp_path)
     first = wait_for_step(1, run, other)
     wait_for_step(6, run, other)
     bed["host-a"].power_off()
