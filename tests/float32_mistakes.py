@@ -57,7 +57,9 @@ def planted(trainer: Any, mistake: str) -> Any:
     return trainer
 
 
-class SummedTrainer(NativeTrainer):
+class DoubledGradients(NativeTrainer):
+    """Updates by gradients that are twice as large, as sums over two ranks are."""
+
     def update(self) -> None:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -73,7 +75,7 @@ class Float32(Native):
     def __init__(self, mistake: str = "") -> None:
         self.mistake = mistake
         if mistake == SUMMED:
-            self.trainer_class = SummedTrainer
+            self.trainer_class = DoubledGradients
 
     def prepare(self, model: Any, how: Preparation) -> NativeTrainer:
         trainer = super().prepare(model, how)
@@ -89,7 +91,7 @@ class Planted:
     def prepare(self, model: Any, how: Preparation) -> NativeTrainer:
         trainer = super().prepare(model, how)  # pyright: ignore[reportAttributeAccessIssue]
         if self.mistake == SUMMED:
-            trainer.__class__ = SummedTrainer
+            trainer.__class__ = DoubledGradients
         return planted(trainer, self.mistake) if self.mistake in MISTAKES else trainer
 
 
@@ -101,12 +103,8 @@ class PlantedDataParallel(Planted, DataParallel):
     abilities: ClassVar[Abilities] = replace(DataParallel.abilities, precisions=frozenset({"fp32", "bf16"}))
 
 
-class SummingHorovod(HorovodTrainer):
-    def update(self) -> None:
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(2)
-        super().update()
+class SummingHorovod(DoubledGradients, HorovodTrainer):
+    """Horovod's trainer with that mistake."""
 
 
 class PlantedHorovod(Horovod):

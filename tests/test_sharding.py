@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from mistakes import Summed
 from proving import Case, prove, same
 from small_tasks import Points, Words
 from torch import nn
@@ -32,15 +33,6 @@ def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:
         "schedule": samestep.Schedule(warmup=4, decay="cosine"),
     }
     return samestep.Recipe(task=task, **{**settings, **values})
-
-
-class SummedTrainer(NativeTrainer):
-    def gradient_scale(self, batch: StepBatch) -> float:
-        return super().gradient_scale(batch) * dist.get_world_size()
-
-
-class Summed(Native):
-    trainer_class = SummedTrainer
 
 
 POINTS = recipe(Points(dropout=0.1))
