@@ -495,6 +495,14 @@ def test_the_readmes_name_every_command(page: Path) -> None:
     assert re.findall(r"`(\w+)`", row) == [command.__name__.rpartition(".")[2] for command in COMMANDS]
 
 
+def test_the_options_of_a_session_have_the_defaults_of_a_runs_keys() -> None:
+    keys = {each.name: each.default for each in fields(Run)}
+    options = inspect.signature(samestep.session).parameters
+    shared = options.keys() & keys.keys() - {"layout"}  # "ddp" is as many replicas as torchrun has started
+    assert len(shared) >= 14
+    assert {name: options[name].default for name in shared} == {name: keys[name] for name in shared}
+
+
 def test_the_reference_of_train_names_every_key_of_a_run() -> None:
     reference = samestep.train.__doc__ or ""
     keys = re.findall(r"[a-z0-9_]+", reference.partition("section:")[2].partition(".")[0])

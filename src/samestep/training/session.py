@@ -376,7 +376,7 @@ def session(
     device: DeviceChoice = "auto",
     tensor_plan: Mapping[str, str] | None = None,
     expert_plan: Mapping[str, str] | None = None,
-    cut_at: Sequence[str] = (),
+    cut_at: Sequence[str] | None = None,
     compile: bool = False,
     loss_chunk: int | None = None,
     offload_folder: Path | None = None,
@@ -414,7 +414,7 @@ def session(
             details=Details(
                 tensor_plan=tensor_plan,
                 expert_plan=expert_plan,
-                cut_at=cut_at,
+                cut_at=cut_at or (),
                 compile=compile,
                 loss_chunk=loss_chunk,
                 bucket_mb=bucket_mb,
