@@ -45,7 +45,7 @@ def test_forked_ranks_that_take_no_notice_are_ended_on_all_hosts(tmp_path: Path)
         agents.wait_for(lambda: told_to_end(ranks[0]))
         # Signals that follow each other sooner count as one, by the agent's own clock: nothing that is seen from
         # outside changes when the time is over. It has begun, since a rank was told.
-        time.sleep(agent._AGAIN)
+        time.sleep(agent.SECOND_SIGNAL)
         assert one.process.poll() is None
         one.send(signal.SIGINT)
         assert one.wait(20) == 130, one.text
