@@ -21,7 +21,7 @@ TOLD = str(SCRIPTS / "told.py")
 
 @contextmanager
 def in_a_folder_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Work there, with nobody's files of variables; fail if a process of the test is left."""
+    """Change into a folder without the user's files of variables; fail if a process of the test is left."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(folder / "home"))
     yield
