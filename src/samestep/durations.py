@@ -1,8 +1,10 @@
 """Times that users write, in job files and on command lines: seconds as a number, or a text such as 90s, 10m or 1h.
 
-All are finite and above 0: a limit without end is written as null, where a setting can have one.
+All are finite and above 0: a limit without end is written as null, where a setting can have one. `seconds` is the
+type of a command's option, and `add_time_limit` declares the option that several commands have.
 """
 
+import argparse
 import math
 import re
 
@@ -46,3 +48,26 @@ def check_seconds(**limits: float) -> None:
     for name, seconds in limits.items():
         if not seconds > 0:
             raise UserError(f"{name} is {seconds:g}; use a number of seconds above 0")
+
+
+def seconds(text: str) -> float:
+    """The seconds of an option's value; argparse puts the option's name before the message."""
+    found = parse_duration(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f'"{text}" is no time; use {WANTED}')
+    return found
+
+
+def add_time_limit(to: "argparse._ActionsContainer", of: str, default: float, *, kept: bool = True) -> None:
+    """Add `--time-limit`; `of` says what it limits.
+
+    `kept`: the default is the option's value. Without, the value is None where the user gave none, for a command
+    that refuses the option beside some others.
+    """
+    to.add_argument(
+        "--time-limit",
+        type=seconds,
+        default=default if kept else None,
+        metavar="TIME",
+        help=f"of {of} (default: {duration_text(default)})",
+    )

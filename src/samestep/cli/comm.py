@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from samestep.cli import output_files
-from samestep.cli.time_options import add_time_limit, seconds
+from samestep.durations import add_time_limit, seconds
 
 _AUTO: dict[str, Any] = {"default": "auto"}
 

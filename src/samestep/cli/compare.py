@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 
 from samestep.cli import job_options, output_files
-from samestep.cli.time_options import add_time_limit
+from samestep.durations import add_time_limit
 from samestep.errors import UserError
 
 

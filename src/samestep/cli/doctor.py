@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from samestep import environment
 from samestep.cli import output_files
-from samestep.cli.time_options import add_time_limit
+from samestep.durations import add_time_limit
 from samestep.errors import UserError
 
 if TYPE_CHECKING:

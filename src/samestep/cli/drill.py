@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from samestep.cli import job_options, output_files
-from samestep.cli.time_options import add_time_limit, seconds
+from samestep.durations import add_time_limit, seconds
 from samestep.errors import UserError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from samestep.cli import launch_options
-from samestep.errors import UserError
+from samestep.errors import USERS_MISTAKE, UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     except UserError as error:
         # Printed here: in a pod, variables make this process a rank, and `main` prints on rank 0 only.
         print(f"samestep: {error}", file=sys.stderr)
-        return 2
+        return USERS_MISTAKE
 
 
 def _launch(options: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.cli.time_options import seconds
+from samestep.durations import seconds
 from samestep.errors import UserError
 from samestep.launch.options import (
     HostOptions,

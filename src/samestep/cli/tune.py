@@ -3,7 +3,7 @@
 import argparse
 
 from samestep.cli import job_options, output_files
-from samestep.cli.time_options import add_time_limit
+from samestep.durations import add_time_limit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from samestep.cli import output_files
-from samestep.cli.time_options import add_time_limit
+from samestep.durations import add_time_limit
 from samestep.errors import UserError
 
 if TYPE_CHECKING:

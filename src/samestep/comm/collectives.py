@@ -146,9 +146,9 @@ def _whole(n: int) -> float:
     return 1.0
 
 
-def all_but_own(n: int) -> float:
-    """The share of a message that a rank sends or receives, where it has its own part already."""
-    return (n - 1) / n
+def all_but_own(n: int, message: float = 1.0) -> float:
+    """What a rank sends or receives of a message of this size, where it has its own part already."""
+    return message * (n - 1) / n
 
 
 COLLECTIVES: Mapping[str, Collective] = {

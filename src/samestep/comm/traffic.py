@@ -118,11 +118,11 @@ def _group_size(given: Given) -> int:
 
 
 def _twice_all_but_own(message: float, n: int) -> float:
-    return 2 * message * all_but_own(n)
+    return all_but_own(n, 2 * message)
 
 
 def _all_but_own(message: float, n: int) -> float:
-    return message * all_but_own(n)
+    return all_but_own(n, message)
 
 
 def _everything(message: float, n: int) -> float:

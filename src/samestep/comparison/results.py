@@ -20,6 +20,7 @@ import torch
 from samestep import processor
 from samestep.comparison.methods import PUBLISHED, SINGLE, SINGLE_CORE, ComparedMethod
 from samestep.comparison.same_step import TOLERANCES, SameStep
+from samestep.errors import USERS_MISTAKE
 from samestep.handwritten import FAILED, REFUSED
 from samestep.job import Job
 from samestep.jobfile import plain
@@ -119,7 +120,7 @@ def explain(folder: Path, outcome: CommandOutcome, limit: float) -> tuple[Litera
         return "failed", f"it ran longer than the time limit of {limit:g} s and was stopped"
     if (folder / REFUSED).is_file():
         return "refused", (folder / REFUSED).read_text(encoding="utf-8")
-    if outcome.code == 2 and PREFIX in outcome.output:
+    if outcome.code == USERS_MISTAKE and PREFIX in outcome.output:
         return "refused", outcome.output.rpartition(PREFIX)[2].strip()
     # Of a handwritten rank that failed; its launcher's own words stand behind it in what was printed.
     first = min(folder.glob(f"{FAILED}*"), key=lambda file: file.stat().st_mtime, default=None)

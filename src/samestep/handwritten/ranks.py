@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from torch.multiprocessing.spawn import spawn
 
-from samestep.errors import UserError
+from samestep.errors import USERS_MISTAKE, UserError
 from samestep.handwritten import FAILED, REFUSED
 from samestep.jobfile import load
 from samestep.ranks import Ranks
@@ -42,7 +42,7 @@ def run_rank(job: Path, folder: Path, ranks: Ranks, meet_at: str | None = None) 
             print(f"samestep: {error}", file=sys.stderr)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / REFUSED).write_text(str(error), encoding="utf-8")
-        return 2
+        return USERS_MISTAKE
     except Exception:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{FAILED}{ranks.rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import IO, Any
 
 from samestep import environment
+from samestep.errors import USERS_MISTAKE
 from samestep.fault_tolerance.preemption import SECOND_SIGNAL
 from samestep.launch.failure import JobOutcome, of_failures
 from samestep.launch.logs import write_lines
@@ -383,7 +384,7 @@ class Controller:
         found = of_failures(each.failure for each in outcomes if each.failure is not None)
         if found is not None and not (self._lost and found.failure is not None and found.failure.follows):
             return found
-        mistakes = [each for each in outcomes if each.exit_code == 2]
+        mistakes = [each for each in outcomes if each.exit_code == USERS_MISTAKE]
         if mistakes:
             return JobOutcome(exit_code=2, message="\n".join(_messages(mistakes)))
         if self._lost:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from samestep import environment
-from samestep.errors import UserError
+from samestep.errors import USERS_MISTAKE, UserError
 from samestep.launch.affinity import bind, bindings, check_choice, this_machine
 from samestep.launch.fork_server import end_with_parent
 from samestep.launch.network import for_messages
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         _become(arguments)
     except UserError as error:
         tell(error)
-        return 2
+        return USERS_MISTAKE
 
 
 def tell(error: UserError) -> None:

@@ -221,6 +221,9 @@ def _answered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) 
     return func(*args, **(kwargs or {}))
 
 
+_DEVICE = torch.ops.prim.device.default  # the device of a tensor
+
+
 class Operators(TorchDispatchMode):
     """Counts the FLOPs of operators for which PyTorch has a formula, and records their dataflow."""
 
@@ -232,7 +235,7 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # more than half of all calls, by PyTorch's own checks
+        if func is _DEVICE:  # more than half of all calls, by PyTorch's own checks
             of = args[0]
             known = isinstance(of, FakeTensor) and not of.fake_mode.in_kernel_invocation
             return of.fake_device if known else func(*args)

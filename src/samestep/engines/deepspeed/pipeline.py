@@ -196,12 +196,11 @@ class _Step:
     batch: StepBatch
     loss: Loss
     totals: Tensor  # [loss sum, count, parameters that a rank did not use]
-    moments: Iterator[Moment] = field(init=False)  # of this stage's forwards, which run in order
-    forwards: int = 0  # of this stage that have begun
+    moments: Iterator[tuple[int, Moment]] = field(init=False)  # of this stage's forwards, numbered in their order
     lr: float = 0.0
 
     def __post_init__(self) -> None:
-        self.moments = iter([micro_batch.moment for micro_batch in self.batch.micro_batches])
+        self.moments = enumerate(micro_batch.moment for micro_batch in self.batch.micro_batches)
 
 
 class PipelineTrainer(DeepSpeedTrainer):
@@ -249,9 +248,8 @@ class PipelineTrainer(DeepSpeedTrainer):
             if running is None:
                 output = forward(inputs)
             else:
-                running.forwards += 1
-                again = self._repeated.watched() if running.forwards > 1 else nullcontext()
-                with self._forward_context.at(next(running.moments)), again:
+                number, moment = next(running.moments)
+                with self._forward_context.at(moment), self._repeated.watched() if number else nullcontext():
                     output = forward(inputs)
             return sendable(output, self._stages.mine) if hands_on else output
 
