@@ -21,7 +21,8 @@ from page_parts import ROOT, MeasuredTable, markdown_table
 
 from samestep import jobfile
 from samestep.api import train_job
-from samestep.run_folder import METRICS_FILE, REPORT_FILE, json_lines
+from samestep.comparison.results import losses
+from samestep.run_folder import REPORT_FILE
 
 JOB = ROOT / "examples" / "reviews.yaml"
 # The first is what the others are compared with.
@@ -44,16 +45,16 @@ def measured() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     reference: Sequence[float] = ()
     for layout, threads in TRAININGS:
-        losses, accuracy, held_out = _train(layout, threads)
-        reference = reference or losses
-        apart = [abs(mine - known) / abs(known) for mine, known in zip(losses, reference, strict=True)]
+        found, confusion = _train(layout, threads)
+        reference = reference or found
+        apart = [abs(mine - known) / abs(known) for mine, known in zip(found, reference, strict=True)]
         rows.append(
             {
                 "layout": layout,
                 "threads": threads,
-                "steps": len(losses),
-                "correct": round(accuracy * held_out),
-                "held_out": held_out,
+                "steps": len(found),
+                "correct": sum(row[number] for number, row in enumerate(confusion)),
+                "held_out": sum(map(sum, confusion)),
                 "first": apart[0],
                 "later": apart[LATER],
                 "most": max(apart),
@@ -62,17 +63,15 @@ def measured() -> list[dict[str, Any]]:
     return rows
 
 
-def _train(layout: str, threads: int) -> tuple[list[float], float, int]:
-    """The loss of each step, the accuracy at the end, and the number of held-out samples."""
+def _train(layout: str, threads: int) -> tuple[list[float], list[list[int]]]:
+    """The loss of each step, and at the end the held-out samples of each class (row) by predicted class (column)."""
     job = jobfile.load(JOB).job
     with TemporaryDirectory(prefix="samestep-drift-") as place:
         folder = Path(place) / "run"
         run = replace(job.run, layout=layout, threads=threads, folder=folder, device="cpu", tensorboard=False)
         train_job(replace(job, run=run))
-        losses = [line["loss"] for line in json_lines(folder / METRICS_FILE).values]
         report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
-    held_out = sum(map(sum, report["metrics"]["confusion_matrix"].values()))
-    return losses, float(report["metrics"]["accuracy"]), held_out
+        return losses(folder), list(report["metrics"]["confusion_matrix"].values())
 
 
 _TITLES = {

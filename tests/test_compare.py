@@ -15,6 +15,7 @@ import chromium
 import pytest
 import torch
 from rich.console import Console
+from small_jobs import losses_in
 from torch import nn
 
 import samestep
@@ -393,11 +394,6 @@ def by_hand(job: Path, folder: Path, store: str) -> int:
     ranks = environment.ranks()
     assert ranks is not None
     return run_rank(job, folder, ranks, store)
-
-
-def losses_in(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["loss"] for line in lines]
 
 
 def test_two_ranks_by_hand_take_the_steps_of_one_process(tmp_path: Path) -> None:
