@@ -83,6 +83,8 @@ class Saver:
             """Create the folder and remove unfinished checkpoints, on leaders."""
             if self._leads:
                 self._folder.mkdir(parents=True, exist_ok=True)
+                if self._durable:
+                    _make_reachable(self._folder)
                 folders.remove_unfinished(self._folder)
 
         self.together(prepare, self._folder)
@@ -179,6 +181,8 @@ class Saver:
             )
         write_durably(unfinished / INFO_FILE, text)
         if self._durable:
+            # PyTorch's writer syncs the index while its text is still in Python's buffer, so none of it is on disk.
+            _make_durable(unfinished / METADATA_FILE)
             _make_durable(unfinished)
         path = folders.make_complete(unfinished)
         if self._durable:
@@ -245,9 +249,22 @@ def write_durably(file: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
-def _make_durable(folder: Path) -> None:
-    """Sync a folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _make_reachable(folder: Path) -> None:
+    """Sync the entries that lead to a folder.
+
+    The run's folder is new as well, and a crash may lose its entry, with every synced checkpoint below it. Folders
+    above it may belong to others: the first that can't be opened or synced ends this, as it was there before.
+    """
+    for parent in folder.absolute().parents:
+        try:
+            _make_durable(parent)
+        except OSError:
+            return
+
+
+def _make_durable(path: Path) -> None:
+    """Sync a file's bytes or a folder's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
