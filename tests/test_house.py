@@ -26,6 +26,7 @@ HOUSE = (
     ("launchers",),
     ("ranks",),
     ("environment",),
+    ("private_folders",),
     ("layout",),
     ("field_types",),
     ("communication",),

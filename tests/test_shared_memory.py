@@ -6,9 +6,11 @@ import random
 import re
 import resource
 import shutil
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import sha256
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from shared_memory_ranks import (
 from small_tasks import Points
 
 import samestep
-from samestep.comm.shared_memory import build, region
+from samestep.comm.shared_memory import backend, build, region
 from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup
 from samestep.launch import local
 from samestep.launch.world import join
@@ -194,21 +196,67 @@ def test_a_compiler_that_fails_is_told_once_and_another_kernel_is_used() -> None
     assert second == ("", True, 3.0)
 
 
+def built_in(cache: Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """The kernel's file in a cache."""
+    environ = {**environ, "XDG_CACHE_HOME": str(cache)}
+    with build.place(environ) as folder:
+        return build.library(environ, folder)
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with the kernel of the usual compiler."""
     folder = tmp_path_factory.mktemp("cache")
-    build.library({**os.environ, "XDG_CACHE_HOME": str(folder)})
+    built_in(folder)
     return folder
 
 
 @pytest.mark.slow
 def test_a_damaged_kernel_in_the_cache_is_compiled_again(cache: Path, tmp_path: Path) -> None:
     shutil.copytree(cache, tmp_path, dirs_exist_ok=True)
-    built = build.library({**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
+    built = built_in(tmp_path)
     built.write_bytes(b"no library")
     assert local.start(told_by_groups, ("cache", tmp_path), 2) == [("", True, 3.0), ("", True, 3.0)]
-    assert built.stat().st_size > len(b"no library")
+    assert built_in(tmp_path).stat().st_size > len(b"no library")
+
+
+def truncated(good: bytes) -> bytes:
+    return good[: len(good) // 2]
+
+
+def of_another_machine(good: bytes) -> bytes:
+    """With the number of another processor in the header: RISC-V's."""
+    return good[:18] + (243).to_bytes(2, sys.byteorder) + good[20:]
+
+
+def without_a_function(good: bytes) -> bytes:
+    """An older source's: it loads, and has no samestep_reduce."""
+    return good.replace(b"samestep_reduce\0", b"samestep_reducf\0")
+
+
+@pytest.mark.parametrize("damage", [truncated, of_another_machine, without_a_function])
+@pytest.mark.parametrize("named", ["as it was", "by its sum"])
+def test_a_library_of_no_use_is_compiled_again(
+    damage: Callable[[bytes], bytes], named: str, cache: Path, tmp_path: Path
+) -> None:
+    if damage is truncated and named == "by its sum":
+        pytest.skip("to load it ends the process, which is why the sum stands in the name")
+    good = built_in(cache).read_bytes()
+    compiler = tmp_path / "compiler"  # it gives the kernel that was compiled before
+    compiler.write_text(f'#!/bin/sh\nfor last; do :; done\ncp "{built_in(cache)}" "$last"\n', encoding="utf-8")
+    compiler.chmod(0o755)
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
+    kept = built_in(tmp_path, environ)
+    assert kept.read_bytes() == good
+    bad = damage(good)
+    kept.unlink()
+    if named == "by its sum":
+        kept = kept.with_name(f"{build.key_of(environ)}-{sha256(bad).hexdigest()[:16]}.so")
+    kept.write_bytes(bad)
+    kept.chmod(0o700)
+    assert backend._compiled_functions(environ).samestep_reduce is not None
+    (file,) = (tmp_path / "samestep").iterdir()
+    assert file.read_bytes() == good
 
 
 def test_where_one_host_has_too_many_ranks_all_hosts_use_gloo() -> None:
@@ -225,27 +273,27 @@ def test_ranks_of_other_hosts_share_none() -> None:
 def test_the_kernel_is_built_once_and_kept(cache: Path) -> None:
     (kept,) = (cache / "samestep").iterdir()
     first = kept.stat().st_mtime_ns
-    assert build.library({**os.environ, "XDG_CACHE_HOME": str(cache)}) == kept
+    assert built_in(cache) == kept
     assert kept.stat().st_mtime_ns == first
     assert list((cache / "samestep").iterdir()) == [kept]
 
 
 def test_a_compiler_that_is_missing_or_fails_is_told(tmp_path: Path) -> None:
     with pytest.raises(build.NoKernelError, match=r"there is no C\+\+ compiler \(no-such-compiler\)"):
-        build.library({**os.environ, **NO_COMPILER, "XDG_CACHE_HOME": str(tmp_path)})
+        built_in(tmp_path, {**os.environ, **NO_COMPILER})
     with pytest.raises(build.NoKernelError, match="false fails: exit code 1"):
-        build.library({**os.environ, "CXX": "false", "XDG_CACHE_HOME": str(tmp_path)})
+        built_in(tmp_path, {**os.environ, "CXX": "false"})
     assert list((tmp_path / "samestep").iterdir()) == []
 
 
 def test_a_compiler_may_have_arguments(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "CXX"}
     # To preprocess alone takes no time, and shows in the file.
-    built = build.library({**environ, "CXX": "c++ -E", "XDG_CACHE_HOME": str(tmp_path)})
+    built = built_in(tmp_path, {**environ, "CXX": "c++ -E"})
     assert built.read_bytes().startswith(b"# ")
-    assert build.library({**environ, "CXX": "c++ -E -P", "XDG_CACHE_HOME": str(tmp_path)}) != built
+    assert built_in(tmp_path, {**environ, "CXX": "c++ -E -P"}) != built
     with pytest.raises(build.NoKernelError, match=r"there is no C\+\+ compiler \(no-such-compiler -O2\)"):
-        build.library({**environ, "CXX": "no-such-compiler -O2", "XDG_CACHE_HOME": str(tmp_path)})
+        built_in(tmp_path, {**environ, "CXX": "no-such-compiler -O2"})
 
 
 def test_a_transport_that_an_engine_can_not_have_is_refused() -> None:

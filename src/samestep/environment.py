@@ -6,7 +6,6 @@ Modules that know variables of their own are given a mapping of them: `launchers
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -265,11 +264,56 @@ _CACHE_MEGABYTES = "SAMESTEP_CACHE_MB"
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Where samestep keeps files that it can make again: `$XDG_CACHE_HOME/samestep`, or `~/.cache/samestep`.
 
-    It may not be there yet.
+    Without HOME the home folder is that of the password database. It may not be there yet, and may not be this user's
+    alone: `private_folders` says.
     """
     if home := environ.get("XDG_CACHE_HOME"):
         return Path(home) / "samestep"
-    return Path(environ.get("HOME", tempfile.gettempdir())) / ".cache" / "samestep"
+    return home_folder(environ) / ".cache" / "samestep"
+
+
+def home_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """This user's home folder: HOME, else that of the password database, else /nonexistent."""
+    if home := environ.get("HOME"):
+        return Path(home)
+    import pwd
+
+    try:
+        return Path(pwd.getpwuid(os.geteuid()).pw_dir)
+    except KeyError:  # such as in a container
+        return Path("/nonexistent")
+
+
+def use_temporary_folder(folder: Path) -> None:
+    """Have the processes that this one starts put temporary files into a folder."""
+    os.environ["TMPDIR"] = str(folder)
+
+
+_COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def compiler_cache(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of what torch.compile has compiled, and loads again; None for PyTorch's default."""
+    folder = environ.get(_COMPILER_CACHE)
+    return Path(folder) if folder else None
+
+
+@contextmanager
+def compiler_cache_at(folder: Path) -> Iterator[None]:
+    """Have torch.compile keep what it compiles in a folder."""
+    before = os.environ.get(_COMPILER_CACHE)
+    os.environ[_COMPILER_CACHE] = str(folder)
+    try:
+        yield
+    finally:
+        _restore({_COMPILER_CACHE: before})
+
+
+def extension_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where PyTorch keeps the extensions that it has built, and loads them from."""
+    if folder := environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(folder)
+    return Path(environ.get("XDG_CACHE_HOME") or home_folder(environ) / ".cache") / "torch_extensions"
 
 
 def slurm_node(environ: Mapping[str, str] = os.environ) -> str:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, NoReturn
 
-from samestep import environment
+from samestep import environment, private_folders
 from samestep.cli import (
     check,
     checkpoint,
@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(words)
         options.command_line = words
         options.own_process = arguments is None  # else a program of a user's has called
+        private_folders.temporary_folder()  # also that of libraries
         return options.run(options)
     except UserError as error:
         # All ranks of a launcher raise the same error before they meet; rank 0 prints it.

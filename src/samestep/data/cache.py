@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 
-from samestep import __version__, environment
+from samestep import __version__, environment, private_folders
 from samestep.data import tokenizer
 from samestep.data.tokenizer import StreamTokenizer, TextTokenizer
 from samestep.environment import cache_folder
@@ -35,7 +35,10 @@ _READABLE = (SafetensorError, OSError, ValueError, KeyError)  # what reading a d
 
 @dataclass(frozen=True, kw_only=True)
 class DataCache:
-    """A folder of cached arrays, with at most `limit` bytes; 0 disables the cache."""
+    """A folder of cached arrays, with at most `limit` bytes; 0 disables the cache.
+
+    One to which other users could write is not used: they would decide what is trained on.
+    """
 
     folder: Path
     limit: int
@@ -54,7 +57,7 @@ class DataCache:
 
     def get(self, kind: str, key: str, make: Callable[[], Arrays]) -> Arrays:
         """Return the arrays of a key; if they are missing or damaged, compute and store them."""
-        if not self.limit:
+        if not self.limit or not private_folders.is_kept(self.folder):
             return make()
         file = self.folder / f"{kind}-{key}{_SUFFIX}"
         found = _read(file)
@@ -67,7 +70,6 @@ class DataCache:
 
     def _write(self, file: Path, arrays: Arrays) -> None:
         """Write to a temporary file and rename it, so that other processes see all of it or nothing."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=self.folder, suffix=".new")
         try:
             with os.fdopen(handle, "wb") as new:
@@ -92,7 +94,9 @@ class DataCache:
 
 
 def _read(file: Path) -> Arrays | None:
-    """Read an entry; None if it is missing or damaged."""
+    """Read an entry; None if it is missing, damaged or another user's."""
+    if not private_folders.is_private(file):
+        return None
     try:
         with safe_open(file, framework="numpy") as entry:
             found = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118

@@ -11,6 +11,8 @@ from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
+from samestep import private_folders
+
 # A file system in memory, on Linux.
 _IN_MEMORY = Path("/dev/shm")
 
@@ -22,7 +24,7 @@ def folder_in_memory() -> Iterator[Path]:
     PyTorch's agent passes queues and an event to the ranks as named semaphores. If all processes of a job are killed,
     multiprocessing's resource tracker too, a later start removes the semaphores with the folder.
     """
-    if not _IN_MEMORY.is_dir():
+    if not (_IN_MEMORY.is_dir() and private_folders.is_safe_parent(_IN_MEMORY)):
         with scratch("samestep-memory-") as folder:
             yield folder
         return
@@ -43,8 +45,11 @@ _HELD = ".held"
 
 @contextmanager
 def scratch(prefix: str, where: Path | None = None) -> Iterator[Path]:
-    """Create a folder with a name prefix, by default among the system's temporary files, and remove it at exit."""
-    where = where or Path(gettempdir())
+    """Create a folder with a name prefix, by default among the system's temporary files, and remove it at exit.
+
+    Ranks unpickle what their starter has written there, so other users must not be able to exchange it.
+    """
+    where = where or private_folders.temporary_folder()
     for left in where.glob(f"{prefix}*"):
         with suppress(OSError):  # another one removes it, or it can't be
             _remove_unless_held(left)

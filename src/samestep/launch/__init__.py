@@ -14,6 +14,7 @@ In the order of reading:
 - `rendezvous`, `rounds`: each round. `rank_rendezvous`: of ranks that srun or mpirun started.
 - `node_heartbeat`: notices hosts that died. `failure`: which rank failed first, and why.
 - `affinity`, `network`, `forwarded_env`, `logs`, `memory`: cores, addresses, variables, output, memory.
+- `compiler_cache`: the folder from which torch.compile loads.
 - `script_env`: what scripts of other engines expect.
 
 A job from its start to its end:

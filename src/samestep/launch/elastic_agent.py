@@ -22,13 +22,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousGracefulExitError
 from torch.distributed.launcher.api import WorkerSpec
 
-from samestep import environment
+from samestep import environment, private_folders
 from samestep.errors import USERS_MISTAKE, JobOverError
 from samestep.fault_tolerance.preemption import Signals
 from samestep.fault_tolerance.scratch import folder_in_memory, scratch
 from samestep.fault_tolerance.status import JobInfo
 from samestep.fault_tolerance.watchdog import Handle, Hang
-from samestep.launch import fork_server
+from samestep.launch import compiler_cache, fork_server
 from samestep.launch.logs import RankFiles
 from samestep.launch.node_heartbeat import RoundEndReason
 from samestep.launch.options import RankOptions
@@ -334,8 +334,10 @@ def run(spec: AgentSpec) -> dict[int, Any]:
     ended this host's part, HostLostError where the job can't go on here.
     """
     leaves_alone = False
+    private_folders.is_kept(environment.cache_folder())  # told here, since the ranks stay silent
     with (
         environment.agent_signals(spec.signals),
+        compiler_cache.private(),
         scratch("samestep-agent-") as place,
         folder_in_memory() as memory,
     ):

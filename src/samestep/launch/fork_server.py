@@ -15,7 +15,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import NoReturn
 
-from samestep import environment
+from samestep import environment, private_folders
 from samestep.errors import UserError
 from samestep.fault_tolerance.scratch import scratch
 from samestep.job import Job
@@ -133,6 +133,7 @@ def _wants_server(job: Job) -> bool:
 
 def ensure_running() -> None:
     """Start the server unless it runs; it imports in the background what `preload` has set."""
+    private_folders.temporary_folder()  # where its socket is
     with environment.quiet_import():
         forkserver.ensure_running()
     atexit.unregister(_end)

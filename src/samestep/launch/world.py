@@ -15,7 +15,7 @@ from samestep import environment
 from samestep.comm.shared_memory import backend as shared_memory
 from samestep.comm.shared_memory.process_group import KernelGroup
 from samestep.errors import UserError
-from samestep.launch import rank_rendezvous
+from samestep.launch import compiler_cache, rank_rendezvous
 from samestep.launch.affinity import threads_of
 from samestep.launch.device import DeviceChoice, backend_of, check_devices, device_of
 from samestep.launch.memory import give_back_freed_memory, keep_freed_memory
@@ -127,6 +127,7 @@ def join(
     try:
         # Set as long as the group exists: a mesh's subgroups are created later.
         with environment.messages_over(interface, gloo_alone=not ranks.one_host), ExitStack() as while_here:
+            while_here.enter_context(compiler_cache.private())
             if ours:
                 _join_process_group(world, ranks, met, while_here, transport, share_devices)
             yield world

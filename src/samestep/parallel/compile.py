@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from samestep.errors import LayoutError
+from samestep.launch import compiler_cache
 from samestep.layout import Layout
 from samestep.parallel.attributes import wrap_innermost
 from samestep.parallel.pipeline.schedule import SCHEDULES
@@ -41,6 +42,7 @@ def compile_blocks(blocks: Sequence[nn.Module], *, recomputing: bool) -> None:
 
     Wrappers of a block's forward are not compiled.
     """
+    compiler_cache.avoid_foreign_headers()
     what = selectively if recomputing else _itself
     for block in blocks:
         wrap_innermost(block, torch.compile(what))

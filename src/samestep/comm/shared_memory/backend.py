@@ -8,6 +8,7 @@ out.
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -129,10 +130,19 @@ def _kernel(store: Store, place: GroupPlace, environ: Mapping[str, str], *, tell
 
 
 def _compiled_functions(environ: Mapping[str, str]) -> Any:
-    """Load the compiled kernel. A damaged file in the cache is compiled again. Raises NoKernelError, OSError."""
-    library = build.library(environ)
+    """Load the compiled kernel. Raises NoKernelError, OSError.
+
+    A file in the cache that is another machine's, or lacks a function, is compiled again.
+    """
+    with build.place(environ) as folder:
+        try:
+            return compiled.load(build.library(environ, folder))
+        except (OSError, AttributeError):
+            return _just_compiled(build.library(environ, folder, rebuilt=True))
+
+
+def _just_compiled(library: Path) -> Any:
     try:
         return compiled.load(library)
-    except OSError:
-        library.unlink(missing_ok=True)
-        return compiled.load(build.library(environ))
+    except AttributeError as error:
+        raise NoKernelError(f"the compiler's library lacks a function ({error}); CXX names another one") from None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from samestep import environment
+from samestep import environment, private_folders
 from samestep.engines.deepspeed.config import Config
 from samestep.engines.deepspeed.initialize import quietly
 from samestep.engines.deepspeed.keys import offload_of
@@ -55,6 +55,7 @@ def check(given: Mapping[str, Any]) -> None:
 @cache
 def build(device_type: str) -> None:
     """Build the extension unless it is built, in a process of its own. Raises UserError where it can't be."""
+    _check_folder()
     ranks = environment.ranks()
     title = "DeepSpeed's extension for the disk; where it isn't built yet, some minutes"
     shown = Console(stderr=True).status(title) if ranks is None or ranks.rank == 0 else nullcontext()
@@ -69,6 +70,18 @@ def build(device_type: str) -> None:
         ) from None
     if returncode:
         raise _missing((said.strip().splitlines() or ["without a word"])[-1])
+
+
+def _check_folder() -> None:
+    """Raise UserError if another user could put a library where the extension is loaded from."""
+    folder = environment.extension_folder()
+    try:
+        private_folders.make(folder)
+    except (private_folders.NotPrivateError, OSError) as error:
+        raise UserError(
+            f"DeepSpeed's extension async_io is built in {folder}, and loaded from there: "
+            f"{private_folders.explained(error, 'TORCH_EXTENSIONS_DIR names another folder')}"
+        ) from None
 
 
 def _run_build() -> tuple[int, str]:
@@ -99,6 +112,7 @@ def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
 
 def load(device: torch.device) -> None:
     """Load the extension into this process. Raises UserError where it can't be."""
+    _check_folder()
     with quietly(device):
         try:
             importlib.import_module(_BUILDERS).AsyncIOBuilder().load(verbose=False)
@@ -126,6 +140,20 @@ def placed(config: Config, folder: Path | None) -> tuple[Config, Any]:
     zero = {**config["zero_optimization"], "sub_group_size": 1}
     place = None
     if not zero["offload_optimizer"].get("nvme_path"):
-        place = TemporaryDirectory(dir=folder, prefix="samestep-deepspeed-")
+        place = TemporaryDirectory(dir=_checked_parent(folder), prefix="samestep-deepspeed-")
         zero["offload_optimizer"] = {**zero["offload_optimizer"], "nvme_path": place.name}
     return {**config, "zero_optimization": zero}, place
+
+
+def _checked_parent(folder: Path | None) -> Path:
+    """The folder of the ranks' temporary ones. Raises UserError if another user could exchange these."""
+    if folder is None:
+        return private_folders.temporary_folder()
+    try:
+        private_folders.check(folder, as_parent=True)
+    except private_folders.NotPrivateError as error:
+        raise UserError(
+            f"run.offload_folder is {folder}, where another user could exchange the optimizer's state: "
+            f"{error.advising('name another folder')}"
+        ) from None
+    return folder

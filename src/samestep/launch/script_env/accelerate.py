@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from samestep import environment
+from samestep import environment, private_folders
 from samestep.errors import UserError
 from samestep.launch.script_env import torch
 from samestep.launch.script_env.base import Contract, Expected, Rank
@@ -23,7 +23,21 @@ def _expected(rank: Rank) -> Expected:
         raise UserError(f"--engine accelerate:config={asked}: there is no such file in {Path.cwd()}")
     if not file.is_file():
         return Expected(variables={**ranks, **_by_default(rank)})
+    if not asked:
+        _check_default(file)
     return Expected(variables={**_of_file(file, rank), **ranks})
+
+
+def _check_default(file: Path) -> None:
+    """Raise UserError for a file that the user has not named, and into which another user could write."""
+    try:
+        private_folders.check(file)
+    except private_folders.NotPrivateError as error:
+        instead = f"name the file by --engine accelerate:config={file}"
+        raise UserError(
+            f"Accelerate's default configuration {file} decides how the script is started, and isn't read: "
+            f"{error.advising(instead)}"
+        ) from None
 
 
 def _by_default(rank: Rank) -> dict[str, str]:
