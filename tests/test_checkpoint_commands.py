@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from small_tasks import Points
-from unsafe import lead_out, renew_sums, trap_index
+from unsafe import lead_out, renew_sums, rewrite_info, trap_index
 
 import samestep
 from samestep.checkpoint.one_process import Tensors
@@ -147,23 +147,17 @@ def shortened(file: Path) -> None:
 
 
 def emptied_sums(file: Path) -> None:
-    info = file.with_name("checkpoint.json")
-    values = json.loads(info.read_text(encoding="utf-8"))
-    info.write_text(json.dumps({**values, "files": {}}), encoding="utf-8")
+    rewrite_info(file.parent, lambda values: values.update(files={}))
 
 
 def sums_without_tensors(file: Path) -> None:
-    info = file.with_name("checkpoint.json")
-    values = json.loads(info.read_text(encoding="utf-8"))
-    del values["files"][file.name]
-    info.write_text(json.dumps(values), encoding="utf-8")
+    rewrite_info(file.parent, lambda values: values["files"].pop(file.name))
 
 
 def sums_of_elsewhere(file: Path) -> None:
-    info = file.with_name("checkpoint.json")
-    values = json.loads(info.read_text(encoding="utf-8"))
-    values["files"]["../step-2/.metadata"] = values["files"][".metadata"]
-    info.write_text(json.dumps(values), encoding="utf-8")
+    rewrite_info(
+        file.parent, lambda values: values["files"].update({"../step-2/.metadata": values["files"][".metadata"]})
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import pytest
 from small_tasks import Points
 
 import samestep
-from samestep.checkpoint.folder import fault_of, read_info
+from samestep.checkpoint.folder import fault_of
+from samestep.checkpoint.info import read_info
 from samestep.checkpoint.safe_index import read_metadata
 from samestep.launch import fork_server
 

@@ -31,7 +31,8 @@ from torch.func import functional_call
 import samestep
 from samestep import jobfile
 from samestep.checkpoint.compatibility import changes
-from samestep.checkpoint.folder import name_of, read_info
+from samestep.checkpoint.folder import name_of
+from samestep.checkpoint.info import read_info
 from samestep.display.proofs import print_proof
 from samestep.errors import CheckpointError, UserError
 from samestep.validation import checked

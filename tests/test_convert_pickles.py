@@ -1,13 +1,12 @@
 """Nothing that stands in a checkpoint is run, whatever its format."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from formats import points_file
-from unsafe import renew_sums, trap_index, trap_tensors, trapped_state
+from unsafe import renew_sums, rewrite_info, trap_index, trap_tensors, trapped_state
 
 from samestep.cli.main import main
 from samestep.convert.convert import convert
@@ -151,9 +150,7 @@ def test_a_recipe_in_a_checkpoint_runs_no_file(tmp_path: Path, mlp_file: Path) -
     own = _of_own(tmp_path, mlp_file)
     code = tmp_path / "code.py"
     code.write_text("import os\nos.mkdir('trace')\n", encoding="utf-8")
-    info = json.loads((own / "checkpoint.json").read_text(encoding="utf-8"))
-    info["recipe"] = {"task": f"{code}:Task", "batch": 4}
-    (own / "checkpoint.json").write_text(json.dumps(info), encoding="utf-8")
+    rewrite_info(own, lambda values: values.update(recipe={"task": f"{code}:Task", "batch": 4}))
     with pytest.raises(UserError, match=r"--job JOB\.yaml"):
         convert(own, tmp_path / "hf", to="hugging-face")
     assert not (tmp_path / "trace").exists()

@@ -3,12 +3,15 @@
 import json
 import os
 import pickle
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from samestep.checkpoint.folder import sums_of
+from samestep.checkpoint.info import sealed
 
 
 class Trap:
@@ -57,8 +60,17 @@ def trap_tensors(folder: Path, trace: Path) -> None:
 
 def renew_sums(folder: Path) -> None:
     """Make a checkpoint's sums fit its files again, as one who altered them would."""
-    info = folder / "checkpoint.json"
-    values = json.loads(info.read_text(encoding="utf-8"))
-    sums = sums_of(folder, values["files"])
-    values["files"] = {name: {"bytes": each.bytes, "sha256": each.sha256} for name, each in sums.items()}
-    info.write_text(json.dumps(values), encoding="utf-8")
+
+    def of_files(values: dict[str, Any]) -> None:
+        values["files"] = {name: asdict(each) for name, each in sums_of(folder, values["files"]).items()}
+
+    rewrite_info(folder, of_files)
+
+
+def rewrite_info(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change what a checkpoint says of itself, and make its own sum fit again."""
+    file = folder / "checkpoint.json"
+    values = json.loads(file.read_text(encoding="utf-8"))
+    values.pop("sum", None)
+    change(values)
+    file.write_text(sealed(values), encoding="utf-8")

@@ -1,6 +1,7 @@
 """A run's folder: the one that the job names, a new one under runs/, or that of the run that it resumes."""
 
 import json
+import os
 import platform
 import re
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ INFO_FILE = "checkpoint.json"  # without which a folder is no checkpoint
 CHECKPOINTS = "checkpoints"  # in a run's folder
 LOGS = "logs"  # in a run's folder
 
-_STEP = re.compile(r"step-(\d{1,15})")
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,14})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def _last_saved(wanted: Path) -> Path | None:
 
 def candidates(place: Path) -> list[Path]:
     """Return the checkpoints that a path may mean, newest first: the path itself, those in it, or in its run."""
-    if (place / INFO_FILE).is_file():
+    if os.path.lexists(place / INFO_FILE):
         return [place]
     for folder in (place, place / CHECKPOINTS):
         if steps := steps_in(folder):
@@ -92,7 +93,7 @@ def steps_in(folder: Path) -> list[int]:
     """The steps of all complete checkpoints, first to last."""
     if not folder.is_dir():
         return []
-    steps = [step_of(path) for path in folder.iterdir() if (path / INFO_FILE).is_file()]
+    steps = [step_of(path) for path in folder.iterdir() if os.path.lexists(path / INFO_FILE)]
     return sorted(step for step in steps if step is not None)
 
 

@@ -2,6 +2,7 @@
 
 In the order of reading:
 
+- `info`: what a checkpoint says of itself, in `checkpoint.json`. `plain_files`: opens a checkpoint's files.
 - `folder`: where checkpoints lie and what they are called; only complete ones bear their name.
 - `save`, `load`: what a rank writes and reads. `planner`: which boxes of which tensors those are.
 - `compatibility`: whether a checkpoint belongs to a job, and what one of trained parameters alone leaves out.

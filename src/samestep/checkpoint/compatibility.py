@@ -12,10 +12,11 @@ import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from pydantic import ConfigDict
 from torch import Tensor
 
 from samestep.errors import CheckpointError
@@ -135,16 +136,13 @@ _LOOKED_AT = 16  # numbers of each parameter
 class Base:
     """The frozen parameters that a checkpoint leaves out, and what identifies them."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # where it is read from a file
+
     left_out: tuple[str, ...]  # names of parameters
     fingerprint: str  # of sampled values of each
     # Contents of PEFT's adapter_config.json, and the adapter's name in PEFT; both empty for a model without adapters.
     adapter: Mapping[str, Any] = field(default_factory=dict)
     adapter_name: str = ""
-
-
-def base_of_json(values: Mapping[str, Any]) -> Base:
-    """Parse a base from a checkpoint's info. Raises TypeError or KeyError if `values` is malformed."""
-    return Base(**{**values, "left_out": tuple(values["left_out"])})
 
 
 def fingerprint(pieces: Mapping[str, Piece], names: Collection[str], group: dist.ProcessGroup | None = None) -> str:

@@ -1,128 +1,92 @@
 """The folder of a training's checkpoints: `step-<number>` each, a name that only complete ones have.
 
-`checkpoint.json` says what a checkpoint is; checksums are made when files are written, and compared before they are
-used.
+Checksums are made when files are written, and compared before they are used.
 """
 
 import hashlib
-import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any
 
-from samestep.checkpoint.compatibility import Base, base_of_json
+from samestep.checkpoint.info import FileSum, Info, read_info
+from samestep.checkpoint.plain_files import open_plain
+from samestep.checkpoint.safe_index import METADATA_FILE
 from samestep.errors import CheckpointError
-from samestep.run_folder import INFO_FILE, lies_within, name_of, steps_in
-
-FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileSum:
-    """Size and checksum of a checkpoint's file, taken when it was written."""
-
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Info:
-    """The contents of `checkpoint.json`: the progress of the training, and the job that saved it."""
-
-    step: int  # optimizer steps taken; the next step has this number, counted from 0
-    epoch: int | None  # None where epochs are not counted
-    layout: str
-    processes: int
-    engine: str
-    recipe: Mapping[str, Any]  # as in the job file; empty for a custom training loop
-    scaler: Mapping[str, float] = field(default_factory=dict)  # state of the loss scaler, under fp16
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the evaluation after this step
-    extra: Mapping[str, Any] = field(default_factory=dict)  # values that a custom training loop saved along
-    base: Base | None = None  # the frozen parameters that are left out; None: none are
-    tied: Mapping[str, str] = field(default_factory=dict)  # a tied parameter's further name -> its saved name
-    versions: Mapping[str, str] = field(default_factory=dict)
-    saved_at: str = ""  # ISO 8601
-    files: Mapping[str, FileSum] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
-
-
-def read_info(folder: Path) -> Info:
-    """Read a checkpoint's info. Raises CheckpointError if the file is missing, damaged or of another format."""
-    file = folder / INFO_FILE
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} is no checkpoint: it has no {INFO_FILE}") from None
-    except OSError as error:
-        raise CheckpointError(f"{file} can't be read: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from None
-    known = {each.name for each in fields(Info)}
-    if not isinstance(values, dict) or values.get("format") != FORMAT or not known - {"base"} <= values.keys():
-        found = values.get("format") if isinstance(values, dict) else None
-        raise CheckpointError(f"{file} is of format {found}; this version of samestep reads format {FORMAT}")
-    try:
-        sums = {str(name): FileSum(**each) for name, each in values["files"].items()}
-    except (TypeError, AttributeError):
-        raise CheckpointError(f"{file} is damaged: its list of files is not one") from None
-    if outside := [name for name in sums if not lies_within(name)]:
-        raise CheckpointError(f"{file} is damaged: it has a sum of {outside[0]!r}, outside of its folder")
-    try:
-        base = None if values.get("base") is None else base_of_json(values["base"])
-    except (TypeError, KeyError):
-        raise CheckpointError(f"{file} is damaged: what it says of a base is not of one") from None
-    read = {"files": sums, "base": base}
-    return Info(**{**{name: values[name] for name in known - read.keys()}, **read})
-
+from samestep.run_folder import CHECKPOINTS, INFO_FILE, candidates, name_of, step_of, steps_in
 
 AT_ONCE = 1 << 20  # bytes
 
 
 def sums_of(folder: Path, names: Iterable[str]) -> dict[str, FileSum]:
-    """Compute the sizes and checksums of the named files of a folder."""
-    return {name: _sum_of(folder / name) for name in names}
+    """Compute the sizes and checksums of the named files of a folder. Raises OSError, CheckpointError."""
+    sums: dict[str, FileSum] = {}
+    for name in names:
+        with open_plain(folder / name) as stream:
+            sums[name] = FileSum(sha256=_sha256(stream), bytes=os.fstat(stream.fileno()).st_size)
+    return sums
 
 
-def _sum_of(file: Path, advance: Callable[[int], None] | None = None) -> FileSum:
-    """Compute the size and SHA-256 of a file; `advance` is called with the bytes of each block that is read."""
+def _sha256(stream: FileIO, advance: Callable[[int], None] | None = None) -> str:
+    """Compute the SHA-256 of a file; `advance` is called with the bytes of each block that is read."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(AT_ONCE))
-    with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            digest.update(buffer[:count])
-            if advance is not None:
-                advance(count)
-    return FileSum(bytes=file.stat().st_size, sha256=digest.hexdigest())
+    while count := stream.readinto(buffer):
+        digest.update(buffer[:count])
+        if advance is not None:
+            advance(count)
+    return digest.hexdigest()
 
 
 def fault_of(
     folder: Path, expected: Mapping[str, FileSum], advance: Callable[[int], None] | None = None
 ) -> str | None:
-    """Describe the first file that is missing or altered; None if all files match `expected`.
+    """Describe the first file that is missing, altered or can't be read; None if all files match `expected`.
 
     `advance` is called with the bytes of each block that is read.
     """
     for name, wanted in expected.items():
         file = folder / name
-        if not file.is_file():
+        try:
+            with open_plain(file) as stream:
+                size = os.fstat(stream.fileno()).st_size
+                if size != wanted.bytes:
+                    return f"{file} has {size:,} bytes, and {wanted.bytes:,} were written"
+                if _sha256(stream, advance) != wanted.sha256:
+                    return f"{file} is not what was written: its checksum differs"
+        except FileNotFoundError:
             return f"{file} is missing"
-        if file.stat().st_size != wanted.bytes:
-            return f"{file} has {file.stat().st_size:,} bytes, and {wanted.bytes:,} were written"
-        if _sum_of(file, advance) != wanted:
-            return f"{file} is not what was written: its checksum differs"
+        except OSError as error:
+            return f"{file} can't be read: {error.strerror}"
+        except CheckpointError as error:
+            return str(error)
+    return None
+
+
+def fault_in_list(folder: Path, expected: Mapping[str, FileSum], holding: Iterable[str]) -> str | None:
+    """Describe a file of a checkpoint without a sum: its index, one that holds tensors, one more than were written.
+
+    `holding`: the files that hold tensors, by the index.
+    """
+    for name in (METADATA_FILE, *holding):
+        if name not in expected:
+            what = "" if name == METADATA_FILE else ", which holds tensors"
+            return f"{folder / INFO_FILE} has no sum of {name}{what}"
+    for path in sorted(folder.iterdir()):
+        if _DATA.fullmatch(path.name) and path.name not in expected:
+            return f"{path} is no file of this checkpoint: {INFO_FILE} has no sum of it"
     return None
 
 
 UNFINISHED = ".saving"
 _REPLACED = ".replaced"
-_LEFT = re.compile(rf"(step-\d{{1,15}})({re.escape(UNFINISHED)}|{re.escape(_REPLACED)})")
+_LEFT = re.compile(rf"(step-[0-9]{{1,15}})({re.escape(UNFINISHED)}|{re.escape(_REPLACED)})")
+_DATA = re.compile(r"__\d+_\d+\.distcp")  # files with tensors
 # Names of the files that PyTorch's writer and this package create in a checkpoint, temporary ones included.
-_WRITTEN = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(INFO_FILE)}")
+_WRITTEN = re.compile(rf"{_DATA.pattern}|{re.escape(METADATA_FILE)}(\.tmp)?|{re.escape(INFO_FILE)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +107,29 @@ def found_in(folder: Path) -> list[FoundCheckpoint]:
         except CheckpointError:
             continue
     return found
+
+
+def all_candidates(place: Path) -> list[Path]:
+    """The checkpoints that a path may mean, newest first, with those that have lost their info, which are damaged."""
+    known = candidates(place)
+    if os.path.lexists(place / INFO_FILE):
+        return known
+    folder = known[0].parent if known else place
+    folder = folder if known or not (place / CHECKPOINTS).is_dir() else place / CHECKPOINTS
+    if not folder.is_dir():
+        return known
+    lost = [path for path in folder.iterdir() if path not in known and _has_lost_its_info(path)]
+    return sorted([*known, *lost], key=lambda path: step_of(path) or 0, reverse=True)
+
+
+def _has_lost_its_info(path: Path) -> bool:
+    """Whether a folder has the name and the files of a checkpoint, and no info."""
+    if step_of(path) is None or not path.is_dir():
+        return False
+    try:
+        return any(_DATA.fullmatch(file.name) for file in path.iterdir())
+    except OSError:
+        return False
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -1,15 +1,17 @@
 """Inspect checkpoints on disk: list those of a folder, list the tensors of one, verify its files."""
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.folder import Info, fault_of, read_info, unfinished_in
-from samestep.checkpoint.safe_index import METADATA_FILE, entries, read_metadata
+from samestep.checkpoint.folder import all_candidates, fault_in_list, fault_of, unfinished_in
+from samestep.checkpoint.info import Info, read_info, read_with_sum
+from samestep.checkpoint.safe_index import entries, files_of, read_metadata
 from samestep.errors import CheckpointError
 from samestep.parallel.sharding import Entry
-from samestep.run_folder import CHECKPOINTS, INFO_FILE, candidates
+from samestep.run_folder import CHECKPOINTS, INFO_FILE
 
 COMPLETE = "complete"
 UNFINISHED = "unfinished"
@@ -45,10 +47,10 @@ class CheckpointTensor:
 def listed(place: Path) -> list[ListedCheckpoint]:
     """List the checkpoints under a path, the oldest step first, then the unfinished ones of interrupted saves.
 
-    Tensor files are not read; `fault_in` verifies them. Raises CheckpointError if there are no checkpoints.
+    Tensor files are not read; `verify` verifies them. Raises CheckpointError if there are no checkpoints.
     """
-    found = [_listed(path) for path in reversed(candidates(place))]
-    if not (place / INFO_FILE).is_file():
+    found = [_listed(path) for path in reversed(all_candidates(place))]
+    if not os.path.lexists(place / INFO_FILE):
         for folder in (place, place / CHECKPOINTS):
             found += [_unfinished(path) for path in unfinished_in(folder)]
     if not found:
@@ -73,29 +75,39 @@ def _unfinished(path: Path) -> ListedCheckpoint:
 
 
 def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    return sum(file.lstat().st_size for file in path.iterdir() if file.is_file())
 
 
-def fault_in(path: Path, advance: Callable[[int], None] | None = None) -> str | None:
-    """Describe the first fault of a checkpoint; None if all of its files match their checksums.
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What a look at all bytes of a checkpoint's files has shown."""
+
+    fault: str | None  # the first one; None: all files match their checksums
+    note: str | None = None  # of a checkpoint without a fault: what could not be compared
+
+    def to_json(self) -> dict[str, str | None]:
+        return asdict(self)
+
+
+_NO_SUM = f"its {INFO_FILE} is of an earlier version, which wrote no sum of that file itself"
+
+
+def verify(path: Path, advance: Callable[[int], None] | None = None) -> Verified:
+    """Compare all files of a checkpoint with their checksums.
 
     `advance` is called with the bytes of each block that is read.
     """
     try:
-        info = read_info(path)
-        if METADATA_FILE not in info.files:
-            return f"{path / INFO_FILE} has no sum of {METADATA_FILE}"
-        if fault := fault_of(path, info.files, advance):
-            return fault
-        index = read_metadata(path)
+        read = read_with_sum(path)
+        files = read.info.files
+        fault = fault_in_list(path, files, files_of(read_metadata(path))) or fault_of(path, files, advance)
     except CheckpointError as error:
-        return str(error)
+        fault = str(error)
     except OSError as error:
-        return f"{error.filename} can't be read: {error.strerror}"
-    for stored in index.storage_data.values():
-        if stored.relative_path not in info.files:
-            return f"{path / INFO_FILE} has no sum of {stored.relative_path}, which holds tensors"
-    return None
+        fault = f"{error.filename} can't be read: {error.strerror}"
+    else:
+        return Verified(fault=fault, note=None if read.has_sum or fault else _NO_SUM)
+    return Verified(fault=fault)
 
 
 def held_in(path: Path) -> list[CheckpointTensor]:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from samestep.checkpoint.folder import Info, fault_of, read_info
+from samestep.checkpoint.folder import all_candidates, fault_in_list, fault_of
+from samestep.checkpoint.info import Info, read_info
 from samestep.checkpoint.planner import LoadPlanner
-from samestep.checkpoint.safe_index import SafeReader, entries, read_metadata, refusal
+from samestep.checkpoint.safe_index import SafeReader, entries, files_of, read_metadata, refusal
 from samestep.errors import CheckpointError
 from samestep.parallel.sharding import Entry
 from samestep.parallel.state_shards import MODEL, Piece
@@ -25,14 +26,18 @@ from samestep.run_folder import candidates
 class CheckpointLoader:
     """Reads one checkpoint; every rank has a loader and makes the same calls.
 
-    `group`: a CPU group of all ranks.
+    `group`: a CPU group of all ranks. `summed`: whether the checkpoint has sums of its files; copies in memory have
+    none. Raises CheckpointError where the info or the index is damaged.
     """
 
-    def __init__(self, folder: Path, group: dist.ProcessGroup) -> None:
+    def __init__(self, folder: Path, group: dist.ProcessGroup, *, summed: bool = True) -> None:
         self.folder = folder
         self.group = self._group = group
         self.info: Info = read_info(folder)
-        self.entries: Mapping[str, Entry] = entries(read_metadata(folder))
+        index = read_metadata(folder)
+        if summed and (fault := fault_in_list(folder, self.info.files, files_of(index))):
+            raise CheckpointError(f"checkpoint {folder} is damaged: {fault}")
+        self.entries: Mapping[str, Entry] = entries(index)
         self._names: Mapping[str, str] = {}  # the job's name of a tensor -> its name in the checkpoint
 
     def verify(self) -> None:
@@ -100,18 +105,23 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def open_newest(place: Path, group: dist.ProcessGroup, warn: Callable[[str], None]) -> CheckpointLoader | None:
+def open_newest(
+    place: Path, group: dist.ProcessGroup, warn: Callable[[str], None], *, summed: bool = True
+) -> CheckpointLoader | None:
     """Open the newest undamaged checkpoint under a path; None if there are no checkpoints.
 
-    `warn` is called for each damaged one. Every rank must ask. Raises CheckpointError if all are damaged.
+    `warn` is called for each damaged one. `summed` is as for the loader: of copies in memory those without info are
+    no longer valid, and aren't told of. Every rank must ask. Raises CheckpointError
+    if all are damaged.
     """
     # Relative paths, since hosts may mount the folder at different paths.
-    found: list[Any] = [[os.path.relpath(path, place) for path in candidates(place)]]
+    paths = all_candidates(place) if summed else candidates(place)
+    found: list[Any] = [[os.path.relpath(path, place) for path in paths]]
     dist.broadcast_object_list(found, src=0, group=group)
     paths = [place / path for path in found[0]]
     fault = ""
     for path in paths:
-        loader, fault = _opened(path, group)
+        loader, fault = _opened(path, group, summed=summed)
         if loader is not None:
             return loader
         if len(paths) == 1:
@@ -122,12 +132,12 @@ def open_newest(place: Path, group: dist.ProcessGroup, warn: Callable[[str], Non
     return None
 
 
-def _opened(path: Path, group: dist.ProcessGroup) -> tuple[CheckpointLoader | None, str]:
+def _opened(path: Path, group: dist.ProcessGroup, *, summed: bool) -> tuple[CheckpointLoader | None, str]:
     """Open and verify a checkpoint: its loader, or None and the fault, the same on every rank."""
     loader: CheckpointLoader | None = None
     fault: str | None = None
     try:
-        loader = CheckpointLoader(path, group)
+        loader = CheckpointLoader(path, group, summed=summed)
     except CheckpointError as error:
         fault = str(error)
     faults: list[Any] = [None] * dist.get_world_size(group)

@@ -12,9 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from samestep.checkpoint.folder import Info, sums_of
+from samestep.checkpoint.folder import sums_of
+from samestep.checkpoint.info import Info
+from samestep.checkpoint.plain_files import open_plain
 from samestep.checkpoint.planner import LoadPlanner, StreamPlanner
-from samestep.checkpoint.safe_index import SafeReader, entries, read_metadata, refusal
+from samestep.checkpoint.safe_index import SafeReader, entries, files_of, read_metadata, refusal
 from samestep.checkpoint.save import write_durably
 from samestep.errors import CheckpointError
 from samestep.parallel.sharding import Entry
@@ -25,12 +27,14 @@ from samestep.run_folder import INFO_FILE
 class Tensors:
     """The tensors of a folder in PyTorch's distributed checkpoint format; `read` loads one of them whole.
 
-    Raises CheckpointError if the folder's index is damaged.
+    Raises CheckpointError if the folder's index is damaged, or a file that it names is missing or no plain one.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.index = read_metadata(folder)
+        for name in files_of(self.index):
+            _check_there(folder / name)
         self.entries: Mapping[str, Entry] = entries(self.index)
 
     def read(self, name: str) -> Tensor:
@@ -51,6 +55,14 @@ class Tensors:
                 raise cause from None
             raise CheckpointError(f"{self.folder}: {name} can't be read: {refusal(cause)}") from None
         return value
+
+
+def _check_there(file: Path) -> None:
+    """Raise CheckpointError unless a file is there and can be opened."""
+    try:
+        open_plain(file).close()
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing, and the index next to it says that it holds tensors") from None
 
 
 def write_model(folder: Path, entries: Mapping[str, Entry], read: Callable[[str], Tensor]) -> None:

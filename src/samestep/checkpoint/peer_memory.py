@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.checkpoint.safe_index import METADATA_FILE, read_metadata
+from samestep.checkpoint.safe_index import METADATA_FILE, files_of, read_metadata
 from samestep.run_folder import INFO_FILE, name_of, steps_in
 
 # A host's copies by step and digest: file name -> bytes.
@@ -113,7 +113,7 @@ class Neighbours:
 
         def read_index() -> None:
             if self.rank == source:
-                needed[0] = sorted({each.relative_path for each in read_metadata(copy).storage_data.values()})
+                needed[0] = files_of(read_metadata(copy))
 
         together(read_index)
         dist.broadcast_object_list(needed, src=source, group=self.group)
@@ -170,6 +170,8 @@ def _copies(place: Path) -> _Copies:
     found: dict[tuple[int, str], dict[str, int]] = {}
     for step in steps_in(place):
         copy = place / name_of(step)
+        if not (copy / INFO_FILE).is_file():
+            continue
         found[step, _sign(copy)] = {path.name: path.stat().st_size for path in copy.iterdir()}
     return found
 

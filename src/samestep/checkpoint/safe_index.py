@@ -16,11 +16,13 @@ from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from samestep.errors import CheckpointError
+from samestep.checkpoint.plain_files import read_plain
+from samestep.errors import CheckpointError, one_line
 from samestep.parallel.sharding import Entry
 from samestep.run_folder import lies_within
 
 METADATA_FILE = ".metadata"
+_MOST_BYTES = 1 << 32  # of the index
 
 _CLASSES: Final = {
     (each.__module__, each.__name__): each
@@ -93,19 +95,55 @@ def read_metadata(folder: Path) -> Metadata:
     """
     file = folder / METADATA_FILE
     try:
-        found = _IndexUnpickler(io.BytesIO(file.read_bytes())).load()
+        found = _IndexUnpickler(io.BytesIO(read_plain(file, _MOST_BYTES))).load()
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint: it has no {METADATA_FILE}") from None
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged pickle may raise any exception
-        raise CheckpointError(f"{file} is damaged or no index of a checkpoint: {error}") from None
+        raise CheckpointError(f"{file} is damaged or no index of a checkpoint: {one_line(error)}") from None
     if not isinstance(found, Metadata):
         raise CheckpointError(f"{file} is no index of a checkpoint: it holds a {type(found).__name__}")
-    for stored in (found.storage_data or {}).values():
-        name = getattr(stored, "relative_path", None)
-        if not lies_within(name):
-            raise CheckpointError(f"{file} is damaged: it says that tensors are in {name!r}, outside of its folder")
-    found.storage_meta = found.storage_meta or index.StorageMeta()
+    if fault := _fault_of(found):
+        raise CheckpointError(f"{file} is damaged: {fault}")
+    found.storage_meta = index.StorageMeta()  # nothing of it is needed
     return found
+
+
+def _fault_of(found: Metadata) -> str | None:
+    """What in an index can't be; None where its values have the types that an index has."""
+    described, stored = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
+    found.planner_data = getattr(found, "planner_data", None)
+    if not isinstance(described, dict) or not isinstance(stored, dict):
+        return "it lists no tensors"
+    for name, each in described.items():
+        if not isinstance(name, str) or not (isinstance(each, BytesStorageMetadata) or _is_of_tensor(each)):
+            return f"what it says of {str(name)[:100]!r} is not of a tensor"
+    for key, each in stored.items():
+        name = getattr(each, "relative_path", None)
+        if not lies_within(name):
+            return f"it says that tensors are in {str(name)[:200]!r}, outside of its folder"
+        numbers = (getattr(each, "offset", None), getattr(each, "length", None))
+        if not (isinstance(key, index.MetadataIndex) and all(type(at) is int and at >= 0 for at in numbers)):
+            return f"it has a place in {name} that is none"
+    return None
+
+
+def _is_of_tensor(value: Any) -> bool:
+    """Whether a value describes a tensor: its shape, its type, and its chunks."""
+    if not isinstance(value, TensorStorageMetadata):
+        return False
+    properties, chunks = getattr(value, "properties", None), getattr(value, "chunks", None)
+    if not isinstance(getattr(properties, "dtype", None), torch.dtype) or not isinstance(chunks, list):
+        return False
+    sizes = [getattr(value, "size", None)]
+    sizes += [size for chunk in chunks for size in (getattr(chunk, "offsets", None), getattr(chunk, "sizes", None))]
+    return all(isinstance(size, torch.Size) for size in sizes)
+
+
+def files_of(metadata: Metadata) -> list[str]:
+    """The names of the files that hold a checkpoint's tensors."""
+    return sorted({stored.relative_path for stored in metadata.storage_data.values()})
 
 
 def entries(metadata: Metadata) -> dict[str, Entry]:

@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from samestep.checkpoint import folder as folders
-from samestep.checkpoint.folder import FileSum, Info, sums_of
+from samestep.checkpoint.folder import sums_of
+from samestep.checkpoint.info import FileSum, Info
 from samestep.checkpoint.peer_memory import Neighbours
 from samestep.checkpoint.planner import SavePlanner
 from samestep.checkpoint.safe_index import METADATA_FILE

@@ -80,10 +80,10 @@ def _verify(options: argparse.Namespace) -> int:
     from samestep.convert.formats import verified
     from samestep.display.checkpoints import print_verified
 
-    faults = verified(options.folder)
-    print_verified(faults)
-    output_files.write_json(options.json, [{"path": str(path), "fault": fault} for path, fault in faults.items()])
-    return 0 if all(fault is None for fault in faults.values()) else 1
+    found = verified(options.folder)
+    print_verified(found)
+    output_files.write_json(options.json, [{"path": str(path), **each.to_json()} for path, each in found.items()])
+    return 0 if all(each.fault is None for each in found.values()) else 1
 
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:

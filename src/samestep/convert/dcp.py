@@ -11,9 +11,10 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import Metadata
 
-from samestep.checkpoint.folder import Info, fault_of, read_info
+from samestep.checkpoint.folder import fault_in_list, fault_of
+from samestep.checkpoint.info import Info, read_info
 from samestep.checkpoint.one_process import Tensors, write_model, write_weights
-from samestep.checkpoint.safe_index import METADATA_FILE
+from samestep.checkpoint.safe_index import METADATA_FILE, files_of
 from samestep.convert.base import OutputOptions, Weights
 from samestep.errors import CheckpointError
 from samestep.parallel.state_shards import MODEL
@@ -38,9 +39,9 @@ def open_own(path: Path) -> Iterator[Weights]:
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint of samestep; use the folder of one, or a run's")
     info = read_info(found[0])
-    if fault := fault_of(found[0], info.files):
-        raise CheckpointError(f"checkpoint {found[0]} is damaged: {fault}")
     tensors = Tensors(found[0])
+    if fault := fault_in_list(found[0], info.files, files_of(tensors.index)) or fault_of(found[0], info.files):
+        raise CheckpointError(f"checkpoint {found[0]} is damaged: {fault}")
     names = [name.removeprefix(MODEL) for name in tensors.entries if name.startswith(MODEL)]
     # Where an average of the weights is kept, that is what is evaluated and exported.
     stored = {name: AVERAGE + name if AVERAGE + name in tensors.entries else MODEL + name for name in names}

@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.folder import AT_ONCE, Info, read_info
-from samestep.checkpoint.inspect import UNFINISHED, CheckpointTensor, fault_in, held_as, held_in, listed
+from samestep.checkpoint import inspect as inspection
+from samestep.checkpoint.folder import AT_ONCE
+from samestep.checkpoint.info import Info, read_info
+from samestep.checkpoint.inspect import UNFINISHED, CheckpointTensor, Verified, held_as, held_in, listed
 from samestep.convert import adapters, dcp, deepspeed, hugging_face, safetensors, torch_files
 from samestep.convert.base import Format, never
 from samestep.errors import UserError
@@ -141,15 +143,15 @@ class Contents:
         }
 
 
-def verified(place: Path) -> dict[Path, str | None]:
-    """Verify each checkpoint in a path, with a progress bar; a checkpoint's value is its fault, None if it is intact.
+def verified(place: Path) -> dict[Path, Verified]:
+    """Verify each checkpoint in a path, with a progress bar.
 
     Raises CheckpointError if there are none.
     """
     paths = [each.path for each in listed(place) if each.state != UNFINISHED]
-    sizes = [file.stat().st_size for path in paths for file in path.iterdir()]
+    sizes = [file.lstat().st_size for path in paths for file in path.iterdir()]
     with Bar("verify", sum(-(-size // AT_ONCE) for size in sizes)) as bar:
-        return {path: fault_in(path, partial(_advance, bar, path.name)) for path in paths}
+        return {path: inspection.verify(path, partial(_advance, bar, path.name)) for path in paths}
 
 
 def _advance(bar: Bar, name: str, _: int) -> None:

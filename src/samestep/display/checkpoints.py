@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from samestep.checkpoint.folder import FoundCheckpoint, best_of
-from samestep.checkpoint.inspect import COMPLETE, UNFINISHED, ListedCheckpoint
+from samestep.checkpoint.inspect import COMPLETE, UNFINISHED, ListedCheckpoint, Verified
 from samestep.convert.convert import Converted
 from samestep.convert.formats import Contents
 from samestep.display.tables import numbers, plain_console, table, texts, values_table
@@ -106,11 +106,12 @@ def _print_info(contents: Contents, console: Console) -> None:
     console.print(values_table({name: str(value) for name, value in rows.items() if value not in (None, "")}))
 
 
-def print_verified(faults: Mapping[Path, str | None], console: Console | None = None) -> None:
+def print_verified(found: Mapping[Path, Verified], console: Console | None = None) -> None:
     """A line a checkpoint: whole, or what is wrong with it."""
     console = console or plain_console(highlight=False)
-    for path, fault in faults.items():
-        console.print(f"{path}: {'whole' if fault is None else f'DAMAGED: {fault}'}", soft_wrap=True)
+    for path, each in found.items():
+        whole = "whole" if each.note is None else f"whole; {each.note}"
+        console.print(f"{path}: {whole if each.fault is None else f'DAMAGED: {each.fault}'}", soft_wrap=True)
 
 
 def print_converted(converted: Converted, console: Console | None = None) -> None:

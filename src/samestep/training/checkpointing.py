@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 
 from samestep import environment
 from samestep.checkpoint.compatibility import Base, changes, check_shared
-from samestep.checkpoint.folder import Info, best_of, found_in, prune
+from samestep.checkpoint.folder import best_of, found_in, prune
+from samestep.checkpoint.info import Info
 from samestep.checkpoint.load import CheckpointLoader, open_newest
 from samestep.checkpoint.peer_memory import Neighbours
 from samestep.checkpoint.save import Saver
@@ -85,7 +86,7 @@ class MemoryCopies:
         try:
             if not self._neighbours.gather(self._place, partial(self._saver.together, where=self._place)):
                 return on_disk
-            found = open_newest(self._place, group, lambda _: None)
+            found = open_newest(self._place, group, lambda _: None, summed=False)
         except CheckpointError as error:  # the same on all ranks
             self._session.warn(f"{error}; the last checkpoint is taken")
             return on_disk

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from samestep.errors import UserError
+from samestep.errors import CheckpointError, UserError
 from samestep.recipe import EarlyStop
 from samestep.tasks.base import Task
 from samestep.training.evaluation import scalars
@@ -89,10 +90,22 @@ class EarlyStopper:
         return {"best": self._best, "best_step": self._best_step, "worse": self._worse, "step": self._step}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the counts from a checkpoint; does nothing if it has none."""
-        if self._spec is not None and state:
-            self._best, self._best_step = state["best"], int(state["best_step"])
-            self._worse, self._step = int(state["worse"]), int(state["step"])
+        """Restore the counts from a checkpoint; does nothing if it has none.
+
+        Raises CheckpointError for values that are no counts.
+        """
+        if self._spec is None or not state:
+            return
+        best: Any = None
+        counts: list[Any] = [None]
+        with suppress(KeyError, TypeError):
+            best, counts = state["best"], [state[name] for name in ("best_step", "worse", "step")]
+        if type(best) not in (float, int, type(None)) or any(type(count) is not int for count in counts):
+            raise CheckpointError(
+                f"the checkpoint's counts of evaluations are {str(state)[:80]}; resume without recipe.early_stop"
+            )
+        self._best = best
+        self._best_step, self._worse, self._step = counts
 
 
 def check_number(spec: EarlyStop, metrics: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.checkpoint.compatibility import Base, check_base, fingerprint
-from samestep.checkpoint.folder import Info
+from samestep.checkpoint.info import Info
 from samestep.checkpoint.load import CheckpointLoader
 from samestep.checkpoint.save import Saver
 from samestep.engines.base import Checkpointed
