@@ -13,6 +13,7 @@ import torch.distributed as dist
 from proving import prove, same
 from small_tasks import Points, Words
 from torch import Tensor, nn
+from unsafe import trapped_state
 
 import samestep
 from samestep import environment
@@ -254,7 +255,7 @@ def steps(layout: str, folder: str, *, again: bool) -> tuple[list[float], Any]:
         session.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
         trainer: Any = session.trainer
         if again:
-            seen = trainer.load_checkpoint(folder)["seen"]
+            seen = trainer.load_checkpoint(folder, trusted=True)["seen"]
         for batch in session.batches(task.train_set(), batch=33, collate=task.collate, steps=6, start=3 * again):
             losses.append(session.step(batch, task.loss).loss.item())
             if batch.step == 2:
@@ -284,7 +285,25 @@ def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         trainer: Any = session.trainer
         with pytest.raises(samestep.UserError, match="holds no DeepSpeed checkpoint"):
-            trainer.load_checkpoint(tmp_path)
+            trainer.load_checkpoint(tmp_path, trusted=True)
+
+
+def test_a_pickle_is_not_read_unless_it_is_trusted(tmp_path: Path) -> None:
+    trace, folder = tmp_path / "trace", tmp_path / "checkpoint"
+    (folder / "step").mkdir(parents=True)
+    (folder / "latest").write_text("step", encoding="utf-8")
+    torch.save({"module": trapped_state(trace)}, folder / "step" / "mp_rank_00_model_states.pt")
+    with samestep.session("single", engine="deepspeed", device="cpu") as session:
+        model = Points().model()
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer: Any = session.trainer
+        for given in ({}, {"tag": "step"}, {"trusted": False}):
+            with pytest.raises(samestep.UserError, match=r"by pickle, .* load_checkpoint\(\.\.\., trusted=True\)"):
+                trainer.load_checkpoint(folder, **given)
+        assert not trace.exists()
+        with pytest.raises(FileExistsError):  # what `trusted` allows: DeepSpeed reads the file twice
+            trainer.load_checkpoint(folder, trusted=True)
+        assert trace.exists()
 
 
 def test_shards_are_what_a_rank_holds() -> None:

@@ -452,7 +452,10 @@ LOADERS = {
     "cloudpickle.load",
     "cloudpickle.loads",
 }
+# Methods of other packages' objects that unpickle files, or run a folder's own Python code.
+LOADING_METHODS = {"load_checkpoint", "load_state", "load_model", "load_weights", "from_pretrained"}
 HARMLESS = {
+    "from_pretrained": ("trust_remote_code", False),
     "torch.load": ("weights_only", True),
     "numpy.load": ("allow_pickle", False),
     "np.load": ("allow_pickle", False),
@@ -460,6 +463,8 @@ HARMLESS = {
 MAY_LOAD = {
     # A rank and the process that it forked, over a pair of sockets that only these two have.
     "engines/parameter_server/worker_process.py": {"pickle.loads"},
+    # Only where the caller says that the files are trusted.
+    "engines/deepspeed/trainer.py": {"self.engine.load_checkpoint"},
     # Ranks read the call that their own starting process wrote, into a folder that only this user opens.
     "launch/worker.py": {"pickle.loads"},
     # With a loader made of PyYAML's SafeLoader.
@@ -509,8 +514,10 @@ def unsafe_loads(text: str) -> list[str]:
     """What is called that may run code from the data that it loads."""
     found = []
     for name, node in calls(text):
-        if name in LOADERS:
-            keyword, value = HARMLESS.get(name, ("", None))
+        owner, _, method = name.rpartition(".")
+        of_another = owner and method in LOADING_METHODS and not owner.startswith("samestep")
+        if name in LOADERS or of_another:
+            keyword, value = HARMLESS.get(method if of_another else name, ("", None))
             if not keyword or constant(node, keyword) is not value:
                 found.append(name)
     return found
@@ -553,6 +560,11 @@ def test_nothing_that_is_loaded_runs_code() -> None:
         "import torch\ntorch.load(file, weights_only=trusted)",
         "import numpy as np\nnp.load(file, allow_pickle=True)",
         "import yaml\nyaml.unsafe_load(text)",
+        "accelerator.load_state(folder)",
+        "self.engine.load_checkpoint(folder)",
+        "import keras\nkeras.models.load_model(file)",
+        "from transformers import AutoModel\nAutoModel.from_pretrained(folder)",
+        "from transformers import AutoModel\nAutoModel.from_pretrained(folder, trust_remote_code=True)",
     ],
 )
 def test_a_load_that_may_run_code_is_found(text: str) -> None:
@@ -567,6 +579,8 @@ def test_a_load_that_may_run_code_is_found(text: str) -> None:
         "import yaml\nyaml.safe_load(text)",
         "import json\njson.load(file)",
         "from safetensors.torch import load_file\nload_file(name)",
+        "from transformers import AutoModel\nAutoModel.from_pretrained(folder, trust_remote_code=False)",
+        "from samestep.training.state import load_state\nload_state(trainer)",
     ],
 )
 def test_a_load_that_only_reads_is_allowed(text: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from unsafe import trapped_state
 
 from samestep.data.types import Batch
 from samestep.errors import UserError
@@ -440,6 +441,29 @@ def test_broken_folders_of_a_pretrained_model(source: Path, pretrained: Path) ->
     assert mistake(source, folder, tokenizer=str(tokenizer)) == (
         f"recipe.model.folder is {pretrained}: it has no config.json; use a folder written by save_pretrained"
     )
+
+
+def test_no_code_of_a_pretrained_folder_is_run(source: Path, pretrained: Path, tmp_path: Path) -> None:
+    trace, folder = tmp_path / "trace", {"folder": str(pretrained)}
+    (pretrained / "model.safetensors").unlink()
+    torch.save(trapped_state(trace), pretrained / "pytorch_model.bin")
+    assert mistake(source, folder) == (
+        f"recipe.model.folder: {pretrained} can't be loaded: its weights are a pickle that names more than tensors, "
+        "and could run code"
+    )
+    code = f"import os\nos.mkdir({str(trace)!r})\nclass Own: pass\n"
+    (pretrained / "own.py").write_text(code, encoding="utf-8")
+    config = pretrained / "config.json"
+    values = {**json.loads(config.read_text(encoding="utf-8")), "model_type": "own"}
+    config.write_text(json.dumps({**values, "auto_map": {"AutoConfig": "own.Own"}}), encoding="utf-8")
+    said = mistake(source, folder, tokenizer=str(pretrained / "tokenizer.json"))
+    assert "it needs Python code that comes with it, which is not run; use a folder" in said
+    (pretrained / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}), encoding="utf-8"
+    )
+    said = mistake(source, {}, tokenizer=str(pretrained))
+    assert said.startswith(f"recipe.data.tokenizer: {pretrained} can't be loaded as a tokenizer: ")
+    assert not trace.exists()
 
 
 @pytest.mark.parametrize("name", ["reviews.yaml", "packages.yaml"])

@@ -5,6 +5,7 @@ stream of ids, cut into blocks (`StreamTokenizer`, `TokenBlocks`). Either tokeni
 to the same result in every process that trains it, or loaded from files.
 """
 
+import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -171,17 +172,26 @@ def _load_parts(path: Path, where: str) -> _Parts:
     try:
         return _from_folder(path) if path.is_dir() else _from_file(path)
     except Exception as error:  # the libraries raise whatever a broken file makes them trip over
-        reason = (str(error) or type(error).__name__).strip().partition("\n")[0]
+        reason = why_not_loaded(error)
         raise UserError(
             f"{where}: {path} can't be loaded as a tokenizer: {reason}; use a tokenizer.json, or a folder with one"
         ) from error
+
+
+def why_not_loaded(error: Exception) -> str:
+    """Why transformers can't load from a folder, in one clause."""
+    if "trust_remote_code" in str(error):
+        return "it needs Python code that comes with it, which is not run"
+    if isinstance(error, pickle.UnpicklingError):
+        return "its weights are a pickle that names more than tensors, and could run code"
+    return (str(error) or type(error).__name__).strip().partition("\n")[0]
 
 
 def _from_folder(path: Path) -> _Parts:
     """The tokenizer of a folder as transformers loads it, with the special tokens that its configuration names."""
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    loaded = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     return _Parts(tokenizer=loaded.backend_tokenizer, padding=loaded.pad_token_id, end=loaded.eos_token_id)
 
 

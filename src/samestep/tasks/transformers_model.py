@@ -1,6 +1,7 @@
 """Models of transformers, of any kind: their configurations, the folders that they are saved in, and their checks."""
 
 import logging
+import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from samestep.data.package_files import locate
+from samestep.data.tokenizer import why_not_loaded
 from samestep.errors import UserError, closest
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def tokenizer_of(
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if folder is not None:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     rules = Rules.from_str(tokenizer.to_str())
     rules.no_truncation()
     rules.no_padding()
@@ -165,10 +167,13 @@ def config_of_folder(folder: Path, further: Mapping[str, Any], others: Mapping[s
     from transformers import AutoConfig
 
     try:
-        plain = AutoConfig.from_pretrained(folder, local_files_only=True)
+        plain = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises whatever a broken file makes it trip over
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{FOLDER}: {folder}/config.json can't be read: {reason}") from error
+        reason = why_not_loaded(error)
+        raise UserError(
+            f"{FOLDER}: {folder}/config.json can't be read: {reason}; use a folder written by save_pretrained, of a "
+            "type that transformers has, or build the model in a task of your own"
+        ) from error
     check_keys(further, plain)
     return made(type(plain), {**plain.to_dict(), **others, **further})
 
@@ -231,13 +236,14 @@ def load(model_class: Any, folder: Path, config: "PreTrainedConfig") -> "tuple[P
                 folder,
                 config=config,
                 local_files_only=True,
+                trust_remote_code=False,
+                weights_only=True,
                 dtype=torch.float32,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except OSError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{FOLDER}: {folder} can't be loaded: {reason}") from error
+    except (OSError, pickle.UnpicklingError) as error:
+        raise UserError(f"{FOLDER}: {folder} can't be loaded: {why_not_loaded(error)}") from error
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
     return built.train(), sorted([*report["missing_keys"], *mismatched])
 

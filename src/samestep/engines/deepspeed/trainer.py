@@ -304,11 +304,18 @@ class DeepSpeedTrainer(Trainer):
         with quietly(self._device):
             self.engine.save_checkpoint(str(folder), tag=tag, client_state=dict(client_state or {}))
 
-    def load_checkpoint(self, folder: str | Path, *, tag: str | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, folder: str | Path, *, tag: str | None = None, trusted: bool = False) -> dict[str, Any]:
         """Go on from a checkpoint: the latest, or the one of a tag. Returns its client state. Every rank must call.
 
-        Raises UserError where there is none.
+        `trusted`: DeepSpeed may unpickle its files, by which they can run any code in every rank. Raises UserError
+        without it, and where there is no checkpoint.
         """
+        if not trusted:
+            raise UserError(
+                f"{folder}: DeepSpeed reads its checkpoints by pickle, so whoever wrote these files can run code in "
+                "every rank; use load_checkpoint(..., trusted=True) for files that your own training wrote, or "
+                "`samestep checkpoint convert`, which runs none, for the weights of others"
+            )
         named = Path(folder) / tag if tag is not None else Path(folder) / "latest"
         if not named.exists():
             raise UserError(
