@@ -288,8 +288,8 @@ MISTAKES: list[tuple[list[str], list[str], dict[str, str], str]] = [
     (["--bind", "sockets"], ["x.py"], rank_of(0, 1), "--bind sockets: it can be auto, none, cores, numa"),
     (["--bind", "cores"], ["x.py"], rank_of(0, 4000), "--bind cores: 4000 ranks and"),
     (["--engine", "jax"], ["x.py"], rank_of(0, 1), "--engine jax: it can be torch, deepspeed"),
-    (["--threads", "many"], ["x.py"], rank_of(0, 1), "invalid int value: 'many'"),
-    (["--threads", "0"], ["x.py"], rank_of(0, 1), "--threads 0: it must be 1 or more"),
+    (["--threads", "many"], ["x.py"], rank_of(0, 1), '"many" is no whole number'),
+    (["--threads", "0"], ["x.py"], rank_of(0, 1), '--threads: "0" is out of range'),
     (
         [],
         ["x.py"],

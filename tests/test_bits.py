@@ -123,7 +123,7 @@ def test_what_can_not_be_proved_is_refused(
 
 @pytest.mark.quick
 def test_no_steps_are_refused() -> None:
-    with pytest.raises(UserError, match="steps is 0; it must be 1 or more"):
+    with pytest.raises(UserError, match="steps is 0; it must be a whole number from 1 to 1,000,000,000"):
         verify_bits(Job(recipe=RECIPE), ["dp2"], steps=0)
 
 

@@ -131,8 +131,14 @@ MISTAKES = {
         r"broken_task\.py fails to import: .*'there_is_no_such_module', at .*broken_task\.py:3",
     ),
     "--set without a value": ("train good.yaml --set recipe.batch", r"--set recipe\.batch: write KEY=VALUE"),
-    "no steps": ("verify good.yaml --layout dp2 --steps 0", r"steps is 0; it must be 1 or more"),
-    "steps that are no number": ("verify good.yaml --steps few", r"argument --steps: invalid int value: 'few'"),
+    "no steps": (
+        "verify good.yaml --layout dp2 --steps 0",
+        r'argument --steps: "0" is out of range; use a whole number from 1 to 1,000,000,000',
+    ),
+    "steps that are no number": (
+        "verify good.yaml --steps few",
+        r'argument --steps: "few" is no whole number; use a whole number from 1 to 1,000,000,000',
+    ),
     "--json in no folder": (
         "verify good.yaml --layout dp2 --json nowhere/proof.json",
         r"--json nowhere/proof\.json: there is no folder nowhere",

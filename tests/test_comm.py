@@ -480,7 +480,7 @@ KNOWN = ", ".join(sorted(COLLECTIVES))
 # What a user can give wrong, and what is said of it.
 WRONG = {
     "--processes 1": "--processes is 1, and a collective needs 2; use --processes 2",
-    "--processes two": "argument --processes: invalid int value: 'two'",
+    "--processes two": 'argument --processes: "two" is no whole number; use a whole number from 1 to 1,024',
     "--sizes 1XB": '--sizes: "1XB" is no size; use a number of bytes, KiB, MiB or GiB, such as 1KiB,1MiB',
     "--sizes 1KB,,1MB": '--sizes: "" is no size',
     "--sizes=-1KB": '--sizes: "-1KB" is no size',

@@ -453,7 +453,7 @@ MISTAKES = {
     "a wrong layout": ("--methods native:dq2", r'"dq2" is not a part of a layout'),
     "no method": ("--methods ,", "names none"),
     "no processes": ("--processes 0", "run.processes is 0"),
-    "no repeats": ("--repeats 0", "repeats is 0; it must be 1 or more"),
+    "no repeats": ("--repeats 0", 'argument --repeats: "0" is out of range; use a whole number from 1 to 1,000'),
     "no steps": ("--steps 0", "recipe.steps is 0"),
     "no time": ("--time-limit 0", '--time-limit: "0" is no time; use seconds above 0'),
     "a report nowhere": ("--report missing/report.html", "there is no folder missing"),

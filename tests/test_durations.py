@@ -16,7 +16,7 @@ from samestep.drill.soak import SoakSettings
 
 pytestmark = pytest.mark.quick
 
-WANTED = "seconds above 0, or a time such as 90s, 10m or 1h"
+WANTED = "seconds above 0, or a time such as 90s, 10m or 1h, from 1 ms to 366 days"
 
 TIMES = {
     "90": 90.0,
@@ -29,7 +29,27 @@ TIMES = {
     "1e1s": 10.0,
     "1e+06": 1e6,
 }
-WRONG = ["soon", "0", "0s", "-1", "-1s", "inf", "infs", "nan", "1e999", "1e999h", "1d", "m", "", "1 0", "1_0s", "٣s"]
+WRONG = [
+    "soon",
+    "0",
+    "1e-9",
+    "32000000",
+    "9000h",
+    "0s",
+    "-1",
+    "-1s",
+    "inf",
+    "infs",
+    "nan",
+    "1e999",
+    "1e999h",
+    "1d",
+    "m",
+    "",
+    "1 0",
+    "1_0s",
+    "٣s",
+]
 
 
 def time_options() -> dict[str, tuple[Callable[[argparse.ArgumentParser], None], list[str], str]]:

@@ -111,7 +111,7 @@ def test_only_visible_devices_of_this_machine_are_slots() -> None:
         (HostOptions(exclude="worker-1@worker-2@worker-3:0,1"), "leaves no slot of worker-1, worker-2, worker-3"),
         (HostOptions(num_nodes=0), "--num-nodes is 0, and there are 3: worker-1, worker-2, worker-3"),
         (HostOptions(num_nodes=4), "a number from 1 to 3"),
-        (HostOptions(num_procs=0), "--num-procs is 0; it should be 1 or more"),
+        (HostOptions(num_procs=0), "--num-procs is 0; it must be a whole number from 1 to 1,024"),
         (HostOptions(num_procs=3), "worker-3 has 2 slots; use 2 or fewer, or --exclude worker-3"),
         (HostOptions(include="worker-3:1", num_procs=2), "worker-3 has 1 slot; use 1"),
     ],

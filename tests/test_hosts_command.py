@@ -166,7 +166,7 @@ def test_many_ranks_are_cut_short_on_the_screen(
         (["--place", "slurm"], '--place "slurm" and --hostfile FILE are two places'),
         (["--ray", "auto"], "both name hosts"),
         (["--bind", "some"], "--bind some: it can be auto, none, cores, numa"),
-        (["--num-nodes", "two"], "invalid int value: 'two'"),
+        (["--num-nodes", "two"], '"two" is no whole number'),
         (["--json", "/no/such/folder/file"], "there is no folder /no/such/folder"),
     ],
 )

@@ -21,6 +21,9 @@ SOURCE = Path(samestep.__file__).parent
 # From the ground up: a module may import from its own row and from the rows above it here.
 HOUSE = (
     ("errors",),
+    ("limits",),
+    ("sizes",),
+    ("input_files",),
     ("durations",),
     ("variables",),
     ("launchers",),
@@ -36,7 +39,6 @@ HOUSE = (
     ("subprocess_group",),
     ("processor",),
     ("progress",),
-    ("sizes",),
     ("yaml_loader",),
     ("validation",),
     ("jobfile",),
@@ -79,6 +81,7 @@ RANK = {name: rank for rank, row in enumerate(HOUSE) for name in row}
 FOUNDATIONS = {
     "launch": (
         "affinity",
+        "memory",
         "device",
         "network",
         "fork_server",

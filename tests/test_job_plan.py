@@ -250,7 +250,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
         (["JOB", "--gpu", "h100", "--devices", "8", "--measure"], "give one of them"),
         (["JOB", "--network", "ndr"], "add --gpu"),
         (["JOB", "--measure", "0"], "--measure is 0"),
-        (["JOB", "--devices", "0"], "--devices is 0; use 1 or more"),
+        (["JOB", "--devices", "0"], '--devices: "0" is out of range'),
         (["--measure"], "--measure goes with a job file"),
         (["--rows", "rows.json", "--devices", "8"], "--devices does not go with --rows"),
         (["--set", "recipe.batch=3"], "--set goes with a job file"),

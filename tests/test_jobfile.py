@@ -130,7 +130,7 @@ def test_everything_else_is_left_as_it_is(two_folders: tuple[Path, Path]) -> Non
     beside, here = two_folders
     (here / "only-here.csv").touch()
     (beside / "reviews").mkdir()
-    for text in ("only-here.csv", "nowhere.csv", "reviews", f"{here}/only-here.csv", "x." + "y" * 5000, "a\0.csv"):
+    for text in ("only-here.csv", "nowhere.csv", "reviews", f"{here}/only-here.csv", "x." + "y" * 5000):
         assert resolved(beside, source=text).data["source"] == text
     (beside / "note.csv").touch()
     assert resolved(beside, note="note.csv").data["note"] == "note.csv"  # not a key that names a file

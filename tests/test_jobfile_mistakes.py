@@ -49,7 +49,10 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
             "job.yaml:2: not YAML: could not determine a constructor for the tag "
             "'tag:yaml.org,2002:python/name:os.system'",
         ),
-        ("recipe:\n  data: &a {again: *a}\n", "job.yaml: not a job file; its sections are nested without end"),
+        (
+            "recipe:\n  data: &a {again: *a}\n",
+            "job.yaml:2: the section of &a contains itself by *a; write it out",
+        ),
         (
             "recipe:\n  batch: 1\n  task: x\n  batch: 2\n",
             'job.yaml:4: key "recipe.batch" stands twice, first in job.yaml:2; keep one of them',

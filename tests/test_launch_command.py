@@ -266,13 +266,22 @@ WRONG = [
     (["--", "-m"], "-m names no module"),
     (["--engine", "jax", "--", TOLD], "--engine jax: it can be torch, deepspeed"),
     (["--bind", "tight", "--", TOLD], "--bind tight: it can be auto, none"),
-    (["--num-procs", "0", "--", TOLD], "--num-procs is 0; it should be 1 or more"),
-    (["--num-procs", "two", "--", TOLD], "argument --num-procs: invalid int value: 'two'"),
-    (["--threads", "0", "--", TOLD], '--threads: "0" is no number; 1 or more is wanted'),
-    (["--max-restarts", "-1", "--", TOLD], '--max-restarts: "-1" is no number; 0 or more is wanted'),
+    (["--num-procs", "0", "--", TOLD], '--num-procs: "0" is out of range; use a whole number from 1 to 1,024'),
+    (
+        ["--num-procs", "two", "--", TOLD],
+        'argument --num-procs: "two" is no whole number; use a whole number from 1 to 1,024',
+    ),
+    (["--threads", "0", "--", TOLD], '--threads: "0" is out of range; use a whole number from 1 to 1,024'),
+    (
+        ["--max-restarts", "-1", "--", TOLD],
+        '--max-restarts: "-1" is out of range; use a whole number from 0 to 10,000',
+    ),
     (["--start-timeout", "soon", "--", TOLD], '--start-timeout: "soon" is no time; use seconds above 0'),
     (["--grace-period", "0", "--", TOLD], '--grace-period: "0" is no time; use seconds above 0'),
-    (["--master-port", "99999", "--", TOLD], '--master-port: "99999" is no port; a number from 1 to 65535 is'),
+    (
+        ["--master-port", "99999", "--", TOLD],
+        '--master-port: "99999" is out of range; use a whole number from 1 to 65,535',
+    ),
     (
         ["--num-procs", "1", "--logs", "/dev/null", "--", TOLD],
         "can't be kept in /dev/null/localhost: Not a directory",
@@ -285,14 +294,20 @@ WRONG = [
     (["--nodes", "3:1", "--", TOLD], '--nodes "3:1": the fewest and the most hosts are wanted, such as 1:4'),
     (["--nodes", "1:4", "--", TOLD], "--nodes 1:4, and there is this host alone; --hostfile names others"),
     (["--node-rank", "1", "--", TOLD], "--node-rank goes with --no-ssh"),
-    (["--hostfile", "nowhere", "--", TOLD], "--hostfile nowhere: No such file"),
+    (["--hostfile", "nowhere", "--", TOLD], "--hostfile nowhere: no such file"),
     (["--no-ssh", "--", TOLD], "--no-ssh needs to know how many hosts there are"),
     (["--no-ssh", "--num-nodes", "2", "--nodes", "1:2", "--", TOLD], "--nodes and --num-nodes are both given"),
     (["--no-ssh", "--num-nodes", "2", "--", TOLD], "which of the 2 hosts is this? use --node-rank 0 to 1"),
     (["--no-ssh", "--num-nodes", "2", "--node-rank", "2", "--", TOLD], "--node-rank is 2, and 2 hosts have"),
     (["--no-ssh", "--num-nodes", "2", "--node-rank", "1", "--", TOLD], "--master-addr and the address of the host"),
-    (["--no-ssh", "--num-nodes", "0", "--node-rank", "0", "--", TOLD], "--num-nodes is 0; it should be 1 or more"),
-    (["--no-ssh", "--num-nodes", "-2", "--node-rank", "0", "--", TOLD], "--num-nodes is -2; it should be 1 or more"),
+    (
+        ["--no-ssh", "--num-nodes", "0", "--node-rank", "0", "--", TOLD],
+        '--num-nodes: "0" is out of range; use a whole number from 1 to 1,048,576',
+    ),
+    (
+        ["--no-ssh", "--num-nodes", "-2", "--node-rank", "0", "--", TOLD],
+        '--num-nodes: "-2" is out of range; use a whole number from 1 to 1,048,576',
+    ),
     (["--join-timeout", "later", "--", TOLD], '--join-timeout: "later" is no time; use seconds above 0'),
     (["--rejoin-timeout", "-1", "--", TOLD], '--rejoin-timeout: "-1" is no time; use seconds above 0'),
     (["--heartbeat-timeout", "soon", "--", TOLD], '--heartbeat-timeout: "soon" is no time; use seconds above 0'),
@@ -309,7 +324,11 @@ WRONG = [
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"\xff\xfe", "it is no text"), (b"NO VALUE\n", ".samestep_env, line 1: a line such as")],
+    [
+        (b"\xff\xfe", "is UTF-16; save it as UTF-8"),
+        (b"\xff", "is not UTF-8: byte 0 is 0xff"),
+        (b"NO VALUE\n", ".samestep_env, line 1: a line such as"),
+    ],
 )
 def test_a_file_of_variables_that_cannot_be_read_is_named(
     content: bytes, says: str, capfd: pytest.CaptureFixture[str]

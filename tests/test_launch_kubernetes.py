@@ -64,8 +64,8 @@ def test_an_elastic_job_has_no_master_and_one_pod_no_workers(capsys: pytest.Capt
     [
         ("--k8s -- train.py", "--k8s needs --image"),
         ("--k8s --image x", "there is no command to start"),
-        ("--k8s --image x --num-nodes 0 -- train.py", "--num-nodes is 0; it should be 1 or more"),
-        ("--k8s --image x --num-procs -1 -- train.py", "--num-procs is -1; it should be 1 or more"),
+        ("--k8s --image x --num-nodes 0 -- train.py", '--num-nodes: "0" is out of range'),
+        ("--k8s --image x --num-procs -1 -- train.py", '--num-procs: "-1" is out of range'),
         ("--k8s --image x --hostfile hosts -- train.py", "--k8s names no hosts, which Kubernetes chooses"),
         ("--k8s --image x --job-id Mine_1 -- train.py", '--job-id "Mine_1" is no name of a PyTorchJob'),
         ("--k8s --image x --nodes 0:2 -- train.py", '--nodes "0:2": the fewest and the most hosts are wanted'),

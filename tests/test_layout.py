@@ -15,7 +15,7 @@ from samestep.layout import PRESETS, Layout, ModelShape, unsized
 
 pytestmark = pytest.mark.quick
 
-SIZES = st.integers(1, 64)
+SIZES = st.integers(1, 10)  # six of them make at most 2**20 ranks
 ORDERS = st.one_of(
     st.sampled_from(["cluster", "spread"]), st.permutations(["pp", "dp", "fsdp", "cp", "tp"]).map(".".join)
 )

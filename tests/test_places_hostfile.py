@@ -70,10 +70,10 @@ def test_a_wrong_hostfile(hostfile: Path, text: str, message: str) -> None:
 
 
 def test_a_hostfile_that_is_none(tmp_path: Path) -> None:
-    assert "No such file" in refused({}, hostfile=tmp_path / "none")
+    assert "no such file" in refused({}, hostfile=tmp_path / "none")
     assert "directory" in refused({}, hostfile=tmp_path)
     (tmp_path / "picture").write_bytes(b"\xff\xfe\x00")
-    assert "it is no text" in refused({}, hostfile=tmp_path / "picture")
+    assert "save it as UTF-8" in refused({}, hostfile=tmp_path / "picture")
 
 
 def test_a_hostfile_is_read_without_looking_for_this_machine(hostfile: Path) -> None:

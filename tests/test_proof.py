@@ -102,7 +102,7 @@ def test_the_planted_engine_without_a_mistake_takes_the_same_step(planted: Mappi
 
 
 def test_steps_must_be_positive() -> None:
-    with pytest.raises(samestep.UserError, match="steps is 0; it must be 1 or more"):
+    with pytest.raises(samestep.UserError, match="steps is 0; it must be a whole number from 1 to 1,000,000,000"):
         samestep.verify(recipe("regression"), steps=0)
 
 

@@ -177,7 +177,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert mistake(path) == f"{path} is not UTF-8: byte 11 is 0xff; save it as UTF-8"
     folder = tmp_path / "folder.csv"
     folder.mkdir()
-    assert mistake(folder) == f"{folder} can't be read: Is a directory"
+    assert mistake(folder) == f"{folder} is a folder; a data file is wanted"
 
 
 def test_sources_that_are_none(tmp_path: Path) -> None:

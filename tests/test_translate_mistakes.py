@@ -74,7 +74,7 @@ MISTAKES = {
     "- --from job --to deepspeed": r"standard input: a job is read from a file",
     "- ds.json": r"standard input and more are given \(ds\.json\)",
     "ds.json torchrun": r"the file ds\.json and more are given \(torchrun\)",
-    "ds.json --processes 0": r"--processes is 0; it should be 1 or more",
+    "ds.json --processes 0": r'--processes: "0" is out of range',
     "ds.json --processes 3": r"train_batch_size is 8, and .*3 data ranks = 3 does not divide it.*batch of 6 or 9",
     "ds.json --batch 9": r"train_batch_size is 8, and --batch says 9",
     "ds.json --output ds.json": r"--output is ds\.json, the file that is translated",
@@ -99,7 +99,7 @@ MISTAKES = {
     "-- torchrun --nproc-per-node=0 train.py": r"--nproc-per-node is 0; use a number such as 2",
     "-- torchrun --what train.py": r"torchrun: .*",
     "-- python train.py": r"the command line is none of these",
-    "-- OMP_NUM_THREADS=no torchrun train.py": r"OMP_NUM_THREADS is no; it should be a whole number",
+    "-- OMP_NUM_THREADS=no torchrun train.py": r"OMP_NUM_THREADS is 'no'; a whole number from 1 to 1,024 is wanted",
 }
 
 

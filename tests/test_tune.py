@@ -153,7 +153,7 @@ WRONG = {
     "a setting": (["--settings", "threds"], 'settings: there is no "threds" to try; did you mean "threads"?'),
     "no setting": (["--settings", ","], "settings names none; known: transport, threads"),
     "too few steps": (["--steps", "3"], "steps is 3, and the first 3 of a trial are not timed; use 4 or more"),
-    "no repeats": (["--repeats", "0"], "repeats is 0; it must be 1 or more"),
+    "no repeats": (["--repeats", "0"], 'argument --repeats: "0" is out of range; use a whole number from 1 to 1,000'),
     "no time": (["--time-limit", "0"], '--time-limit: "0" is no time; use seconds above 0'),
     "a folder": (["--write", "."], "--write .: this is a folder; the path of a file is wanted"),
 }

@@ -21,6 +21,7 @@ from samestep.launch import fork_server, local
 from samestep.launch.affinity import bindings, cores, this_machine, threads_of
 from samestep.launch.device import accelerators
 from samestep.layout import Layout, unsized
+from samestep.limits import MOST_RANKS, check_whole
 from samestep.preflight import preflight
 from samestep.rank_tasks import StepTiming
 from samestep.ranks import DeviceChoice
@@ -199,8 +200,7 @@ def rehearse_job(job: Job, world_size: int) -> Sequence[Rehearsal]:
     None of the ranks is started; of a pipeline some stages are rehearsed. See `samestep.training.rehearsal`. Raises
     UserError for what would fail on the cluster, and for what can't be rehearsed.
     """
-    if world_size < 1:
-        raise UserError(f"--world is {world_size}; use the number of processes, 1 or more")
+    check_whole("--world", world_size, most=MOST_RANKS)
     if environment.ranks() is not None:
         raise UserError("--world is a dry run in one process, and this one is a rank; start it without a launcher")
     layout = Layout.parse(job.run.layout, world_size)
@@ -225,8 +225,7 @@ def verify_job(
     The reference runs on `reference_device`: the job's own device, or the CPU. If the steps differ and this process
     starts the ranks, both sides take them once more to find where they depart.
     """
-    if steps < 1:
-        raise UserError(f"steps is {steps}; it must be 1 or more")
+    check_whole("steps", steps)
     job, layout = _settled(job)
     task = preflight(job, layout)
     fork_server.start_early(job)
@@ -293,8 +292,7 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
 
     A layout that this job can't have is a row with the reason. Raises UserError for what is wrong with the job.
     """
-    if steps < 1:
-        raise UserError(f"steps is {steps}; it must be 1 or more")
+    check_whole("steps", steps)
     if environment.ranks() is not None:
         raise UserError("verify --bits starts its own processes; start it without a launcher")
     job = replace(job, run=replace(job.run, reduction="ordered", checkpoint=None))

@@ -5,11 +5,12 @@ They are the values of `recipe.communication`. What each does stands in `sameste
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Gt, Le
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from samestep.field_types import STRICT, Beta, Fraction, Positive, Real, Whole, broken_rule
+from samestep.field_types import STRICT, Beta, Count, Fraction, Positive, Rate, Whole, broken_rule
+from samestep.limits import MOST_WIDTH
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -31,8 +32,8 @@ class PowerSGD:
     """Gradients of matrices are averaged as products of two thin ones (Vogels et al. 2019, algorithm 1)."""
 
     kind: Literal["powersgd"] = "powersgd"
-    rank: Positive = 2  # columns of the thin matrices
-    start: Whole = Field(default=10, ge=0)  # steps before it, with gradients averaged whole
+    rank: Annotated[Whole, Gt(0), Le(MOST_WIDTH)] = 2  # columns of the thin matrices
+    start: Count = 10  # steps before it, with gradients averaged whole
     error_feedback: bool = True  # what was left out is added to the next gradient
 
 
@@ -61,7 +62,7 @@ class LocalSGD:
 
     kind: Literal["local-sgd"] = "local-sgd"
     every: Positive = 10  # steps from one average to the next
-    start: Whole = Field(default=0, ge=0)  # steps before that, with an average after each
+    start: Count = 0  # steps before that, with an average after each
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -73,10 +74,10 @@ class DiLoCo:
 
     kind: Literal["diloco"] = "diloco"
     every: Positive = 100  # local steps from one outer step of a parameter to the next
-    outer_lr: Annotated[Real, Gt(0)] = 0.7
+    outer_lr: Rate = 0.7
     outer_momentum: Beta = 0.9
     fragments: Positive = 1  # parts of the model that are sent in turn
-    overlap: Annotated[Whole, Ge(0)] = 0  # steps that go on while a part is on its way
+    overlap: Count = 0  # steps that go on while a part is on its way
     mixing: Fraction = 0.5  # with an overlap: how much stays of what a rank has reached by itself meanwhile
     bits: Literal[32, 16, 8, 4] = 32  # of each number that is sent: float32, bf16, or integers with a scale for 64
 

@@ -1,7 +1,7 @@
 """Times that users write, in job files and on command lines: seconds as a number, or a text such as 90s, 10m or 1h.
 
-All are finite and above 0: a limit without end is written as null, where a setting can have one. `seconds` is the
-type of a command's option, and `add_time_limit` declares the option that several commands have.
+All are from a millisecond to a year: a limit without end is written as null, where a setting can have one. `seconds`
+is the type of a command's option, and `add_time_limit` declares the option that several commands have.
 """
 
 import argparse
@@ -9,9 +9,10 @@ import math
 import re
 
 from samestep.errors import UserError
+from samestep.limits import LEAST_SECONDS, MOST_SECONDS
 
 # What a message asks for in place of a wrong time.
-WANTED = "seconds above 0, or a time such as 90s, 10m or 1h"
+WANTED = "seconds above 0, or a time such as 90s, 10m or 1h, from 1 ms to 366 days"
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 # As Python writes numbers, without a sign; then the unit.
@@ -19,7 +20,7 @@ _DURATION = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([smh]?)", re.ASC
 
 
 def parse_duration(given: str | float) -> float | None:
-    """The seconds of a number or a text such as 90, 90s, 1.5m or 2h; None if it is no time above 0."""
+    """The seconds of a number or a text such as 90, 90s, 1.5m or 2h; None if it is none within the limits."""
     if isinstance(given, str):
         match = _DURATION.fullmatch(given.strip())
         if match is None:
@@ -30,7 +31,7 @@ def parse_duration(given: str | float) -> float | None:
             seconds = float(given)
         except OverflowError:  # a whole number of hundreds of digits
             return None
-    return seconds if 0 < seconds < math.inf else None
+    return seconds if LEAST_SECONDS <= seconds <= MOST_SECONDS else None
 
 
 def has_unit(text: str) -> bool:
@@ -44,10 +45,12 @@ def duration_text(seconds: float) -> str:
 
 
 def check_seconds(**limits: float) -> None:
-    """Raise UserError for an argument of a function that is not above 0; infinity is no limit."""
+    """Raise UserError for an argument of a function outside of the limits; infinity is no limit."""
     for name, seconds in limits.items():
-        if not seconds > 0:
-            raise UserError(f"{name} is {seconds:g}; use a number of seconds above 0")
+        if not LEAST_SECONDS <= seconds <= MOST_SECONDS and seconds != math.inf:
+            raise UserError(
+                f"{name} is {seconds:g}; use a number of seconds above 0, {LEAST_SECONDS:g} to {MOST_SECONDS:.0f}"
+            )
 
 
 def seconds(text: str) -> float:

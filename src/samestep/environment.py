@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from samestep import launchers
 from samestep.errors import UserError
+from samestep.limits import MOST_PORT, MOST_THREADS
 from samestep.ranks import Ranks
 from samestep.ranks import read as read_ranks
 from samestep.variables import DEVICE_VARIABLES, Variables, VisibleDevices
@@ -104,7 +105,7 @@ def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     (--cpus-per-task).
     """
     read = Variables(environ)
-    threads = read.number("OMP_NUM_THREADS", 1)
+    threads = read.number("OMP_NUM_THREADS", 1, MOST_THREADS)
     if threads is None:
         cores = launchers.slurm_cores_of_task(read)
         found = ranks(environ) if cores is not None else None
@@ -328,7 +329,7 @@ def given_address(environ: Mapping[str, str] = os.environ) -> str | None:
 
 def main_port(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the port of rank 0's store that the user or a launcher has set."""
-    return Variables(environ).number("MASTER_PORT", 1)
+    return Variables(environ).number("MASTER_PORT", 1, MOST_PORT)
 
 
 def place_interface(environ: Mapping[str, str] = os.environ) -> str | None:

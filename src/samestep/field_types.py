@@ -1,10 +1,15 @@
-"""Types of the fields of a job's sections, and the error for fields that are invalid together."""
+"""Types of the fields of a job's sections, and the error for fields that are invalid together.
+
+Every number has an upper limit: those of `limits`, in a type below or next to the field (`tests/test_limits.py`).
+"""
 
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
+
+from samestep.limits import MOST, MOST_FACTOR, MOST_LAYERS, MOST_LR, MOST_RANKS, MOST_SEED, MOST_WIDTH
 
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
@@ -23,6 +28,15 @@ def broken_rule(key: str, message: str) -> PydanticCustomError:
 
 Whole = Annotated[int, BeforeValidator(_no_switch)]
 Real = Annotated[float, BeforeValidator(_no_switch)]
-Positive = Annotated[Whole, Gt(0)]
+Positive = Annotated[Whole, Gt(0), Le(MOST)]
+Count = Annotated[Whole, Ge(0), Le(MOST)]
+Ranks = Annotated[Whole, Gt(0), Le(MOST_RANKS)]
+Layers = Annotated[Whole, Gt(0), Le(MOST_LAYERS)]
+Width = Annotated[Whole, Gt(0), Le(MOST_WIDTH)]  # of a layer, or heads
+Seed = Annotated[Whole, Ge(0), Lt(MOST_SEED + 1)]
+Rate = Annotated[Real, Gt(0), Le(MOST_LR)]
+Decay = Annotated[Real, Ge(0), Le(1000)]  # of weights
+Factor = Annotated[Real, Gt(0), Le(MOST_FACTOR)]
+Least = Annotated[Real, Ge(0), Le(MOST_FACTOR)]  # 0 or more
 Fraction = Annotated[Real, Ge(0), Le(1)]
 Beta = Annotated[Real, Ge(0), Lt(1)]

@@ -5,14 +5,16 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from samestep.durations import WANTED, has_unit, parse_duration
+from samestep.field_types import STRICT, Count, Positive, Ranks, Real, Whole
+from samestep.limits import MOST, MOST_RANKS, MOST_RESTARTS, MOST_SECONDS, MOST_THREADS, MOST_WORKERS
 from samestep.ranks import DeviceChoice
-from samestep.recipe import STRICT, Positive, Real, Recipe, Whole
+from samestep.recipe import Recipe
 
 TensorRole = Literal["column", "row", "vocabulary", "whole"]
 ExpertRole = Literal["split", "whole"]
@@ -35,7 +37,9 @@ def _interval(text: str) -> str:
     return text
 
 
-Duration = Annotated[Real, Gt(0), BeforeValidator(_seconds)]
+Duration = Annotated[Real, Gt(0), Le(MOST_SECONDS), BeforeValidator(_seconds)]
+# Ranks publish where they are several times a second, and end within tenths of one.
+_Patience = Annotated[Duration, Ge(0.1)]
 Fault = Literal["kill", "raise", "hang", "oom", "nan", "slow"]
 
 
@@ -43,8 +47,8 @@ Fault = Literal["kill", "raise", "hang", "oom", "nan", "slow"]
 class Inject:
     """A fault that a rank commits in a step, for tests and drills."""
 
-    rank: Annotated[Whole, Ge(0)]
-    step: Annotated[Whole, Ge(0)]  # counted from 0, as in metrics.jsonl
+    rank: Annotated[Whole, Ge(0), Lt(MOST_RANKS)]
+    step: Count  # counted from 0, as in metrics.jsonl
     fault: Fault
     seconds: Duration = 0.1  # slow: how much longer this step and every later one takes
     every_round: bool = False  # also when the ranks have been started again
@@ -87,8 +91,8 @@ class Profiling:
 
     folder: Path | None = None  # None: profile/ in the run's folder
     # Steps before. In the third one bytes are counted, which takes long, and in the fourth the profiler warms up.
-    warm_up: Annotated[Whole, Ge(4)] = 4
-    steps: Positive = 5
+    warm_up: Annotated[Whole, Ge(4), Le(MOST)] = 4
+    steps: Annotated[Whole, Gt(0), Le(1000)] = 5
 
 
 def _on_or_off(value: Any) -> Any:
@@ -101,7 +105,7 @@ class Run:
     """How a recipe is run; nothing in here changes the result."""
 
     layout: str = "single"
-    processes: Positive | None = None  # None: as many as the layout's sizes say
+    processes: Ranks | None = None  # None: as many as the layout's sizes say
     engine: Any = "native"  # the name of a shipped engine, or an engine object
     engine_config: Path | None = None  # the engine's own configuration file, for engines that have one
     micro_batch: Positive | None = None  # samples of one forward on one rank; None: the whole slice
@@ -119,11 +123,11 @@ class Run:
     sparse_rows: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = "auto"
     # The replicas of one host keep one copy of parameters and optimizer state, and each steps its part.
     share_replicas: bool = False
-    threads: Positive | None = None  # a process; None: cores / local ranks
+    threads: Annotated[Whole, Gt(0), Le(MOST_THREADS)] | None = None  # a process; None: cores / local ranks
     # Cores on which each rank of this machine runs: its own, all of a NUMA node, or any; auto: its own, where there
     # are as many as ranks.
     bind: Literal["auto", "none", "cores", "numa"] = "auto"
-    workers: Annotated[Whole, Ge(0)] = 0  # processes that load data, a rank
+    workers: Annotated[Whole, Ge(0), Le(MOST_WORKERS)] = 0  # processes that load data, a rank
     profile: Annotated[Profiling | None, BeforeValidator(_section_if_true)] = None  # where a step's time goes
     check: bool = True  # the task's contract, in one process before any rank starts
     compile: bool = False  # torch.compile for each block
@@ -131,7 +135,7 @@ class Run:
     float32_matmul: Literal["highest", "high", "medium"] = "highest"
     # Tokens whose logits stand at once: output layer and cross-entropy in chunks; None: those of a micro-batch.
     loss_chunk: Positive | None = None
-    bucket_mb: Annotated[Real, Gt(0)] | None = None  # MiB that replicas send at once; None: `parallel.ddp`
+    bucket_mb: Annotated[Real, Gt(0), Le(65536)] | None = None  # MiB that replicas send at once; None: `parallel.ddp`
     tensor_plan: Mapping[str, TensorRole] | None = None  # layers that tensor parallel slices otherwise than it finds
     expert_plan: Mapping[str, ExpertRole] | None = None  # modules that are experts, or none, otherwise than is found
     folder: Path | None = None  # None: runs/<name of the job file>
@@ -139,12 +143,14 @@ class Run:
     checkpoint: Checkpointing | None = None
     tensorboard: bool = True
     rank_lines: bool = False  # a line a rank: steps x samples x ranks = data set
-    max_restarts: Annotated[Whole, Ge(0)] = 0  # times that all ranks are started again after one has failed
-    hang_limit: Duration | None = 60.0  # seconds without progress of any rank; None: ranks may wait for ever
-    grace_period: Duration = 30.0  # seconds from SIGTERM or Ctrl-C until the ranks must have saved and ended
+    max_restarts: Annotated[Whole, Ge(0), Le(MOST_RESTARTS)] = (
+        0  # times that all ranks are started again after one has failed
+    )
+    hang_limit: _Patience | None = 60.0  # seconds without progress of any rank; None: ranks may wait for ever
+    grace_period: _Patience = 30.0  # seconds from SIGTERM or Ctrl-C until the ranks must have saved and ended
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # a loss or gradient norm that is NaN or infinite
     elastic: bool = False  # go on with fewer data ranks when a rank is lost for good
-    min_processes: Positive = 1  # fewest that elastic goes on with
+    min_processes: Ranks = 1  # fewest that elastic goes on with
     inject: Annotated[tuple[Inject, ...], BeforeValidator(_one_or_more)] = ()  # faults to commit
 
 

@@ -13,10 +13,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from samestep import environment
 from samestep.errors import UserError
+from samestep.input_files import text_of
 from samestep.job import Job
 from samestep.recipe import NamedOptimizer
-from samestep.validation import explain, shown, text_of
-from samestep.yaml_loader import DuplicateKeyError, YamlLoader, parse_yaml, yaml_mistake
+from samestep.validation import explain, shown
+from samestep.yaml_loader import MERGE, DuplicateKeyError, RefusedError, YamlLoader, parse_yaml, yaml_mistake
 
 Keys = tuple[str, ...]
 
@@ -99,9 +100,22 @@ def dump(loaded: LoadedJob) -> str:
     return "\n".join(f"{line:<{width}}  # {source}" if source else line for line, source in lines)
 
 
+# What other files that are taken for a job file are, and what to do with them.
+_OTHER_FILES = {
+    ".py": "a Python script; samestep launch -- {file} starts it as ranks, samestep verify --script {file} proves "
+    "its step, and samestep init writes a job file to start from",
+    ".ipynb": "a notebook; write its task into a .py file, which a job file names by recipe.task: FILE.py:ClassName",
+    ".toml": "TOML, and job files are YAML; write key: value, with two spaces before each key of a section",
+    ".ini": "an INI file, and job files are YAML; write key: value, with two spaces before each key of a section",
+    ".sh": "a script of the shell; samestep translate reads a torchrun command, and samestep launch starts a program",
+}
+
+
 def _read(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
     """Parse a job file; return its values, and the line of each. Raises UserError with file and line."""
-    text = text_of(file, missing=f"no job file {file}", folder="a job file")
+    if (what := _OTHER_FILES.get(file.suffix.lower())) is not None:
+        raise UserError(f"a job file is wanted, and {file} is {what.format(file=file)}")
+    text = text_of(file, missing=f"no job file {file}", folder=f"a job file{_job_in(file)}")
     sources: dict[Keys, str] = {}
     try:
         reader = YamlLoader(text)
@@ -110,36 +124,59 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
         values = reader.construct_document(node) if node is not None else None
     except yaml.YAMLError as error:
         raise UserError(yaml_mistake(error, str(file), text)) from None
-    except RecursionError:
-        raise UserError(f"{file}: not a job file; its sections are nested without end") from None
     if node is None or values is None:
         raise UserError(f"{file} is empty; a job file has a recipe: section")
     if not isinstance(values, dict):
         raise UserError(f"{file}:{node.start_mark.line + 1}: not a job file; it must have a recipe: section")
-    return values, sources
+    if file.suffix.lower() == ".json" and "recipe" not in values:
+        raise UserError(
+            f"{file} has no recipe, so it is no job file; samestep translate {file} makes one of another tool's "
+            "configuration"
+        )
+    return _by_themselves(values), sources
+
+
+def _job_in(folder: Path) -> str:
+    """A job file of a folder that was named in its place, for a message."""
+    try:
+        jobs = sorted(file for file in folder.iterdir() if file.suffix in (".yaml", ".yml"))
+    except (OSError, ValueError):
+        return ""
+    return f", such as {jobs[0]}" if jobs else ""
+
+
+def _by_themselves(value: Any) -> Any:
+    """Copy sections and lists that stand in several places by an alias, so that a flag changes one of them alone."""
+    if isinstance(value, dict):
+        return {key: _by_themselves(inner) for key, inner in value.items()}
+    return [_by_themselves(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _find_lines(reader: YamlLoader, node: yaml.Node | None, path: Keys, file: Path, sources: dict[Keys, str]) -> None:
-    """Record the line of every key and list item."""
+    """Record the line of every key and list item; the loader has limited how many there are, aliases counted."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             sources[*path, str(index)] = f"{file}:{item.start_mark.line + 1}"
             _find_lines(reader, item, (*path, str(index)), file, sources)
-    if not isinstance(node, yaml.MappingNode):
-        return
+    if isinstance(node, yaml.MappingNode):
+        for name, (key, value) in _merged(reader, node).items():
+            sources[*path, name] = f"{file}:{key.start_mark.line + 1}"
+            _find_lines(reader, value, (*path, name), file, sources)
+
+
+def _merged(reader: YamlLoader, node: yaml.MappingNode) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+    """The keys of a section with their values, by name, and after them those that it merges and lacks."""
+    found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
     merged: list[yaml.Node] = []
     for key, value in node.value:
-        if key.tag == "tag:yaml.org,2002:merge":
+        if key.tag == MERGE:
             merged += value.value if isinstance(value, yaml.SequenceNode) else [value]
-            continue
-        here = (*path, str(reader.construct_object(key, deep=True)))
-        sources[here] = f"{file}:{key.start_mark.line + 1}"
-        _find_lines(reader, value, here, file, sources)
-    for other in merged:  # what the section's own keys and those merged before don't say
-        theirs: dict[Keys, str] = {}
-        _find_lines(reader, other, path, file, theirs)
-        taken = {known[: len(path) + 1] for known in sources}
-        sources |= {known: line for known, line in theirs.items() if known[: len(path) + 1] not in taken}
+        else:
+            found[str(reader.construct_object(key, deep=True))] = key, value
+    for other in merged:
+        if isinstance(other, yaml.MappingNode):
+            found = {**_merged(reader, other), **found}
+    return found
 
 
 def _override(values: dict[str, Any], sources: dict[Keys, str], key: str, text: str, source: str) -> None:
@@ -151,6 +188,8 @@ def _override(values: dict[str, Any], sources: dict[Keys, str], key: str, text: 
         value = parse_yaml(text)
     except DuplicateKeyError as error:
         raise UserError(f"{source}: {error.problem}; keep one of them") from None
+    except RefusedError as error:
+        raise UserError(f"{source}: {error.problem}") from None
     except yaml.YAMLError:
         value = text
     here = values

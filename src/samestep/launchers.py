@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.errors import UserError
+from samestep.limits import MOST_PORT, MOST_RANKS, MOST_RANKS_A_HOST, read_whole
 from samestep.variables import Environ, Read, Variables
 
 
@@ -49,7 +50,7 @@ def read_torchrun(environ: Environ) -> TorchrunVariables | None:
     if not in_torchrun(environ):
         return None
     read = Variables(environ)
-    rank, world_size = read.needed("RANK"), read.needed("WORLD_SIZE", 1)
+    rank, world_size = read.needed("RANK"), read.needed("WORLD_SIZE", 1, MOST_RANKS)
     # DeepSpeed's launcher has another name for it.
     name = "LOCAL_WORLD_SIZE" if environ.get("LOCAL_WORLD_SIZE") else "LOCAL_SIZE"
     local_size, local_rank = read.number(name, 1), read.number("LOCAL_RANK")
@@ -73,7 +74,7 @@ def read_torchrun(environ: Environ) -> TorchrunVariables | None:
         node=node,
         nodes=nodes,
         main_address=read.text("MASTER_ADDR"),
-        main_port=read.number("MASTER_PORT", 1),
+        main_port=read.number("MASTER_PORT", 1, MOST_PORT),
         job=read.text("TORCHELASTIC_RUN_ID"),
         read=read.read(),
     )
@@ -98,7 +99,7 @@ def read_horovodrun(environ: Environ) -> HorovodRunVariables | None:
     if "RANK" in environ or any(name not in environ for name in needed):
         return None
     read = Variables(environ)
-    rank, world_size = read.needed("HOROVOD_RANK"), read.needed("HOROVOD_SIZE", 1)
+    rank, world_size = read.needed("HOROVOD_RANK"), read.needed("HOROVOD_SIZE", 1, MOST_RANKS)
     local_rank, local_size = read.needed("HOROVOD_LOCAL_RANK"), read.needed("HOROVOD_LOCAL_SIZE", 1)
     _check_fit(
         "horovodrun",
@@ -112,7 +113,7 @@ def read_horovodrun(environ: Environ) -> HorovodRunVariables | None:
         local_world_size=local_size,
         host=read.text("HOROVOD_HOSTNAME") or "localhost",
         address=read.wanted("HOROVOD_GLOO_RENDEZVOUS_ADDR", "the address of horovodrun's server"),
-        port=read.needed("HOROVOD_GLOO_RENDEZVOUS_PORT", 1),
+        port=read.needed("HOROVOD_GLOO_RENDEZVOUS_PORT", 1, MOST_PORT),
     )
 
 
@@ -141,7 +142,7 @@ def read_open_mpi(environ: Environ) -> MpiVariables | None:
     if not in_open_mpi(environ):
         return None
     read = Variables(environ)
-    world_size, rank = read.needed("OMPI_COMM_WORLD_SIZE", 1), read.needed("OMPI_COMM_WORLD_RANK")
+    world_size, rank = read.needed("OMPI_COMM_WORLD_SIZE", 1, MOST_RANKS), read.needed("OMPI_COMM_WORLD_RANK")
     local_size, local_rank = read.needed("OMPI_COMM_WORLD_LOCAL_SIZE", 1), read.needed("OMPI_COMM_WORLD_LOCAL_RANK")
     _check_fit(
         "mpirun",
@@ -254,7 +255,9 @@ def slurm_counts(name: str, text: str) -> list[int]:
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
-            raise UserError(f"{name} is {text!r}; {SLURM_COUNTS}, is wanted")
+            raise UserError(f"{name} is {text[:200]!r}; {SLURM_COUNTS}, is wanted")
+        if len(found) + int(match[2] or 1) > MOST_RANKS:
+            raise UserError(f"{name} is {text[:200]!r}, of more than {MOST_RANKS:,} nodes; use that many at most")
         found += [int(match[1])] * int(match[2] or 1)
     return found
 
@@ -312,8 +315,8 @@ def read_pytorchjob(environ: Environ) -> PyTorchJobPod | None:
     read = Variables(environ)
     processes, pods = _processes(read), _pods(read)
     if "MASTER_ADDR" in environ:
-        address, port = read.wanted("MASTER_ADDR", "the first pod's name"), read.needed("MASTER_PORT", 1)
-        rank, world_size = read.needed("RANK"), read.needed("WORLD_SIZE", 1)
+        address, port = read.wanted("MASTER_ADDR", "the first pod's name"), read.needed("MASTER_PORT", 1, MOST_PORT)
+        rank, world_size = read.needed("RANK"), read.needed("WORLD_SIZE", 1, MOST_RANKS)
         name = "PET_NODE_RANK" if read.text("PET_NODE_RANK") else "RANK"
         number = read.needed(name)
     else:
@@ -338,9 +341,13 @@ def _processes(read: Variables) -> int | str | None:
     text = read.text("PET_NPROC_PER_NODE")
     if text is None or text in ("auto", "gpu", "cpu"):
         return text
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise UserError(f"PET_NPROC_PER_NODE is {text!r}; a number of 1 or more, auto, gpu or cpu is wanted")
-    return int(text)
+    number = read_whole(text)
+    if number is None or not 1 <= number <= MOST_RANKS_A_HOST:
+        raise UserError(
+            f"PET_NPROC_PER_NODE is {text!r}; a number of 1 or more, auto, gpu or cpu is wanted, and at most "
+            f"{MOST_RANKS_A_HOST}"
+        )
+    return number
 
 
 def _pods(read: Variables) -> int | None:
@@ -348,10 +355,13 @@ def _pods(read: Variables) -> int | None:
     text = read.text("PET_NNODES")
     if text is None:
         return None
-    numbers = text.split(":")
-    if len(numbers) > 2 or not all(number.isascii() and number.isdigit() and int(number) for number in numbers):
-        raise UserError(f"PET_NNODES is {text!r}; a number of pods such as 2, or a range such as 1:4, is wanted")
-    return int(numbers[-1])
+    numbers = [read_whole(number) or 0 for number in text.split(":")]
+    if len(numbers) > 2 or not all(1 <= number <= MOST_RANKS for number in numbers):
+        raise UserError(
+            f"PET_NNODES is {text!r}; a number of pods such as 2, or a range such as 1:4, is wanted, and at most "
+            f"{MOST_RANKS:,}"
+        )
+    return numbers[-1]
 
 
 def _endpoint(text: str) -> tuple[str, int]:

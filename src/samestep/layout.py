@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from samestep.errors import LayoutError
+from samestep.limits import MOST_LAYERS, MOST_RANKS
 
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble"]
 Recompute = Literal["none", "selective", "full"]
@@ -101,6 +102,12 @@ class Layout:
         for name in (*MESH_AXES, "stages"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"layout: {name} is {getattr(self, name)}; it must be 1 or more")
+        if self.stages > MOST_LAYERS:
+            raise LayoutError(f"layout: stages is {self.stages}; it must be {MOST_LAYERS:,} or less")
+        if self.size > MOST_RANKS:
+            raise LayoutError(
+                f"layout: its sizes make {self.size:,} processes; use {MOST_RANKS:,} or fewer"
+            )
         for name in _OPTIONS:
             if wrong := _wrong_choice(name, getattr(self, name)):
                 raise LayoutError(f"layout: {name} is {getattr(self, name)!r}; {wrong}")

@@ -3,13 +3,28 @@
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Len, Lt
+from annotated_types import Ge, Gt, Le, Len
 from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 from pydantic.dataclasses import dataclass
 
 from samestep.communication import Communication, OneBitAdam, ZeroOneAdam
 from samestep.errors import closest
-from samestep.field_types import STRICT, Beta, Fraction, Positive, Real, Whole, broken_rule
+from samestep.field_types import (
+    STRICT,
+    Beta,
+    Count,
+    Decay,
+    Factor,
+    Fraction,
+    Least,
+    Positive,
+    Rate,
+    Real,
+    Seed,
+    Whole,
+    broken_rule,
+)
+from samestep.limits import MOST, MOST_WIDTH
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
@@ -19,10 +34,10 @@ class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2)."""
 
     name: Literal["adamw"] = "adamw"
-    lr: Annotated[Real, Gt(0)] = 3e-4
+    lr: Rate = 3e-4
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: Annotated[Real, Gt(0)] = 1e-8
-    weight_decay: Annotated[Real, Ge(0)] = 0.01
+    eps: Annotated[Real, Gt(0), Le(1)] = 1e-8
+    weight_decay: Decay = 0.01
     decay_all: bool = False  # also biases and norms, which take no decay otherwise
     # How the two averages of matrices and tables are kept from step to step: as they are, or rounded.
     state: Literal["full", "bf16", "8bit"] = "full"
@@ -33,10 +48,10 @@ class SGD:
     """Stochastic gradient descent with momentum (Sutskever et al. 2013)."""
 
     name: Literal["sgd"] = "sgd"
-    lr: Annotated[Real, Gt(0)] = 0.1
+    lr: Rate = 0.1
     momentum: Beta = 0.0
     nesterov: bool = False
-    weight_decay: Annotated[Real, Ge(0)] = 0.0
+    weight_decay: Decay = 0.0
     decay_all: bool = False
 
     @model_validator(mode="after")
@@ -57,8 +72,8 @@ class NamedOptimizer:
     """
 
     name: Any
-    lr: Annotated[Real, Gt(0)] | None = None  # None: its own default
-    weight_decay: Annotated[Real, Ge(0)] | None = None  # None: its own default
+    lr: Rate | None = None  # None: its own default
+    weight_decay: Decay | None = None  # None: its own default
     decay_all: bool = False  # also biases and norms, which take no decay otherwise
     args: dict[str, Any] = field(default_factory=dict)  # every further argument that it takes
 
@@ -97,7 +112,7 @@ Optimizer = Annotated[
 class Schedule:
     """Learning rate by step: a linear warm-up, then a decay to `final` times the optimizer's rate."""
 
-    warmup: Annotated[Real, Ge(0)] = 0.0  # below 1: a fraction of all steps; else a number of steps
+    warmup: Annotated[Real, Ge(0), Le(MOST)] = 0.0  # below 1: a fraction of all steps; else a number of steps
     decay: Literal["none", "linear", "cosine"] = "none"
     final: Fraction = 0.0
 
@@ -122,9 +137,9 @@ class Group:
 
     # Names or patterns with * and ?, such as "*.bias"; one of them must match.
     parameters: Annotated[tuple[str, ...], Len(min_length=1), BeforeValidator(_one_or_several)]
-    dims: Annotated[Whole, Ge(0)] | None = None  # only those of so many dimensions, such as 2 for matrices
-    lr: Annotated[Real, Gt(0)] | None = None  # None: the optimizer's
-    weight_decay: Annotated[Real, Ge(0)] | None = None  # of all of them; None: the optimizer's
+    dims: Annotated[Whole, Ge(0), Le(64)] | None = None  # only those of so many dimensions, such as 2 for matrices
+    lr: Rate | None = None  # None: the optimizer's
+    weight_decay: Decay | None = None  # of all of them; None: the optimizer's
     schedule: Schedule | None = None  # None: the recipe's
     optimizer: Optimizer | None = None  # None: the recipe's
 
@@ -145,8 +160,8 @@ class Average:
     alike; with a decay as in Tarvainen & Valpola 2017, section 2).
     """
 
-    decay: Annotated[Real, Ge(0), Lt(1)] = 0.999
-    start: Annotated[Whole, Ge(0)] = 0  # steps before it begins, with the weights of then
+    decay: Beta = 0.999
+    start: Count = 0  # steps before it begins, with the weights of then
     every: Positive = 1  # steps from one change to the next
 
 
@@ -171,8 +186,8 @@ class LoRA:
     """Low-rank adapters, which are trained, in the task's model, which stays as it is (Hu et al. 2021)."""
 
     kind: Literal["lora"] = "lora"
-    rank: Positive = 8
-    alpha: Annotated[Real, Gt(0)] = 16.0  # what an adapter makes is multiplied by alpha / rank
+    rank: Annotated[Whole, Gt(0), Le(MOST_WIDTH)] = 8
+    alpha: Factor = 16.0  # what an adapter makes is multiplied by alpha / rank
     dropout: Beta = 0.0  # of what an adapter takes
     # Linear layers, by names or patterns, whole or from the last dots on; (): all in the repeated layers.
     targets: Patterns = ()
@@ -186,7 +201,7 @@ class EarlyStop:
     metric: str  # of the task's, one number
     mode: Literal["highest", "lowest"] = "highest"
     patience: Positive = 3  # evaluations in a row that are not better
-    min_delta: Annotated[Real, Ge(0)] = 0.0  # by how much more than this an evaluation must be better
+    min_delta: Least = 0.0  # by how much more than this an evaluation must be better
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -201,17 +216,17 @@ class Recipe:
     data: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     args: dict[str, Any] = field(default_factory=dict)
-    seed: Annotated[Whole, Ge(0), Lt(2**32)] = 0
+    seed: Seed = 0
     batch: Positive = 64  # global: samples of one step, over all ranks and micro-batches
     # Pieces into which run.reduction: ordered cuts the global batch; float32 rounds otherwise with another number.
-    virtual_ranks: Positive = 8
+    virtual_ranks: Annotated[Whole, Gt(0), Le(65536)] = 8
     steps: Positive | None = None
-    epochs: Positive | None = None
+    epochs: Annotated[Whole, Gt(0), Le(10**6)] | None = None
     optimizer: Optimizer = field(default_factory=AdamW)
     groups: tuple[Group, ...] = ()  # parameters with settings of their own; the first that matches counts
     schedule: Schedule = field(default_factory=Schedule)
     average: Average | None = None  # a moving average of the weights; None: the weights themselves
-    clip: Annotated[Real, Gt(0)] | None = None  # largest norm of the whole gradient
+    clip: Factor | None = None  # largest norm of the whole gradient
     precision: Precision = "fp32"
     # With bf16: parameters and gradients are bf16 too, and the optimizer steps a float32 copy of the parameters.
     master_weights: bool = False

@@ -10,6 +10,7 @@ from typing import Literal
 _DECIMAL = ("B", "kB", "MB", "GB", "TB")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMG])(I?))?B?", re.IGNORECASE | re.ASCII)
+_LARGEST = 2.0**50
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3}
 
 
@@ -30,7 +31,7 @@ def binary_size(count: float) -> str:
 
 
 def parse_size(text: str, *, kilo: Literal[1000, 1024]) -> float | None:
-    """Parse a size such as 4MB or 1.5 KiB to bytes; None for any other text.
+    """Parse a size such as 4MB or 1.5 KiB to bytes; None for any other text, and for a million GiB or more.
 
     `kilo`: the bytes of a KB, of which MB and GB are powers. A KiB always has 1,024.
     """
@@ -38,4 +39,5 @@ def parse_size(text: str, *, kilo: Literal[1000, 1024]) -> float | None:
     if match is None:
         return None
     number, letter, binary = match.groups()
-    return float(number) * (1024 if binary else kilo) ** _POWERS[(letter or "").upper()]
+    size = float(number) * (1024 if binary else kilo) ** _POWERS[(letter or "").upper()]
+    return size if size < _LARGEST else None

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from samestep.errors import UserError, closest
+from samestep.input_files import text_of
 from samestep.yaml_loader import parse_yaml, yaml_mistake
 
 Path = tuple[str, ...]
@@ -74,25 +75,6 @@ def checked(schema: Any, values: Mapping[str, Any], *, prefix: Path = ()) -> Any
         return TypeAdapter(schema).validate_python(values)
     except ValidationError as error:
         raise UserError(explain(error, values, schema, prefix=prefix)) from None
-
-
-def text_of(file: pathlib.Path, *, missing: str, folder: str) -> str:
-    """The text of a file in UTF-8. Raises UserError if it can't be read.
-
-    `missing`: the message where there is no such file; `folder`: what is wanted where it is a folder.
-    """
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(missing) from None
-    except IsADirectoryError:
-        raise UserError(f"{file} is a folder; {folder} is wanted") from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}; save it as UTF-8"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{file} can't be read: {error.strerror}") from None
 
 
 def checked_file(schema: Any, path: pathlib.Path, what: str) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from samestep.errors import UserError
+from samestep.limits import MOST_ID, in_words, read_whole
 
 Environ = Mapping[str, str]
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
@@ -54,19 +55,22 @@ class Variables:
             raise UserError(f"{name} is {'empty' if name in self._environ else 'not set'}; it must hold {what}")
         return value
 
-    def number(self, name: str, least: int = 0) -> int | None:
-        """Return an integer of at least `least`; None if the variable is unset."""
+    def number(self, name: str, least: int = 0, most: int = MOST_ID) -> int | None:
+        """Return an integer from `least` to `most`; None if the variable is unset."""
         text = self.text(name)
         if text is None:
             return None
-        if not (text.isascii() and text.isdigit()) or int(text) < least:
-            raise UserError(f"{name} is {text!r}; a whole number of {least} or more is wanted")
-        return int(text)
+        number = read_whole(text) if text.isdigit() else None  # without a sign
+        if number is None or number < least:
+            raise UserError(f"{name} is {text[:60]!r}; a whole number of {least} or more is wanted")
+        if number > most:
+            raise UserError(f"{name} is {text!r}; {in_words(least, most)} is wanted")
+        return number
 
-    def needed(self, name: str, least: int = 0) -> int:
-        """Return a required integer. Raises UserError if it is unset or no integer."""
+    def needed(self, name: str, least: int = 0, most: int = MOST_ID) -> int:
+        """Return a required integer. Raises UserError if it is unset, no integer, or out of its limits."""
         self.wanted(name, f"a whole number of {least} or more")
-        number = self.number(name, least)
+        number = self.number(name, least, most)
         assert number is not None
         return number
 
@@ -78,9 +82,11 @@ class Variables:
         try:
             value = json.loads(text)
         except json.JSONDecodeError as error:
-            raise UserError(f"{name} is {text!r}, which is not JSON: {error.msg}; {what} is wanted") from None
+            raise UserError(f"{name} is {text[:200]!r}, which is not JSON: {error.msg}; {what} is wanted") from None
+        except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
+            raise UserError(f"{name} is {text[:60]!r}..., which can't be read as JSON; {what} is wanted") from None
         if not isinstance(value, kind):
-            raise UserError(f"{name} is {text!r}; {what} is wanted")
+            raise UserError(f"{name} is {text[:200]!r}; {what} is wanted")
         return value
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from samestep.cli import output_files
 from samestep.errors import UserError
+from samestep.input_files import path_option
 
 if TYPE_CHECKING:
     from samestep.job import Job
@@ -29,7 +30,7 @@ def _json_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _list_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a run's folder, or one with checkpoints")
+    parser.add_argument("folder", type=path_option, metavar="FOLDER", help="a run's folder, or one with checkpoints")
     parser.add_argument("--best", metavar="METRIC", help="mark the checkpoint with the best value of a metric")
     parser.add_argument("--lowest", action="store_true", help="with --best: the lowest value is the best")
     _json_argument(parser)
@@ -51,7 +52,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint of any format")
+    parser.add_argument("checkpoint", type=path_option, metavar="CHECKPOINT", help="a checkpoint of any format")
     _json_argument(parser)
 
 
@@ -69,7 +70,9 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a folder with several")
+    parser.add_argument(
+        "folder", type=path_option, metavar="CHECKPOINT", help="a checkpoint, or a folder with several"
+    )
     _json_argument(parser)
 
 
@@ -87,22 +90,26 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a checkpoint of any format")
+    parser.add_argument("source", type=path_option, metavar="SOURCE", help="a checkpoint of any format")
     parser.add_argument("--from", dest="from_", metavar="FORMAT", help="what SOURCE is, where it could be several")
     _target_arguments(parser)
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a checkpoint, or a run: its newest")
+    parser.add_argument("source", type=path_option, metavar="SOURCE", help="a checkpoint, or a run: its newest")
     parser.set_defaults(from_="samestep")
     _target_arguments(parser)
 
 
 def _target_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", type=Path, metavar="TARGET", help="a file or folder that is not there yet")
+    parser.add_argument("target", type=path_option, metavar="TARGET", help="a file or folder that is not there yet")
     parser.add_argument("--to", metavar="FORMAT", help="what to write, where the name of TARGET doesn't say it")
     parser.add_argument(
-        "--job", dest="job_file", type=Path, metavar="JOB.yaml", help="the model's job, for a Hugging Face folder"
+        "--job",
+        dest="job_file",
+        type=path_option,
+        metavar="JOB.yaml",
+        help="the model's job, for a Hugging Face folder",
     )
     parser.add_argument(
         "--merge", action="store_true", help="merge adapters into their base, which the job's task builds"

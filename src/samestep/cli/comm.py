@@ -5,6 +5,7 @@ from typing import Any
 
 from samestep.cli import output_files
 from samestep.durations import add_time_limit, seconds
+from samestep.limits import MOST_RANKS_A_HOST, WholeNumber
 
 _AUTO: dict[str, Any] = {"default": "auto"}
 
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 def _ranks_arguments(parser: argparse.ArgumentParser, **more: Any) -> None:
     parser.add_argument(
         "--processes",
-        type=int,
+        type=WholeNumber(most=MOST_RANKS_A_HOST),
         metavar="N",
         help="ranks to start here (default: one for each accelerator or core); not in ranks of a launcher",
         **more,

@@ -6,6 +6,7 @@ import importlib.util
 from samestep.cli import job_options, output_files
 from samestep.durations import add_time_limit
 from samestep.errors import UserError
+from samestep.limits import MOST_REPEATS, WholeNumber
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,8 +15,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         help='such as "single, ddp-torchrun, native:dp2 tp2" (default: the published ones)',
     )
-    parser.add_argument("--repeats", type=int, default=3, help="trainings of each method (default: 3)")
-    parser.add_argument("--steps", type=int, help="train so many steps instead of the job's")
+    parser.add_argument(
+        "--repeats", type=WholeNumber(most=MOST_REPEATS), default=3, help="trainings of each method (default: 3)"
+    )
+    parser.add_argument("--steps", type=WholeNumber(), help="train so many steps instead of the job's")
     add_time_limit(parser, "one run", 3600)
     output_files.add_arguments(
         parser,

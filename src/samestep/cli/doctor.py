@@ -8,6 +8,8 @@ from samestep import environment
 from samestep.cli import output_files
 from samestep.durations import add_time_limit
 from samestep.errors import UserError
+from samestep.input_files import path_option
+from samestep.limits import MOST_PORT, WholeNumber
 
 if TYPE_CHECKING:
     from samestep.doctor.findings import ExaminationRequest
@@ -18,12 +20,18 @@ _OF_THE_MACHINE = ("hosts", "hostfile", "port", "folder", "time_limit")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run_folder", nargs="?", type=Path, metavar="RUN_FOLDER", help="read the files of this run, not the machine"
+        "run_folder",
+        nargs="?",
+        type=path_option,
+        metavar="RUN_FOLDER",
+        help="read the files of this run, not the machine",
     )
     parser.add_argument("--hosts", metavar="A,B", help="other hosts to reach, such as worker-1,10.0.0.7:2222")
-    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="the same from a file, as in samestep launch")
-    parser.add_argument("--port", type=int, help="a port that should be free")
-    parser.add_argument("--folder", type=Path, help="where runs go (default: runs)")
+    parser.add_argument(
+        "--hostfile", type=path_option, metavar="FILE", help="the same from a file, as in samestep launch"
+    )
+    parser.add_argument("--port", type=WholeNumber(most=MOST_PORT), help="a port that should be free")
+    parser.add_argument("--folder", type=path_option, help="where runs go (default: runs)")
     add_time_limit(parser, "all checks, and of a trial of ranks", _LIMIT, kept=False)
     output_files.add_arguments(parser, json="write everything that was found to a file")
 
@@ -61,8 +69,6 @@ def _asked(options: argparse.Namespace) -> "ExaminationRequest":
 
     if options.hosts is not None and options.hostfile is not None:
         raise UserError("--hosts and --hostfile both name hosts; leave one of them out")
-    if options.port is not None and not 0 < options.port < 65536:
-        raise UserError(f"--port is {options.port}; it should be from 1 to 65535")
     hosts = ()
     if options.hosts is not None:
         hosts = parse_hosts(options.hosts)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from samestep.cli import job_options, output_files
 from samestep.durations import add_time_limit, seconds
 from samestep.errors import UserError
+from samestep.limits import MOST_REPEATS, MOST_SEED, WholeNumber
 
 if TYPE_CHECKING:
     from samestep.jobfile import LoadedJob
@@ -14,9 +15,16 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_options.add_arguments(parser, without=("folder", "max-restarts", "checkpoint-every"))
     parser.add_argument("--faults", help='such as "kill, hang" (default: all)')
-    parser.add_argument("--steps", type=int, help="train so many steps in each run (default: 20; of a soak by time)")
-    parser.add_argument("--soak", type=int, metavar="N", help="one long job under N faults at random moments")
-    parser.add_argument("--seed", type=int, help="of a soak's faults (default: 0)")
+    parser.add_argument(
+        "--steps", type=WholeNumber(), help="train so many steps in each run (default: 20; of a soak by time)"
+    )
+    parser.add_argument(
+        "--soak",
+        type=WholeNumber(most=MOST_REPEATS),
+        metavar="N",
+        help="one long job under N faults at random moments",
+    )
+    parser.add_argument("--seed", type=WholeNumber(least=0, most=MOST_SEED), help="of a soak's faults (default: 0)")
     parser.add_argument(
         "--between", type=seconds, metavar="TIME", help="from one fault of a soak to the next (default: 15s)"
     )

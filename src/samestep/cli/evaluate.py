@@ -1,9 +1,9 @@
 """Compute a job's metrics over its held-out samples, of a checkpoint's model, in one process."""
 
 import argparse
-from pathlib import Path
 
 from samestep.cli import job_options, output_files
+from samestep.input_files import path_option
 
 # What decides how a training is spread, of which nothing matters to one process.
 NOT_HERE = ("layout", "processes", "engine", "micro-batch", "checkpoint-every", "folder")
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
-        type=Path,
+        type=path_option,
         required=True,
         metavar="PATH",
         help="a checkpoint, a run (its newest is taken), or weights in any format",

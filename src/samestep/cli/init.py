@@ -1,14 +1,14 @@
 """Write a job to start from into an empty folder: a job file, sample data, a task of your own."""
 
 import argparse
-from pathlib import Path
 
 from samestep.errors import UserError
+from samestep.input_files import path_option
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("template", nargs="?", metavar="TEMPLATE", help="what to start from: see --list")
-    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="empty, or not there yet")
+    parser.add_argument("folder", nargs="?", type=path_option, metavar="FOLDER", help="empty, or not there yet")
     parser.add_argument("--list", action="store_true", help="print the templates")
 
 

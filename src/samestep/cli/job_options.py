@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import UserError
+from samestep.input_files import path_option
 
 if TYPE_CHECKING:
     from samestep.job import Job
@@ -36,6 +37,8 @@ _OWN_FLAGS = {
     "profile": ("run.profile.folder", ""),
 }
 
+_SHOWN = 160  # characters of a --set in messages
+
 # The value of a flag that is given without one, and the key and value that such a flag sets.
 BARE = ""
 _BARE_FLAGS = {"profile": ("run.profile", "{}")}
@@ -52,7 +55,7 @@ class Once(argparse.Action):
 
 def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = (), *, job: bool = True) -> None:
     """Add the options of a job. `job`: whether the job file is required."""
-    parser.add_argument("job", type=Path, nargs=None if job else "?", metavar="JOB.yaml", help="the job file")
+    parser.add_argument("job", type=path_option, nargs=None if job else "?", metavar="JOB.yaml", help="the job file")
     for flag, (_, text) in _FLAGS.items():
         if flag in without:
             continue
@@ -88,8 +91,8 @@ def load(options: argparse.Namespace, file: Path | None = None) -> "LoadedJob":
     for text in options.set:
         key, separator, value = text.partition("=")
         if not separator:
-            raise UserError(f"--set {text}: write KEY=VALUE, such as recipe.optimizer.lr=1e-3")
-        overrides.append((key, value, f"--set {text}"))
+            raise UserError(f"--set {text[:_SHOWN]}: write KEY=VALUE, such as recipe.optimizer.lr=1e-3")
+        overrides.append((key, value, f"--set {text}" if len(text) <= _SHOWN else f"--set {text[:_SHOWN]}..."))
     for flag, key in keys.items():
         value = getattr(options, flag.replace("-", "_"), None)
         if value is not None:

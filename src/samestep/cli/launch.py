@@ -53,8 +53,6 @@ def _manifest(options: argparse.Namespace, command: tuple[str, ...]) -> int:
         raise UserError("--k8s needs --image, the image of the pods' containers")
     if named := [flag for flag in launch_options.named_hosts(options) if flag not in ("--num-nodes", "--num-procs")]:
         raise UserError(f"--k8s names no hosts, which Kubernetes chooses; leave {' and '.join(named)} out")
-    if options.num_procs is not None and options.num_procs < 1:
-        raise UserError(f"--num-procs is {options.num_procs}; it should be 1 or more")
     wanted = launch_options.request_from(options, command)
     launch_options.check(wanted)
     check_size(wanted)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.durations import seconds
 from samestep.errors import UserError
+from samestep.input_files import path_option
 from samestep.launch.options import (
     HostOptions,
     Kind,
@@ -24,6 +25,7 @@ from samestep.launch.options import (
     options_of,
     values_for,
 )
+from samestep.limits import MOST_PORT, MOST_RANKS, MOST_RANKS_A_HOST, MOST_RESTARTS, MOST_THREADS, WholeNumber
 
 if TYPE_CHECKING:
     from samestep.launch.environments.base import FoundCluster
@@ -216,29 +218,13 @@ def _own_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f'"{text}" is no port; a number from 1 to 65535 is')
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f'"{text}" is no number; 0 or more is wanted')
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'"{text}" is no number; 1 or more is wanted')
-    return int(text)
-
-
 _PARSERS: Mapping[Kind, Callable[[str], Any]] = {
-    "path": Path,
-    "number": int,
-    "count": _count,
-    "positive": _positive,
-    "port": _port,
+    "path": path_option,
+    "hosts": WholeNumber(most=MOST_RANKS),
+    "node-rank": WholeNumber(least=0, most=MOST_RANKS - 1),
+    "ranks": WholeNumber(most=MOST_RANKS_A_HOST),
+    "restarts": WholeNumber(least=0, most=MOST_RESTARTS),
+    "threads": WholeNumber(most=MOST_THREADS),
+    "port": WholeNumber(most=MOST_PORT),
     "seconds": seconds,
 }

@@ -4,12 +4,17 @@ import argparse
 
 from samestep.cli import output_files
 from samestep.layout import Layout
+from samestep.limits import MOST_RANKS, WholeNumber
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("layout", metavar="LAYOUT", help='such as "pp2 dp2 tp2", fsdp4, or a preset such as ddp')
-    parser.add_argument("--processes", type=int, help="number of processes, for a layout without a size")
-    parser.add_argument("--batch", type=int, help="samples of a global batch, to see which of them a rank takes")
+    parser.add_argument(
+        "--processes", type=WholeNumber(most=MOST_RANKS), help="number of processes, for a layout without a size"
+    )
+    parser.add_argument(
+        "--batch", type=WholeNumber(), help="samples of a global batch, to see which of them a rank takes"
+    )
     output_files.add_arguments(
         parser, svg="write a picture to a file", json="write everything that is shown to a file"
     )

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
+from samestep.input_files import path_option
 
 
 def add_arguments(parser: argparse.ArgumentParser, **helps: str) -> None:
     """Add an option for each output file, and --force, which lets them replace existing files."""
     for name, text in helps.items():
-        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
+        parser.add_argument(f"--{name}", type=path_option, metavar="FILE", help=text)
     flags = " and ".join(f"--{name}" for name in helps)
     parser.add_argument("--force", action="store_true", help=f"let {flags} replace a file that is there")
 

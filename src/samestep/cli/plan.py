@@ -1,11 +1,12 @@
 """Plan which layouts of a model fit on a cluster and how fast each will be, or check the planner against rows."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samestep.cli import job_options, output_files, plan_job
 from samestep.errors import UserError, closest
+from samestep.input_files import path_option
+from samestep.limits import MOST_LENGTH, MOST_RANKS, MOST_REPEATS, MOST_WIDTH, WholeNumber
 
 if TYPE_CHECKING:
     from samestep.planning.hardware import ClusterSpec
@@ -22,41 +23,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure",
         nargs="?",
-        type=int,
+        type=WholeNumber(most=MOST_REPEATS),
         const=3,
         metavar="N",
         help="with a job file: take a few steps of the best N layouts (3) here, and correct the plan by them",
     )
     parser.add_argument(
-        "--comm", type=Path, metavar="FILE", help="with a job file: what samestep comm --json measured here"
+        "--comm", type=path_option, metavar="FILE", help="with a job file: what samestep comm --json measured here"
     )
     parser.add_argument("--model", metavar="NAME", help="such as llama-3-8b; an unknown name lists the known ones")
     parser.add_argument("--gpu", metavar="NAME", help="such as a100, h100, h200, b200")
-    parser.add_argument("--devices", type=int, metavar="N", help="how many of them")
-    parser.add_argument("--node-size", type=int, metavar="N", help="devices of a node (default: as usually built)")
+    parser.add_argument("--devices", type=WholeNumber(most=MOST_RANKS), metavar="N", help="how many of them")
+    parser.add_argument(
+        "--node-size",
+        type=WholeNumber(most=MOST_RANKS),
+        metavar="N",
+        help="devices of a node (default: as usually built)",
+    )
     parser.add_argument(
         "--link", metavar="NAME", help="inside a node: nvlink4, pcie5, ... (default: as usually built)"
     )
     parser.add_argument("--network", metavar="NAME", help="between nodes: ndr, ethernet-100, ... (default: likewise)")
-    parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sample (default: the model's)")
+    parser.add_argument(
+        "--seq", type=WholeNumber(most=MOST_LENGTH), metavar="N", help="tokens of a sample (default: the model's)"
+    )
     parser.add_argument(
         "--adapter",
-        type=int,
+        type=WholeNumber(least=0, most=MOST_WIDTH),
         default=0,
         metavar="RANK",
         help="fine-tune adapters of this rank, with frozen weights",
     )
     parser.add_argument(
-        "--global-batch", type=int, metavar="N", help="samples of a step (default: 4 or 16 Mi tokens)"
+        "--global-batch", type=WholeNumber(), metavar="N", help="samples of a step (default: 4 or 16 Mi tokens)"
     )
     parser.add_argument("--precision", choices=_PRECISIONS, help="of matrix products (default: bf16)")
     parser.add_argument("--program", metavar="NAME", help="samestep (default) or megatron-core")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="layouts to show (default: 10)")
+    parser.add_argument(
+        "--top", type=WholeNumber(most=MOST_REPEATS), default=10, metavar="N", help="layouts to show (default: 10)"
+    )
     parser.add_argument("--minimum", action="store_true", help="the fewest devices that hold the model, by lever")
     parser.add_argument("--price", metavar="PRICE", help='of one device, such as "2.5 USD/hour"')
     output_files.add_arguments(parser, json="write everything that is shown to a file", report="write a page of HTML")
     parser.add_argument(
-        "--rows", type=Path, metavar="FILE", help="published steps, JSON or CSV, to predict and compare"
+        "--rows", type=path_option, metavar="FILE", help="published steps, JSON or CSV, to predict and compare"
     )
     parser.add_argument(
         "--cross-validation", action="store_true", help="with --rows: efficiencies set on half of the models"
@@ -77,8 +87,6 @@ def run(options: argparse.Namespace) -> int:
     for flag in ("model", "gpu") if options.minimum else ("model", "gpu", "devices"):
         if getattr(options, flag) is None:
             raise UserError(f"--{flag} is missing; such as samestep plan --model llama-3-8b --gpu h100 --devices 8")
-    if options.top < 1:
-        raise UserError(f"--top is {options.top}; use 1 or more")
     if options.minimum:
         _check_minimum(options)
     job, cluster = _job_and_cluster(options)
@@ -130,8 +138,6 @@ def _job_and_cluster(options: argparse.Namespace) -> "tuple[PlannedJob, ClusterS
     if program not in PLANNED:
         raise UserError(f'--program is "{program}"; {closest(program, PLANNED)}')
     batch = options.global_batch if options.global_batch is not None else usual_batch(model, devices)
-    if batch < 1:
-        raise UserError(f"--global-batch is {batch}; use 1 or more samples")
     job = PlannedJob(model=model, global_batch=batch, precision=precision, software=PLANNED[program])
     return job, cluster
 

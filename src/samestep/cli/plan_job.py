@@ -52,14 +52,10 @@ def run(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> None:
     """Raise UserError for options that can't be combined with a job file."""
-    if options.top < 1:
-        raise UserError(f"--top is {options.top}; use 1 or more")
     for name in _OF_MODELS:
         if getattr(options, name):
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} is for plans by --model; a job file says what is trained; leave --{flag} out")
-    if options.measure is not None and options.measure < 1:
-        raise UserError(f"--measure is {options.measure}; use 1 or more layouts")
     if options.gpu is not None and (options.measure or options.comm):
         flag = "--measure" if options.measure else "--comm"
         raise UserError(f"{flag} is of the machine at hand, --gpu of a data sheet; give one of them")

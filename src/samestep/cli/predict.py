@@ -6,12 +6,13 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, TextIO
 
 from samestep.cli import job_options, output_files
 from samestep.cli.evaluate import NOT_HERE, add_checkpoint
 from samestep.errors import UserError
+from samestep.input_files import path_option
+from samestep.limits import MOST_LENGTH, WholeNumber
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,13 +20,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     parser.add_argument(
         "--input",
-        type=Path,
+        type=path_option,
         metavar="FILE",
         help="texts, one a line; or an image, or a folder with images (default: the held-out samples)",
     )
     output_files.add_arguments(parser, output="where to write (default: standard output)")
     parser.add_argument(
-        "--new-tokens", type=int, default=0, metavar="N", help="language models: go on with each text by so many"
+        "--new-tokens",
+        type=WholeNumber(least=0, most=MOST_LENGTH),
+        default=0,
+        metavar="N",
+        help="language models: go on with each text by so many",
     )
 
 
@@ -39,8 +44,6 @@ def run(options: argparse.Namespace) -> int:
     if all(file is not None and file.exists() for file in files) and options.output.samefile(options.input):
         raise UserError(f"--output is {options.output}, which is read; write to another file")
     output_files.check(options, "output")
-    if options.new_tokens < 0:
-        raise UserError(f"--new-tokens is {options.new_tokens}; it should be 0 or more")
 
     from samestep.inference import predict_job
 

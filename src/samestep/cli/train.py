@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from samestep.cli import job_options, launch_options, output_files
 from samestep.errors import UserError
+from samestep.limits import MOST_RANKS, WholeNumber
 
 if TYPE_CHECKING:
     from samestep.job import Job
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output_files.add_arguments(parser, json="with --dry-run: write its numbers to a file")
     parser.add_argument(
         "--world",
-        type=int,
+        type=WholeNumber(most=MOST_RANKS),
         metavar="N",
         help="with --dry-run: the step of a rank of N processes, of which none starts, on tensors without values",
     )

@@ -5,6 +5,7 @@ import sys
 
 from samestep.cli import output_files
 from samestep.errors import UserError
+from samestep.limits import MOST_RANKS, WholeNumber
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="from_", metavar="FORMAT", help="what FILE is, where its content could be several"
     )
     parser.add_argument("--to", default="job", metavar="FORMAT", help="job (default), deepspeed or accelerate")
-    parser.add_argument("--processes", type=int, help="ranks in all, where the source doesn't say how many")
-    parser.add_argument("--batch", type=int, help="samples of a step over all ranks, where the source doesn't say it")
+    parser.add_argument(
+        "--processes", type=WholeNumber(most=MOST_RANKS), help="ranks in all, where the source doesn't say how many"
+    )
+    parser.add_argument(
+        "--batch", type=WholeNumber(), help="samples of a step over all ranks, where the source doesn't say it"
+    )
     output_files.add_arguments(parser, output="write to a file instead of standard output")
 
 
@@ -27,10 +32,6 @@ def run(options: argparse.Namespace) -> int:
     if options.output is not None and str(options.output) in options.words:
         raise UserError(f"--output is {options.output}, the file that is translated; write to another")
     output_files.check(options, "output")
-    for name in ("processes", "batch"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name} is {value}; it should be 1 or more")
 
     from samestep.translate.base import GivenSizes
     from samestep.translate.translation import translate

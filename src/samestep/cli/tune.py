@@ -4,14 +4,19 @@ import argparse
 
 from samestep.cli import job_options, output_files
 from samestep.durations import add_time_limit
+from samestep.limits import MOST_REPEATS, WholeNumber
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_options.add_arguments(parser, without=("checkpoint-every", "max-restarts", "folder"))
     job_options.add_check(parser)
     parser.add_argument("--settings", help='which to try, such as "threads, micro_batch" (default: all)')
-    parser.add_argument("--steps", type=int, default=10, help="of each trial; the first 3 don't count (default: 10)")
-    parser.add_argument("--repeats", type=int, default=3, help="trials of each value (default: 3)")
+    parser.add_argument(
+        "--steps", type=WholeNumber(), default=10, help="of each trial; the first 3 don't count (default: 10)"
+    )
+    parser.add_argument(
+        "--repeats", type=WholeNumber(most=MOST_REPEATS), default=3, help="trials of each value (default: 3)"
+    )
     add_time_limit(parser, "one trial", 600)
     output_files.add_arguments(
         parser,

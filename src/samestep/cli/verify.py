@@ -1,11 +1,12 @@
 """Prove that a layout, or a training script, takes the steps of one process: both run, and are compared."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from samestep.cli import job_options, output_files, verify_script
 from samestep.errors import UserError
+from samestep.input_files import path_option
+from samestep.limits import WholeNumber
 from samestep.ranks import DeviceChoice
 
 if TYPE_CHECKING:
@@ -15,11 +16,15 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_options.add_arguments(parser, job=False)
     job_options.add_check(parser)
-    parser.add_argument("more", nargs="*", type=Path, metavar="JOB.yaml", help="with --layouts: further job files")
+    parser.add_argument(
+        "more", nargs="*", type=path_option, metavar="JOB.yaml", help="with --layouts: further job files"
+    )
     parser.add_argument(
         "--layouts", metavar="LAYOUTS", help='a table of many layouts: "all", "fast", "experts", or "dp2, fsdp2 tp2"'
     )
-    parser.add_argument("--steps", type=int, help="how many steps are compared (default: 5; of a script 10)")
+    parser.add_argument(
+        "--steps", type=WholeNumber(), help="how many steps are compared (default: 5; of a script 10)"
+    )
     parser.add_argument("--dropout", action="store_true", help="compare steps with the recipe's dropout, too")
     parser.add_argument(
         "--reference-device",

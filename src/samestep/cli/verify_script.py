@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from samestep.cli import output_files
 from samestep.durations import add_time_limit
 from samestep.errors import UserError
+from samestep.input_files import path_option
+from samestep.limits import MOST_RANKS_A_HOST, MOST_SEED, WholeNumber, whole_of
 
 if TYPE_CHECKING:
     from samestep.script_proof.runs import ScriptProof
@@ -24,10 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--script", metavar="COMMAND", help=command)
     add("--alone", metavar="COMMAND", help="the same with other arguments, for one process")
     add("--then", metavar="COMMAND", help="what goes on where the split run has ended: a resumption")
-    add("--every", type=int, metavar="N", help="compare tensors in each N-th step (default: 1)")
+    add("--every", type=WholeNumber(), metavar="N", help="compare tensors in each N-th step (default: 1)")
     add("--modules", metavar="PATTERN", help='compare tensors of these parameters: "*.layers.0.*"')
     add("--dtype", metavar="TYPE", help="torch's default type before the script begins, such as float64")
-    add("--seed", type=int, metavar="N", help="seed random numbers before the script begins")
+    add(
+        "--seed",
+        type=WholeNumber(least=0, most=MOST_SEED),
+        metavar="N",
+        help="seed random numbers before the script begins",
+    )
     add(
         "--noise",
         choices=("order", "micro-batches"),
@@ -35,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "micro-batches",
     )
     add_time_limit(group, "one run", _TIME_LIMIT, kept=False)
-    add("--keep", type=Path, metavar="FOLDER", help="keep what was recorded, in a new folder")
+    add("--keep", type=path_option, metavar="FOLDER", help="keep what was recorded, in a new folder")
     add("--launch", metavar="OPTIONS", help='further options of samestep launch, such as "--hostfile hosts"')
 
 
@@ -110,11 +117,11 @@ def _proof(options: argparse.Namespace) -> "ScriptProof":
         script=commands["script"],
         alone=commands["alone"],
         then=commands["then"],
-        processes=_whole("--processes", options.processes, _PROCESSES, 2),
+        processes=_processes(options.processes),
         engine=engine,
         device=options.device or "auto",
-        steps=_whole("--steps", options.steps, _STEPS, 1),
-        every=_whole("--every", options.every, 1, 1),
+        steps=_STEPS if options.steps is None else options.steps,
+        every=1 if options.every is None else options.every,
         modules=options.modules,
         dropout=options.dropout,
         dtype=_dtype(options.dtype),
@@ -125,13 +132,8 @@ def _proof(options: argparse.Namespace) -> "ScriptProof":
     )
 
 
-def _whole(flag: str, given: str | int | None, default: int, least: int) -> int:
-    if given is None:
-        return default
-    text = str(given)
-    if not text.isdecimal() or int(text) < least:
-        raise UserError(f"{flag} is {text}; use a whole number of {least} or more")
-    return int(text)
+def _processes(given: str | None) -> int:
+    return _PROCESSES if given is None else whole_of(given, "--processes", 2, MOST_RANKS_A_HOST)
 
 
 def _dtype(name: str | None) -> str | None:

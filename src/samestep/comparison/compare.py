@@ -27,6 +27,7 @@ from samestep.job import Job, Run
 from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators, check_devices
 from samestep.layout import Layout
+from samestep.limits import MOST_RANKS_A_HOST, MOST_REPEATS, check_whole
 from samestep.progress import Bar
 from samestep.recipe import Recipe
 from samestep.run_folder import MODEL_FILE
@@ -154,7 +155,8 @@ def compare_job(
 ) -> Comparison:
     """Compare methods on a job; the job's own layout and engine are ignored."""
     processes = _processes(job, processes)
-    _check_numbers(repeats=repeats, evaluations=evaluations)
+    check_whole("repeats", repeats, most=MOST_REPEATS)
+    check_whole("evaluations", evaluations)
     check_seconds(time_limit=time_limit)
     picked = chosen(methods, processes)
     task = _check(job)
@@ -172,16 +174,9 @@ def _processes(job: Job, asked: int | None) -> int:
     processes = asked if asked is not None else job.run.processes
     if processes is None:
         processes = (accelerators() if job.run.device == "auto" else 0) or cores()
-    if processes < 1:
-        raise UserError(f"processes is {processes}; it must be 1 or more")
+    check_whole("processes", processes, most=MOST_RANKS_A_HOST)
     check_devices(processes, job.run.device)
     return processes
-
-
-def _check_numbers(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if not value >= 1:
-            raise UserError(f"{name} is {value}; it must be 1 or more")
 
 
 def _check(job: Job) -> Task:

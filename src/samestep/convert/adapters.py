@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from samestep.checkpoint.compatibility import Base
 from samestep.convert import safetensors
 from samestep.convert.base import OutputOptions, Weights
-from samestep.errors import CheckpointError
+from samestep.errors import CheckpointError, UserError
+from samestep.input_files import parse_json, text_of
 from samestep.parallel.low_rank import DOWN, UP, Adapted, adapted_layers
 from samestep.parallel.sharding import Entry
 from samestep.parallel.tensor.modules import in_dim
@@ -38,8 +39,8 @@ def open_(path: Path) -> Iterator[Weights]:
     if not recognises(path):
         raise CheckpointError(f"{path} has no {CONFIG} and {FILE}; use a folder of PEFT's save_pretrained")
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = parse_json(text_of(path / CONFIG))
+    except (UserError, ValueError) as error:
         raise CheckpointError(f"{path / CONFIG} can't be read: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None

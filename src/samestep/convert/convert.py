@@ -147,7 +147,7 @@ def _bytes(text: str) -> int:
     """A size such as 4GB in bytes. Raises UserError for any other text."""
     size = parse_size(text, kilo=1000)
     if size is None or text[-1].isdigit():
-        raise UserError(f"--shard-size is {text}; use a size such as 500MB or 4GB")
+        raise UserError(f"--shard-size is {text}; use a size such as 500MB or 4GB, below 1 PB")
     if size < 1:
         raise UserError(f"--shard-size is {text}; use more than nothing")
     return int(size)

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from samestep.convert.base import OutputOptions, Weights, bytes_of
-from samestep.errors import CheckpointError
+from samestep.errors import CheckpointError, UserError
+from samestep.input_files import parse_json, text_of
 from samestep.parallel.sharding import Entry
 
 SUFFIX = ".safetensors"
@@ -103,11 +104,11 @@ def _opened(file: Path) -> Iterator[Any]:
 def _of_index(path: Path) -> dict[str, Path]:
     """Read each tensor's file. Raises CheckpointError for an invalid index, or one with paths outside its folder."""
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = parse_json(text_of(path, missing=f"there is no file {path}"))["weight_map"]
         found = {str(name): str(file) for name, file in files.items()}
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no file {path}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except UserError as error:
+        raise CheckpointError(str(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from None
     for file in found.values():
         if Path(file).name != file:

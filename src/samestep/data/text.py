@@ -15,6 +15,7 @@ from typing import Any
 
 from samestep.data.package_files import locate
 from samestep.errors import UserError, closest
+from samestep.input_files import parse_json, text_of
 
 Label = str | int
 
@@ -77,19 +78,8 @@ def read_tsv(path: Path) -> LabelledTexts:
 
 
 def read_utf8(path: Path) -> str:
-    """A file's text. Raises UserError where it is not there, can't be read, or is not UTF-8."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"no data file {path}") from None
-    except OSError as error:
-        raise UserError(f"{path} can't be read: {error.strerror}") from None
-    try:
-        return content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8: byte {error.start} is {content[error.start]:#x}; save it as UTF-8"
-        ) from None
+    """A file's text, its ends of lines as they are. Raises UserError where it can't be read, or is not UTF-8."""
+    return text_of(path, missing=f"no data file {path}", folder="a data file", most=None, newlines=False)
 
 
 def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -99,7 +89,7 @@ def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{number}: not JSON at column {error.colno}: {error.msg}") from None
         if not isinstance(record, dict):

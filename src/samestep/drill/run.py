@@ -15,6 +15,7 @@ from samestep.drill.soak import SoakReport
 from samestep.durations import check_seconds
 from samestep.errors import UserError, closest
 from samestep.job import Checkpointing, Job
+from samestep.limits import check_whole
 from samestep.progress import Bar
 
 FEWEST_STEPS = 8
@@ -67,8 +68,7 @@ def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time
     """
     if environment.ranks() is not None:
         raise UserError("drill starts its own processes; start it without a launcher")
-    if steps < FEWEST_STEPS:
-        raise UserError(f"--steps is {steps}; use {FEWEST_STEPS} or more")
+    check_whole("--steps", steps, least=FEWEST_STEPS)
     check_seconds(time_limit=time_limit)
     job = _of(job, steps)
     layout = layout_of(job)

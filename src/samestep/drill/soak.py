@@ -23,6 +23,7 @@ from samestep.durations import check_seconds
 from samestep.errors import UserError
 from samestep.fault_tolerance.scratch import left_in
 from samestep.job import Checkpointing, Inject, Job
+from samestep.limits import MOST_REPEATS, MOST_SEED, check_whole
 from samestep.progress import Bar
 from samestep.run_folder import METRICS_FILE, json_lines
 
@@ -46,11 +47,11 @@ class SoakSettings:
     rested: bool = False  # the wait for a fault starts at the recovery from the previous one
 
     def __post_init__(self) -> None:
-        if self.faults < 1:
-            raise UserError(f"--soak is {self.faults}; use a number of faults of 1 or more")
+        check_whole("--soak", self.faults, most=MOST_REPEATS)
+        check_whole("--seed", self.seed, least=0, most=MOST_SEED)
         check_seconds(between=self.between, time_limit=self.time_limit)
-        if self.steps is not None and self.steps < _FEWEST_STEPS:
-            raise UserError(f"--steps is {self.steps}; use {_FEWEST_STEPS} or more")
+        if self.steps is not None:
+            check_whole("--steps", self.steps, least=_FEWEST_STEPS)
 
 
 class SoakRunner(Protocol):

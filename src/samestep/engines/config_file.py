@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from samestep.errors import UserError
-from samestep.validation import shown, text_of
+from samestep.input_files import parse_json, text_of
+from samestep.validation import shown
 from samestep.yaml_loader import parse_yaml, yaml_mistake
 
 # How DeepSpeed and Accelerate take true and false, also in quotes.
@@ -71,12 +72,10 @@ def json_of(name: str, text: str) -> Any:
             return _json(name, plain)
         except json.JSONDecodeError:
             raise NotJsonError(f"{name}:{error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
-        raise UserError(f"{name}: sections are nested without end") from None
 
 
 def _json(name: str, text: str) -> Any:
-    return json.loads(text, object_pairs_hook=lambda pairs: unique(name, pairs))
+    return parse_json(text, object_pairs_hook=lambda pairs: unique(name, pairs))
 
 
 def without_comments(text: str) -> str:

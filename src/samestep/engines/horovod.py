@@ -24,6 +24,7 @@ from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.engines.setup import TrainerSetup, spread_by_engine
 from samestep.errors import UserError
+from samestep.field_types import STRICT, Real
 from samestep.launch.network import LOOPBACK, agreed_in_group, interface_of, own_name_leads_nowhere
 from samestep.launch.script_env.horovod import serving, slots_of, variables_of
 from samestep.layout import Layout
@@ -32,7 +33,6 @@ from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.unused_parameters import UnusedParametersOfReplicas
-from samestep.recipe import STRICT
 from samestep.validation import checked_file
 
 
@@ -41,8 +41,8 @@ class HorovodSettings:
     """Horovod's settings; None: the value of Horovod's environment variable, or its default."""
 
     compression: Literal["none", "fp16"] = "none"  # of gradients on their way; fp16 is no longer the same step
-    fusion_threshold_mb: Annotated[float, Gt(0), Le(65536)] | None = None  # gradients are sent together up to this
-    cycle_time_ms: Annotated[float, Gt(0), Le(60000)] | None = None  # how often it looks for gradients to send
+    fusion_threshold_mb: Annotated[Real, Gt(0), Le(65536)] | None = None  # gradients are sent together up to this
+    cycle_time_ms: Annotated[Real, Gt(0), Le(60000)] | None = None  # how often it looks for gradients to send
     messages: Literal["gloo", "mpi"] = "gloo"  # mpi: in ranks of mpirun, by a Horovod that was built with it
 
     def variables(self) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """The machine that a job is planned for: this one, whose cores are measured, or devices of a data sheet."""
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,8 +13,10 @@ from torch.nn import functional as F
 from samestep import environment
 from samestep.comm.collectives import all_but_own
 from samestep.errors import UserError
+from samestep.input_files import parse_json, text_of
 from samestep.launch.affinity import cores
 from samestep.launch.memory import available_memory, give_back_freed_memory, keep_freed_memory
+from samestep.limits import MOST_RANKS, check_whole
 from samestep.planning.hardware import ClusterSpec
 from samestep.training.rehearsal import Collectives
 from samestep.training.step_work import CountedWork, StepWork
@@ -124,8 +125,7 @@ class TargetMachine:
     cluster: ClusterSpec | None = None
 
     def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise UserError(f"--devices is {self.devices}; use 1 or more")
+        check_whole("--devices", self.devices, most=MOST_RANKS)
 
 
 def this_machine(devices: int | None, precision: str, comm: Path | None = None) -> TargetMachine:
@@ -192,7 +192,7 @@ def message_rates(file: Path) -> dict[str, Any]:
     Of several transports the one with the highest bandwidth counts, which ranks of a host choose.
     """
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
+        told = parse_json(text_of(file))
         kinds: dict[str, MessageRate] = {}
         for fit in told["fits"]:
             kind = _KINDS.get(fit["collective"])
@@ -205,7 +205,7 @@ def message_rates(file: Path) -> dict[str, Any]:
             if kind.name not in kinds or found.byte_sent < kinds[kind.name].byte_sent:
                 kinds[kind.name] = found
         usual = kinds.pop("all-reduce")
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+    except (ValueError, KeyError, TypeError, ZeroDivisionError, OverflowError) as error:
         raise UserError(
             f"--comm {file}: no all-reduce measured at two sizes stands there ({type(error).__name__}); "
             "write it by samestep comm --json FILE"

@@ -12,7 +12,10 @@ import torch.distributed as dist
 
 from samestep import environment
 from samestep.errors import UserError
+from samestep.launch.memory import available_memory
+from samestep.limits import MOST_RANKS_A_HOST
 from samestep.ranks import DeviceChoice, has_a_tasks_accelerators
+from samestep.sizes import binary_size
 
 
 def accelerators() -> int:
@@ -60,9 +63,13 @@ def check_devices(
 ) -> None:
     """Raise UserError if this host has fewer accelerators than ranks, but some, unless ranks may share them.
 
+    Also for more ranks than it can hold.
+
     A rank whose launcher lets it see one accelerator, or several of its own, has those to itself. If several ranks
     see the same one, NCCL refuses it by name when they join.
     """
+    if not in_a_rank:
+        check_ranks_here(local_ranks)
     there = accelerators()
     one_alone = there == 1 and environment.visible_devices() is not None
     if may_share:
@@ -76,8 +83,24 @@ def check_devices(
         )
 
 
+_OF_A_RANK = 100 * 2**20  # bytes that a rank has to itself at least, beside what it shares with the others
+
+
+def check_ranks_here(ranks: int) -> None:
+    """Raise UserError for more ranks on this host than can be started, or than its memory can hold."""
+    if ranks > MOST_RANKS_A_HOST:
+        raise UserError(f"{ranks:,} processes on this host; use {MOST_RANKS_A_HOST} or fewer, or more hosts")
+    there = available_memory()
+    if ranks > 1 and ranks * _OF_A_RANK > there:
+        raise UserError(
+            f"{ranks} processes on this host need {binary_size(ranks * _OF_A_RANK)} of memory at least, and "
+            f"{binary_size(there)} are free; use {max(1, there // _OF_A_RANK)} or fewer, or more hosts"
+        )
+
+
 def check_slots(host: str, slots: int, chosen: Sequence[int] | None, choice: DeviceChoice = "auto") -> None:
     """Raise UserError if a host lacks accelerators for its slots but has some; `chosen`: indices, None: the first."""
+    check_ranks_here(slots)
     if choice == "cpu":
         return
     there = accelerators()

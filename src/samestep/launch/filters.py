@@ -8,6 +8,7 @@ from samestep import environment
 from samestep.errors import UserError, closest
 from samestep.launch.environments.base import Cluster, FoundCluster, Host
 from samestep.launch.options import HostOptions
+from samestep.limits import MOST_RANKS_A_HOST, check_whole
 from samestep.ranks import DeviceChoice
 
 _SLOTS = re.compile(r"\d{1,6}(?:,\d{1,6})*", re.ASCII)
@@ -135,8 +136,7 @@ def _first_hosts(cluster: Cluster, count: int) -> Cluster:
 
 def _so_many_ranks(cluster: Cluster, count: int, *, shared: bool) -> Cluster:
     """Keep --num-procs slots on each host. Raises UserError if a host has fewer."""
-    if count < 1:
-        raise UserError(f"--num-procs is {count}; it should be 1 or more")
+    check_whole("--num-procs", count, most=MOST_RANKS_A_HOST)
     small = min(cluster.hosts, key=lambda host: host.slots)
     if count > small.slots and not (shared and small.chosen is None):
         there = "1 slot; use 1" if small.slots == 1 else f"{small.slots} slots; use {small.slots} or fewer"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from samestep.errors import UserError
+from samestep.input_files import text_of
 
 # Prefixes of variables that training libraries read.
 PREFIXES = ("NCCL_", "PYTHON", "SAMESTEP_", "OMP_", "GLOO_", "TORCH", "CUDA_")
@@ -85,12 +86,7 @@ def files_of(named: str | None, folder: Path, home: Path) -> list[Path]:
 
 def read_file(file: Path) -> Iterator[tuple[str, str]]:
     """Read a file with a VAR=VAL in each line; quotes around a value are removed. Raises UserError."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UserError(f"{file}: {reason}") from None
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text_of(file).splitlines(), start=1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue

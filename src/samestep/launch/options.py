@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from samestep.durations import duration_text
 from samestep.errors import UserError
 from samestep.launch.affinity import BindChoice
+from samestep.limits import MOST_RANKS, read_whole
 from samestep.ranks import DeviceChoice
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 
 # How an option is written on the command line. "words" are those of a command, split as a shell does; "nodes" are
 # MIN:MAX; a "flag" has no value.
-Kind = Literal["text", "path", "words", "nodes", "number", "count", "positive", "port", "seconds", "flag"]
+Kind = Literal[
+    "text", "path", "words", "nodes", "hosts", "node-rank", "ranks", "restarts", "threads", "port", "seconds", "flag"
+]
 
 Output = Literal["terminal", "files"]
 
@@ -83,8 +86,8 @@ class HostOptions:
         str | None, Help('these hosts and slots alone: "worker-2:0,1@worker-3", "localhost:0,1"', "HOSTS")
     ] = None
     exclude: Annotated[str | None, Help('all but these hosts and slots: "worker-2:0@worker-3:0,1"', "HOSTS")] = None
-    num_nodes: Annotated[int | None, Help("the first N of the hosts", "N", "number")] = None
-    num_procs: Annotated[int | None, Help("N ranks on each host", "N", "number")] = None
+    num_nodes: Annotated[int | None, Help("the first N of the hosts", "N", "hosts")] = None
+    num_procs: Annotated[int | None, Help("N ranks on each host", "N", "ranks")] = None
 
 
 # Restarts of an elastic job where the user names no number: with 0, the loss of one host would end it.
@@ -102,7 +105,7 @@ class RankOptions:
     ] = "auto"
     engine: Annotated[str, Help("whose scripts: torch, deepspeed, accelerate, horovod, keras, lightning")] = "torch"
     bind: Annotated[BindChoice, Help("ranks to cores: auto, none, cores or numa", "WAY")] = "auto"
-    threads: Annotated[int | None, Help("threads a rank (default: the cores shared out)", "N", "positive")] = None
+    threads: Annotated[int | None, Help("threads a rank (default: the cores shared out)", "N", "threads")] = None
     logs: Annotated[
         str | None,
         Help(
@@ -119,7 +122,7 @@ class RankOptions:
         Help(
             f"restarts of the ranks (default: 0; with --nodes MIN:MAX, MAX more than MIN, {ELASTIC_RESTARTS})",
             "N",
-            "count",
+            "restarts",
         ),
     ] = None
     # Seconds from SIGTERM.
@@ -190,7 +193,7 @@ class LaunchRequest:
         Help("a job that goes on with MIN hosts and takes up to MAX", "MIN:MAX", "nodes"),
     ] = None
     no_ssh: Annotated[bool, Help("this is started on every host, as in containers", kind="flag")] = False
-    node_rank: Annotated[int | None, Help("which of the hosts this is, from 0", "N", "number")] = None
+    node_rank: Annotated[int | None, Help("which of the hosts this is, from 0", "N", "node-rank")] = None
     # Address and port of the job's store.
     master_addr: Annotated[
         str | None, Help("where the hosts meet: with --no-ssh, the host with node rank 0", "ADDRESS")
@@ -234,13 +237,12 @@ def _words(flag: str, text: str) -> tuple[str, ...]:
 
 def _nodes(flag: str, text: str) -> tuple[int, int]:
     first, _, last = text.partition(":")
-    try:
-        fewest, most = int(first), int(last or first)
-    except ValueError:
-        fewest, most = 0, 0
-    if 1 <= fewest <= most:
+    fewest, most = read_whole(first), read_whole(last or first)
+    if fewest is not None and most is not None and 1 <= fewest <= most <= MOST_RANKS:
         return fewest, most
-    raise UserError(f'{flag} "{text}": the fewest and the most hosts are wanted, such as 1:4')
+    raise UserError(
+        f'{flag} "{text}": the fewest and the most hosts are wanted, such as 1:4, and at most {MOST_RANKS:,}'
+    )
 
 
 # Kinds of which the parser leaves the text, since `samestep launch --k8s` passes it on as it was written.

@@ -19,6 +19,7 @@ from samestep.launch.affinity import bind, bindings, check_choice, this_machine
 from samestep.launch.fork_server import end_with_parent
 from samestep.launch.network import for_messages
 from samestep.launch.script_env import registry, sidecar
+from samestep.limits import MOST_THREADS, WholeNumber
 from samestep.ranks import Ranks
 
 # If all ranks of a host make the same mistake, the launcher ends all when the first has ended. The others wait this
@@ -57,8 +58,6 @@ def prepared(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     options, command = _parser().parse_args(arguments[:end]), arguments[end + 1 :]
     check_choice(options.bind)
-    if options.threads is not None and options.threads < 1:
-        raise UserError(f"--threads {options.threads}: it must be 1 or more")
     registry.check(options.engine)
     program = _program(command)
     ranks = environment.ranks()
@@ -111,7 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m samestep.launch.rank_entry", allow_abbrev=False)
     parser.add_argument("--engine", default="torch", help="whose scripts' variables to set")
     parser.add_argument("--bind", default="auto", help="auto, none, cores or numa")
-    parser.add_argument("--threads", type=int, help="a rank's; the cores shared out where it isn't said")
+    parser.add_argument(
+        "--threads", type=WholeNumber(most=MOST_THREADS), help="a rank's; the cores shared out where it isn't said"
+    )
     return parser
 
 

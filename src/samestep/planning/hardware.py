@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from samestep.errors import UserError, closest
+from samestep.limits import MOST_RANKS, check_whole
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 
@@ -52,9 +53,6 @@ class Link:
     source: str
 
 
-_MOST_DEVICES = 2**20  # ten times the largest existing cluster; a plan for it takes some seconds
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
     """Nodes of equal devices, with a link inside each node and one between nodes, whose fat tree may be tapered."""
@@ -68,10 +66,7 @@ class ClusterSpec:
     taper: float = 1.0  # rate between pods as a fraction of that inside one
 
     def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise UserError(f"--devices is {self.devices}; use 1 or more")
-        if self.devices > _MOST_DEVICES:
-            raise UserError(f"--devices is {self.devices}; use {_MOST_DEVICES} or fewer")
+        check_whole("--devices", self.devices, most=MOST_RANKS)
         if self.devices > self.node_size and self.devices % self.node_size:
             below = self.devices // self.node_size * self.node_size
             raise UserError(
@@ -288,8 +283,7 @@ def cluster_of(
     device = device_of(gpu)
     usual_size, usual_inside, usual_between = _USUAL_NODES[device.name]
     size = usual_size if node_size is None else node_size
-    if size < 1:
-        raise UserError(f"--node-size is {size}; use 1 or more")
+    check_whole("--node-size", size, most=MOST_RANKS)
     if node_size is None and size == _RACK and devices > size and devices % size:
         # Racks of 72 are often used in part: 64 devices per rack if the number of devices is a multiple of that.
         size = next((part for part in (64, 32, 16, 8, 4) if part < size and devices % part == 0), size)

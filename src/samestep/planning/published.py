@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
+from samestep.input_files import parse_json, text_of
 from samestep.layout import Layout, Recompute, Schedule
+from samestep.limits import check_whole
 from samestep.planning.hardware import cluster_of, device_of
 from samestep.planning.memory import memory_of
 from samestep.planning.shapes import Transformer, with_parameters
@@ -83,9 +85,9 @@ def read_rows(file: Path, gpu: str | None) -> list[PublishedRow]:
     Raises UserError for a file that can't be read, or a row without what its prediction needs.
     """
     try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--rows {file}: {error}; give a JSON or CSV file of published steps") from None
+        text = text_of(file)
+    except UserError as error:
+        raise UserError(f"--rows {error}; give a JSON or CSV file of published steps") from None
     if file.suffix.lower() == ".csv":
         if gpu is None:
             raise UserError(
@@ -96,7 +98,7 @@ def read_rows(file: Path, gpu: str | None) -> list[PublishedRow]:
             for number, record in enumerate(csv.DictReader(text.splitlines()), 2)
         ]
     try:
-        records = json.loads(text)
+        records = parse_json(text)
     except json.JSONDecodeError as error:
         raise UserError(f"--rows {file}: not JSON ({error}); give a list of published steps") from None
     if not isinstance(records, list) or not records or not all(isinstance(record, dict) for record in records):
@@ -155,15 +157,15 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
     try:
         software = _software(record)
         learned = "learned" in str(record.get("notes", "")) or software.name == "megatron-2021"
+        sizes = {name: record[name] for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")}
+        for name, value in (*sizes.items(), ("global_batch", record["global_batch"])):
+            check_whole(f"--rows {file}: row {record.get('id', '?')}: {name}", value)
+        for name in ("micro_batch", "head_dim"):
+            if record.get(name) is not None:
+                check_whole(f"--rows {file}: row {record.get('id', '?')}: {name}", record[name])
         model = Transformer(
+            **sizes,
             name=record["model"],
-            layers=record["layers"],
-            hidden=record["hidden"],
-            heads=record["heads"],
-            kv_heads=record["kv_heads"],
-            ffn=record["ffn"],
-            vocab=record["vocab"],
-            seq=record["seq"],
             positions=record["seq"] if learned else 0,
             dropout=software.name == "megatron-2021",
             head_size=record.get("head_dim"),

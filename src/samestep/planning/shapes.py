@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from samestep.errors import UserError, closest
+from samestep.limits import MOST_WIDTH, check_whole
 
+_MOST_OF_A_SIZE = 10**8  # far above any published, and few enough for what is counted of them
 _NEAR = 0.03  # a published count of parameters is rounded to two digits or more
 
 
@@ -37,8 +39,7 @@ class Transformer:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model {self.name}: {name} is {getattr(self, name)}; use 1 or more")
+            check_whole(f"model {self.name}: {name}", getattr(self, name), most=_MOST_OF_A_SIZE)
         if self.head_size is None and self.hidden % self.heads:
             raise UserError(
                 f"model {self.name}: hidden is {self.hidden}, no multiple of its {self.heads} heads; "
@@ -218,8 +219,7 @@ def known_model(name: str, *, seq: int | None = None, adapter: int = 0) -> Trans
     model = KNOWN.get(name.lower())
     if model is None:
         raise UserError(f'--model is "{name}"; {closest(name, KNOWN)}')
-    if adapter < 0:
-        raise UserError(f"--adapter is {adapter}; use the adapters' rank, 1 or more, or 0 to train every weight")
+    check_whole("--adapter", adapter, least=0, most=MOST_WIDTH)  # 0: every weight is trained
     model = replace(model, adapter=adapter)
     if seq is None:
         return model

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Le, Lt
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -21,8 +21,9 @@ from samestep.data.corpus import RunningText
 from samestep.data.tokenizer import IGNORED, StreamTokenizer, TokenBlocks
 from samestep.data.types import Batch
 from samestep.errors import UserError
+from samestep.field_types import STRICT, Layers, Real, Whole, Width
 from samestep.layout import ModelShape
-from samestep.recipe import STRICT, Positive, Real, Whole
+from samestep.limits import MOST_LENGTH, MOST_VOCABULARY
 from samestep.tasks import transformers_model
 from samestep.tasks.base import Task, Work, predict_each
 from samestep.tasks.metrics import Metric, Ratio
@@ -51,11 +52,11 @@ class DecoderModel:
 
     folder: str | None = None  # of a saved model, or package:NAME/FOLDER inside an installed package
     type: str = "llama"  # a model type of transformers
-    layers: Positive = 4
-    hidden: Positive = 256
-    heads: Positive = 4
-    key_value_heads: Positive | None = None  # None: as many as heads
-    feed_forward: Positive | None = None  # None: 4 x hidden
+    layers: Layers = 4
+    hidden: Width = 256
+    heads: Width = 4
+    key_value_heads: Width | None = None  # None: as many as heads
+    feed_forward: Width | None = None  # None: 4 x hidden
     tied: bool = False  # one table for the embeddings and the output
     dropout: Annotated[Real, Ge(0), Lt(1)] = 0.0
     config: dict[str, Any] = Field(default_factory=dict)  # any further key of the model type's configuration
@@ -185,8 +186,9 @@ class LanguageData:
     source: str = "shakespeare"  # or people-daily, or a .txt file, or a folder of such files
     eval_source: str | None = None  # held-out text in a source of its own
     held_out: Annotated[Real, Ge(0), Lt(1)] = 0.1  # fraction of `source`, in pieces; 0: no evaluation
-    length: Annotated[Whole, Ge(2)] = 256  # tokens of a sample
-    vocabulary: Annotated[Whole, Ge(tokenizer.SMALLEST_STREAM)] = 4096  # of a tokenizer trained on the training text
+    length: Annotated[Whole, Ge(2), Le(MOST_LENGTH)] = 256  # tokens of a sample
+    # Of a tokenizer trained on the training text.
+    vocabulary: Annotated[Whole, Ge(tokenizer.SMALLEST_STREAM), Le(MOST_VOCABULARY)] = 4096
     tokenizer: str | None = None  # a tokenizer.json or a folder; None: the model folder's, or else a trained one
 
     @model_validator(mode="before")

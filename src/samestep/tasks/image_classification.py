@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from numpy.typing import NDArray
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
@@ -22,7 +22,8 @@ from samestep.data.images import ImageSource, LabelledImages, coloured, decoded,
 from samestep.data.split import check_split, limited, split
 from samestep.data.types import Batch
 from samestep.errors import UserError
-from samestep.recipe import STRICT, Positive, Real, Whole
+from samestep.field_types import STRICT, Real, Whole, Width
+from samestep.limits import MOST
 from samestep.tasks.base import Classification, predict_each
 from samestep.tasks.prediction import Model, Prediction, ToPredict
 from samestep.tasks.registry import refuse_together
@@ -123,7 +124,7 @@ class ImageModel:
     """A network for images, with random weights."""
 
     type: Literal["small", "resnet18"] = "small"
-    width: Positive | None = None  # channels of the first convolution; None: 16 of small, 64 of resnet18
+    width: Width | None = None  # channels of the first convolution; None: 16 of small, 64 of resnet18
     norm: Literal["group", "batch", "none"] = "group"
     stem: Literal["small", "large"] | None = None  # of resnet18; None: small for images up to 64 pixels
 
@@ -173,9 +174,9 @@ class ImageData:
     source: str = "digits"  # or fashion-mnist, or a folder with a folder of images a class, or with IDX files
     eval_source: str | None = None  # held-out images in a source of their own
     held_out: Annotated[Real, Ge(0), Lt(1)] | None = None  # fraction of `source`; None: its own, or else 0.1
-    size: Positive | None = None  # images become size x size; None: they are left as they are
+    size: Annotated[Whole, Gt(0), Le(16384)] | None = None  # images become size x size; None: as they are
     color: Literal["grey", "rgb"] | None = None  # None: grey where every image is
-    limit: Annotated[Whole, Ge(2)] | None = None  # most images of a source, for quick tests
+    limit: Annotated[Whole, Ge(2), Le(MOST)] | None = None  # most images of a source, for quick tests
 
     @model_validator(mode="before")
     @classmethod

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import UserError
+from samestep.input_files import text_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,11 +39,9 @@ def of_classes(probabilities: "Tensor", targets: "Tensor", names: Sequence[str])
 def lines_of(file: Path) -> list[str]:
     """The lines of a text file. Raises UserError where it can't be read, or has none."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"--input {file}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
-    except OSError as error:
-        raise UserError(f"--input {file} can't be read: {error.strerror}; use a text file") from None
+        lines = text_of(file, folder="a text file").splitlines()
+    except UserError as error:
+        raise UserError(f"--input: {error}") from None
     if not lines:
         raise UserError(f"--input {file} is empty; use a text in each line")
     return lines

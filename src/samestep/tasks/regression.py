@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Le
 
 from samestep.data.types import Batch, Samples
-from samestep.recipe import Positive
+from samestep.field_types import Least, Whole, Width
 from samestep.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ class Regression(Task):
     def __init__(
         self,
         *,
-        samples: Positive = 4096,
-        held_out: Annotated[int, Ge(0)] = 512,
-        features: Positive = 20,
-        noise: Annotated[float, Ge(0)] = 0.1,
+        samples: Annotated[Whole, Gt(0), Le(10**7)] = 4096,
+        held_out: Annotated[Whole, Ge(0), Le(10**7)] = 512,
+        features: Width = 20,
+        noise: Least = 0.1,
     ) -> None:
         import torch
 

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Le, Lt
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
@@ -21,8 +21,9 @@ from samestep.data.text import Classes, LabelledTexts, find_classes, read_source
 from samestep.data.tokenizer import TEXT_PADDING, TextTokenizer, TokenisedTexts
 from samestep.data.types import Batch
 from samestep.errors import UserError
+from samestep.field_types import STRICT, Layers, Real, Whole, Width
 from samestep.layout import ModelShape
-from samestep.recipe import STRICT, Positive
+from samestep.limits import MOST, MOST_LENGTH, MOST_VOCABULARY
 from samestep.tasks import transformers_model
 from samestep.tasks.base import Classification, predict_each
 from samestep.tasks.prediction import Model, Prediction, ToPredict, lines_of
@@ -53,11 +54,11 @@ class TextModel:
 
     folder: str | None = None  # of a saved model, or package:NAME/FOLDER inside an installed package
     type: str = "bert"  # a model type of transformers
-    layers: Positive = 4
-    hidden: Positive = 256
-    heads: Positive = 4
-    feed_forward: Positive | None = None  # None: 4 x hidden
-    dropout: Annotated[float, Ge(0), Lt(1)] = 0.1
+    layers: Layers = 4
+    hidden: Width = 256
+    heads: Width = 4
+    feed_forward: Width | None = None  # None: 4 x hidden
+    dropout: Annotated[Real, Ge(0), Lt(1)] = 0.1
     config: dict[str, Any] = Field(default_factory=dict)  # any further key of the model type's configuration
 
     @model_validator(mode="before")
@@ -155,12 +156,12 @@ class TextData:
 
     source: str = "reviews"  # or another of SOURCES, or a file with a suffix of READERS (data/text.py)
     eval_source: str | None = None  # held-out texts in a source of their own
-    held_out: Annotated[float, Ge(0), Lt(1)] = 0.1  # fraction of `source`; 0: no evaluation
-    max_length: Annotated[int, Ge(3)] = 128  # tokens; longer texts are cut
-    vocabulary: Annotated[int, Ge(32)] = 8000  # of a tokenizer trained on the training texts
+    held_out: Annotated[Real, Ge(0), Lt(1)] = 0.1  # fraction of `source`; 0: no evaluation
+    max_length: Annotated[Whole, Ge(3), Le(MOST_LENGTH)] = 128  # tokens; longer texts are cut
+    vocabulary: Annotated[Whole, Ge(32), Le(MOST_VOCABULARY)] = 8000  # of a tokenizer trained on the training texts
     tokenizer: str | None = None  # a tokenizer.json or a folder; None: the model folder's, or else a trained one
     labels: tuple[str, ...] | None = None  # the classes in their order; None: from the texts' labels
-    limit: Annotated[int, Ge(2)] | None = None  # most samples of a source, for quick tests
+    limit: Annotated[Whole, Ge(2), Le(MOST)] | None = None  # most samples of a source, for quick tests
 
     @model_validator(mode="before")
     @classmethod

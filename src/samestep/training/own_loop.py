@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from samestep.data.loader import StepBatch
 from samestep.errors import UserError
+from samestep.limits import MOST
 from samestep.parallel.joined_optimizer import Joined, OptimizerMember
 from samestep.parallel.offload.optimizer import BY_NUMBER
 from samestep.parallel.optimizer_kinds import Shapes
@@ -45,8 +46,8 @@ def check_dealt(samples: Any, collate: Any, what: str, **numbers: Any) -> None:
     if not callable(collate):
         raise UserError(f"{what}: collate is {_named(collate)}; use a function from samples to samestep.Batch")
     for name, number in numbers.items():
-        if number is not None and not (isinstance(number, int) and number > 0):
-            raise UserError(f"{what}: {name} is {number!r}; use a whole number of 1 or more")
+        if number is not None and not (type(number) is int and 0 < number <= MOST):
+            raise UserError(f"{what}: {name} is {number!r}; use a whole number of 1 or more, {MOST:,} at most")
 
 
 def check_lengths(lengths: Any, samples: Sized, what: str) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 from samestep.errors import UserError
+from samestep.limits import MOST_RANKS, MOST_RANKS_A_HOST, MOST_THREADS, read_whole, whole_of
 from samestep.translate.base import ConfigReader, Draft, GivenSizes, Sizes
 
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -77,9 +78,7 @@ def _variables(words: Sequence[str], draft: Draft) -> list[str]:
     for word in words[:start]:
         match = _VARIABLE.fullmatch(word)
         if match and match[1] == "OMP_NUM_THREADS":
-            if not match[2].isdecimal() or int(match[2]) < 1:
-                raise UserError(f"OMP_NUM_THREADS is {match[2]}; it should be a whole number of 1 or more")
-            draft.set("run.threads", int(match[2]))
+            draft.set("run.threads", whole_of(match[2], "OMP_NUM_THREADS", 1, MOST_THREADS))
         elif match:
             draft.remark(word, None, "set it just so before samestep")
     return list(words[start + 1 :])
@@ -103,15 +102,21 @@ def _parse(words: Sequence[str]) -> tuple[Namespace, Namespace]:
 def _processes(options: Namespace, draft: Draft) -> int | None:
     """The number of ranks; None if it is only known on the machines."""
     hosts, a_host = str(options.nnodes), str(options.nproc_per_node)
-    least, _, most = hosts.partition(":")
-    if not least.isdecimal() or (most and not most.isdecimal()) or int(least) < 1:
-        raise UserError(f"--nnodes is {hosts}; use a number such as 2, or a range such as 1:4")
-    if most and most != least:
+    first, _, last = hosts.partition(":")
+    least, most = (read_whole(word) or 0 for word in (first, last or first))
+    if not 1 <= least <= most <= MOST_RANKS:
+        raise UserError(
+            f"--nnodes is {hosts}; use a number such as 2, or a range such as 1:4, of at most {MOST_RANKS:,}"
+        )
+    if most != least:
         draft.remark("--nnodes", hosts, "the layout takes the ranks that are there when it starts")
         return None
     if a_host in ("auto", "gpu", "cpu", "xpu"):
         draft.remark("--nproc-per-node", a_host, "the layout takes the ranks that torchrun starts")
         return None
-    if not a_host.isdecimal() or int(a_host) < 1:
-        raise UserError(f"--nproc-per-node is {a_host}; use a number such as 2, or auto, cpu or gpu")
-    return int(least) * int(a_host)
+    ranks = read_whole(a_host) or 0
+    if not 1 <= ranks <= MOST_RANKS_A_HOST:
+        raise UserError(
+            f"--nproc-per-node is {a_host}; use a number such as 2, {MOST_RANKS_A_HOST} at most, or auto, cpu or gpu"
+        )
+    return least * ranks

@@ -16,6 +16,7 @@ from samestep.durations import check_seconds
 from samestep.errors import RankFailedError, UserError, closest
 from samestep.job import Job
 from samestep.jobfile import LoadedJob, dump
+from samestep.limits import MOST_REPEATS, check_whole
 from samestep.progress import Bar
 from samestep.run_folder import METRICS_FILE, json_lines
 from samestep.tasks.base import Task
@@ -57,8 +58,8 @@ def tune_job(
         raise UserError(
             f"steps is {steps}, and the first {_FIRST} of a trial are not timed; use {_FIRST + 1} or more"
         )
-    if repeats < 1:
-        raise UserError(f"repeats is {repeats}; it must be 1 or more")
+    check_whole("steps", steps)
+    check_whole("repeats", repeats, most=MOST_REPEATS)
     check_seconds(time_limit=time_limit)
     task = _check(job)
     job = replace(job, run=replace(job.run, layout=str(layout_of(job)), processes=None))

@@ -4,14 +4,15 @@ from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Le
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from samestep.data.order import DataPlace
 from samestep.errors import LayoutError, UserError
+from samestep.field_types import STRICT, Count, Factor, Ranks, Whole, broken_rule
 from samestep.layout import Layout
-from samestep.recipe import STRICT, Positive, Real, Whole, broken_rule
+from samestep.limits import MOST_RESTARTS
 from samestep.validation import checked_file
 
 
@@ -19,14 +20,14 @@ from samestep.validation import checked_file
 class ParameterServerSettings:
     """The number of servers, the staleness bound, and the restarts of workers."""
 
-    servers: Positive = 1  # of all ranks, the first ones
+    servers: Ranks = 1  # of all ranks, the first ones
     # Steps that a worker may be ahead of the slowest one. 0: all gradients of a step are summed, the same step.
-    staleness: Annotated[Whole, Ge(0)] | Literal["infinite"] = 0
-    delay_compensation: Annotated[Real, Gt(0)] | None = None  # lambda of DC-ASGD; None: none
+    staleness: Count | Literal["infinite"] = 0
+    delay_compensation: Factor | None = None  # lambda of DC-ASGD; None: none
     sparse_rows: bool = True  # gradients of embedding tables as the rows that were touched, where that is less
     # How often each worker may compute in a new process after the death of the one before, while the others go on;
     # None: it computes in its rank, whose death ends the round.
-    worker_restarts: Annotated[Whole, Ge(0)] | None = None
+    worker_restarts: Annotated[Whole, Ge(0), Le(MOST_RESTARTS)] | None = None
 
     @model_validator(mode="after")
     def _compensates_a_delay(self) -> "ParameterServerSettings":

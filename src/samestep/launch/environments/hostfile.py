@@ -4,13 +4,14 @@ import re
 from pathlib import Path
 
 from samestep.errors import UserError
+from samestep.input_files import text_of
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Read, which
+from samestep.limits import MOST_RANKS_A_HOST, read_whole
 
 # A name, an IPv4 address, or an IPv6 address in brackets; then slots, as MPICH and Horovod write them. None starts
 # with a dash, which ssh would take for an option.
 _HOST = re.compile(r"(?:(?P<name>\w[\w.-]*)|\[(?P<address>[0-9A-Fa-f:.]+)\])(?::(?P<slots>\d+))?", re.ASCII)
 _FORM = "use a line such as worker-1 slots=4"
-_LARGEST = 1024  # slots of a host; a larger number is a port in the wrong place
 
 
 class Hostfile:
@@ -41,10 +42,9 @@ def read_hostfile(file: Path) -> tuple[tuple[Host, ...], tuple[Read, ...]]:
     A line without a number of slots stands for one; the slots of a host that stands in several lines add up.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UserError(f"--hostfile {file}: {reason}; use a file with lines such as worker-1 slots=4") from None
+        lines = text_of(file).splitlines()
+    except UserError as error:
+        raise UserError(f"--hostfile {error}; use a file with lines such as worker-1 slots=4") from None
     slots: dict[str, int] = {}
     read = []
     for number, line in enumerate(lines, start=1):
@@ -81,11 +81,12 @@ def _line(words: list[str], place: str) -> tuple[str, int]:
 
 def _count(text: str, word: str, place: str) -> int:
     """Parse a number of slots. Raises UserError for a likely port number."""
-    if not (text.isascii() and text.isdigit()):
+    number = read_whole(text)
+    if number is None or number < 0:
         raise UserError(f'{place}: "{word}": slots are a whole number; {_FORM}')
-    if int(text) > _LARGEST:
+    if number > MOST_RANKS_A_HOST:  # a port in the wrong place
         raise UserError(
-            f'{place}: "{word}" means {int(text)} slots, and a host has {_LARGEST} at most; '
+            f'{place}: "{word}" means {number} slots, and a host has {MOST_RANKS_A_HOST} at most; '
             "if it is a port, say it in OpenSSH's configuration"
         )
-    return int(text)
+    return number

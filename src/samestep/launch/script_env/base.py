@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from samestep.errors import UserError
 from samestep.launchers import read_torchrun
+from samestep.limits import MOST_RANKS, read_whole
 from samestep.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -65,9 +66,10 @@ class Contract:
 
 def whole_number(name: str, text: str, least: int) -> int:
     """Parse an integer option. Raises UserError if it is no integer, or too small."""
-    if text.isdecimal() and int(text) >= least:
-        return int(text)
-    raise UserError(f"--engine: {name}={text}; it must be a whole number of {least} or more")
+    number = read_whole(text)
+    if number is not None and least <= number <= MOST_RANKS:
+        return number
+    raise UserError(f"--engine: {name}={text}; it must be a whole number of {least} or more, {MOST_RANKS:,} at most")
 
 
 # Longer than the slowest start of a rank: PyTorch's first import from a cold disk.
