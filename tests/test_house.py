@@ -35,6 +35,7 @@ HOUSE = (
     ("communication",),
     ("recipe",),
     ("job",),
+    ("plausibility",),
     ("run_folder",),
     ("subprocess_group",),
     ("processor",),

@@ -71,7 +71,7 @@ def test_a_wrong_hostfile(hostfile: Path, text: str, message: str) -> None:
 
 def test_a_hostfile_that_is_none(tmp_path: Path) -> None:
     assert "no such file" in refused({}, hostfile=tmp_path / "none")
-    assert "directory" in refused({}, hostfile=tmp_path)
+    assert "is a folder" in refused({}, hostfile=tmp_path)
     (tmp_path / "picture").write_bytes(b"\xff\xfe\x00")
     assert "save it as UTF-8" in refused({}, hostfile=tmp_path / "picture")
 

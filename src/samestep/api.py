@@ -22,6 +22,7 @@ from samestep.launch.affinity import bindings, cores, this_machine, threads_of
 from samestep.launch.device import accelerators
 from samestep.layout import Layout, unsized
 from samestep.limits import MOST_RANKS, check_whole
+from samestep.plausibility import check_plausible
 from samestep.preflight import preflight
 from samestep.rank_tasks import StepTiming
 from samestep.ranks import DeviceChoice
@@ -51,7 +52,9 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
     Raises UserError for a mistake in the job, RankFailedError where a rank fails and restarts are used up,
     NonFiniteError where a loss is NaN or infinite, InterruptedJobError where a signal stops the job.
     """
-    return train_job(Job(recipe=recipe, run=_run(layout, run)))
+    job = Job(recipe=recipe, run=_run(layout, run))
+    check_plausible(job)
+    return train_job(job)
 
 
 def verify(

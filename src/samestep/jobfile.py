@@ -15,6 +15,7 @@ from samestep import environment
 from samestep.errors import UserError
 from samestep.input_files import text_of
 from samestep.job import Job
+from samestep.plausibility import implausible
 from samestep.recipe import NamedOptimizer
 from samestep.validation import explain, shown
 from samestep.yaml_loader import MERGE, DuplicateKeyError, RefusedError, YamlLoader, parse_yaml, yaml_mistake
@@ -51,6 +52,8 @@ def load(file: Path, overrides: Sequence[tuple[str, str, str]] = ()) -> LoadedJo
         job = TypeAdapter(Job).validate_python(values)
     except ValidationError as error:
         raise UserError(explain(error, values, Job, place=place)) from None
+    for path, what in implausible(job):
+        raise UserError(f"{place(path)}{'.'.join(path)} {what}")
     if job.name is None:
         job = replace(job, name=file.stem)
         sources[("name",)] = "the file's name"

@@ -105,9 +105,7 @@ class Layout:
         if self.stages > MOST_LAYERS:
             raise LayoutError(f"layout: stages is {self.stages}; it must be {MOST_LAYERS:,} or less")
         if self.size > MOST_RANKS:
-            raise LayoutError(
-                f"layout: its sizes make {self.size:,} processes; use {MOST_RANKS:,} or fewer"
-            )
+            raise LayoutError(f"layout: its sizes make {self.size:,} processes; use {MOST_RANKS:,} or fewer")
         for name in _OPTIONS:
             if wrong := _wrong_choice(name, getattr(self, name)):
                 raise LayoutError(f"layout: {name} is {getattr(self, name)!r}; {wrong}")

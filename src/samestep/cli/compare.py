@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+from dataclasses import replace
 
 from samestep.cli import job_options, output_files
 from samestep.durations import add_time_limit
@@ -28,9 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.steps is not None:
-        options.set = [*options.set, f"recipe.steps={options.steps}", "recipe.epochs=null"]
     loaded = job_options.load(options)
+    if options.steps is not None:
+        recipe = replace(loaded.job.recipe, steps=options.steps, epochs=None)
+        loaded.job = replace(loaded.job, recipe=recipe)
+        loaded.sources |= {("recipe", "steps"): "--steps", ("recipe", "epochs"): "--steps"}
     if options.print_config:
         return job_options.print_config(loaded)
     output_files.check(options, "json", "report")

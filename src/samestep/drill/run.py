@@ -16,6 +16,7 @@ from samestep.durations import check_seconds
 from samestep.errors import UserError, closest
 from samestep.job import Checkpointing, Job
 from samestep.limits import check_whole
+from samestep.plausibility import shortened
 from samestep.progress import Bar
 
 FEWEST_STEPS = 8
@@ -105,7 +106,7 @@ def _of(job: Job, steps: int) -> Job:
     checkpoint = replace(given, every=max(1, steps // 4), folder=None, resume="never", best=None)
     return replace(
         job,
-        recipe=replace(job.recipe, steps=steps, epochs=None),
+        recipe=shortened(job.recipe, steps),
         run=replace(
             job.run, checkpoint=checkpoint, inject=(), max_restarts=0, elastic=False, tensorboard=False, check=False
         ),

@@ -24,6 +24,7 @@ from samestep.errors import UserError
 from samestep.fault_tolerance.scratch import left_in
 from samestep.job import Checkpointing, Inject, Job
 from samestep.limits import MOST_REPEATS, MOST_SEED, check_whole
+from samestep.plausibility import shortened
 from samestep.progress import Bar
 from samestep.run_folder import METRICS_FILE, json_lines
 
@@ -243,7 +244,7 @@ def _with_steps(job: Job, steps: int, every: int) -> Job:
     """Return the job with a number of steps and a checkpoint interval."""
     assert job.run.checkpoint is not None
     run = replace(job.run, checkpoint=replace(job.run.checkpoint, every=every))
-    return replace(job, recipe=replace(job.recipe, steps=steps, epochs=None), run=run)
+    return replace(job, recipe=shortened(job.recipe, steps), run=run)
 
 
 def _for_faults(job: Job, folder: Path, ranks: int, *, resume: str = "never") -> Job:
