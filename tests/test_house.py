@@ -22,6 +22,7 @@ SOURCE = Path(samestep.__file__).parent
 HOUSE = (
     ("errors",),
     ("limits",),
+    ("synonyms",),
     ("sizes",),
     ("input_files",),
     ("durations",),

@@ -17,6 +17,7 @@ from samestep.input_files import text_of
 from samestep.job import Job
 from samestep.plausibility import implausible
 from samestep.recipe import NamedOptimizer
+from samestep.synonyms import meaning_of
 from samestep.validation import explain, shown
 from samestep.yaml_loader import MERGE, DuplicateKeyError, RefusedError, YamlLoader, parse_yaml, yaml_mistake
 
@@ -186,7 +187,11 @@ def _override(values: dict[str, Any], sources: dict[Keys, str], key: str, text: 
     """Set a dotted key to the value of a flag or variable, over the file's."""
     path = tuple(key.split("."))
     if len(path) < 2 or path[0] not in ("recipe", "run") or not all(path):
-        raise UserError(f'{source}: "{key}" must be a dotted key below recipe or run, such as recipe.optimizer.lr')
+        meaning = meaning_of(path[-1])
+        instead = f"; {meaning.as_key()}" if meaning is not None and meaning.key != key else ""
+        raise UserError(
+            f'{source}: "{key}" must be a dotted key below recipe or run, such as recipe.optimizer.lr{instead}'
+        )
     try:
         value = parse_yaml(text)
     except DuplicateKeyError as error:

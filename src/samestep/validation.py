@@ -13,6 +13,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 
 from samestep.errors import UserError, closest
 from samestep.input_files import text_of
+from samestep.synonyms import meaning_of
 from samestep.yaml_loader import parse_yaml, yaml_mistake
 
 Path = tuple[str, ...]
@@ -110,7 +111,7 @@ def _sentence(detail: Any, path: Path, known: Sequence[str]) -> str:
     """One of pydantic's errors as a sentence: the key, what is there, what it should be."""
     kind, context, name = detail["type"], detail.get("ctx", {}), ".".join(path)
     if kind in ("unexpected_keyword_argument", "extra_forbidden", "invalid_key"):
-        instead = _ELSEWHERE.get(path[-1]) or (closest(path[-1], known) if known else None)
+        instead = _ELSEWHERE.get(path[-1]) or _meant(name) or (closest(path[-1], known) if known else None)
         return f'unknown key "{name}"' + (f"; {instead}" if instead else "")
     if detail["loc"] and detail["loc"][-1] == "[key]":
         return f'{name}: the key {path[-1]} should be text; write it as "{path[-1]}"'
@@ -134,6 +135,12 @@ def _sentence(detail: Any, path: Path, known: Sequence[str]) -> str:
     elif kind in _WANTED:
         message = f"should be {_WANTED[kind]}"
     return f"{name} is {shown(detail['input'])}; it {message}"
+
+
+def _meant(name: str) -> str | None:
+    """What a key is called here, if that of another tool, or one that stands in another section."""
+    meaning = meaning_of(name.rpartition(".")[2])
+    return meaning.as_key() if meaning is not None and meaning.key != name else None
 
 
 def shown(value: Any) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from samestep.errors import UserError
+from samestep.synonyms import meaning_of
 from samestep.variables import Variables
 
 # Names under which tuning jobs and notebooks know these keys.
@@ -71,5 +72,7 @@ def _key(name: str, names: Mapping[str, str]) -> str:
     if plain.startswith(("recipe.", "run.")):
         return plain
     if plain not in names:
-        raise UserError(f"hyperparameter {name}: {closest(plain, names)}, or a dotted key such as recipe.data.source")
+        meaning = meaning_of(name)
+        instead = meaning.as_key() if meaning is not None else closest(plain, names)
+        raise UserError(f"hyperparameter {name}: {instead}, or a dotted key such as recipe.data.source")
     return names[plain]

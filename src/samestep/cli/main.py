@@ -30,6 +30,7 @@ from samestep.cli import (
     tune,
     verify,
 )
+from samestep.cli.suggestions import subparsers, unknown_command, unknown_option
 from samestep.errors import USERS_MISTAKE, InterruptedJobError, NonFiniteError, RankFailedError, StartError, UserError
 
 COMMANDS = (
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 failed or not the same step, 2 the user's mistake, 128 + n signal n."""
     try:
         given = sys.argv[1:] if arguments is None else arguments
+        if wrong := next((word for word in given if "\0" in word), None):
+            raise UserError(f"{wrong[:60]!r} has the character NUL, which no argument can have")
         words = list(hyperparameters.without(given, environment.snapshot()))
         options = _parser().parse_args(words)
         options.command_line = words
@@ -93,19 +96,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """Parser that raises UserError, which is printed as one message without the usage."""
 
-    _given: Sequence[str] = ()
+    _words: Sequence[str] = ()
 
     def parse_known_args(self, *given: Any, **options: Any) -> Any:
-        self._given = list(given[0] or ()) if given else ()
-        return super().parse_known_args(*given, **options)
+        """Refuse unknown words where the command is known; argparse leaves them to the outermost parser."""
+        self._words = list(given[0] or ()) if given else ()
+        namespace, unknown = super().parse_known_args(*given, **options)
+        if unknown:
+            option = next((word for word in unknown if word.startswith("-") and word != "--"), None)
+            if option is not None:
+                raise UserError(unknown_option(option, self, _parser()))
+            raise UserError(f"{self.prog} takes no {_in_quotes(unknown[0])}; `{self.prog} --help` says what it takes")
+        return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
-        # argparse takes the value of an unknown option for a command, and would only tell of the value.
-        options = [word.partition("=")[0] for word in self._given if word.startswith("--") and word != "--"]
-        unknown = [option for option in options if option not in self._option_string_actions]
-        if unknown and message.startswith(f"argument {_COMMAND}: invalid choice"):
-            message = f"unrecognized arguments: {unknown[0]}"
+        if message.startswith(f"argument {_COMMAND}: invalid choice"):
+            # argparse takes the value of an unknown option for a command, and would only tell of the value.
+            options = [word.partition("=")[0] for word in self._words if word.startswith("--") and word != "--"]
+            unknown = [option for option in options if option not in self._option_string_actions]
+            if unknown:
+                raise UserError(unknown_option(unknown[0], self, _parser()))
+            known = list(subparsers(self))
+            word = next(word for word in self._words if not word.startswith("-") and word not in known)
+            raise UserError(unknown_command(word, self, known))
         raise UserError(f"{message}; `{self.prog} --help` says what there is")
+
+
+def _in_quotes(word: str) -> str:
+    return f'"{word if len(word) <= 60 else word[:57] + "..."}"'
 
 
 class _Version(argparse.Action):
