@@ -44,7 +44,7 @@ def test_a_quota_below_the_cores_is_a_warning(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_more_threads_than_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "9999")
+    monkeypatch.setenv("OMP_NUM_THREADS", "999")
     assert only(machine.threads(ExaminationRequest())).verdict == "warning"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert only(machine.threads(ExaminationRequest())).verdict == "ok"

@@ -249,7 +249,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
         (["JOB", "--gpu", "h100"], "--devices is missing"),
         (["JOB", "--gpu", "h100", "--devices", "8", "--measure"], "give one of them"),
         (["JOB", "--network", "ndr"], "add --gpu"),
-        (["JOB", "--measure", "0"], "--measure is 0"),
+        (["JOB", "--measure", "0"], '--measure: "0" is out of range'),
         (["JOB", "--devices", "0"], '--devices: "0" is out of range'),
         (["--measure"], "--measure goes with a job file"),
         (["--rows", "rows.json", "--devices", "8"], "--devices does not go with --rows"),

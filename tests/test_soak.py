@@ -89,10 +89,10 @@ def test_two_hundred_faults_leave_the_bits_as_they_are(job: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--soak", "0"], "--soak is 0; use a number of faults of 1 or more"),
+        (["--soak", "0"], 'argument --soak: "0" is out of range; use a whole number from 1 to 1,000'),
         (["--soak", "2", "--between", "soon"], '--between: "soon" is no time; use seconds above 0'),
         (["--soak", "2", "--between", "0"], '--between: "0" is no time; use seconds above 0'),
-        (["--soak", "2", "--steps", "3"], "--steps is 3; use 8 or more"),
+        (["--soak", "2", "--steps", "3"], "--steps is 3; it must be a whole number from 8 to 1,000,000,000"),
         (["--soak", "2", "--faults", "kil"], 'unknown fault "kil" of a soak; did you mean "kill"'),
         (["--soak", "2", "--time-limit", "0"], '--time-limit: "0" is no time; use seconds above 0'),
         (["--soak", "2", "--layout", "tp2"], 'layout "tp2": run.reduction is ordered, which is for data ranks'),

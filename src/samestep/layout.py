@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from samestep.errors import LayoutError
-from samestep.limits import MOST_LAYERS, MOST_RANKS
+from samestep.limits import MOST_LAYERS, MOST_RANKS, divisors
 
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble"]
 Recompute = Literal["none", "selective", "full"]
@@ -254,8 +254,7 @@ class Layout:
         parts, letters = getattr(self, axis), _SHORT[axis]
         if total is None or divisible is None or total % parts == 0:
             return
-        divisors = [n for n in range(1, divisible + 1) if divisible % n == 0]
-        nearest = sorted(sorted(divisors, key=lambda n: abs(n - parts))[:6])
+        nearest = sorted(sorted(divisors(divisible), key=lambda n: abs(n - parts))[:6])
         fitting = _either([f"{letters}{n}" for n in nearest])
         raise LayoutError(f'layout "{letters}{parts}": {total} {what} are not divisible by {parts}; use {fitting}')
 

@@ -8,6 +8,7 @@ functions.
 
 import argparse
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 from samestep.errors import UserError
@@ -60,6 +61,12 @@ def whole_of(text: str, name: str, least: int, most: int) -> int:
     if number is None or not least <= number <= most:
         raise UserError(f"{name} is {_short(repr(text))}; {in_words(least, most)} is wanted")
     return number
+
+
+def divisors(number: int) -> list[int]:
+    """The whole numbers that divide one, ascending, in the time of its square root."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]
 
 
 @dataclass(frozen=True, kw_only=True)

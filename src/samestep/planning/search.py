@@ -11,6 +11,7 @@ from typing import Any
 
 from samestep.errors import UserError
 from samestep.layout import Layout, Recompute, Schedule
+from samestep.limits import divisors
 from samestep.planning.hardware import ClusterSpec
 from samestep.planning.memory import RankMemory, fits, memory_of, offloaded_bytes
 from samestep.planning.pipeline_events import SPLIT_BACKWARD
@@ -144,10 +145,10 @@ def candidates(job: PlannedJob, cluster: ClusterSpec, *, offloaded: bool = False
             yield from ((each, micro_batch) for each in offloads_of(layout))
         return
     model = job.model
-    for tensor in _divisors(min(cluster.node_size, cluster.devices)):
+    for tensor in divisors(min(cluster.node_size, cluster.devices)):
         if model.heads % tensor or cluster.devices % tensor:
             continue
-        for pipeline in _divisors(cluster.devices // tensor):
+        for pipeline in divisors(cluster.devices // tensor):
             if pipeline > min(model.layers, _MOST_STAGES):
                 continue
             for context in _contexts(model, cluster.devices // (tensor * pipeline)):
@@ -169,12 +170,12 @@ def _contexts(model: Transformer, left: int) -> list[int]:
     """Sizes of the context axis to try: for long samples, those with at least 2,048 tokens per rank; else 1."""
     if model.seq < _LONG:
         return [1]
-    return [size for size in _divisors(left) if model.seq % size == 0 and model.seq // size >= 2048]
+    return [size for size in divisors(left) if model.seq % size == 0 and model.seq // size >= 2048]
 
 
 def _all_shardings(job: PlannedJob, base: Layout, data: int, cluster: ClusterSpec) -> Iterator[Layout]:
     """The shardings that a program supports, with each possible size of the expert axis."""
-    for expert in _divisors(min(job.model.experts, data)):
+    for expert in divisors(min(job.model.experts, data)):
         if job.model.experts % expert or data % expert:
             continue
         for layout in _shardings(base, data // expert, cluster):
@@ -239,10 +240,6 @@ def _schedules(layout: Layout, layers: int, micro_batches: int) -> Iterator[Layo
         # Even stages, or even with the embedding and the head counted as a layer each, as in Llama 3 405B.
         if stages <= layers and (layers % stages == 0 or (layers + 2) % stages == 0):
             yield replace(layout, schedule=schedule, stages=chunks)
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def why_slower(candidate: LayoutCandidate, best: LayoutCandidate) -> str:

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserErro
 from pydantic_core import ArgsKwargs
 
 from samestep.errors import UserError
+from samestep.limits import divisors
 from samestep.recipe import Recipe
 from samestep.tasks import TASKS
 from samestep.tasks.base import Task
@@ -191,7 +192,7 @@ def refuse_together(given: Any, key: str, others: Sequence[str], reason: str) ->
 def check_heads(hidden: int, heads: int) -> None:
     """For an "after" validator: raise ValueError where the hidden size can't be divided among the heads."""
     if hidden % heads:
-        fitting = [str(count) for count in range(1, hidden + 1) if hidden % count == 0]
+        fitting = [str(count) for count in divisors(hidden)]
         raise ValueError(
             f"hidden is {hidden} and heads is {heads}, which doesn't divide it; use heads of {', '.join(fitting)}"
         )

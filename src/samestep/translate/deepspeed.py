@@ -10,6 +10,7 @@ from samestep.engines.deepspeed.keys import OFFLOADS, SIZES, bf16_key, precision
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.limits import divisors
 from samestep.recipe import Recipe
 from samestep.translate.base import (
     ConfigReader,
@@ -305,7 +306,7 @@ def micro_batch_of(job: Job, layout: Layout) -> int:
     wanted = job.run.micro_batch or samples
     if job.run.micro_batch is None and layout.pipeline > 1:
         wanted = max(1, samples // (2 * layout.pipeline))  # as many micro-batches as samestep's default for pipelines
-    return max(size for size in range(1, min(wanted, samples) + 1) if samples % size == 0)
+    return max(size for size in divisors(samples) if size <= wanted)
 
 
 def _batch(job: Job, layout: Layout) -> dict[str, Any]:
