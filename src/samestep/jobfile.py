@@ -187,7 +187,7 @@ def _override(values: dict[str, Any], sources: dict[Keys, str], key: str, text: 
     """Set a dotted key to the value of a flag or variable, over the file's."""
     path = tuple(key.split("."))
     if len(path) < 2 or path[0] not in ("recipe", "run") or not all(path):
-        meaning = meaning_of(path[-1])
+        meaning = meaning_of(key.rpartition(".")[2])
         instead = f"; {meaning.as_key()}" if meaning is not None and meaning.key != key else ""
         raise UserError(
             f'{source}: "{key}" must be a dotted key below recipe or run, such as recipe.optimizer.lr{instead}'

@@ -11,7 +11,7 @@ one another. An alias counts as often as it stands there, and may not stand insi
 
 import re
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -39,12 +39,6 @@ class RefusedError(yaml.MarkedYAMLError):
 class YamlLoader(yaml.SafeLoader):
     """Refuses keys that stand twice, and names the line of a value that it can't convert, such as an invalid date."""
 
-    # Without the type of the single character =, for which PyYAML has no value: it is text.
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
-        first: [resolver for resolver in resolvers if resolver[0] != "tag:yaml.org,2002:value"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
     def __init__(self, text: str) -> None:
         if len(text) > MOST_CHARACTERS:
             raise yaml.YAMLError(
@@ -62,18 +56,18 @@ class YamlLoader(yaml.SafeLoader):
         return node
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
+        event: Any = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             node = super().compose_node(parent, index)
             if id(node) not in self._finished:
                 problem = f"the section of &{event.anchor} contains itself by *{event.anchor}; write it out"
                 raise RefusedError(problem=problem, problem_mark=event.start_mark)
             values, depth = self._finished[id(node)]
-            self._count(values, self._depth + depth, event)
+            self._count(values, self._depth + depth, event.start_mark)
             return node
         values, deepest = self._values, self._deepest
         self._deepest = self._depth
-        self._count(1, self._depth + 1, event)
+        self._count(1, self._depth + 1, event.start_mark)
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -81,7 +75,7 @@ class YamlLoader(yaml.SafeLoader):
         self._deepest = max(deepest, self._deepest)
         return node
 
-    def _count(self, values: int, depth: int, event: yaml.Event) -> None:
+    def _count(self, values: int, depth: int, mark: Any) -> None:
         """Add the values of a node. Raises RefusedError where they are too many, or too deep."""
         self._values += values
         self._deepest = max(self._deepest, depth)
@@ -91,7 +85,7 @@ class YamlLoader(yaml.SafeLoader):
             problem = f"more than {MOST_VALUES:,} values up to here, those of an alias each time it stands; use fewer"
         else:
             return
-        raise RefusedError(problem=problem, problem_mark=event.start_mark)
+        raise RefusedError(problem=problem, problem_mark=mark)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if not isinstance(node, yaml.ScalarNode):
@@ -137,6 +131,13 @@ class YamlLoader(yaml.SafeLoader):
                 yield (*path, name), value
             else:
                 yield path, value
+
+
+# Without the type of the single character =, for which PyYAML has no value: it is text.
+YamlLoader.yaml_implicit_resolvers = {
+    first: [resolver for resolver in resolvers if resolver[0] != "tag:yaml.org,2002:value"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 # NUL, and halves of a pair that stands for one character; escapes such as "\\ud800" write them.
