@@ -57,7 +57,7 @@ class YamlLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event: Any = self.peek_event()
-        if isinstance(event, yaml.AliasEvent):
+        if self.check_event(yaml.AliasEvent):
             node = super().compose_node(parent, index)
             if id(node) not in self._finished:
                 problem = f"the section of &{event.anchor} contains itself by *{event.anchor}; write it out"
