@@ -195,7 +195,12 @@ def test_a_long_value_is_cut_short(tmp_path: Path) -> None:
         ("batch", "3", '"batch" must be a dotted key below recipe or run, such as recipe.optimizer.lr'),
         ("recipe", "{}", '"recipe" must be a dotted key below recipe or run, such as recipe.optimizer.lr'),
         ("job.batch", "3", '"job.batch" must be a dotted key below recipe or run, such as recipe.optimizer.lr'),
-        ("recipe..lr", "3", '"recipe..lr" must be a dotted key below recipe or run, such as recipe.optimizer.lr'),
+        (
+            "recipe..lr",
+            "3",
+            '"recipe..lr" must be a dotted key below recipe or run, such as recipe.optimizer.lr; here it is '
+            "recipe.optimizer.lr",
+        ),
         ("recipe.task.x", "3", '"task" in "recipe.task.x" is \'text-classification\', which has no keys of its own'),
         ("recipe.seed.x.y", "3", '"seed" in "recipe.seed.x.y" is 3, which has no keys of its own'),
         ("recipe.bach", "3", f'unknown key "recipe.bach"; did you mean "batch"? known: {RECIPE_KEYS}'),
