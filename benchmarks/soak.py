@@ -46,6 +46,8 @@ GROUP_LIMIT = 10.0  # seconds
 # Seconds without a step after which an operator intervenes: above samestep's limit for hangs at the start of a round.
 STUCK = 150.0
 MARGIN = 1.5  # factor on the number of steps, as in samestep's soak
+# Faults from outside, which the ranks of every way can have; a script can't be asked for the others.
+KINDS = ["kill", "crash", "raise", "hang", "pause", "terminate", "gone"]
 PROCESSES = 2
 
 DOCS = {"en": HERE.parent / "docs" / "faults.md", "zh": HERE.parent / "docs" / "zh" / "faults.md"}
@@ -248,14 +250,14 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=20, help="how many (default: 20)")
     parser.add_argument("--between", type=float, default=2.0, metavar="S", help="from a recovery to the next fault")
     parser.add_argument("--seed", type=int, default=1, help="of the faults (default: 1)")
-    parser.add_argument("--kinds", nargs="*", help="of faults (default: all of one host)")
+    parser.add_argument("--kinds", nargs="*", default=KINDS, help="of faults (default: all that every way can have)")
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row; other ways' stay")
     parser.add_argument("--docs", action="store_true", help="write the table into the docs")
     given = parser.parse_args()
     settings = SoakSettings(
         faults=given.faults,
-        kinds=kinds_of(given.kinds),
+        kinds=kinds_of(given.kinds, ranks=PROCESSES),
         seed=given.seed,
         between=given.between,
         time_limit=STUCK,

@@ -30,13 +30,13 @@ sys.path[:0] = [str(HERE.parent / "tools")]
 from testbed import Host, Running, Testbed, why_not  # noqa: E402
 
 from samestep import jobfile  # noqa: E402
-from samestep.drill.disturbances import JobHosts, Target, kinds_of, last_step_in, raise_file  # noqa: E402
+from samestep.drill.disturbances import JobHosts, Target, fault_file, kinds_of, last_step_in  # noqa: E402
 from samestep.drill.drill import FinishedRun  # noqa: E402
 from samestep.drill.run import print_soak  # noqa: E402
 from samestep.drill.soak import SoakReport, SoakSettings, soak, soaked_job  # noqa: E402
 from samestep.errors import UserError  # noqa: E402
 from samestep.fault_tolerance.scratch import left_in  # noqa: E402
-from samestep.job import Job  # noqa: E402
+from samestep.job import Fault, Job  # noqa: E402
 
 BATCH, VIRTUAL_RANKS, STEP_SECONDS = 24, 6, 0.05  # a step takes at least STEP_SECONDS
 _STATUS = re.compile(r"/samestep-agent-[^/]+/round-\d+/rank-(\d+)$")  # the status file that each rank keeps open
@@ -138,8 +138,8 @@ class Launched:
     def ranks(self) -> Mapping[int, int]:
         return {rank: pid for host in self._bed.workers.values() for rank, pid in self._bed.ranks_on(host).items()}
 
-    def raise_file(self, rank: int) -> Path:
-        return raise_file(self._folder, rank)
+    def fault_file(self, rank: int, fault: Fault) -> Path:
+        return fault_file(self._folder, rank, fault)
 
     def tree(self) -> Sequence[int]:
         hosts = (*self._bed.workers.values(), self._bed.controller)
@@ -150,6 +150,11 @@ class Launched:
         with suppress(psutil.Error):
             for child in psutil.Process(self._running.pid).children():
                 child.send_signal(signal.SIGTERM)
+
+    def kill_supervisor(self) -> None:
+        with suppress(psutil.Error):
+            for child in psutil.Process(self._running.pid).children():
+                child.kill()
 
     def kill(self) -> None:
         self._bed.crash_all()
@@ -230,7 +235,7 @@ def main() -> int:
     try:
         settings = SoakSettings(
             faults=given.faults,
-            kinds=kinds_of(given.kinds, hosts=True),
+            kinds=kinds_of(given.kinds, ranks=given.hosts, hosts=True),
             seed=given.seed,
             between=given.between,
             steps=given.steps,

@@ -1,14 +1,21 @@
 """`samestep drill`: a job under one fault after the other, beside its undisturbed run."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from samestep.cli.main import main
+from samestep.drill.disturbances import Processes, last_step_in
 from samestep.drill.drill import Drill, FaultOutcome, FinishedRun, row_of
 from samestep.drill.faults import DRILLS
+from samestep.drill.under_faults import still_there
 
 TESTS = Path(__file__).parent
 JOB = f"""
@@ -45,6 +52,27 @@ def test_a_fault_is_survived_and_the_result_is_the_same(job: str, capsys: pytest
     assert kill["steps_lost"] == 0
     assert kill["happened"].startswith("rank 0 in step 4: its process was ended by SIGKILL")
     assert "survived" in table
+
+
+def test_ranks_that_can_not_act_end_with_their_supervisor(job: str, tmp_path: Path) -> None:
+    """One holds Python's lock for good, the other is stopped: only the kernel can end them."""
+    folder = tmp_path / "run"
+    words = ["--folder", str(folder), "--set", "run.inject={rank: 0, step: 3, fault: deadlock}"]
+    words += ["--set", "run.check=false", "--set", "recipe.steps=1000", "--set", "run.hang_limit=100"]
+    with subprocess.Popen([sys.executable, "-m", "samestep", "train", job, *words]) as started:
+        job_processes = Processes(started, folder, 2)
+        try:
+            until = time.monotonic() + 90
+            while last_step_in(folder / "metrics.jsonl") < 1:  # a step's record is written a step late
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            time.sleep(0.5)  # until step 3 begins
+            os.kill(job_processes.ranks()[1], signal.SIGSTOP)
+            processes = job_processes.tree()
+            started.kill()
+            assert still_there(processes, within=10) == 0
+        finally:
+            job_processes.kill()
 
 
 @pytest.mark.slow

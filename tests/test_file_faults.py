@@ -37,12 +37,13 @@ class Undisturbed:
         self.folder, self.half = place / "undisturbed", place / "half"
         cases = [
             Case(folder=str(self.folder), record=str(self.record)),
+            Case(folder=str(place / "counted")),
             Case(folder=str(self.half), steps=STEPS - 1),
             Case(folder=str(place / "resumed"), copy_of=str(self.half)),
         ]
         outcomes = run_cases(library, cases, seconds=_SECONDS)
-        assert [outcome.code for outcome in outcomes] == [0, 0, 0], outcomes
-        self.operations, _, self.resumed_operations = (outcome.operations for outcome in outcomes)
+        assert [outcome.code for outcome in outcomes] == [0, 0, 0, 0], outcomes
+        _, self.operations, _, self.resumed_operations = (outcome.operations for outcome in outcomes)
         self.weights = (self.folder / MODEL_FILE).read_bytes()
         assert (place / "resumed" / MODEL_FILE).read_bytes() == self.weights
 

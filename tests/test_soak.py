@@ -19,7 +19,7 @@ from samestep.drill.disturbances import KINDS, Processes, Target, kinds_of, last
 from samestep.drill.drill import FinishedRun
 from samestep.drill.soak import SoakReport, SoakSettings, _samples, soak, soaked_job
 from samestep.drill.under_faults import Planned, UnderFaults, planned
-from samestep.job import Job
+from samestep.job import Fault, Job
 
 TESTS = Path(__file__).parent
 JOB = f"""
@@ -82,7 +82,7 @@ def test_two_hundred_faults_leave_the_bits_as_they_are(job: str) -> None:
     found = soaked(job, "--soak", "200", "--seed", "7", "--between", "0.3s", limit=3580)
     assert found["passed"]
     assert sum(found["faults"].values()) == 200
-    assert sorted(found["faults"]) == sorted(kinds_of(None))
+    assert sorted(found["faults"]) == sorted(kinds_of(None, ranks=2))
 
 
 @pytest.mark.quick
@@ -99,6 +99,10 @@ def test_two_hundred_faults_leave_the_bits_as_they_are(job: str) -> None:
         (
             ["--soak", "2", "--faults", "cable"],
             'fault "cable" of a soak wants several hosts, and drill starts one; use',
+        ),
+        (
+            ["--soak", "2", "--faults", "abort", "--layout", "single"],
+            'fault "abort" of a soak wants 2 processes; use layout dp2',
         ),
         (["--seed", "2"], "--seed is of a soak; use it with --soak N"),
         (["--between", "2s"], "--between is of a soak; use it with --soak N"),
@@ -180,7 +184,7 @@ def test_a_process_and_its_children_are_one_target() -> None:
 
 @pytest.mark.quick
 def test_the_faults_of_a_seed_are_the_same_ones_and_as_far_apart_as_asked() -> None:
-    kinds = kinds_of(None)
+    kinds = kinds_of(None, ranks=2)
     plan = planned(kinds, faults=2000, between=4.0, seed=9)
     assert plan == planned(kinds, faults=2000, between=4.0, seed=9)
     assert plan != planned(kinds, faults=2000, between=4.0, seed=10)
@@ -188,7 +192,7 @@ def test_the_faults_of_a_seed_are_the_same_ones_and_as_far_apart_as_asked() -> N
     assert 2.0 <= min(waits) < 2.1 < 5.9 < max(waits) <= 6.0
     assert sum(waits) / len(waits) == pytest.approx(4.0, rel=0.03)
     assert {fault.kind for fault in plan} == {name for name, kind in KINDS.items() if not kind.of_hosts}
-    assert set(kinds_of(None, hosts=True)) == set(KINDS)
+    assert set(kinds_of(None, ranks=2, hosts=True)) == set(KINDS)
 
 
 @pytest.mark.quick
@@ -221,7 +225,7 @@ class Told:
     def ranks(self) -> Mapping[int, int]:
         return {}
 
-    def raise_file(self, rank: int) -> Path:
+    def fault_file(self, rank: int, fault: Fault) -> Path:
         raise AssertionError
 
     def tree(self) -> Sequence[int]:
@@ -229,6 +233,9 @@ class Told:
 
     def terminate(self) -> None:
         self.got.append("terminate")
+
+    def kill_supervisor(self) -> None:
+        self.got.append("kill supervisor")
 
     def kill(self) -> None:
         self.got.append("kill")

@@ -40,7 +40,7 @@ def _interval(text: str) -> str:
 Duration = Annotated[Real, Gt(0), Le(MOST_SECONDS), BeforeValidator(_seconds)]
 # Ranks publish where they are several times a second, and end within tenths of one.
 _Patience = Annotated[Duration, Ge(0.1)]
-Fault = Literal["kill", "raise", "hang", "oom", "nan", "slow"]
+Fault = Literal["kill", "raise", "hang", "oom", "nan", "slow", "deadlock", "abort"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -20,10 +20,11 @@ import psutil
 
 from samestep.errors import UserError, closest
 from samestep.fault_tolerance.status import read
+from samestep.job import Fault
 from samestep.run_folder import METRICS_FILE
 
 _PAUSE = 1.0  # seconds
-_RAISES_WITHIN = 2.0  # seconds in which a rank begins another step, if it takes any
+_STEPS_WITHIN = 2.0  # seconds in which a rank begins another step, if it takes any
 _BACK_AFTER = (1.0, 10.0)  # seconds until a crashed host boots again
 _PLUGGED_AFTER = (1.0, 20.0)  # seconds without network: ranks survive short breaks, longer ones lose the host
 _ROUNDS = "samestep-agent-*/round-*"  # where ranks write their status files
@@ -67,8 +68,8 @@ class Target(Protocol):
         """Return the process id of each training rank."""
         ...
 
-    def raise_file(self, rank: int) -> Path:
-        """Return the file whose existence makes a rank raise in its next step; the rank removes it."""
+    def fault_file(self, rank: int, fault: Fault) -> Path:
+        """Return the file whose existence makes a rank commit a fault in its next step; the rank removes it."""
         ...
 
     def tree(self) -> Sequence[int]:
@@ -77,6 +78,10 @@ class Target(Protocol):
 
     def terminate(self) -> None:
         """Send SIGTERM to the process that was started."""
+        ...
+
+    def kill_supervisor(self) -> None:
+        """Kill the process that was started, which supervises the ranks, alone."""
         ...
 
     def kill(self) -> None:
@@ -108,8 +113,8 @@ class Processes:
         found = (each for place in places for each in read(place, range(self._processes)))
         return {each.rank: each.pid for each in found if each.pid in mine and not each.over}
 
-    def raise_file(self, rank: int) -> Path:
-        return raise_file(self._folder, rank)
+    def fault_file(self, rank: int, fault: Fault) -> Path:
+        return fault_file(self._folder, rank, fault)
 
     def tree(self) -> Sequence[int]:
         """Return the started process and all its descendants."""
@@ -121,15 +126,18 @@ class Processes:
     def terminate(self) -> None:
         self.started.send_signal(signal.SIGTERM)
 
+    def kill_supervisor(self) -> None:
+        self.started.kill()
+
     def kill(self) -> None:
         for pid in self.tree():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def raise_file(folder: Path, rank: int) -> Path:
-    """Return the file, next to a run's folder, that makes a rank raise."""
-    return folder.with_name(f"{folder.name}-raise-{rank}")
+def fault_file(folder: Path, rank: int, fault: Fault) -> Path:
+    """Return the file, next to a run's folder, that makes a rank commit a fault."""
+    return folder.with_name(f"{folder.name}-{fault}-{rank}")
 
 
 def last_step_in(metrics: Path) -> int:
@@ -182,25 +190,34 @@ def _sent(pid: int, number: signal.Signals) -> bool:
     return False
 
 
-def _raise(target: Target, draw: random.Random) -> Undo | None:
-    """Make a random rank raise, by creating the file that its injected fault waits for."""
-    ranks = target.ranks()
-    if not ranks:
-        return None
-    file = target.raise_file(draw.choice(sorted(ranks)))
-    file.touch()
-    until = time.monotonic() + _RAISES_WITHIN
-    while file.exists():
-        if time.monotonic() > until or target.poll() is not None:
-            with suppress(FileNotFoundError):
-                file.unlink()
-                return None
-        time.sleep(0.002)
-    return _NOTHING
+def _injected(fault: Fault) -> Commit:
+    """Return a disturbance that a random rank commits itself, once the file is there that its injection waits for."""
+
+    def commit(target: Target, draw: random.Random) -> Undo | None:
+        ranks = target.ranks()
+        if not ranks:
+            return None
+        file = target.fault_file(draw.choice(sorted(ranks)), fault)
+        file.touch()
+        until = time.monotonic() + _STEPS_WITHIN
+        while file.exists():
+            if time.monotonic() > until or target.poll() is not None:
+                with suppress(FileNotFoundError):
+                    file.unlink()
+                    return None
+            time.sleep(0.002)
+        return _NOTHING
+
+    return commit
 
 
 def _terminate(target: Target, draw: random.Random) -> Undo:
     target.terminate()
+    return _NOTHING
+
+
+def _kill_supervisor(target: Target, draw: random.Random) -> Undo:
+    target.kill_supervisor()
     return _NOTHING
 
 
@@ -243,33 +260,52 @@ class Disturbance:
     commit: Commit
     ends_job: bool = False  # the job must be started again after it, as a scheduler does
     of_hosts: bool = False  # needs a multi-host job
+    fewest_ranks: int = 1
 
 
 KINDS: Mapping[str, Disturbance] = {
     "kill": Disturbance(does="a rank gets SIGKILL", commit=_signalled(signal.SIGKILL)),
     "crash": Disturbance(does="a rank gets SIGABRT", commit=_signalled(signal.SIGABRT)),
-    "raise": Disturbance(does="a rank raises in its next step", commit=_raise),
+    "raise": Disturbance(does="a rank raises in its next step", commit=_injected("raise")),
     "hang": Disturbance(does="a rank is stopped for good", commit=_signalled(signal.SIGSTOP)),
+    "deadlock": Disturbance(
+        does="a rank holds Python's interpreter lock for good", commit=_injected("deadlock"), fewest_ranks=2
+    ),
+    "abort": Disturbance(does="a rank aborts its communicators", commit=_injected("abort"), fewest_ranks=2),
     "pause": Disturbance(
         does="a rank is stopped for a second", commit=_signalled(signal.SIGSTOP, undo=signal.SIGCONT)
     ),
     "terminate": Disturbance(does="the job gets SIGTERM, and is started again", commit=_terminate, ends_job=True),
+    "supervisor": Disturbance(
+        does="the process that supervises the ranks gets SIGKILL, alone, and the job is started again",
+        commit=_kill_supervisor,
+        ends_job=True,
+    ),
     "gone": Disturbance(does="all processes get SIGKILL, and the job is started again", commit=_gone, ends_job=True),
     "host": Disturbance(does="all of a host is killed, and it comes back", commit=_host_gone, of_hosts=True),
     "cable": Disturbance(does="a host's cable is pulled, and put back", commit=_cable, of_hosts=True),
 }
 
 
-def kinds_of(names: Sequence[str] | None, *, hosts: bool = False) -> list[str]:
-    """Return the named kinds; without names, all that apply to the job. `hosts`: multi-host. Raises UserError."""
-    possible = [name for name, kind in KINDS.items() if hosts or not kind.of_hosts]
-    found = [name.strip() for name in names] if names is not None else possible
-    for name in found:
+# Faults that a rank commits itself on request: of the kinds above, by the same names.
+INJECTED: Sequence[Fault] = ("raise", "deadlock", "abort")
+
+
+def kinds_of(names: Sequence[str] | None, *, ranks: int, hosts: bool = False) -> list[str]:
+    """Return the named kinds; without names, all that apply to a job of `ranks` ranks. `hosts`: multi-host.
+
+    Raises UserError.
+    """
+    possible = [name for name, kind in KINDS.items() if (hosts or not kind.of_hosts) and ranks >= kind.fewest_ranks]
+    chosen = [name.strip() for name in names] if names is not None else possible
+    for name in chosen:
         if name not in KINDS:
             raise UserError(f'unknown fault "{name}" of a soak; {closest(name, possible)}')
+        if (fewest := KINDS[name].fewest_ranks) > ranks:
+            raise UserError(f'fault "{name}" of a soak wants {fewest} processes; use layout dp{fewest}')
         if name not in possible:
             raise UserError(
                 f'fault "{name}" of a soak wants several hosts, and drill starts one; use {", ".join(possible)}, or '
                 "benchmarks/soak_hosts.py of the repository, which makes hosts"
             )
-    return found
+    return chosen

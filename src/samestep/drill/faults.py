@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from samestep.drill.disturbances import Processes
 from samestep.drill.drill import Drill, FaultOutcome, Runs
+from samestep.drill.under_faults import still_there
 from samestep.fault_tolerance.nonfinite import left_out
 from samestep.job import Fault, Inject
 
@@ -138,6 +140,47 @@ def _slow(runs: Runs) -> FaultOutcome:
 SLOW = Drill(name="slow", does="a rank takes longer than the others", run=_slow, processes=2)
 
 
+_ENDED_WITHIN = 5.0  # seconds in which the ranks must end without their supervisor
+
+
+def _supervisor(runs: Runs) -> FaultOutcome:
+    """Kill the supervisor alone: the ranks must end by themselves, and the job is started again."""
+    killed_at, left_over = 0.0, 0
+
+    def kill(started: subprocess.Popen[bytes], folder: Path) -> None:
+        """Kill the supervisor after a step, and wait until its ranks have ended."""
+        nonlocal killed_at, left_over
+        if runs.wait_for_step(started, folder, _AFTER):
+            processes = Processes(started, folder, runs.rank + 1).tree()
+            killed_at = time.time()
+            started.kill()
+            left_over = still_there([pid for pid in processes if pid != started.pid], within=_ENDED_WITHIN)
+
+    slow = Inject(rank=runs.rank, step=0, fault="slow", seconds=_A_STEP)
+    first = runs.train("supervisor", meanwhile=kill, inject=(slow,))
+    if not killed_at:
+        return FaultOutcome(survived=False, happened=f"exit code {first.code}: {first.last_words}", left=first)
+    if left_over:
+        return FaultOutcome(survived=False, happened=f"{left_over} processes did not end", left=first)
+    done = len(first.losses)
+    second = runs.train("supervisor", resume="auto")
+    goes_on_at = second.report.get("first_step")
+    return FaultOutcome(
+        survived=second.code == 0 and goes_on_at is not None,
+        happened="the ranks ended by themselves; started again",
+        left=second,
+        steps_lost=done - goes_on_at if goes_on_at is not None else None,
+    )
+
+
+SUPERVISOR = Drill(
+    name="supervisor",
+    does="the process that supervises the ranks is killed, alone, and the job is started again",
+    run=_supervisor,
+    processes=2,  # one process alone supervises itself
+)
+
+
 TERMINATED = Drill(
     name="sigterm",
     does="the job gets SIGTERM, and is started again",
@@ -145,4 +188,4 @@ TERMINATED = Drill(
 )
 
 
-DRILLS = (KILL, RAISED, HANG, OUT_OF_MEMORY, TERMINATED, INTERRUPTED, NAN, SLOW)
+DRILLS = (KILL, RAISED, HANG, OUT_OF_MEMORY, TERMINATED, INTERRUPTED, NAN, SLOW, SUPERVISOR)

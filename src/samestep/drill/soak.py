@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from samestep import environment, subprocess_group
 from samestep.api import check_job, layout_of
-from samestep.drill.disturbances import Processes, Target, kinds_of, raise_file
+from samestep.drill.disturbances import INJECTED, Processes, Target, fault_file, kinds_of
 from samestep.drill.drill import FinishedRun, Runs
 from samestep.drill.under_faults import UnderFaults, planned
 from samestep.durations import check_seconds
@@ -149,7 +149,12 @@ def soak_job(
     if environment.ranks() is not None:
         raise UserError("drill starts its own processes; start it without a launcher")
     settings = SoakSettings(
-        faults=faults, seed=seed, between=between, kinds=kinds_of(kinds), steps=steps, time_limit=time_limit
+        faults=faults,
+        seed=seed,
+        between=between,
+        kinds=kinds_of(kinds, ranks=layout_of(job).size),
+        steps=steps,
+        time_limit=time_limit,
     )
     job = soaked_job(job, faults)
     layout = layout_of(job)
@@ -248,14 +253,18 @@ def _with_steps(job: Job, steps: int, every: int) -> Job:
 
 
 def _for_faults(job: Job, folder: Path, ranks: int, *, resume: str = "never") -> Job:
-    """Return the job with ranks that raise on request, and a short hang limit."""
+    """Return the job with ranks that commit faults on request, and a short hang limit."""
     assert job.run.checkpoint is not None
-    raises = tuple(Inject(rank=rank, step=0, fault="raise", when=raise_file(folder, rank)) for rank in range(ranks))
+    inject = tuple(
+        Inject(rank=rank, step=0, fault=fault, when=fault_file(folder, rank, fault))
+        for rank in range(ranks)
+        for fault in INJECTED
+    )
     run = replace(
         job.run,
         checkpoint=replace(job.run.checkpoint, resume=resume),
         hang_limit=min(job.run.hang_limit or _HANG_LIMIT, _HANG_LIMIT),
-        inject=raises,
+        inject=inject,
     )
     return replace(job, run=run)
 

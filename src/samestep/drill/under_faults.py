@@ -134,9 +134,9 @@ class UnderFaults:
             self.left_processes += still_there(tree)
 
 
-def still_there(pids: Sequence[int]) -> int:
-    """Count the processes that are still alive after a grace period; zombies don't count."""
-    until = time.monotonic() + _END_GRACE
+def still_there(pids: Sequence[int], within: float = _END_GRACE) -> int:
+    """Count the processes that are still alive after some seconds; zombies don't count."""
+    until = time.monotonic() + within
     while (left := [pid for pid in pids if _lives(pid)]) and time.monotonic() < until:
         time.sleep(0.05)
     return len(left)

@@ -1,5 +1,6 @@
 """Fault injection: faults that a rank commits on purpose, in the step that the job says."""
 
+import ctypes
 import os
 import resource
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from samestep.comm.mesh import all_groups
 from samestep.job import Inject
 
 _ROOM = 128 * 2**20  # bytes that may still be taken
@@ -116,4 +118,26 @@ def _oom(fault: Inject, step: int) -> None:
     run_out_of_memory()
 
 
-_FAULTS: Mapping[str, Callable[[Inject, int], None]] = {"kill": _kill, "raise": _raise, "hang": _hang, "oom": _oom}
+def _deadlock(fault: Inject, step: int) -> None:
+    """Hold Python's interpreter lock for good, as native code does that waits for a thread which needs it.
+
+    No Python code of this process runs any more: neither its threads nor its handlers of signals.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a signal would end `pause`
+    ctypes.PyDLL(None).pause()  # of libc; PyDLL keeps the lock during a call
+
+
+def _abort(fault: Inject, step: int) -> None:
+    """Abort this rank's communicators, as NCCL's watchdog does: collectives on them raise, here and on the others."""
+    for group in all_groups():
+        group.abort()
+
+
+_FAULTS: Mapping[str, Callable[[Inject, int], None]] = {
+    "kill": _kill,
+    "raise": _raise,
+    "hang": _hang,
+    "oom": _oom,
+    "deadlock": _deadlock,
+    "abort": _abort,
+}

@@ -20,7 +20,7 @@ def check_faults(job: Job, layout: Layout, *, skips: bool) -> None:
         if fault.when is not None and fault.fault in ("nan", "slow"):
             raise UserError(
                 f"run.inject: fault {fault.fault} is committed in a step that is said, and has when: {fault.when}; "
-                "use step alone, or kill, raise, hang or oom"
+                "use step alone, or kill, raise, hang, oom, deadlock or abort"
             )
     if run.on_nonfinite != "stop" and not skips:
         raise UserError(

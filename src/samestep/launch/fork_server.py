@@ -38,8 +38,7 @@ def end_with_parent() -> None:
 def end_with_starter() -> None:
     """In a new multiprocessing process: exit when the process that started it ends, even by SIGKILL.
 
-    The kernel can't do this for a rank forked from a server: its parent is the server, which lives as long as any
-    rank.
+    A rank forked from a server is no child of the starter, so the kernel can only end it with the server.
     """
     import multiprocessing  # imported here: a rank that execs another program starts faster without it
 

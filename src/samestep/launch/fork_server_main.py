@@ -8,6 +8,7 @@ import atexit
 import gc
 import os
 import signal
+from functools import partial
 from types import FrameType
 
 
@@ -28,9 +29,11 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 gc.disable()
 
 
-# While the server imports, for seconds, it polls whether the process that started it was killed; later it blocks on
-# that.
+# The server polls whether the process that started it was killed: while it imports, for seconds, and later. The end
+# of its pipe from the starter doesn't tell it, as each rank holds an end of that pipe too. The kernel ends the ranks
+# with the server: a rank that is stopped, or whose native code holds Python's lock, can't end itself.
 _STARTER = os.getppid()
+_IMPORTING, _SERVING = 0.2, 1.0  # seconds between two polls
 
 
 def _end_without_starter(number: int, frame: FrameType | None) -> None:
@@ -40,19 +43,23 @@ def _end_without_starter(number: int, frame: FrameType | None) -> None:
 
 
 signal.signal(signal.SIGALRM, _end_without_starter)
-signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
+signal.setitimer(signal.ITIMER_REAL, _IMPORTING, _IMPORTING)
 
 
 def _before_a_rank() -> None:
-    """Before the first fork of a rank, when all is imported: stop polling, and freeze the objects."""
+    """Before the first fork of a rank, when all is imported: poll less often, and freeze the objects."""
     if gc.isenabled():
         return
-    # From now on the server blocks on the end of its starter.
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, _SERVING, _SERVING)
     # Otherwise each rank's first collection would write to all pages shared with the server, and copy them.
     gc.freeze()
     gc.enable()
 
 
-os.register_at_fork(before=_before_a_rank)
+def _in_a_rank(server: int) -> None:
+    """In a forked rank, which has no timer: reset the handler. A rank's own children keep the rank's handlers."""
+    if os.getppid() == server:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+os.register_at_fork(before=_before_a_rank, after_in_child=partial(_in_a_rank, os.getpid()))

@@ -21,7 +21,7 @@ from samestep import environment
 from samestep.errors import USERS_MISTAKE, UserError
 from samestep.launch import failure, fork_server, rank_entry
 from samestep.launch.affinity import BindChoice, check_choice, chosen, this_machine
-from samestep.launch.fork_server import end_with_starter
+from samestep.launch.fork_server import end_with_parent, end_with_starter
 from samestep.launch.script_env import registry
 
 # A rank's death breaks its peers' connections within milliseconds. A rank that runs a function waits this long
@@ -108,6 +108,8 @@ def _begin(environ: Mapping[str, str]) -> None:
         signal.signal(number, signal.SIG_DFL)
     environment.adopt(environ)
     end_with_starter()
+    if fork_server.METHOD == "forkserver":
+        end_with_parent()  # with the server, which ends within a second of its starter: also a rank that can't act
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, TextIOWrapper)
         stream.reconfigure(line_buffering=True)  # so that output interleaves with other ranks'

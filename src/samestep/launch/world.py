@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from samestep import environment
+from samestep.comm.mesh import all_groups
 from samestep.comm.shared_memory import backend as shared_memory
 from samestep.comm.shared_memory.process_group import KernelGroup
 from samestep.errors import UserError
@@ -209,7 +210,7 @@ def leave_process_group() -> None:
     reference to that message to the end of its process, and with it to the group's connections: so no thread of gloo
     is the last to let go of one, whenever the group ends.
     """
-    every = tuple(dist.distributed_c10d._world.pg_map)
+    every = all_groups()
     # A barrier in every group: all are started in the same order on all ranks before any is waited for.
     last = [backend.barrier(dist.BarrierOptions()) for group in every if (backend := _gloo_of(group)) is not None]
     for work in last:
