@@ -19,6 +19,7 @@ from samestep.plausibility import implausible
 from samestep.recipe import NamedOptimizer
 from samestep.synonyms import meaning_of
 from samestep.validation import explain, shown
+from samestep.variables import NAMED, Expanded, held, hide_from_messages, without_values
 from samestep.yaml_loader import MERGE, DuplicateKeyError, RefusedError, YamlLoader, parse_yaml, yaml_mistake
 
 Keys = tuple[str, ...]
@@ -48,7 +49,9 @@ def load(file: Path, overrides: Sequence[tuple[str, str, str]] = ()) -> LoadedJo
             path = path[:-1]
         return f"{sources.get(path, str(file))}: "
 
-    values = _with_variables(values, (), environment.snapshot(), place)
+    environ = environment.snapshot()
+    values = _with_variables(values, (), environ, place)
+    hide_from_messages(held(values, environ))
     try:
         job = TypeAdapter(Job).validate_python(values)
     except ValidationError as error:
@@ -58,24 +61,7 @@ def load(file: Path, overrides: Sequence[tuple[str, str, str]] = ()) -> LoadedJo
     if job.name is None:
         job = replace(job, name=file.stem)
         sources[("name",)] = "the file's name"
-    return LoadedJob(_resolve_paths(job, file), file, sources)
-
-
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][\w-]*)\}", re.ASCII)
-
-
-class Expanded(str):
-    """A text in which environment variables were expanded, with its original form.
-
-    A run's records contain the original: a variable may hold a secret, or a path of this machine.
-    """
-
-    written: str
-
-    def __new__(cls, text: str, written: str = "") -> "Expanded":
-        made = super().__new__(cls, text)
-        made.written = written
-        return made
+    return LoadedJob(_as_written(_resolve_paths(job, file), values), file, sources)
 
 
 def _with_variables(value: Any, path: Keys, environ: Mapping[str, str], place: Callable[[Keys], str]) -> Any:
@@ -86,20 +72,44 @@ def _with_variables(value: Any, path: Keys, environ: Mapping[str, str], place: C
         return [_with_variables(inner, (*path, str(index)), environ, place) for index, inner in enumerate(value)]
     if not isinstance(value, str):
         return value
-    for name in _VARIABLE.findall(value):
+    for name in NAMED.findall(value):
         if name not in environ:
             raise UserError(
                 f"{place(path)}{'.'.join(path)} is {shown(value)}, and the environment variable {name} is not set; "
                 "set it, or write the value itself"
             )
-    expanded = _VARIABLE.sub(lambda match: environ[match[1]], value)
+    expanded = NAMED.sub(lambda match: environ[match[1]], value)
     return value if expanded == value else Expanded(expanded, value)
 
 
-def dump(loaded: LoadedJob) -> str:
-    """Format the whole job as YAML, with each value's source as a comment."""
+def _as_written(checked: Any, given: Any) -> Any:
+    """What the checks made of a job's values, with texts again as `Expanded`, which they make plain.
+
+    Dataclasses are changed in place: another one would be checked again.
+    """
+    if isinstance(given, Expanded):
+        return Expanded(checked, given.written) if type(checked) is str else checked
+    if isinstance(given, list) and isinstance(checked, tuple) and len(given) == len(checked):
+        return type(checked)(map(_as_written, checked, given))
+    if isinstance(given, list) and isinstance(checked, list) and len(given) == len(checked):
+        return [*map(_as_written, checked, given)]
+    if isinstance(given, dict) and isinstance(checked, dict):
+        return {key: _as_written(value, given.get(key)) for key, value in checked.items()}
+    if isinstance(given, dict) and is_dataclass(checked):
+        for field in fields(checked):
+            value = getattr(checked, field.name)
+            if (written := _as_written(value, given.get(field.name))) is not value:
+                object.__setattr__(checked, field.name, written)
+    return checked
+
+
+def dump(loaded: LoadedJob, *, written: bool = False) -> str:
+    """Format the whole job as YAML, with each value's source as a comment.
+
+    `written`: to be shown; texts keep `${NAME}` as in the job file.
+    """
     lines: list[tuple[str, str]] = []
-    _dump(plain(loaded.job), (), loaded.sources, lines)
+    _dump(plain(loaded.job, written=written), (), loaded.sources, lines)
     width = min(48, max(len(line) for line, _ in lines))
     return "\n".join(f"{line:<{width}}  # {source}" if source else line for line, source in lines)
 
@@ -279,7 +289,7 @@ def _exists(path: Path) -> bool:
 def plain(value: Any, *, written: bool = False) -> Any:
     """Convert a job, or a part of one, to mappings, lists and scalars of YAML and JSON.
 
-    `written`: for published records; texts keep `${NAME}` as in the job file.
+    `written`: for messages and published records; texts keep `${NAME}` as in the job file.
     """
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name), written=written) for field in fields(value)}
@@ -289,6 +299,8 @@ def plain(value: Any, *, written: bool = False) -> Any:
         return [plain(inner, written=written) for inner in value]
     if isinstance(value, Expanded):
         return value.written if written else str(value)
+    if isinstance(value, Path):
+        return without_values(str(value)) if written else str(value)
     return value if value is None or isinstance(value, (str, int, float, date, bytes, set)) else str(value)
 
 

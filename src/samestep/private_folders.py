@@ -219,7 +219,7 @@ def is_kept(folder: Path, instead: str = _OTHER_CACHE) -> bool:
         make(folder)
     except (NotPrivateError, OSError) as error:
         danger = ", into which another user could put files" if isinstance(error, NotPrivateError) else ""
-        _tell(f"nothing is kept in {folder}{danger}: {explained(error, instead)}")
+        tell(f"nothing is kept in {folder}{danger}: {explained(error, instead)}")
         return False
     return True
 
@@ -252,7 +252,7 @@ def temporary_folder() -> Path:
         with suppress(NotPrivateError, OSError):
             check(other, as_parent=True)
             if os.access(other, os.W_OK | os.X_OK):
-                _tell(f"temporary files are in {other}, since other users could exchange those in {usual}: {reason}")
+                tell(f"temporary files are in {other}, since other users could exchange those in {usual}: {reason}")
                 tempfile.tempdir = str(other)
                 environment.use_temporary_folder(other)
                 return other
@@ -277,7 +277,7 @@ def is_safe_parent(folder: Path) -> bool:
 
 
 @cache
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
     """Print a line once in a job: not by the ranks that samestep's agent starts, since the agent tells it."""
     ranks = None
     with suppress(UserError):  # reported where the ranks are looked for

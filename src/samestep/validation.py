@@ -14,6 +14,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from samestep.errors import UserError, closest
 from samestep.input_files import text_of
 from samestep.synonyms import meaning_of
+from samestep.variables import expanded_in, without_values
 from samestep.yaml_loader import parse_yaml, yaml_mistake
 
 Path = tuple[str, ...]
@@ -128,7 +129,7 @@ def _sentence(detail: Any, path: Path, known: Sequence[str]) -> str:
         return f"{name}.{context['discriminator'].strip(chr(39))} is missing"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ").removeprefix("Input ")
     if kind in ("value_error", "assertion_error", "broken_rule"):
-        return f"{name}: {message}"
+        return f"{name}: {_as_written(message, detail['input'])}"
     if kind in ("too_short", "too_long"):
         limit = context.get("min_length", context.get("max_length"))
         message = f"should have {'at least' if kind == 'too_short' else 'at most'} {limit} items"
@@ -143,10 +144,15 @@ def _meant(name: str) -> str | None:
     return meaning.as_key() if meaning is not None and meaning.key != name else None
 
 
+def _as_written(message: str, value: Any) -> str:
+    """A message of a check of our own, which may show what it was given, with ${NAME} in it."""
+    return without_values(without_values(message, {str(text): text.written for text in expanded_in(value)}))
+
+
 def shown(value: Any) -> str:
     """A value as it stands in a message: as YAML writes it, and never long."""
     words = {None: "empty", True: "true", False: "false"}
-    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    text = words[value] if value is None or isinstance(value, bool) else without_values(repr(value))
     return text if len(text) < 80 else text[:77] + "..."
 
 

@@ -1,12 +1,17 @@
 """Environment variables, read one way: `Variables` parses them, refuses what can't be meant, and notes what it read.
 
-Everything that reads a variable is given a mapping of them; the process's own are in `environment`.
+Everything that reads a variable is given a mapping of them; the process's own are in `environment`. A variable that a
+job file names may hold a secret: `Expanded` and `without_values` keep what it holds out of messages and records.
 """
 
+import html
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from samestep.errors import UserError
 from samestep.limits import MOST_ID, in_words, read_whole
@@ -119,3 +124,87 @@ def visible_devices(environ: Mapping[str, str]) -> VisibleDevices | None:
     # Vendors' libraries stop at the first invalid entry.
     end = next((index for index, device in enumerate(devices) if device in _NO_DEVICE), len(devices))
     return VisibleDevices(variable=name, devices=devices[:end])
+
+
+# A variable in a text of a job file.
+NAMED = re.compile(r"\$\{([A-Za-z_][\w-]*)\}", re.ASCII)
+
+
+class Expanded(str):
+    """A text in which environment variables were expanded, with its original form, such as ${PASSWORD}.
+
+    Messages, which show a value by its `repr`, and records of a run contain the original. To take it as a text, as
+    `str` and f-strings do, gives what the variables hold.
+    """
+
+    written: str
+
+    def __new__(cls, text: str, written: str = "") -> "Expanded":
+        made = super().__new__(cls, text)
+        made.written = written
+        return made
+
+    def __repr__(self) -> str:
+        return repr(self.written)
+
+
+def expanded_in(value: Any) -> Iterator[Expanded]:
+    """Each text in a value, or in its sections, lists and dataclasses, in which variables were expanded."""
+    if isinstance(value, Expanded):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from expanded_in(inner)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from expanded_in(getattr(value, field.name, None))
+
+
+def held(values: Any, environ: Environ) -> dict[str, str]:
+    """What each variable holds that stands in `values`, and each text around one, with how that was written."""
+    found: dict[str, str] = {}
+    for text in expanded_in(values):
+        found |= {environ[name]: f"${{{name}}}" for name in NAMED.findall(text.written) if name in environ}
+        found.setdefault(str(text), text.written)
+    return found
+
+
+# Shorter values are not looked for in messages: they are parts of other words, as 4 is of dp4.
+_SHORTEST = 4
+# Longer ones are found inside of words too.
+_LONG = 8
+
+_HELD: dict[
+    str, str
+] = {}  # texts in which variables were expanded, and what the variables hold: as they were written
+
+
+def hide_from_messages(texts: Mapping[str, str]) -> None:
+    """Set the texts that `without_values` replaces, each with what it becomes; those set before are forgotten."""
+    _HELD.clear()
+    _HELD.update({value: written for value, written in texts.items() if len(value) >= _SHORTEST})
+
+
+def without_values(message: str, texts: Mapping[str, str] = _HELD) -> str:
+    """A message with ${NAME} in place of what the variables of the job file hold."""
+    forms = {form: written for value, written in texts.items() for form in _forms(value)}
+    if not forms:
+        return message
+    longest_first = sorted(forms, key=len, reverse=True)
+    return re.sub("|".join(map(_as_pattern, longest_first)), lambda found: forms[found[0]], message)
+
+
+def _forms(value: str) -> set[str]:
+    """How a value may stand in a message: as Python, JSON or HTML write it, in one line, or a part of it alone."""
+    quoted = (repr(value), json.dumps(value), json.dumps(value, ensure_ascii=False))
+    lines = [line for line in value.splitlines() if len(line) >= _LONG]
+    # Not words of a language, which messages have too.
+    words = [word for word in value.split() if len(word) >= _SHORTEST and not word.isalpha()]
+    found = {value, value.strip(), html.escape(value), " ".join(value.split()), *lines, *words}
+    with suppress(ValueError):  # no address
+        found.add(urlsplit(value).password or value)
+    return {form for form in (*found, *(each[1:-1] for each in quoted)) if form}
+
+
+def _as_pattern(form: str) -> str:
+    return re.escape(form) if len(form) >= _LONG else rf"(?<!\w){re.escape(form)}(?!\w)"

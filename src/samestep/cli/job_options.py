@@ -140,7 +140,7 @@ def _uncollected() -> Iterator[None]:
 def print_config(loaded: "LoadedJob") -> int:
     from samestep import jobfile
 
-    sys.stdout.write(jobfile.dump(loaded) + "\n")
+    sys.stdout.write(jobfile.dump(loaded, written=True) + "\n")
     return 0
 
 

@@ -153,7 +153,7 @@ def variables_from(options: argparse.Namespace) -> "ForwardedVariables":
     from samestep.launch.forwarded_env import files_of, gather
 
     environ = environment.snapshot()
-    files = files_of(environment.variables_file(environ), Path.cwd(), Path.home())
+    files = files_of(environment.variables_file(environ), Path.cwd(), environment.home_folder(environ))
     return gather(environ, asked=options.passed, files=files)
 
 
@@ -163,6 +163,8 @@ def print_variables(options: argparse.Namespace) -> int:
         print(f"{name}={value}    ({source})")
     for name in variables.kept_back:
         print(f"{name} stays here: its name is that of a secret; --pass {name} sends it")
+    for name in variables.unknown:
+        print(f"{name} stays here: samestep doesn't know it; --pass {name} sends it")
     return 0
 
 

@@ -32,6 +32,7 @@ from samestep.cli import (
 )
 from samestep.cli.suggestions import subparsers, unknown_command, unknown_option
 from samestep.errors import USERS_MISTAKE, InterruptedJobError, NonFiniteError, RankFailedError, StartError, UserError
+from samestep.variables import without_values
 
 COMMANDS = (
     init,
@@ -71,26 +72,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except UserError as error:
         # All ranks of a launcher raise the same error before they meet; rank 0 prints it.
-        by_launcher = job_options.tell_launcher(f"samestep: {error}")
+        by_launcher = job_options.tell_launcher(_told(error))
         if job_options.is_main():
-            print(f"samestep: {error}", file=sys.stderr)
+            print(_told(error), file=sys.stderr)
         elif not by_launcher:
             with suppress(KeyboardInterrupt):
                 time.sleep(_FIRST_TELLS)  # a launcher ends the others as soon as one rank has ended
         return USERS_MISTAKE
     except (RankFailedError, StartError) as error:
-        print(f"samestep: {error}", file=sys.stderr)
+        print(_told(error), file=sys.stderr)
         return 1
     except NonFiniteError as error:
         if job_options.is_main():
-            print(f"samestep: {error}", file=sys.stderr)
+            print(_told(error), file=sys.stderr)
         return 1
     except InterruptedJobError as error:
-        print(f"samestep: {error}", file=sys.stderr)
+        print(_told(error), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("samestep: interrupted", file=sys.stderr)
         return 130
+
+
+def _told(error: BaseException) -> str:
+    """The message of an error, without what the variables of the job file hold."""
+    return f"samestep: {without_values(str(error))}"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -13,7 +13,8 @@ In the order of reading:
 - `handshake`, `consistency`: what hosts agree on before they begin, in the store of `store_address`.
 - `rendezvous`, `rounds`: each round. `rank_rendezvous`: of ranks that srun or mpirun started.
 - `node_heartbeat`: notices hosts that died. `failure`: which rank failed first, and why.
-- `affinity`, `network`, `forwarded_env`, `logs`, `memory`: cores, addresses, variables, output, memory.
+- `affinity`, `network`, `forwarded_env` and its `forwarded_names`, `logs`, `memory`: cores, addresses, variables,
+  output, memory.
 - `compiler_cache`: the folder from which torch.compile loads.
 - `script_env`: what scripts of other engines expect.
 

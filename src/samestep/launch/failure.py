@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.errors import USERS_MISTAKE, UserError
 from samestep.run_folder import errors_of, output_of
+from samestep.variables import without_values
 
 if TYPE_CHECKING:  # a remote agent imports this module before PyTorch, so that it accepts orders early
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # a remote agent imports this module before PyTorch, so that 
 
 def tell(file: Path, message: str, *, mistake: str | None = None) -> None:
     """Write a failure's message to the elastic agent's error file; `mistake`: the class of a UserError."""
-    now = time.time()
+    message, now = without_values(message), time.time()
     extra = {"py_callstack": message, "timestamp": str(int(now)), "time": now, "mistake": mistake}
     new = file.with_name(f"{file.name}.new")  # atomic: the agent may read it, or kill this rank, at any moment
     with suppress(OSError):  # the message is on standard error as well

@@ -5,20 +5,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from samestep import private_folders
 from samestep.errors import UserError
 from samestep.input_files import text_of
+from samestep.launch.forwarded_names import FAMILIES, NAMES
 
-# Prefixes of variables that training libraries read.
-PREFIXES = ("NCCL_", "PYTHON", "SAMESTEP_", "OMP_", "GLOO_", "TORCH", "CUDA_")
-
-# Variables with these prefixes that belong to one process or one host.
+# Variables that are named as those of libraries and belong to one process, one host, or a container's image.
 _OWN = re.compile(
-    r"TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES|SAMESTEP_(?:ENV_FILE|SHARED_OUT|MEMORY_FOLDER|(?:RUN|ROUND)(?:_FOLDER)?)"
+    r"TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES|CUDA_MPS_.*|\w+_VERSION|PYTHON_(?:SHA256|GET_PIP_\w+)"
+    r"|SAMESTEP_(?:ENV_FILE|SHARED_OUT|MEMORY_FOLDER|ERROR_FILE|BAR_\w+|TEST|(?:RUN|ROUND)(?:_FOLDER)?)"
 )
 
 # Parts of names of secrets, which stay on this host. KEY must be a whole word: NCCL_IB_PKEY is none.
 _SECRET = re.compile(
-    r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|(?:^|_)(?:KEYS?|AUTH|COOKIES?|PRIVATE|PASS)(?:_|$)|^AWS_",
+    r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|WEBHOOK|_PWD(?:_|$)|^AWS_"
+    r"|(?:^|_)(?:KEYS?|AUTH|COOKIES?|PRIVATE|PASS|DSN|JWT|BEARER)(?:_|$)",
     re.IGNORECASE,
 )
 
@@ -33,6 +34,7 @@ class ForwardedVariables:
     values: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     kept_back: tuple[str, ...] = ()  # names of secrets that are not forwarded
+    unknown: tuple[str, ...] = ()  # others that are named as those of libraries, and not forwarded
 
     def shown(self) -> list[tuple[str, str, str]]:
         """Return name, value and source of each variable; values of secrets are masked."""
@@ -50,16 +52,16 @@ def is_secret(name: str) -> bool:
 def gather(
     environ: Mapping[str, str], *, asked: Sequence[str] = (), files: Sequence[Path] = ()
 ) -> ForwardedVariables:
-    """Gather the variables for every host: by prefix, from files (the first one wins), and those requested.
+    """Gather the variables for every host: known ones, from files (the first one wins), and those requested.
 
     Raises UserError for a file that can't be read, and for a requested variable that isn't set.
     """
     values: dict[str, str] = {}
     sources: dict[str, str] = {}
-    for name, value in environ.items():
-        prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
-        if prefix is not None and not _OWN.fullmatch(name) and not is_secret(name):
-            values[name], sources[name] = value, f"here, by {prefix}*"
+    for library, names in NAMES.items():
+        for name in names:
+            if name in environ:
+                values[name], sources[name] = environ[name], f"here, known of {library}"
     for file in reversed(files):
         for name, value in read_file(file):
             values[name], sources[name] = value, str(file)
@@ -70,18 +72,37 @@ def gather(
             raise UserError(f"--pass {name}: it is not set here; export it, or leave --pass {name} out")
         values[name], sources[name] = environ[name], "here, by --pass"
     kept_back = tuple(sorted(name for name in environ if is_secret(name) and name not in values))
-    return ForwardedVariables(values=values, sources=sources, kept_back=kept_back)
+    unknown = tuple(
+        sorted(
+            name
+            for name in environ
+            if name.startswith(FAMILIES) and not (name in values or is_secret(name) or _OWN.fullmatch(name))
+        )
+    )
+    return ForwardedVariables(values=values, sources=sources, kept_back=kept_back, unknown=unknown)
 
 
 def files_of(named: str | None, folder: Path, home: Path) -> list[Path]:
     """List the existing variable files, nearest first: the `named` one, the folder's, the home's.
 
-    Raises UserError if the named one doesn't exist.
+    One that is not named, and that another user could have written, is left out, which is told. Raises UserError if
+    the named one doesn't exist.
     """
     if named is not None and not Path(named).is_file():
         raise UserError(f"SAMESTEP_ENV_FILE={named}: there is no such file")
-    candidates = [*([Path(named)] if named is not None else []), folder / _FILE, home / _FILE]
-    return list(dict.fromkeys(file for file in candidates if file.is_file()))
+    usual = [file for file in (folder / _FILE, home / _FILE) if file.is_file() and _is_trusted(file)]
+    return list(dict.fromkeys([*([Path(named)] if named is not None else []), *usual]))
+
+
+def _is_trusted(file: Path) -> bool:
+    """Whether no other user could have written a file of variables, by which a program is told what to load."""
+    try:
+        private_folders.check(file)
+    except (private_folders.NotPrivateError, OSError) as error:
+        why = private_folders.explained(error, f"SAMESTEP_ENV_FILE={file} has it read")
+        private_folders.tell(f"{file} is not read, since it decides what the hosts run: {why}")
+        return False
+    return True
 
 
 def read_file(file: Path) -> Iterator[tuple[str, str]]:

@@ -185,7 +185,8 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: ForwardedV
     cluster = found.cluster
     fewest, most = _nodes(wanted, len(cluster.hosts))
     job = _job_of(found, wanted)
-    options = replace(wanted.reach, ray=wanted.hosts.ray, this=cluster.this, kept_back=variables.kept_back)
+    kept_back = (*variables.kept_back, *variables.unknown)
+    options = replace(wanted.reach, ray=wanted.hosts.ray, this=cluster.this, kept_back=kept_back)
     starter = starter_of(cluster.place)
     others = [host.name for number, host in enumerate(cluster.hosts) if number != cluster.this]
     try:
@@ -210,14 +211,20 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: ForwardedV
         )
         for number in range(len(cluster.hosts))
     ]
-    if variables.kept_back:
-        names = ", ".join(variables.kept_back)
-        print(f"samestep: {starter.kept_back}, since it may be secret: {names}; --pass NAME does", file=sys.stderr)
+    _tell_what_stays(variables, starter.kept_back)
     commands = starter.agent_commands(specs, options)
     controller = Controller(
         commands, wanted.chdir, variables.values, grace_period=wanted.ranks.grace_period, elastic=fewest != most
     )
     return controller.run()
+
+
+def _tell_what_stays(variables: ForwardedVariables, what: str) -> None:
+    """Name the variables that no host of the job gets; `what`: what happens to them."""
+    reasons = {"since it may be secret": variables.kept_back, "since samestep doesn't know it": variables.unknown}
+    for reason, names in reasons.items():
+        if names:
+            print(f"samestep: {what}, {reason}: {', '.join(names)}; --pass NAME does", file=sys.stderr)
 
 
 def _no_store(wanted: LaunchRequest, other: str, error: OSError) -> str:

@@ -23,6 +23,7 @@ from samestep.launch import failure, fork_server, rank_entry
 from samestep.launch.affinity import BindChoice, check_choice, chosen, this_machine
 from samestep.launch.fork_server import end_with_parent, end_with_starter
 from samestep.launch.script_env import registry
+from samestep.variables import held, hide_from_messages
 
 # A rank's death breaks its peers' connections within milliseconds. A rank that runs a function waits this long
 # (seconds) after its failure, so that the agent sees the first death first.
@@ -142,6 +143,7 @@ def run_call(file: str, environ: Mapping[str, str]) -> Any:
     _begin(environ)
     try:
         function, arguments = pickle.loads(Path(file).read_bytes())
+        hide_from_messages(held(arguments, environ))
         return function(*arguments)
     except UserError as error:
         _tell(str(error), mistake=type(error).__name__)
