@@ -183,7 +183,7 @@ def handwritten(loop: Any, folder: Path | None) -> Iterator[None]:
 def samestep(training: Any, folder: Path | None, supervision: Any = None) -> Iterator[None]:
     """The steps of `samestep train`, with its records, and with the rank's supervision if it is given."""
     from samestep.fault_tolerance.nonfinite import NonFinite
-    from samestep.progress import Bar
+    from samestep.progress.bars import Bar
     from samestep.training.loop import Readout, StepLog
     from samestep.training.metrics_log import Records, Tally
 

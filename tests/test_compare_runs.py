@@ -14,7 +14,7 @@ import samestep
 from samestep.comparison.methods import chosen
 from samestep.comparison.runs import is_forked, run_forked
 from samestep.job import Inject, Job, Run
-from samestep.progress import Bar
+from samestep.progress.bars import Bar
 from samestep.recipe import Evaluation
 
 pytestmark = pytest.mark.timeout(120)

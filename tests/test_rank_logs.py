@@ -10,7 +10,7 @@ import pytest
 from samestep import environment
 from samestep.launch import logs
 from samestep.launch.logs import Follower
-from samestep.progress import Bar
+from samestep.progress.bars import Bar
 from samestep.run_folder import errors_of, output_of
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]

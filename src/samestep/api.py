@@ -24,6 +24,7 @@ from samestep.layout import Layout, unsized
 from samestep.limits import MOST_RANKS, check_whole
 from samestep.plausibility import check_plausible
 from samestep.preflight import preflight
+from samestep.progress import phases
 from samestep.rank_tasks import StepTiming
 from samestep.ranks import DeviceChoice
 from samestep.recipe import Recipe
@@ -86,6 +87,7 @@ def dry_run(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> Sequ
     return dry_run_job(Job(recipe=recipe, run=_run(layout, run)))
 
 
+@phases.command("train")
 def train_job(job: Job) -> TrainResult:
     """Train a job: as one rank where a launcher has started this process, else on ranks that are started here."""
     round_ = Round.from_agent()
@@ -139,7 +141,9 @@ def _train_rank(
     round_ = round_ or Round.from_agent() or Round()
     if round_.number > 0:
         job = again(job)
+    again_in = f", round {round_.number}" if round_.number else ""
     with (
+        phases.running(f"train {layout}{again_in}"),
         RankSupervision(job.run, round_) as supervision,
         rank_tasks.joined(job) as world,
     ):
@@ -166,6 +170,7 @@ def _shrunk(job: Job, layout: Layout) -> tuple[Job, Layout] | None:
     return None
 
 
+@phases.command("dry run")
 def dry_run_job(job: Job) -> Sequence[Usage]:
     """Measure what each rank of a job holds and sends. In a process that is already a rank, run that rank's part."""
     job, layout = _settled(job)
@@ -173,6 +178,7 @@ def dry_run_job(job: Job) -> Sequence[Usage]:
     return _on_ranks(rank_tasks.dry_run_rank, job, layout)
 
 
+@phases.command("dry run")
 def dry_run_layouts(job: Job, layouts: Sequence[str]) -> dict[str, Sequence[Usage] | str]:
     """Run `dry_run_job` under each layout; refused layouts map to the reason. Ranks start once for each size."""
     found: dict[str, Sequence[Usage] | str] = {}
@@ -190,6 +196,7 @@ def dry_run_layouts(job: Job, layouts: Sequence[str]) -> dict[str, Sequence[Usag
     return found
 
 
+@phases.command("time steps")
 def time_steps_job(job: Job, *, steps: int = 6) -> Sequence[StepTiming]:
     """Time steps on each rank (seconds), and report what each held: ranks start, and write nothing."""
     job, layout = _settled(job)
@@ -197,6 +204,7 @@ def time_steps_job(job: Job, *, steps: int = 6) -> Sequence[StepTiming]:
     return _on_ranks(rank_tasks.time_steps_rank, job, layout, steps)
 
 
+@phases.command("dry run")
 def rehearse_job(job: Job, world_size: int) -> Sequence[Rehearsal]:
     """Rehearse ranks of a job with `world_size` processes in this process: what each would hold and send.
 
@@ -215,6 +223,7 @@ def rehearse_job(job: Job, world_size: int) -> Sequence[Rehearsal]:
     return rehearse(job, task, layout)
 
 
+@phases.command("verify")
 def verify_job(
     job: Job,
     *,
@@ -242,10 +251,12 @@ def verify_job(
         proof: Proof = _on_ranks(rank_tasks.verify_rank, job, layout, steps, known)
         if ranks is not None or proof.same_step or proof.communication is not None or proof.nonfinite:
             return proof
-        looked = look(job, task, steps, Path(folder))
+        with phases.phase("looking for the step and the module that depart"):
+            looked = look(job, task, steps, Path(folder))
         return replace(proof, departure=_on_ranks(rank_tasks.find_rank, job, layout, steps, looked))
 
 
+@phases.command("verify")
 def verify_layouts(
     job: Job,
     layouts: Sequence[str],
@@ -290,6 +301,7 @@ def verify_layouts(
     return [rows[text] for text in layouts]
 
 
+@phases.command("verify")
 def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[BitsRow]:
     """Compare the bits of a job's ordered steps under each layout with those of one process, and time both kinds.
 
@@ -418,7 +430,8 @@ def _check_contract(job: Job, layout: Layout, task: Task, *, dropout: bool = Tru
     if job.run.check and (ranks is None or ranks.rank == 0):
         recipe = replace(job.recipe, dropout=job.recipe.dropout and dropout)
         # The layout's text may leave a size to the number of ranks, which the contract does not know.
-        check_contract(replace(job, recipe=recipe, run=replace(job.run, layout=str(layout))), task)
+        with phases.phase("checking the task's contract"):
+            check_contract(replace(job, recipe=recipe, run=replace(job.run, layout=str(layout))), task)
 
 
 def _on_ranks(function: Callable[..., Any], job: Job, layout: Layout, *arguments: Any) -> Any:

@@ -29,6 +29,15 @@ def ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
     return read_ranks(environ)
 
 
+def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is rank 0, or no rank."""
+    try:
+        found = ranks(environ)
+    except UserError:  # a variable that can't be read, which is reported where the rank is needed
+        return True
+    return found is None or found.rank == 0
+
+
 def as_first_of(world_size: int, local_world_size: int) -> AbstractContextManager[None]:
     """Pretend to be the first of so many ranks of samestep's agents, for rehearsals."""
     wanted = {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_world_size}
@@ -177,12 +186,42 @@ def own_bootstrap() -> AbstractContextManager[None]:
     return given({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
+PROGRESS = "SAMESTEP_PROGRESS"
+
+
+def progress_interval(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the time between lines of progress that the user chose, or "none"; None if not set."""
+    return Variables(environ).text(PROGRESS)
+
+
+@contextmanager
+def progress_every(text: str | None) -> Iterator[None]:
+    """Choose the time between lines of progress, here and in processes that are started; None: as it is."""
+    if text is None:
+        yield
+        return
+    before = os.environ.get(PROGRESS)
+    os.environ[PROGRESS] = text
+    try:
+        yield
+    finally:
+        _restore({PROGRESS: before})
+
+
+def terminal_draws(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a terminal can move its cursor, for lines that are drawn again."""
+    return environ.get("TERM") != "dumb"
+
+
 _MARK = "SAMESTEP_RUN"
 
 
 def marked(mark: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for a run whose processes can be found again by its mark."""
-    return {**environ, _MARK: mark}
+    """Return the environment for a run whose processes can be found again by its mark.
+
+    Its output is kept, not shown, so that it writes no lines of progress.
+    """
+    return {**environ, _MARK: mark, PROGRESS: "none"}
 
 
 def mark_of(environ: Mapping[str, str]) -> str | None:

@@ -22,7 +22,8 @@ from samestep.jobfile import plain
 from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.parallel.state_shards import MODEL, Piece, whole_piece
-from samestep.progress import Bar
+from samestep.progress import phases
+from samestep.progress.bars import Bar
 from samestep.recipe import AdamW, Recipe
 from samestep.tasks.base import Task
 from samestep.tasks.prediction import Prediction, ToPredict
@@ -60,12 +61,17 @@ def load_model(recipe: Recipe, checkpoint: str | Path) -> nn.Module:
     return model.eval()
 
 
+@phases.command("evaluate")
 def evaluate_job(job: Job, checkpoint: Path) -> dict[str, Any]:
     """Compute the metrics of a job's held-out samples with a checkpoint's model. Raises UserError."""
     job = _alone(job)
     task = check_job(job)
     _check_held_out(task, "")
-    with _model(job, task, checkpoint) as training, Bar("evaluate", 1) as bar:
+    with (
+        _model(job, task, checkpoint) as training,
+        Bar("evaluate", 1) as bar,
+        phases.phase("scoring the held-out samples"),
+    ):
         return training.evaluate(bar)
 
 
@@ -128,7 +134,8 @@ def _model(job: Job, task: Task, checkpoint: Path) -> Iterator[Training]:
             memory = {name.removeprefix(MODEL): box.values for name, piece in pieces.items() for box in piece.boxes}
             _fill(memory, trainer.tied(), weights, checkpoint)
 
-        trainer.restore(0, {}, read, {})
+        with phases.phase(f"reading {checkpoint}"):
+            trainer.restore(0, {}, read, {})
         yield training
 
 

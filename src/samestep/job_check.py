@@ -9,6 +9,7 @@ from samestep.contract.check import ContractFinding, examine
 from samestep.display.tables import formatted, numbers, plain_console, table, texts
 from samestep.job import Job, Run
 from samestep.parallel.experts.find import has_experts
+from samestep.progress import phases
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
 from samestep.tasks.turns import turns_of
@@ -73,6 +74,7 @@ def check(recipe: Recipe, *, layouts: Sequence[str] | None = None, **run: Any) -
     return check_layouts(Job(recipe=recipe, run=checked(Run, run, prefix=("run",))), layouts)
 
 
+@phases.command("check")
 def check_layouts(job: Job, layouts: Sequence[str] | None = None) -> CheckResult:
     """Check a job in the same way; its own layout is ignored."""
     # Compressed communication is left out: it takes another step by design.
@@ -81,7 +83,8 @@ def check_layouts(job: Job, layouts: Sequence[str] | None = None) -> CheckResult
     task = check_job(alone)
     given = job.recipe.task
     name = job.name or (given if isinstance(given, str) else type(given).__name__)
-    contract = examine(alone, task)
+    with phases.phase("checking the task's contract"):
+        contract = examine(alone, task)
     if not all(finding.kept for finding in contract):
         return CheckResult(job=name, contract=contract, layouts=())
     if layouts is None:

@@ -13,6 +13,7 @@ from samestep.launch.device import check_devices, device_of
 from samestep.launch.environments.registry import check_not_alone
 from samestep.layout import Layout
 from samestep.parallel.offload.memory import check_offload_folder
+from samestep.progress import phases
 from samestep.tasks import TASKS
 from samestep.tasks.base import Task, check_data
 from samestep.tasks.registry import resolve as resolve_task
@@ -21,6 +22,7 @@ from samestep.training.early_stop import EarlyStopper
 from samestep.training.optimizer import check_average_start, check_recipe_optimizers, check_turns_optimizers
 
 
+@phases.status(lambda: "checking the job")
 def preflight(job: Job, layout: Layout, task: Task | None = None, *, here: bool = True) -> Task:
     """Check a job, and return its task, which is built unless given. Raises UserError for the first mistake.
 
@@ -48,6 +50,7 @@ def preflight(job: Job, layout: Layout, task: Task | None = None, *, here: bool 
     return task
 
 
+@phases.status(lambda: "reading the data")
 def _check_task(job: Job, engine: Engine, layout: Layout, task: Task) -> None:
     """Check the task against layout and engine: its model's shape, data, losses, turns and buffers."""
     recipe, run = job.recipe, job.run

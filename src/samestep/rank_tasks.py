@@ -24,6 +24,7 @@ from samestep.launch.affinity import Binding, bind, threads_of
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.parallel_model import Findings
+from samestep.progress import phases
 from samestep.tasks.base import Task
 from samestep.tasks.registry import resolve as resolve_task
 from samestep.training.fit import Training, try_out
@@ -55,16 +56,17 @@ def joined(job: Job) -> Iterator[World]:
 
 def dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
     """On a rank: build, take one step, and report what it held."""
-    with joined(job) as world:
+    with phases.running(f"dry run: {layout}"), joined(job) as world:
         return try_out(job, resolve_task(job.recipe), world, layout)
 
 
 def dry_run_rank_many(job: Job, _: Layout, layouts: Sequence[Layout]) -> list[Sequence[Usage] | str]:
     """Dry-run several layouts of one world size in turn; a refusal is returned as text."""
     found: list[Sequence[Usage] | str] = []
-    with joined(job) as world:
+    with phases.running("dry run: ranks"), joined(job) as world:
         task, findings = resolve_task(job.recipe), Findings()
-        for layout in layouts:
+        for number, layout in enumerate(layouts, 1):
+            phases.say(f"layout {number} of {len(layouts)}, {layout}")
             found.append(_or_refusal(partial(try_out, job, task, world, layout, findings.of_model())))
     return found
 
@@ -115,25 +117,25 @@ def time_steps(job: Job, task: Task, world: World, layout: Layout, steps: int) -
 
 def time_steps_rank(job: Job, layout: Layout, steps: int) -> Sequence[StepTiming]:
     """On a rank: how long steps take, of all ranks (seconds)."""
-    with joined(job) as world:
+    with phases.running(f"time steps: {layout}"), joined(job) as world:
         return time_steps(job, resolve_task(job.recipe), world, layout, steps)
 
 
 def verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:
     """On a rank: hold the layout's steps against the reference, which rank 0 has."""
-    with joined(job) as world:
+    with phases.running(f"verify: {layout}"), joined(job) as world:
         return hold_against(job, resolve_task(job.recipe), world, layout, steps, known if world.rank == 0 else None)
 
 
 def find_rank(job: Job, layout: Layout, steps: int, looked: Looked) -> Departure | None:
     """On a rank: look for the first module whose steps depart."""
-    with joined(job) as world:
+    with phases.running(f"verify: {layout}, again"), joined(job) as world:
         return find(job, resolve_task(job.recipe), world, layout, steps, looked if world.rank == 0 else None)
 
 
 def bits_rank(job: Job, layout: Layout, steps: int, folder: Path, threads: int | None) -> BitsTaken:
     """On a rank: take ordered steps, and leave their bits in a folder."""
-    with joined(job) as world:
+    with phases.running(f"verify --bits: {layout}"), joined(job) as world:
         fast = threads_of(layout.size, threads)
         return take_bits(job, resolve_task(job.recipe), world, layout, steps, folder, fast)
 
@@ -143,13 +145,14 @@ def verify_rank_many(
 ) -> list[tuple[Proof | str, float]]:
     """Verify several layouts in turn; return each proof, or why it was refused, with its seconds."""
     found: list[tuple[Proof | str, float]] = []
-    with joined(job) as world:
+    with phases.running("verify: ranks"), joined(job) as world:
         task, findings = resolve_task(job.recipe), Findings()  # reading the data may take longer than a proof
-        for layout in layouts:
+        for number, layout in enumerate(layouts, 1):
             began = time.perf_counter()
             mine = known if world.rank == 0 else None
             proof = partial(hold_against, job, task, world, layout, steps, mine, findings.of_model())
-            result = _or_refusal(proof)
+            with phases.phase(f"layout {number} of {len(layouts)}, {layout}"):
+                result = _or_refusal(proof)
             found.append((result, time.perf_counter() - began))
     return found
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.errors import UserError
 from samestep.input_files import path_option
+from samestep.progress import phases
 
 if TYPE_CHECKING:
     from samestep.job import Job
@@ -108,7 +109,7 @@ def prepare(job: "Job", options: argparse.Namespace) -> None:
     The server is a fork of this process. Where a user's program called `main`, it is a new process, which imports
     meanwhile.
     """
-    with _uncollected():
+    with phases.status(lambda: "importing PyTorch"), _uncollected():
         from samestep.launch import fork_server
 
         if not options.own_process:
@@ -148,11 +149,7 @@ def is_main() -> bool:
     """Whether this process prints messages: rank 0, or one that no launcher started."""
     from samestep import environment
 
-    try:
-        ranks = environment.ranks()
-    except UserError:  # a variable that can't be read, which is reported as every other mistake
-        return True
-    return ranks is None or ranks.rank == 0
+    return environment.is_first_rank()
 
 
 def tell_launcher(message: str) -> bool:

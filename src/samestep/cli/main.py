@@ -31,7 +31,9 @@ from samestep.cli import (
     verify,
 )
 from samestep.cli.suggestions import subparsers, unknown_command, unknown_option
+from samestep.durations import duration_text
 from samestep.errors import USERS_MISTAKE, InterruptedJobError, NonFiniteError, RankFailedError, StartError, UserError
+from samestep.progress import phases
 from samestep.variables import without_values
 
 COMMANDS = (
@@ -69,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.command_line = words
         options.own_process = arguments is None  # else a program of a user's has called
         private_folders.temporary_folder()  # also that of libraries
-        return options.run(options)
+        with environment.progress_every(options.progress), phases.running(options.title):
+            return options.run(options)
     except UserError as error:
         # All ranks of a launcher raise the same error before they meet; rank 0 prints it.
         by_launcher = job_options.tell_launcher(_told(error))
@@ -159,5 +162,29 @@ def _parser() -> argparse.ArgumentParser:
         summary = (command.__doc__ or "").strip().partition("\n")[0]
         subparser = commands.add_parser(name, allow_abbrev=False, help=summary, description=command.__doc__)
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+        subparser.set_defaults(run=command.run, title=name, progress=None)
+        _add_progress(subparser)
     return parser
+
+
+def _add_progress(parser: argparse.ArgumentParser) -> None:
+    """Add `--progress` to a command, and to those inside it."""
+    parser.add_argument(
+        "--progress",
+        type=_progress_interval,
+        default=argparse.SUPPRESS,  # what stands before the name of a command inside counts, too
+        metavar="TIME",
+        help=f"off a terminal, a line every so often (default: {duration_text(phases.EVERY)}), or {phases.NONE}",
+    )
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                _add_progress(inner)
+
+
+def _progress_interval(text: str) -> str:
+    try:
+        phases.interval(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'"{text}": {error}') from None
+    return text

@@ -146,8 +146,10 @@ def _plan(options: argparse.Namespace, job: "PlannedJob", cluster: "ClusterSpec"
     from samestep.display.plan import print_plan
     from samestep.planning.price import cost_of
     from samestep.planning.search import plan
+    from samestep.progress import phases
 
-    found = plan(job, cluster, most=options.top)
+    with phases.status(lambda: f"searching layouts of {cluster.devices} devices"):
+        found = plan(job, cluster, most=options.top)
     costs = [cost_of(job, cluster, each.time.seconds, price) for each in found.candidates]
     output_files.write_json(
         options.json,

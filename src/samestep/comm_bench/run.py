@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from samestep.launch import local
 from samestep.launch.device import backend_of
 from samestep.launch.network import agreed_in_group, interface_of
 from samestep.launch.world import World, join
+from samestep.progress import phases
 from samestep.ranks import DeviceChoice
 
 _STREAM_SECONDS = 1.0  # that the link between hosts is filled
@@ -68,7 +70,7 @@ class JoinedRanks:
 @contextmanager
 def meet(device: DeviceChoice) -> Iterator[JoinedRanks]:
     """Join the process group, and gather the ranks' host names."""
-    with join(device=device) as world:
+    with phases.running("comm: ranks"), join(device=device) as world:
         control = new_group(range(world.world_size), backend="gloo")
         hosts = [""] * world.world_size
         dist.all_gather_object(hosts, socket.gethostname(), group=control)
@@ -148,7 +150,8 @@ def _checks(
     for channel in channels:
         for name in asked.collectives:
             for dtype in DTYPES if COLLECTIVES[name].gives != "none" else [DTYPE]:
-                reason = agreed(attempt(COLLECTIVES[name], channel.group, dtype, channel.device), control)
+                with phases.status(partial("checking {} over {}".format, name, channel.transport)):
+                    reason = agreed(attempt(COLLECTIVES[name], channel.group, dtype, channel.device), control)
                 named = {"transport": channel.transport, "collective": name, "dtype": short(dtype)}
                 checks.append(Check(**named, reason=reason, wrong=reason is not None and WRONG in reason))
         mine = [check for check in checks if check.transport == channel.transport]
@@ -169,7 +172,8 @@ def _timed(
         return []
     began = time.perf_counter()
     sizes = asked.sizes if COLLECTIVES[name].gives != "none" else asked.sizes[:1]
-    rows = [row for size in sizes for row in measure(name, size, channels, control, asked.seconds)]
+    with phases.status(lambda: f"timing {name}"):
+        rows = [row for size in sizes for row in measure(name, size, channels, control, asked.seconds)]
     of_sizes = f" of {in_words(sizes)}" if COLLECTIVES[name].gives != "none" else ""
     say(f"{name}{of_sizes}: {time.perf_counter() - began:.1f} s")
     return rows
@@ -188,5 +192,6 @@ def _limits(asked: CommRequest, met: JoinedRanks, say: Callable[[str], None]) ->
 
 
 def _say(text: str) -> None:
-    """A line of progress."""
+    """A line of progress, also on a terminal."""
+    phases.heard()
     print(f"samestep: {text}", file=sys.stderr, flush=True)

@@ -28,7 +28,8 @@ from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators, check_devices
 from samestep.layout import Layout
 from samestep.limits import MOST_RANKS_A_HOST, MOST_REPEATS, check_whole
-from samestep.progress import Bar
+from samestep.progress import phases
+from samestep.progress.bars import Bar
 from samestep.recipe import Recipe
 from samestep.run_folder import MODEL_FILE
 from samestep.tasks.base import Task
@@ -144,6 +145,7 @@ def compare(
     )
 
 
+@phases.command("compare")
 def compare_job(
     job: Job,
     *,
@@ -196,7 +198,8 @@ def _check(job: Job) -> Task:
     alone = replace(job, run=Run(device=job.run.device))
     task = check_job(alone)
     if job.run.check:  # once for all methods
-        check_contract(alone, task)
+        with phases.phase("checking the task's contract"):
+            check_contract(alone, task)
     return task
 
 
@@ -230,7 +233,7 @@ class _Runner:
         """Run the first steps of every method, which also warms up the machine; then the repeats, interleaved."""
         rows = {entry.row.method: entry.row for entry in planned}
         runnable = [entry for entry in planned if entry.row.status == "measured"]
-        with Bar("compare", 1 + len(runnable) * (1 + repeats), lines=True) as bar:
+        with Bar("compare", 1 + len(runnable) * (1 + repeats)) as bar:
             bar.say("the reference: one process in float64")
             known = self._reference(reference)
             bar.advance()

@@ -18,13 +18,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from samestep import subprocess_group
+from samestep import environment, subprocess_group
 from samestep.api import train_job
 from samestep.comparison.methods import SAMESTEP, ComparedMethod
 from samestep.errors import NonFiniteError, RankFailedError, UserError
 from samestep.job import Job
 from samestep.jobfile import LoadedJob, dump
 from samestep.layout import Layout
+from samestep.progress import phases
 from samestep.subprocess_group import CommandOutcome
 
 
@@ -83,7 +84,9 @@ def _output_into(file: IO[bytes]) -> Iterator[None]:
     try:
         for number in kept:
             os.dup2(file.fileno(), number)
-        yield
+        # Progress stays where it is shown: that the run is still under way, and nothing else of it.
+        with environment.progress_every(phases.NONE), phases.muted(kept[2]):
+            yield
     finally:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

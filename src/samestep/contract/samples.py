@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from samestep.contract.errors import ContractError, line_of, said
 from samestep.data.types import Batch, as_batch
+from samestep.progress import phases
 from samestep.tasks.base import Task, check_samples
 
 DATA, COLLATE = "data", "collate"
@@ -86,7 +87,7 @@ def _sizes(parts: Iterable[Any]) -> list[int]:
 
 def take_samples(task: Task) -> Sampled:
     """Take the first samples. Raises ContractError for a sample that can't be read, or differs the second time."""
-    with said(DATA, "train_set()", of=task.train_set):
+    with phases.phase("reading the data", once="data"), said(DATA, "train_set()", of=task.train_set):
         train_set = task.train_set()
         check_samples(train_set, "train_set()")
     indices = range(min(MOST, len(train_set)))

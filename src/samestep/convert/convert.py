@@ -17,7 +17,8 @@ from samestep.convert.formats import FORMATS, format_of
 from samestep.errors import CheckpointError, UserError, closest
 from samestep.job import Job
 from samestep.parallel.state_shards import MODEL, whole_piece
-from samestep.progress import Bar
+from samestep.progress import phases
+from samestep.progress.bars import Bar
 from samestep.recipe import Recipe
 from samestep.sizes import parse_size
 from samestep.tasks import TASKS
@@ -85,7 +86,8 @@ def convert(
             raise CheckpointError(f"{source} holds no tensors")
         recipe = job.recipe if job is not None else _recipe_of(weights)
         if merge:
-            weights = _merged(weights, recipe)
+            with phases.phase("building the model into which adapters are merged"):
+                weights = _merged(weights, recipe)
         elif weights.base is not None and wanted.holds == "whole":
             others = [name for name, each in FORMATS.items() if each.holds != "whole"]
             raise CheckpointError(

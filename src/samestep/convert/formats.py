@@ -17,7 +17,7 @@ from samestep.checkpoint.inspect import UNFINISHED, CheckpointTensor, Verified, 
 from samestep.convert import adapters, dcp, deepspeed, hugging_face, safetensors, torch_files
 from samestep.convert.base import Format, never
 from samestep.errors import UserError
-from samestep.progress import Bar
+from samestep.progress.bars import Bar
 from samestep.run_folder import candidates
 
 FORMATS: Mapping[str, Format] = {

@@ -21,6 +21,7 @@ from samestep.data import tokenizer
 from samestep.data.tokenizer import StreamTokenizer, TextTokenizer
 from samestep.environment import cache_folder
 from samestep.errors import UserError
+from samestep.progress import phases
 
 Arrays = Mapping[str, NDArray[np.generic]]
 
@@ -205,4 +206,9 @@ def _kept(
     """Return arrays from the cache, keyed by a hash of the texts, `of` and the code; short texts bypass the cache."""
     if sum(map(len, texts)) < WORTH_KEEPING:
         return make()
-    return cache.get(kind, digest(version_of_code(), *of, texts), make)
+
+    def told() -> Arrays:
+        with phases.phase(f"preparing texts, for the cache: {kind}", once=kind):
+            return make()
+
+    return cache.get(kind, digest(version_of_code(), *of, texts), told)

@@ -7,6 +7,7 @@ from functools import partial
 
 from samestep.doctor import collectives, machine, network
 from samestep.doctor.findings import Check, DoctorFinding, ExaminationRequest, problem, warning
+from samestep.progress import phases
 from samestep.subprocess_group import signals_raise
 
 CHECKS: Mapping[str, Check] = {
@@ -38,10 +39,12 @@ def examine(asked: ExaminationRequest, *, limit: float) -> Iterator[DoctorFindin
     running |= {f"host {host}": _Running(partial(network.reached, host)) for host in asked.hosts}
     until = time.monotonic() + limit
     for name, check in running.items():
-        yield from check.findings(name, until)
+        with phases.status(partial("looking at {}".format, name)):
+            yield from check.findings(name, until)
     with signals_raise():
         for each in collectives.trials():
-            yield from collectives.collectives(each, limit)
+            with phases.phase(f"trying collectives of {each.backend} on {each.ranks} ranks"):
+                yield from collectives.collectives(each, limit)
 
 
 class _Running(threading.Thread):

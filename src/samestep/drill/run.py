@@ -17,7 +17,8 @@ from samestep.errors import UserError, closest
 from samestep.job import Checkpointing, Job
 from samestep.limits import check_whole
 from samestep.plausibility import shortened
-from samestep.progress import Bar
+from samestep.progress import phases
+from samestep.progress.bars import Bar
 
 FEWEST_STEPS = 8
 
@@ -62,6 +63,7 @@ def chosen(faults: Sequence[str] | None, processes: int) -> list[Drill]:
     return picked
 
 
+@phases.command("drill")
 def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time_limit: float = 600) -> DrillReport:
     """Train a job's first steps undisturbed, and again under each fault.
 

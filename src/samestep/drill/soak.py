@@ -25,13 +25,13 @@ from samestep.fault_tolerance.scratch import left_in
 from samestep.job import Checkpointing, Inject, Job
 from samestep.limits import MOST_REPEATS, MOST_SEED, check_whole
 from samestep.plausibility import shortened
-from samestep.progress import Bar
+from samestep.progress import phases
+from samestep.progress.bars import Bar
 from samestep.run_folder import METRICS_FILE, json_lines
 
 _CALIBRATION = 40  # steps from which the step time is measured
 _MARGIN = 1.5  # factor on the number of steps: on a shared machine steps may get faster later
 _FEWEST_STEPS = 8
-_LINES_APART = 60.0  # seconds
 _HANG_LIMIT = 10.0  # seconds; the job's own limit may be minutes, too long for many hangs
 
 
@@ -131,6 +131,7 @@ class SoakReport:
         return {**asdict(self), "passed": self.passed}
 
 
+@phases.command("drill")
 def soak_job(
     job: Job,
     *,
@@ -166,7 +167,7 @@ def soak_job(
 def soak(place: SoakRunner, job: Job, settings: SoakSettings) -> SoakReport:
     """Soak a job of `soaked_job` that was checked. Raises UserError where the undisturbed run fails."""
     layout = layout_of(job)
-    with Bar("soak", settings.faults, lines=True) as bar:
+    with Bar("soak", settings.faults) as bar:
         bar.say("a few steps, for their time")
         step_seconds = _step_seconds(_undisturbed(place, "calibration", _with_steps(job, _CALIBRATION, 10), settings))
         total = settings.steps or max(
@@ -182,7 +183,7 @@ def soak(place: SoakRunner, job: Job, settings: SoakSettings) -> SoakReport:
             plan=planned(settings.kinds, faults=settings.faults, between=settings.between, seed=settings.seed),
             stuck_after=settings.time_limit,
             rested=settings.rested,
-            say=_Told(bar),
+            say=bar.advance,
         )
         files_before, began = place.left_files(), time.monotonic()
         left = place.train("soak", _for_faults(job, place.folder("soak"), layout.size), under.disturb)
@@ -213,20 +214,6 @@ def soak(place: SoakRunner, job: Job, settings: SoakSettings) -> SoakReport:
             step_seconds=step_seconds,
             recoveries=under.recoveries,
         )
-
-
-class _Told:
-    """Reports committed faults: in a progress bar, or in a line a minute without a terminal."""
-
-    def __init__(self, bar: Bar) -> None:
-        self._bar = bar
-        self._said = time.monotonic()
-
-    def __call__(self, kind: str) -> None:
-        if time.monotonic() - self._said > _LINES_APART:
-            self._bar.say(kind)
-            self._said = time.monotonic()
-        self._bar.advance(kind)
 
 
 def soaked_job(job: Job, faults: int) -> Job:

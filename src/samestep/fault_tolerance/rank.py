@@ -1,7 +1,7 @@
 """RankSupervision: one rank's side of fault tolerance. The training loop reports its progress to it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from samestep.fault_tolerance.preemption import StopAgreement
 from samestep.fault_tolerance.status import Heartbeat, Phase, RankStatus, job_info_of, write_job_info
 from samestep.job import Job, Run
 from samestep.layout import Layout
+from samestep.progress import phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Round:
 
 
 _APART = 0.5  # seconds between heartbeats, at most
+_IN_WORDS: Mapping[Phase, str] = {"evaluation": "evaluating", "checkpoint": "saving a checkpoint"}
 _ASKED_IN_A_NOTICE = 4.0  # all-reduces for the stop signal within one grace period
 
 
@@ -61,6 +63,7 @@ class RankSupervision:
         self._heartbeat: Heartbeat | None = None
         self._stack_file: IO[str] | None = None
         self._signal: int | None = None
+        self._done = 0  # steps
 
     def __enter__(self) -> Self:
         folder = self._round.folder
@@ -138,6 +141,7 @@ class RankSupervision:
         if self._notice is not None:
             self._signal = self._notice.end(step)
         self.pace.end()
+        self._done = step + 1
         if self._beat is not None:
             self._beat.end(step)
 
@@ -154,11 +158,9 @@ class RankSupervision:
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Context of a phase other than a step, which may take longer."""
-        if self._beat is None:
+        text = f"{_IN_WORDS.get(phase, phase)} after step {self._done:,}"
+        with phases.phase(text, once=phase), nullcontext() if self._beat is None else self._beat.phase(phase):
             yield
-        else:
-            with self._beat.phase(phase):
-                yield
         self.pace.pause()
 
     def ends(self) -> None:

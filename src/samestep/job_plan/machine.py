@@ -18,6 +18,7 @@ from samestep.launch.affinity import cores
 from samestep.launch.memory import available_memory, give_back_freed_memory, keep_freed_memory
 from samestep.limits import MOST_RANKS, check_whole
 from samestep.planning.hardware import ClusterSpec
+from samestep.progress import phases
 from samestep.training.rehearsal import Collectives
 from samestep.training.step_work import CountedWork, StepWork
 
@@ -138,7 +139,8 @@ def this_machine(devices: int | None, precision: str, comm: Path | None = None) 
         memory=float(available_memory()),
         cores=number,
     )
-    rates = measured_rates(precision)
+    with phases.phase("measuring the rates of this machine"):
+        rates = measured_rates(precision)
     if comm is not None:
         rates = replace(rates, **message_rates(comm))
     return replace(machine, rates=rates)

@@ -13,6 +13,7 @@ from samestep.job import Job
 from samestep.job_plan.machine import CAUSES, TargetMachine
 from samestep.job_plan.plan import JobPlan
 from samestep.job_plan.predict import Prediction, peak_of
+from samestep.progress import phases
 
 _STIFFNESS = 0.003  # penalty on a factor's deviation from the common one, against a squared relative error of a step
 _LEAST, _MOST = 0.05, 20.0
@@ -54,7 +55,8 @@ def measure(
         say(each.layout)
         run = replace(job.run, layout=each.layout, micro_batch=each.micro_batch, processes=None)
         try:
-            ranks = time_steps_job(replace(job, run=run), steps=steps)
+            with phases.phase(f"measuring {each.layout}"):
+                ranks = time_steps_job(replace(job, run=run), steps=steps)
         except (UserError, RankFailedError) as error:
             found.append(Measured(prediction=each, seconds=None, reason=str(error)))
             continue

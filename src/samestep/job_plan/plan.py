@@ -11,6 +11,7 @@ from samestep.job import Job
 from samestep.job_plan.machine import TargetMachine
 from samestep.job_plan.predict import Prediction, predict
 from samestep.layout import Layout
+from samestep.progress import phases
 from samestep.sizes import decimal_size
 from samestep.training.rehearsal import Rehearsal
 
@@ -116,7 +117,8 @@ def plan_job(
         say(str(candidate))
         layout = Layout.parse(candidate.layout)
         try:
-            ranks = rehearse_job(candidate.of(alone), layout.size)
+            with phases.phase(f"rehearsing {candidate}", once="rehearsing"), phases.muted():
+                ranks = rehearse_job(candidate.of(alone), layout.size)
         except UserError as error:
             refused.append((str(candidate), str(error)))
             continue

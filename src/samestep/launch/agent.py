@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -34,6 +34,7 @@ from samestep.launch.node_spec import NodeSpec
 from samestep.launch.rank_entry import check_command
 from samestep.launch.rounds import RanksEnded
 from samestep.launch.worker import entry_of, rank_command
+from samestep.progress import phases
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOOK = 0.5  # seconds between two looks at whether the job has ended elsewhere
@@ -69,10 +70,13 @@ class _Agent:
         spec = self._spec
         try:
             program = _program(spec)  # find a missing script before any host waits
-            if spec.address is not None:
-                self._handshake = Handshake(spec)
-                self._handshake.agree()
-            outcome = _Ranks(spec, program, self._signals, self._handshake).run()
+            # One host tells of the job, and each of its own wait, unless all write to the terminal of one.
+            with phases.muted() if spec.node_rank and spec.controlled else nullcontext():
+                if spec.address is not None:
+                    self._handshake = Handshake(spec)
+                    self._handshake.agree()
+            with phases.muted() if spec.node_rank else nullcontext():
+                outcome = _Ranks(spec, program, self._signals, self._handshake).run()
             if outcome.exit_code == 0 and self._handshake is not None:
                 self._handshake.tell_success()
             return outcome

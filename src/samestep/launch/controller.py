@@ -25,6 +25,7 @@ from samestep.launch.failure import JobOutcome, of_failures
 from samestep.launch.logs import write_lines
 from samestep.launch.remote_agent import MARK, request
 from samestep.launch.starter import AgentCommand
+from samestep.progress import phases
 
 _NO_COMMAND = (126, 127)  # exit codes of a shell that can't run or find a command
 _NO_PYTHON = ("No module named 'samestep'", "execve()")  # messages of Python and of srun
@@ -212,6 +213,9 @@ class Controller:
             for number in _SIGNALS:
                 stack.callback(signal.signal, number, signal.signal(number, self._hear))
             stack.callback(self._cut)
+            hosts = sum(len(agents.specs) for agents in self._agents)
+            stack.enter_context(phases.phase(f"starting on {hosts} hosts", others=True))
+            stack.enter_context(phases.status(lambda: f"running on {hosts} hosts", others=True))
             for agents in self._agents:
                 self._connect(agents)
             while self._connections or (self._again and not self._ending):

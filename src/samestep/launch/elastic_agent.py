@@ -35,6 +35,7 @@ from samestep.launch.options import RankOptions
 from samestep.launch.rendezvous import BROKEN, NodeRendezvous
 from samestep.launch.rounds import NodeRounds, RanksEnded, say
 from samestep.launch.worker import RankEntry
+from samestep.progress import phases
 from samestep.run_folder import RunPlace
 
 # Explains why this host's ranks ended, from their error files and logs.
@@ -148,6 +149,18 @@ class NodeElasticAgent(_ElasticAgent):
         self._ranks: Sequence[Handle] = ()  # the ranks started last
         self._at_once = False  # whether to kill the ranks without letting them save
 
+    @property
+    def _size(self) -> str:
+        """The number of ranks in words, of all hosts once they have met."""
+        size = max((worker.world_size for worker in self._worker_group.workers), default=0)
+        size = size if size > 0 else self._spec.num_procs
+        return "1 rank" if size == 1 else f"{size} ranks"
+
+    def status(self) -> str:
+        """What the job does, in words."""
+        step = self._rounds.step
+        return f"running {self._size}" + ("" if step is None else f", in step {step + 1:,}")
+
     def close(self) -> None:
         """Close the rounds, after the last one."""
         self._rounds.end(self._why)
@@ -162,14 +175,15 @@ class NodeElasticAgent(_ElasticAgent):
         """Rendezvous until a round has begun with all its hosts present."""
         self._rounds.end(self._why)
         self._why, self._at_once = None, False
-        while True:
-            try:
-                super()._rendezvous(worker_group)
-                self._agree_on_restarts(worker_group)
-                self._rounds.agree()
-                break
-            except BROKEN:  # a host was lost during the rendezvous
-                continue
+        with phases.status(lambda: "waiting for hosts"):
+            while True:
+                try:
+                    super()._rendezvous(worker_group)
+                    self._agree_on_restarts(worker_group)
+                    self._rounds.agree()
+                    break
+                except BROKEN:  # a host was lost during the rendezvous
+                    continue
         if self._rounds.run_folder is not None:
             self._spec.files.of_run(self._rounds.run_folder)
         self._rounds.begin([worker.global_rank for worker in worker_group.workers])
@@ -185,6 +199,8 @@ class NodeElasticAgent(_ElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks, and open pidfd handles on them, which are safe from reused ids."""
         worker_group.spec.args = self._spec.entry.arguments()
+        number = self._rounds.number
+        phases.say(f"round {number}: starting {self._size} again" if number else f"starting {self._size}")
         started = super()._start_workers(worker_group)
         self._ranks = [Handle(pid) for pid in started.values()]
         return started
@@ -343,7 +359,8 @@ def run(spec: AgentSpec) -> dict[int, Any]:
     ):
         agent = NodeElasticAgent(spec, place, memory)
         try:
-            result = agent.run()
+            with phases.status(agent.status, others=True):
+                result = agent.run()
         except SignalException:
             leaves_alone = True  # the other hosts go on if they can
             raise

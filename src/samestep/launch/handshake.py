@@ -20,6 +20,7 @@ from samestep.launch import consistency, store_address
 from samestep.launch.failure import Failure
 from samestep.launch.network import reach, store_client
 from samestep.launch.node_spec import NodeSpec
+from samestep.progress import phases
 
 _LOOK = 0.1  # seconds between two polls of the store
 _APART = 0.5  # seconds between two attempts to connect
@@ -51,13 +52,15 @@ class Handshake:
         assert spec.address is not None
         self._spec = spec
         self._deadline = time.monotonic() + spec.timeouts.start_timeout
+        self._came = 0  # hosts, as far as this one knows
         self._where = f"{spec.address}:{spec.port}"
         found = store_address.resolved(spec, self._deadline)
         # The address that this host uses: the serving host may resolve the name differently.
         self.address = store_address.to_serve_at(spec, found) if spec.serves else spec.address
         self._server = store_address.served(spec, self.address) if spec.serves else None
-        self._await_port(self.address, spec.port)
-        self._store = self._reached()
+        with phases.status(lambda: f"waiting for the job's store at {self._where}"):
+            self._await_port(self.address, spec.port)
+            self._store = self._reached()
 
     def _reached(self) -> dist.TCPStore:
         """Connect to the store, in a thread with a time limit: PyTorch waits forever for the first response."""
@@ -108,14 +111,16 @@ class Handshake:
 
         Raises UserError if hosts differ, StartError if some are missing.
         """
-        while True:
-            try:
-                self._compare()
-                self._take_seat()
-                self._await_others()
-                return
-            except RuntimeError as error:  # raised by PyTorch's stores
-                self._reconnect(error)
+        phases.say(f"waiting for {self._spec.size} hosts")
+        with phases.status(lambda: f"waiting for hosts, {self._came} of {self._spec.size} are there"):
+            while True:
+                try:
+                    self._compare()
+                    self._take_seat()
+                    self._await_others()
+                    return
+                except RuntimeError as error:  # raised by PyTorch's stores
+                    self._reconnect(error)
 
     def _reconnect(self, error: Exception) -> None:
         """Reconnect to the store, until its host refuses connections. Raises StartError."""
@@ -174,6 +179,7 @@ class Handshake:
         spec = self._spec
         while True:
             came = [number for number in range(spec.most) if self._there(_seat(number))]
+            self._came = len(came)
             if len(came) >= spec.fewest:
                 self._store.set(_COMPLETE, "")
                 return

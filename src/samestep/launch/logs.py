@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from samestep import environment
 from samestep.errors import UserError
+from samestep.progress import phases
 from samestep.run_folder import LOGS, errors_of, output_of, rank_file
 
 _OTHERWISE = "use --logs FOLDER"
@@ -106,7 +107,7 @@ class Follower:
         """`prefixes`: start each line with its rank. `bars`: if stderr is a terminal, copy output as it comes."""
         self._prefixes = prefixes
         self._streams = (_terminal(1), _terminal(2)) if bars else (sys.stdout.buffer, sys.stderr.buffer)
-        self._bars = bars and self._streams[1].isatty()
+        self._bars = bars and self._streams[1].isatty() and environment.terminal_draws()
         self._shown: Sequence[_Shown] = ()
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -234,7 +235,15 @@ def write_lines(stream: BinaryIO, lines: Sequence[bytes]) -> None:
 
 
 def _write(stream: BinaryIO, data: bytes) -> None:
-    """Write to the terminal, which may be closed."""
-    with suppress(BrokenPipeError, ValueError):  # ValueError: closed
-        stream.write(data)
+    """Write to the terminal, which may be closed, or a file on a full disk: the ranks go on."""
+    phases.heard()
+    with suppress(OSError, ValueError):  # ValueError: closed
         stream.flush()
+        try:
+            descriptor = stream.fileno()
+        except OSError:  # a stream of Python's own
+            stream.write(data)
+            return
+        # Not by the stream, which would keep what it can't write and fail with it at the end of the process.
+        while data:
+            data = data[os.write(descriptor, data) :]

@@ -20,6 +20,7 @@ from typing import Any
 from samestep import __version__, environment
 from samestep.launch.failure import JobOutcome
 from samestep.launch.node_spec import NodeSpec
+from samestep.progress import phases
 
 MARK = b"\x1esamestep "
 _LEAVE = 5.0  # seconds beyond the ranks' grace period, for an agent whose controller is gone
@@ -39,7 +40,8 @@ def main() -> int:
     specs = {values["host"]: values for values in asked["specs"]}
     host = next(iter(specs)) if len(specs) == 1 else environment.slurm_node()
     _say(host, started=True)
-    outcome = _take_part(host, specs[host], asked, orders)
+    with phases.running("launch"):
+        outcome = _take_part(host, specs[host], asked, orders)
     _say(host, outcome=outcome.to_json())
     return outcome.exit_code
 

@@ -92,6 +92,11 @@ class NodeRounds:
         return self._watch is not None and any(each.first_done_at for each in self._watch.read())
 
     @property
+    def step(self) -> int | None:
+        """The step that this host's ranks are in, counted from 0; None if they have told none."""
+        return max((each.step for each in self._watch.last if each.step >= 0), default=None) if self._watch else None
+
+    @property
     def grace_period(self) -> float:
         """Seconds that the ranks need to save and end; 0 if they have not published it."""
         return self._about.grace_period if self._about is not None else 0.0

@@ -30,6 +30,7 @@ from samestep.launch.network import (
 )
 from samestep.launch.rank_rendezvous import JoinedStore
 from samestep.launchers import HorovodRunVariables
+from samestep.progress import phases
 from samestep.ranks import Ranks
 
 _SCOPE, _KEY = "samestep", "store"
@@ -123,14 +124,16 @@ def join(
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index)
     ours = not dist.is_initialized()
-    met = _met(ranks) if ours else None
-    interface = _interface(ranks, met) if ours else None
+    with _meeting(ranks):
+        met = _met(ranks) if ours else None
+        interface = _interface(ranks, met) if ours else None
     try:
         # Set as long as the group exists: a mesh's subgroups are created later.
         with environment.messages_over(interface, gloo_alone=not ranks.one_host), ExitStack() as while_here:
             while_here.enter_context(compiler_cache.private())
             if ours:
-                _join_process_group(world, ranks, met, while_here, transport, share_devices)
+                with _meeting(ranks):
+                    _join_process_group(world, ranks, met, while_here, transport, share_devices)
             yield world
     except BaseException:
         # Leaving the group waits for the others; a failing rank must not.
@@ -142,6 +145,16 @@ def join(
         torch.set_num_threads(threads_before)
         if kept:
             give_back_freed_memory()
+
+
+@contextmanager
+def _meeting(ranks: Ranks) -> Iterator[None]:
+    """Context of the rendezvous, for its line of progress."""
+    if ranks.world_size == 1:
+        yield
+    else:
+        with phases.phase(f"rendezvous of {ranks.world_size} ranks", once="rendezvous"):
+            yield
 
 
 def _met(ranks: Ranks) -> JoinedStore | None:

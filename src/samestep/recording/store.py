@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 EVENTS, TENSORS = "events.jsonl", "tensors.bin"
+_STEP = b'{"event": "step"'  # the beginning of such an event's line
 
 
 class RecordWriter:
@@ -53,6 +54,14 @@ def events(folder: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             if line.endswith("\n"):
                 yield json.loads(line)
+
+
+def steps_in(folder: Path) -> int:
+    """The number of steps in a rank's record so far."""
+    try:
+        return (folder / EVENTS).read_bytes().count(_STEP)
+    except OSError:  # none yet
+        return 0
 
 
 def load(folder: Path, place: Mapping[str, Any]) -> Tensor:

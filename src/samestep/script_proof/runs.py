@@ -10,8 +10,9 @@ from pathlib import Path
 
 from samestep import subprocess_group
 from samestep.errors import UserError
+from samestep.progress import phases
 from samestep.recording.record import RunRecord
-from samestep.recording.store import events
+from samestep.recording.store import events, steps_in
 from samestep.script_proof.follow import following
 from samestep.script_proof.sampling import check_steps, places_matter
 from samestep.script_proof.settings import RecordSettings, Variant
@@ -108,6 +109,10 @@ class ScriptStart:
     def title(self) -> str:
         return f"{shlex.join(self.command)} with {self.ranks} process{'es' if self.ranks > 1 else ''}"
 
+    def status(self) -> str:
+        """What this run does, with the steps that it has recorded."""
+        return f"running {self.title}, {steps_in(self.place / 'rank-0'):,} steps recorded"
+
     @property
     def settings_file(self) -> Path:
         return self.place / SETTINGS
@@ -127,7 +132,9 @@ def launched(starts: Sequence[ScriptStart], proof: ScriptProof) -> list[subproce
             *("--logs", str(start.place / "logs"), "--output", "files", *start.further),
             *("--", "-m", "samestep.script_proof.runner", "--", str(start.settings_file), *start.command),
         ]
-        outcomes.append(subprocess_group.run(command, limit=proof.time_limit))
+        phases.say(f"{start.name}: {start.title}")
+        with phases.status(start.status):
+            outcomes.append(subprocess_group.run(command, limit=proof.time_limit))
         if outcomes[-1].code != 0:
             break
     return outcomes

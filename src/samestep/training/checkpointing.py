@@ -26,6 +26,7 @@ from samestep.engines.base import Checkpointed
 from samestep.errors import CheckpointError
 from samestep.job import Checkpointing, Job
 from samestep.jobfile import plain
+from samestep.progress import phases
 from samestep.recipe import EarlyStop
 from samestep.run_folder import CHECKPOINTS, steps_in
 from samestep.training.early_stop import EarlyStopper
@@ -134,9 +135,10 @@ class Checkpoints:
         """Wait for checkpoints that are being written, unless this rank failed."""
         # After a failure other ranks may be gone; an incomplete checkpoint is never loaded.
         if self._settings is not None and error is None:
-            self._saver.wait()
-            if self._memory is not None:
-                self._memory.wait()
+            with phases.status(lambda: "writing the last checkpoint"):
+                self._saver.wait()
+                if self._memory is not None:
+                    self._memory.wait()
 
     def resume(self, steps_per_epoch: int) -> int:
         """Load the checkpoint that the job names, and return its step; 0 for a new training.
@@ -174,7 +176,8 @@ class Checkpoints:
             raise CheckpointError(f"run.checkpoint.resume is {resume}, where no checkpoint is; use resume: auto")
         for change in changes(loader.info.recipe, self._recipe):
             self._session.warn(f"{change}; the training goes on with the new value")
-        load_state(self._trainer, loader, self._session.world, self._session.layout)
+        with phases.phase(f"loading the checkpoint of step {loader.info.step:,}"):
+            load_state(self._trainer, loader, self._session.world, self._session.layout)
         self._best = loader.info.metrics.get(self._best_metric or "")
         self.early_stop.restore(loader.info.extra.get("early_stop", {}))
         self._session.warn(f"goes on from {loader.folder}, after step {loader.info.step:,}")

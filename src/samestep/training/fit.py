@@ -35,7 +35,8 @@ from samestep.plausibility import wrong_warmup
 from samestep.profiling.breakdown import Profile
 from samestep.profiling.profiler import FOLDER as PROFILE_FOLDER
 from samestep.profiling.profiler import StepProfiler
-from samestep.progress import Bar
+from samestep.progress import phases
+from samestep.progress.bars import Bar
 from samestep.recipe import Recipe
 from samestep.tasks.base import InTurn, Task
 from samestep.tasks.losses import with_weights
@@ -124,7 +125,8 @@ class Training:
         self._fused = job.run.reduction == "fast"
         self.session = _session_of(job, world, layout)
         self.turns = turns_of(task)
-        self.samples = task.train_set()
+        with phases.phase("reading the data", once="data"):
+            self.samples = task.train_set()
         self._lengths = task.sample_lengths() if job.run.group_by_length else None
         if shuffled_within is not None:  # random lengths, by which batches are ordered
             generator = torch.Generator().manual_seed(shuffled_within)
@@ -134,22 +136,22 @@ class Training:
         self.first_step = 0  # above 0 after resuming from a checkpoint
         # First, since a task may inspect its model here, which has no values while it is recorded.
         example = example_of(task, self.samples, self.turns)
-        built = self._build(recorded=self.session.engine.can_fill(layout))
+        with phases.phase("building the model", once="model"):
+            built = self._build(recorded=self.session.engine.can_fill(layout))
         check_same_task(self.samples, built.model)
         check_parameters(self.turns, built.model)
         if not recipe.dropout:
             switch_off(built.model)
         self.complex = [name for name, tensor in built.model.state_dict().items() if tensor.is_complex()]
-        self._prepare(
-            built,
-            replace(
-                self.session.details,
-                example=example,
-                initial=built.values,
-                batch_buffers=task.batch_buffers(),
-                findings=findings,
-            ),
+        details = replace(
+            self.session.details,
+            example=example,
+            initial=built.values,
+            batch_buffers=task.batch_buffers(),
+            findings=findings,
         )
+        with phases.phase(f"applying layout {layout}", once=f"layout {layout}"):
+            self._prepare(built, details)
 
     def _build(self, *, recorded: bool) -> InitialModel:
         return build_model(self.task, self.recipe, recorded=recorded)
@@ -315,7 +317,13 @@ def fit(
     with Checkpoints(job, session, folder, supervision.memory) as checkpoints:
         checkpoints.early_stop.check(task)
         training.first_step = checkpoints.resume(training.steps_per_epoch)
-        bar = Bar(f"train {layout}", training.total_steps, first=training.first_step, shown=session.is_main)
+        bar = Bar(
+            f"train {layout}",
+            training.total_steps,
+            first=training.first_step,
+            shown=session.is_main,
+            unit="step",
+        )
         with (
             Records(
                 folder if session.is_main else None, first_step=training.first_step, tensorboard=job.run.tensorboard
@@ -325,6 +333,7 @@ def fit(
             guard = _nonfinite_guard(training, job, folder, from_start=from_start)
             profiler = _profiler(training, job)
             log = StepLog(records, bar, Tally(len(training.samples)), guard, losses=results.agreed(records.losses))
+            phases.say(_first_step(job, training))
             try:
                 with nullcontext() if profiler is None else profiler:
                     stopped = take_all_steps(training, log, checkpoints, supervision)
@@ -336,13 +345,22 @@ def fit(
                 session.warn(stopped.reason)
                 metrics = dict(stopped.metrics)
             if ended is None and not metrics and job.recipe.evaluation.at_end:
-                metrics = training.evaluate(bar)
+                with phases.phase("evaluating the trained model"):
+                    metrics = training.evaluate(bar)
                 records.evaluation(done, metrics)
-        if ended is None:
-            checkpoints.save(done, metrics)
+        if ended is None and job.run.checkpoint is not None:
+            with phases.phase("saving the last checkpoint"):
+                checkpoints.save(done, metrics)
     if ended is not None:
         raise ended
-    return _finish(job, training, log, metrics, folder, checkpoints, supervision, stopped)
+    with phases.phase("writing the final weights and the report"):
+        return _finish(job, training, log, metrics, folder, checkpoints, supervision, stopped)
+
+
+def _first_step(job: Job, training: Training) -> str:
+    """The line of progress at the first step here, which takes longer than the others."""
+    compiles = ", in which the model is compiled" if job.run.compile else ""
+    return f"first step, {training.first_step + 1:,}/{training.total_steps:,}{compiles}"
 
 
 def _nonfinite_guard(training: Training, job: Job, folder: Path, *, from_start: bool) -> NonFinite:

@@ -19,7 +19,7 @@ from samestep.engines.base import StepReport
 from samestep.errors import InterruptedJobError
 from samestep.fault_tolerance.nonfinite import NonFinite
 from samestep.fault_tolerance.rank import RankSupervision
-from samestep.progress import Bar
+from samestep.progress.bars import Bar
 from samestep.training.checkpointing import Checkpoints
 from samestep.training.early_stop import Stopped
 from samestep.training.metrics_log import Records, Tally

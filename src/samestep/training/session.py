@@ -54,7 +54,7 @@ from samestep.parallel.deferred_init import move
 from samestep.parallel.parallel_model import Details
 from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.parallel.sparse_rows import Choice as SparseRows
-from samestep.progress import Bar
+from samestep.progress.bars import Bar
 from samestep.recipe import Average, Precision, Recipe
 from samestep.tasks.base import default_scores
 from samestep.training import evaluation

@@ -17,7 +17,8 @@ from samestep.errors import RankFailedError, UserError, closest
 from samestep.job import Job
 from samestep.jobfile import LoadedJob, dump
 from samestep.limits import MOST_REPEATS, check_whole
-from samestep.progress import Bar
+from samestep.progress import phases
+from samestep.progress.bars import Bar
 from samestep.run_folder import METRICS_FILE, json_lines
 from samestep.tasks.base import Task
 from samestep.tuning.results import Status, Timing, TuningResult, TuningRow
@@ -39,6 +40,7 @@ class TrialError(Exception):
         self.status: Status = status
 
 
+@phases.command("tune")
 def tune_job(
     job: Job,
     *,
@@ -93,7 +95,8 @@ def _check(job: Job) -> Task:
         )
     task = check_job(job)
     if job.run.check:  # once for all trials
-        check_contract(job, task)
+        with phases.phase("checking the task's contract"):
+            check_contract(job, task)
     return task
 
 

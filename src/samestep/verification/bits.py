@@ -16,7 +16,8 @@ from samestep.launch.world import World
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.state_shards import MODEL, OPTIMIZER
-from samestep.progress import Bar
+from samestep.progress import phases
+from samestep.progress.bars import Bar
 from samestep.run_folder import name_of
 from samestep.tasks.base import Task
 from samestep.training.fit import Training
@@ -84,12 +85,13 @@ def take_bits(
     grad_norms: list[float] = []
     metrics: list[dict[str, Any]] = []
     seconds: list[float] = []
-    with Bar(f"verify --bits: {layout}", min(steps, ordered.total_steps), shown=ordered.session.is_main) as bar:
+    total = min(steps, ordered.total_steps)
+    with Bar(f"verify --bits: {layout}", total, shown=ordered.session.is_main, unit="step") as bar:
         for loss, grad_norm, taken in _timed(ordered, steps):
             losses.append(loss)
             grad_norms.append(grad_norm)
             seconds.append(taken)
-            bar.advance()
+            bar.advance(told=f"loss {loss:.6g}")
             if len(losses) == 1:
                 metrics.append(ordered.evaluate())
         metrics.append(ordered.evaluate(bar))
@@ -99,7 +101,8 @@ def take_bits(
     torch.set_num_threads(threads)
     try:
         fast = Training(replace(job, run=replace(job.run, reduction="fast")), task, world, layout)
-        fast_seconds = [taken for *_, taken in _timed(fast, steps)]
+        with phases.phase("timing steps with sums in any order"):
+            fast_seconds = [taken for *_, taken in _timed(fast, steps)]
     finally:
         torch.set_num_threads(before)
     return BitsTaken(

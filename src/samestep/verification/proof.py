@@ -27,6 +27,7 @@ from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.parallel_model import Findings
+from samestep.progress import phases
 from samestep.ranks import DeviceChoice
 from samestep.recipe import SGD
 from samestep.tasks.base import Task
@@ -184,6 +185,7 @@ def proof_job(job: Job, *, dropout: bool = False, precision: str | None = None) 
     return replace(job, recipe=replace(recipe, precision=precision, dropout=recipe.dropout and dropout))
 
 
+@phases.status(lambda: "taking the steps of one process")
 def reference(
     job: Job,
     task: Task,
@@ -294,7 +296,8 @@ def hold_against(
     rule = None if in_float64 else UpdateRule(job.recipe, training.total_steps, training.session.trainer)
     taken = take(training, steps, str(layout), None if rule is None else lambda _: rule.after_step())
     weights = list(weights_of(training.session.trainer, job.recipe))
-    compared = _compare_parameters(weights, known, world.device, expected.rounding is not None)
+    with phases.status(lambda: "comparing parameters"):
+        compared = _compare_parameters(weights, known, world.device, expected.rounding is not None)
     if expected.buffers:
         compared = _compare_buffers(training.session.trainer, expected, compared)
     mine = {

@@ -17,7 +17,8 @@ from samestep.launch.world import World
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.state_shards import innermost
-from samestep.progress import Bar
+from samestep.progress import phases
+from samestep.progress.bars import Bar
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
 from samestep.training.as_built import dense
@@ -110,13 +111,13 @@ def take(training: Training, steps: int, title: str, after: Callable[[StepReport
     grad_norms: list[float] = []
     model = getattr(training.session.trainer, "model", None)
     with (
-        Bar(f"verify: {title}", min(steps, training.total_steps), shown=training.session.is_main) as bar,
+        Bar(f"verify: {title}", min(steps, training.total_steps), shown=training.session.is_main, unit="step") as bar,
         watched(model if isinstance(model, nn.Module) else None) as gradients,
     ):
         for _, report in training.steps(stop=steps):
             losses.append(report.loss.item())
             grad_norms.append(report.grad_norm.item())
-            bar.advance()
+            bar.advance(told=f"loss {losses[-1]:.6g}")
             if after is not None:
                 after(report)
             if len(losses) == 1:
@@ -166,7 +167,8 @@ class RoundedRuns:
     def measured(self, world: World, exact: Mapping[str, Tensor], taken: Taken) -> Allowed:
         """Run the steps, and measure how far rounding moves them from `exact`."""
         noise = GradientNoise(self._files)
-        runs = [found for way in range(_RUNS) if (found := self._run(world, way, noise, taken)) is not None]
+        with phases.phase("measuring what rounding does to these steps"):
+            runs = [found for way in range(_RUNS) if (found := self._run(world, way, noise, taken)) is not None]
         moves = {name: move for name, move in noise.moves().items() if name in exact}
         place = self._folder / "moves.safetensors"
         save(moves, place)
