@@ -34,6 +34,9 @@ torch.set_num_threads(1)
 os.environ["SAMESTEP_TEST"] = str(os.getpid())
 
 
+# Lines of progress have tests of their own; elsewhere they would stand between what is looked at.
+os.environ["SAMESTEP_PROGRESS"] = "none"
+
 # TensorBoard's reader would load TensorFlow, which sets environment variables.
 sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
 

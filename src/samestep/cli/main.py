@@ -25,6 +25,7 @@ from samestep.cli import (
     layout,
     plan,
     predict,
+    streams,
     train,
     translate,
     tune,
@@ -62,6 +63,8 @@ _FIRST_TELLS = 2.0  # seconds that other ranks wait, so that rank 0 prints the m
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 failed or not the same step, 2 the user's mistake, 128 + n signal n."""
+    if arguments is None:
+        streams.keep_standard_error()
     try:
         given = sys.argv[1:] if arguments is None else arguments
         if wrong := next((word for word in given if "\0" in word), None):

@@ -95,7 +95,7 @@ def convert(
                 f"or --to {', '.join(others)}"
             )
         weights = weights if dtype is None else weights.cast(DTYPES[dtype])
-        with Bar(f"write {target.name}", len(weights.entries)) as bar:
+        with Bar(f"write {target.name}", len(weights.entries), unit="tensor") as bar:
             _write(wanted, target, weights.watched(_Reading(bar)), asked)
         return Converted(
             source=source,

@@ -199,10 +199,10 @@ class NodeElasticAgent(_ElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks, and open pidfd handles on them, which are safe from reused ids."""
         worker_group.spec.args = self._spec.entry.arguments()
-        number = self._rounds.number
-        phases.say(f"round {number}: starting {self._size} again" if number else f"starting {self._size}")
         started = super()._start_workers(worker_group)
         self._ranks = [Handle(pid) for pid in started.values()]
+        number = self._rounds.number
+        phases.say(f"{self._size} started" + (f" again, for round {number}" if number else ""))
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

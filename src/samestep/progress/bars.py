@@ -186,9 +186,9 @@ class _Lines:
         phases.say(f"{note} ({self._number} of {self._total:,}, {time.monotonic() - self._began:.0f} s)")
 
     def advance(self, told: str) -> None:
-        """Count an item, and write a line if one is due."""
+        """Count an item, and write a line if one is due, unless what runs has lines of its own."""
         self.count()
-        if (found := phases.writer()) is not None and found.is_due():
+        if (told or self._unit) and (found := phases.writer()) is not None and found.is_due():
             self._tell(found, told)
 
     def step(self, loss: float, samples: int, terms: Mapping[str, float]) -> None:

@@ -5,6 +5,7 @@ writes: the one that the user started, and rank 0, whose lines its launcher prin
 thread says each interval what still runs. What can't be written is left out: progress must not end the work.
 """
 
+import io
 import math
 import os
 import select
@@ -23,7 +24,7 @@ NONE = "none"  # for no lines
 EVERY = 30.0  # seconds
 LEAST, MOST = 0.1, 86_400.0
 
-_FIRST = 5.0  # seconds to the first line at the latest
+_FIRST = 10.0  # seconds to the first line at the latest: a mistake is usually found before, and has one message
 _NEWS = 0.8  # of the interval: steps come before the thread says that the work still runs
 _SOON = 1.0  # seconds between the first two lines of steps; doubles up to the interval
 _OTHERS = 2.0  # seconds longer, at most, that a process waits for the next line of ranks that it has started
@@ -72,7 +73,7 @@ class Writer:
         self._thread_id = threading.get_ident()
         self._titles: list[str] = []
         self._phases: list[_Phase] = []
-        self._said: set[str] = set()
+        self._said: dict[str, float] = {}  # when phases had a line, by title and key
         self._began = self._last = time.monotonic()  # the last: when a line came
         self._gap = min(_SOON, every * _NEWS)
         self._news_at = -math.inf  # when a line of steps came
@@ -127,10 +128,10 @@ class Writer:
 
     def say(self, text: str, *, once: str | None = None) -> None:
         """Write a line. `once`: a key; lines of the same key come at most once an interval."""
-        key = f"{self._titles[-1]}: {text if once is None else once}"
-        if key in self._said and time.monotonic() - self._last < self._every * _NEWS:
+        key, now = f"{self._titles[-1]}: {text if once is None else once}", time.monotonic()
+        if now - self._said.get(key, -math.inf) < self._every * _NEWS:
             return
-        self._said.add(key)
+        self._said[key] = now
         with self._lock:
             self._write(text)
 
@@ -187,7 +188,8 @@ def _write(line: str, descriptor: int | None) -> None:
     """Write a line to standard error at once, unless its reader is gone, or slow, or its disk is full."""
     stream = sys.stderr
     with suppress(OSError, ValueError):  # ValueError: it is closed
-        if descriptor is None and stream is not None and stream is sys.__stderr__:
+        if descriptor is None and type(stream) is io.TextIOWrapper:
+            stream.flush()
             descriptor = stream.fileno()
         if descriptor is not None:
             # Not by the stream, which would keep what it can't write and fail with it at the end of the process.
