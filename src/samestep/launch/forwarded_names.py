@@ -101,7 +101,7 @@ _TEXT: Mapping[str, str] = {
         FI_TCP_IFACE
     """,
     "samestep": """
-        SAMESTEP_CACHE_MB
+        SAMESTEP_CACHE_MB SAMESTEP_PROGRESS
     """,
 }
 
