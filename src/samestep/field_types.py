@@ -3,12 +3,14 @@
 Every number has an upper limit: those of `limits`, in a type below or next to the field (`tests/test_limits.py`).
 """
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 
+from samestep.input_files import wrong_path
 from samestep.limits import MOST, MOST_FACTOR, MOST_LAYERS, MOST_LR, MOST_RANKS, MOST_SEED, MOST_WIDTH
 
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
@@ -21,11 +23,20 @@ def _no_switch(value: Any) -> Any:
     return value
 
 
+def _usable(value: Any) -> Any:
+    """Refuse a path that no file or folder can have."""
+    if wrong := wrong_path(str(value)):
+        raise PydanticCustomError("path_wanted", "Input should be another path: {why}", {"why": wrong})
+    return value
+
+
 def broken_rule(key: str, message: str) -> PydanticCustomError:
     """Build the error of a validator for values that are invalid in combination; `key` is one of them."""
     return PydanticCustomError("broken_rule", "{message}", {"key": key, "message": message})
 
 
+FilePath = Annotated[Path, AfterValidator(_usable)]
+PathText = Annotated[str, AfterValidator(_usable)]  # a path, or a word in its place
 Whole = Annotated[int, BeforeValidator(_no_switch)]
 Real = Annotated[float, BeforeValidator(_no_switch)]
 Positive = Annotated[Whole, Gt(0), Le(MOST)]

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -11,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from samestep.durations import WANTED, has_unit, parse_duration
-from samestep.field_types import STRICT, Count, Positive, Ranks, Real, Whole
+from samestep.field_types import STRICT, Count, FilePath, PathText, Positive, Ranks, Real, Whole
 from samestep.limits import MOST, MOST_RANKS, MOST_RESTARTS, MOST_SECONDS, MOST_THREADS, MOST_WORKERS
 from samestep.ranks import DeviceChoice
 from samestep.recipe import Recipe
@@ -54,7 +53,7 @@ class Inject:
     every_round: bool = False  # also when the ranks have been started again
     # A file: the fault is committed in the first step from `step` on that finds it, in whatever round, and takes the
     # file away. For faults that come from outside.
-    when: Path | None = None
+    when: FilePath | None = None
 
 
 def _one_or_more(value: Any) -> Any:
@@ -70,12 +69,12 @@ class Checkpointing:
     keep: Positive = 3  # the last so many stay
     best: str | None = None  # a metric of the evaluations; the checkpoint with its best value stays as well
     best_is: Literal["highest", "lowest"] = "highest"
-    folder: Path | None = None  # None: checkpoints/ in the run's folder
+    folder: FilePath | None = None  # None: checkpoints/ in the run's folder
     asynchronous: bool = True  # the step waits for a copy in memory, not for the disk
     memory: Positive | None = None  # steps between copies in the host's memory, from which restarts go on
     # Frozen parameters are left out, and built again when it is read; None: where the model has adapters.
     only_trained: bool | None = None
-    resume: str = "never"  # auto: go on from the last one in the folder, if any; a path: from that one
+    resume: PathText = "never"  # auto: go on from the last one in the folder, if any; a path: from that one
 
 
 def _section_if_true(value: Any) -> Any:
@@ -89,7 +88,7 @@ def _section_if_true(value: Any) -> Any:
 class Profiling:
     """Which steps of a training are profiled on every rank, and where the profile goes."""
 
-    folder: Path | None = None  # None: profile/ in the run's folder
+    folder: FilePath | None = None  # None: profile/ in the run's folder
     # Steps before. In the third one bytes are counted, which takes long, and in the fourth the profiler warms up.
     warm_up: Annotated[Whole, Ge(4), Le(MOST)] = 4
     steps: Annotated[Whole, Gt(0), Le(1000)] = 5
@@ -107,7 +106,7 @@ class Run:
     layout: str = "single"
     processes: Ranks | None = None  # None: as many as the layout's sizes say
     engine: Any = "native"  # the name of a shipped engine, or an engine object
-    engine_config: Path | None = None  # the engine's own configuration file, for engines that have one
+    engine_config: FilePath | None = None  # the engine's own configuration file, for engines that have one
     micro_batch: Positive | None = None  # samples of one forward on one rank; None: the whole slice
     # How gradients are summed. ordered: over the recipe's virtual ranks in one fixed tree, to the same bits under
     # every layout that has it.
@@ -138,8 +137,8 @@ class Run:
     bucket_mb: Annotated[Real, Gt(0), Le(65536)] | None = None  # MiB that replicas send at once; None: `parallel.ddp`
     tensor_plan: Mapping[str, TensorRole] | None = None  # layers that tensor parallel slices otherwise than it finds
     expert_plan: Mapping[str, ExpertRole] | None = None  # modules that are experts, or none, otherwise than is found
-    folder: Path | None = None  # None: runs/<name of the job file>
-    offload_folder: Path | None = None  # for layouts that offload to disk; None: the system's temporary folder
+    folder: FilePath | None = None  # None: runs/<name of the job file>
+    offload_folder: FilePath | None = None  # for layouts that offload to disk; None: the system's temporary folder
     checkpoint: Checkpointing | None = None
     tensorboard: bool = True
     rank_lines: bool = False  # a line a rank: steps x samples x ranks = data set

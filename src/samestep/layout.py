@@ -61,6 +61,8 @@ PRESETS: Mapping[str, str] = {
     "3d": "pp2 dp tp2",
 }
 
+_LONGEST = 400  # characters of a layout's text
+
 _SIZED = re.compile(r"(pp|dp|fsdp|ep|cp|tp)(\d{0,9})")
 _ZERO = re.compile(r"zero([123])x(\d{0,9})")
 _EXAMPLES = "write parts such as pp2 dp2 fsdp2 ep2 cp2 tp2 zero1x4, or one of " + ", ".join(PRESETS)
@@ -287,6 +289,8 @@ def unsized(text: str) -> bool:
 
 def _read(text: str) -> tuple[dict[str, int | str], str | None]:
     """The values in a layout's text, and the axis that has no size there."""
+    if len(text) > _LONGEST:
+        raise LayoutError(f'layout "{text[:40]}..." has {len(text):,} characters; use {_LONGEST} or fewer')
     values: dict[str, int | str] = {}
     without_size: str | None = None
     for part in _expand(text.split()):

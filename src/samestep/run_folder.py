@@ -1,6 +1,5 @@
 """A run's folder: the one that the job names, a new one under runs/, or that of the run that it resumes."""
 
-import json
 import os
 import platform
 import re
@@ -9,6 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
+
+from samestep.input_files import parse_json
 
 if TYPE_CHECKING:
     from samestep.job import Job
@@ -128,7 +129,7 @@ def json_lines(file: Path) -> JsonLines:
     unreadable: list[int] = []
     for number, text in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
-            value = json.loads(text)
+            value = parse_json(text)
         except ValueError:
             value = None
         if isinstance(value, dict):

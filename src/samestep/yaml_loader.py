@@ -100,7 +100,7 @@ class YamlLoader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(
                 None, None, f"{_short(node.value)}: {why}", node.start_mark
             ) from None
-        if isinstance(value, str) and (wrong := _NO_TEXT.search(value)):
+        if isinstance(value, str) and (wrong := NO_TEXT.search(value)):
             problem = f"character {ord(wrong[0]):#x} can't stand in a text"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return value
@@ -141,7 +141,7 @@ YamlLoader.yaml_implicit_resolvers = {
 
 
 # NUL, and halves of a pair that stands for one character; escapes such as "\\ud800" write them.
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 _THOUSANDS = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|0b[01_]+|\d{1,3}(_\d{3})+(\.\d*)?([eE][-+]?\d+)?)")

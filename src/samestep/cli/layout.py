@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
 
     shown = holdings(layout, options.batch)
     if options.svg is not None:
-        options.svg.write_text(draw(shown), encoding="utf-8")
+        output_files.write(options.svg, draw(shown))
     output_files.write_json(options.json, shown.to_json())
     print_holdings(shown)
     return 0

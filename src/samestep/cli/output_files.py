@@ -1,7 +1,7 @@
 """Files that commands write where the user says so: their options, what is refused before any work, and JSON.
 
 A command adds its options by `add_arguments(parser, json="...", report="...")`, calls
-`check(options, "json", "report")` first of all, and writes JSON by `write_json`.
+`check(options, "json", "report")` first of all, and writes JSON by `write_json`, other texts by `write`.
 """
 
 import argparse
@@ -42,4 +42,12 @@ def _check(flag: str, file: Path, *, force: bool) -> None:
 def write_json(file: Path | None, values: Any) -> None:
     """Write values for other programs to read; None: nowhere."""
     if file is not None:
-        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write(file, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+
+def write(file: Path, text: str) -> None:
+    """Write a text. Raises UserError where that fails, as on a full disk."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the file {file} can't be written: {error.strerror}; write elsewhere") from None

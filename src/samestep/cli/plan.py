@@ -173,7 +173,7 @@ def _plan(options: argparse.Namespace, job: "PlannedJob", cluster: "ClusterSpec"
     if options.report is not None:
         from samestep.display.plan_page import page
 
-        options.report.write_text(page(found, price), encoding="utf-8")
+        output_files.write(options.report, page(found, price))
     print_plan(found, price)
     return 0
 

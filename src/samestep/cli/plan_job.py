@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         plan, measured = measured_plan(job, plan, most=options.measure, say=lambda text: _say(f"{text}, really"))
     output_files.write_json(options.json, {**plan.to_json(), "measured": [each.to_json() for each in measured]})
     if options.report is not None:
-        options.report.write_text(page(plan, measured, options.job.stem), encoding="utf-8")
+        output_files.write(options.report, page(plan, measured, options.job.stem))
     if measured:
         print_measured(measured)
     print_job_plan(plan, options.top)

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     if options.output is None:
         sys.stdout.write(written.text)
     else:
-        options.output.write_text(written.text, encoding="utf-8")
+        output_files.write(options.output, written.text)
     for remark in written.remarks:
         print(f"samestep: without a key there: {remark}", file=sys.stderr)
     return 0

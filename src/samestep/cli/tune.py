@@ -47,6 +47,6 @@ def run(options: argparse.Namespace) -> int:
     if options.write is not None:
         kept = {("run", key): "samestep tune" for key in found.run}
         text = dump(LoadedJob(found.job, options.write, {**loaded.sources, **kept}))
-        options.write.write_text(text + "\n", encoding="utf-8")
+        output_files.write(options.write, text + "\n")
     print_tuned(found)
     return 0

@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     if options.report is not None:
         from samestep.script_proof.page import page
 
-        options.report.write_text(page(verdict, options.script), encoding="utf-8")
+        output_files.write(options.report, page(verdict, options.script))
     print_verdict(verdict)
     return 0 if verdict.same_step else 1
 

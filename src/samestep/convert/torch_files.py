@@ -35,8 +35,11 @@ def is_pickle(path: Path) -> bool:
     """Whether a file begins as torch.save's do: as a zip archive, or, in former times, with a pickled number."""
     if not path.is_file():
         return False
-    with path.open("rb") as stream:
-        return stream.read(len(_FORMER)).startswith((b"PK", _FORMER))
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(_FORMER)).startswith((b"PK", _FORMER))
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
 
 
 def load_pickle(path: Path, allowed: Iterable[Allowed] = ()) -> Any:

@@ -52,6 +52,16 @@ def once_each(pairs: Iterable[tuple[str, str]], shortest: int = 1) -> dict[str, 
 
 _COLUMNS = ("text", "label")
 
+_LONGEST_TEXT = 2**28  # characters of one field; Python's csv takes 131,072 unless it is told
+
+# Names of separators, and the suffix of files that have them, if there is one.
+_SEPARATORS: Mapping[str, tuple[str, str | None]] = {
+    ",": ("comma", ".csv"),
+    "\t": ("tab", ".tsv"),
+    ";": ("semicolon", None),
+    "|": ("bar", None),
+}
+
 
 def read_jsonl(path: Path) -> LabelledTexts:
     """Read a file with one object a line, such as {"text": "...", "label": "..."}.
@@ -100,14 +110,17 @@ def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _separated_records(path: Path, separator: str, called: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Line number and fields by column of each row of a CSV or TSV file."""
+    content = read_utf8(path)
     # strict: otherwise a quote that is never closed swallows the rest of the file.
-    rows = csv.reader(io.StringIO(read_utf8(path), newline=""), delimiter=separator, strict=True)
+    rows = csv.reader(io.StringIO(content, newline=""), delimiter=separator, strict=True)
     header: list[str] | None = None
     number = 1
+    before = csv.field_size_limit(_LONGEST_TEXT)
     try:
         for row in rows:
             if header is None:
                 header = [name.strip() for name in row]
+                _check_separator(path, content, separator)
                 check_columns(f"{path}:{number}", dict.fromkeys(header))
             elif row:
                 if len(row) != len(header):
@@ -118,11 +131,48 @@ def _separated_records(path: Path, separator: str, called: str) -> Iterator[tupl
                 yield number, dict(zip(header, row, strict=True))
             number = rows.line_num + 1  # a quoted text may run over several lines
     except csv.Error as error:
+        if rows.line_num and "field larger" in str(error):
+            raise UserError(f"{path}:{number}: a text has over {_LONGEST_TEXT:,} characters; shorten it") from None
+        if (opened := _unclosed_quote(content, separator)) is not None:
+            raise UserError(f"{path}:{opened}: a double quote opens a text here, and none closes it") from None
         why = str(error).replace(f"'{separator}'", f"a {called}")
         raise UserError(
             f"{path}:{number}: not {path.suffix[1:].upper()}: {why}; a text that begins with a double quote must "
             "stand in double quotes, and its own be doubled"
         ) from None
+    finally:
+        csv.field_size_limit(before)
+
+
+def _check_separator(path: Path, content: str, separator: str) -> None:
+    """Raise UserError where the first line names the columns, but between others than this format's separator."""
+    first = next(iter(content.lstrip("\r\n").splitlines()), "")
+    put = f"put {_SEPARATORS[separator][0]}s there"
+    for other, (name, suffix) in _SEPARATORS.items():
+        columns = {column.strip().strip('"') for column in first.split(other)}
+        if other != separator and columns >= set(_COLUMNS):
+            instead = put if suffix is None else f"name it {path.stem}{suffix}, or {put}"
+            raise UserError(f"{path}:1: the columns seem to be separated by {name}s; {instead}")
+
+
+def _unclosed_quote(content: str, separator: str) -> int | None:
+    """The line of a double quote that begins a text and has no end; None where all have one."""
+    opened, line, begins, place = None, 1, True, 0
+    while place < len(content):
+        letter = content[place]
+        if opened is None:
+            if letter == '"' and begins:
+                opened = line
+            begins = letter in (separator, "\n", "\r")
+        elif letter == '"':
+            if content[place + 1 : place + 2] == '"':
+                place += 1
+            else:
+                opened, begins = None, False
+        if letter == "\n" or (letter == "\r" and content[place + 1 : place + 2] != "\n"):
+            line += 1
+        place += 1
+    return opened
 
 
 def collect_records(path: Path, records: Iterable[tuple[int, Mapping[str, Any]]]) -> LabelledTexts:

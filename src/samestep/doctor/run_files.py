@@ -1,6 +1,5 @@
 """The files of a run, read as they are: cut lines, missing files and values that are not numbers are no surprise."""
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
+from samestep.input_files import parse_json
 from samestep.job_plan.after_run import PLAN_FILE
 from samestep.run_folder import (
     CHECKPOINTS,
@@ -113,6 +113,6 @@ def _report(file: Path) -> tuple[Mapping[str, Any] | None, str | None]:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return None

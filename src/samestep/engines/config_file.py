@@ -15,7 +15,7 @@ import yaml
 from samestep.errors import UserError
 from samestep.input_files import parse_json, text_of
 from samestep.validation import shown
-from samestep.yaml_loader import parse_yaml, yaml_mistake
+from samestep.yaml_loader import NO_TEXT, parse_yaml, yaml_mistake
 
 # How DeepSpeed and Accelerate take true and false, also in quotes.
 _SWITCHES = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
@@ -75,7 +75,19 @@ def json_of(name: str, text: str) -> Any:
 
 
 def _json(name: str, text: str) -> Any:
-    return parse_json(text, object_pairs_hook=lambda pairs: unique(name, pairs))
+    value = parse_json(text, object_pairs_hook=lambda pairs: unique(name, pairs))
+    refuse_no_texts(name, value)
+    return value
+
+
+def refuse_no_texts(name: str, value: Any) -> None:
+    """Raise UserError for a text inside a value that no file can hold: escapes in JSON and Python write such."""
+    if isinstance(value, str) and (wrong := NO_TEXT.search(value)):
+        raise UserError(f"{name}: character {ord(wrong[0]):#x} can't stand in a text")
+    inner = [*value, *value.values()] if isinstance(value, Mapping) else value
+    if isinstance(inner, (list, tuple, set)):
+        for each in inner:
+            refuse_no_texts(name, each)
 
 
 def without_comments(text: str) -> str:

@@ -9,7 +9,8 @@ In the order of reading:
   every host, and end them all.
 - `elastic_agent`: PyTorch's elastic agent, which starts one host's ranks and looks after them. Two ways lead to it:
   `agent` for a command on one host or many, `local` for a function on this host.
-- `worker`, `rank_entry`: what a rank is. `fork_server` (`fork_server_main`): has it started in tenths of a second.
+- `worker`, `rank_entry`: what a rank is. `pickled_calls`: a function and its arguments on their way to one.
+  `fork_server` (`fork_server_main`): has it started in tenths of a second.
 - `handshake`, `consistency`: what hosts agree on before they begin, in the store of `store_address`.
 - `rendezvous`, `rounds`: each round. `rank_rendezvous`: of ranks that srun or mpirun started.
 - `node_heartbeat`: notices hosts that died. `failure`: which rank failed first, and why.
@@ -32,6 +33,6 @@ A job from its start to its end:
 
 With one host 1, 2, 3 and the heartbeats fall away; `elastic_agent` is the same.
 
-`environments` and `script_env` import only the modules below them: `affinity`, `device`, `network`, `fork_server`,
-`options`, `node_spec`, `starter` (`FOUNDATIONS` in `tests/test_house.py`).
+`environments` and `script_env` import only the modules below them: `affinity`, `memory`, `device`, `network`,
+`fork_server`, `options`, `node_spec`, `starter` (`FOUNDATIONS` in `tests/test_house.py`).
 """

@@ -3,7 +3,6 @@
 A training's are looked after: they start again from the last checkpoint when one has failed.
 """
 
-import pickle
 import signal
 import sys
 import threading
@@ -28,6 +27,7 @@ from samestep.launch.elastic_agent import AgentSpec, HungError, Supervision, sil
 from samestep.launch.elastic_agent import run as run_agent
 from samestep.launch.failure import ended_by, first_of, has_error_file, user_error_of
 from samestep.launch.logs import Follower, RankFiles
+from samestep.launch.pickled_calls import pickled
 from samestep.launch.rendezvous import SingleNodeRendezvous
 from samestep.launch.rounds import RanksEnded
 from samestep.launch.worker import entry_of_call
@@ -197,16 +197,8 @@ def _place() -> Iterator[Path]:
 
 
 def _write(call: Call, place: Path) -> None:
-    """Write the pickled call for the ranks. Raises UserError if it can't be pickled."""
-    function, arguments = call
-    try:
-        data = pickle.dumps((function, tuple(arguments)))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"a task or engine object can't be sent to the ranks: {error}; "
-            "define its class at the top level of a module, and open files and models in its methods"
-        ) from None
-    (place / _CALL).write_bytes(data)
+    """Write the pickled call for the ranks. Raises UserError if it can't be pickled, or they could not load it."""
+    (place / _CALL).write_bytes(pickled(*call))
 
 
 @contextmanager

@@ -160,6 +160,9 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
         sizes = {name: record[name] for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")}
         for name, value in (*sizes.items(), ("global_batch", record["global_batch"])):
             check_whole(f"--rows {file}: row {record.get('id', '?')}: {name}", value)
+        for name in ("model", "precision", "gpu", "group"):
+            if not isinstance(record.get(name, ""), str):
+                raise TypeError(f"{name} is {record[name]!r:.40}")
         for name in ("micro_batch", "head_dim"):
             if record.get(name) is not None:
                 check_whole(f"--rows {file}: row {record.get('id', '?')}: {name}", record[name])
@@ -182,7 +185,9 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
             global_batch=record["global_batch"],
             micro_batch=record["micro_batch"],
             recompute_known=True,  # null counts as none: such programs offload as often as they recompute
-            precision=_precision(record["precision"]),
+            precision=_flops_known(
+                f"--rows {file}: row {record.get('id', '?')}", _gpu(record["gpu"]), _precision(record["precision"])
+            ),
             gpu=_gpu(record["gpu"]),
             software=software,
             seconds=_seconds(record, model),
@@ -195,6 +200,14 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
             f"--rows {file}: row {record.get('id', '?')} has a value of another kind ({error}); "
             "write sizes and seconds as numbers, names as text"
         ) from None
+
+
+def _flops_known(row: str, gpu: str, precision: str) -> str:
+    """The precision of a row. Raises UserError if its device does not have it."""
+    known = device_of(gpu).flops
+    if precision not in known:
+        raise UserError(f"{row} is of {precision}, which {gpu} does not have; give {' or '.join(known)}")
+    return precision
 
 
 def _check_devices(row: str, devices: int, layout: Layout) -> None:

@@ -255,7 +255,7 @@ def _number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # a whole number of hundreds of digits
         return None
     return number if abs(number) != float("inf") and number == number else None
 

@@ -95,7 +95,7 @@ def _read_schedule(section: SectionKeys, draft: Draft) -> None:
         return
     name = section.take("type")
     given = section.section("params")
-    if name not in _SCHEDULES:
+    if not isinstance(name, str) or name not in _SCHEDULES:
         if name is not None:
             draft.remark("scheduler.type", name, _OTHER_SCHEDULE)
         given.leave({}, _OTHER_SCHEDULE)

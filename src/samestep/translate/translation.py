@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from samestep import jobfile
-from samestep.engines.config_file import NotJsonError, config_text, json_of, unique, without_comments, yaml_of
+from samestep.engines.config_file import (
+    NotJsonError,
+    config_text,
+    json_of,
+    refuse_no_texts,
+    unique,
+    without_comments,
+    yaml_of,
+)
 from samestep.errors import UserError, closest
 from samestep.job import Job
 from samestep.layout import Layout
@@ -103,11 +111,13 @@ def _python_literal(name: str, text: str) -> Any:
         for inner in ast.walk(value):
             if isinstance(inner, ast.Dict):
                 unique(name, [(ast.literal_eval(key) if key else "**", None) for key in inner.keys])
-        return ast.literal_eval(value)
-    except ValueError:
+        found = ast.literal_eval(value)
+    except (ValueError, TypeError, MemoryError, RecursionError):  # TypeError: a list as a key
         raise UserError(
             f"{name}: a Python dictionary that is more than a literal; write its values instead of names and calls"
         ) from None
+    refuse_no_texts(name, found)
+    return found
 
 
 JOB = "job"

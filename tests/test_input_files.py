@@ -1,0 +1,146 @@
+"""Files that users name, in every place where one can be: what is no file, or not the right one, is one message.
+
+Nothing waits for a writer, reads a device without end, or fills the memory.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fuzzing import command
+
+from samestep.errors import UserError
+from samestep.input_files import bytes_of, parse_json, path_option, text_of, wrong_path
+
+pytestmark = pytest.mark.quick
+
+JOB = "recipe: {task: regression, batch: 8, steps: 2}\nrun: {device: cpu, layout: dp2}\n"
+TEXTS = "recipe: {task: text-classification, data: {source: FILE}, batch: 4}\nrun: {device: cpu}\n"
+ENGINE = (
+    "recipe: {task: regression, batch: 8}\nrun: {engine: ENGINE, layout: dp2, engine_config: FILE, device: cpu}\n"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with everything that is no file of settings, and good job files beside it."""
+    place = tmp_path_factory.mktemp("files")
+    os.mkfifo(place / "pipe")
+    with (place / "huge").open("wb") as stream:
+        stream.truncate(10**9)
+    (place / "utf16").write_bytes(JOB.encode("utf-16"))
+    (place / "utf32").write_bytes(JOB.encode("utf-32"))
+    (place / "latin").write_bytes("caf\xe9\n".encode("latin-1"))
+    (place / "binary").write_bytes(bytes(range(256)))
+    (place / "folder").mkdir()
+    (place / "job.yaml").write_text(JOB, encoding="utf-8")
+    before = Path.cwd()
+    os.chdir(place)  # a socket's path may have 107 bytes
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+        yield place
+    os.chdir(before)
+
+
+WRONG = {
+    "pipe": "is a pipe",
+    "socket": "is a socket",
+    "/dev/zero": "is a device",
+    "/dev/tty": "a device",
+    "huge": "has 1 GB",
+    "utf16": "is UTF-16; save it as UTF-8",
+    "utf32": "save it as UTF-8",
+    "latin": "is not UTF-8: byte 3 is 0xe9",
+    "binary": "save it as UTF-8",
+    "folder": "is a folder",
+    "nowhere": "no",
+    "job.yaml/inside": "Not a directory",
+    "n" * 300: "a name in it is longer than the 255 bytes",
+    "d/" * 3000: "it is longer than the 4095 bytes",
+    "/proc/self/mem": "",
+}
+COMMANDS = {
+    "train": "train FILE --print-config",
+    "verify": "verify FILE",
+    "translate": "translate FILE",
+    "plan --rows": "plan --rows FILE --gpu a100",
+    "hosts": "hosts --hostfile FILE",
+    "launch": "launch --hostfile FILE -- x.py",
+    "doctor": "doctor --hostfile FILE",
+    "checkpoint": "checkpoint verify FILE",
+    "inspect": "checkpoint inspect FILE",
+    "convert --job": "checkpoint convert job.yaml out.pt --job FILE",
+    "evaluate": "evaluate job.yaml --checkpoint FILE",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("which", COMMANDS)
+def test_what_is_no_file_is_told_at_once(which: str, name: str, place: Path) -> None:
+    told = command(COMMANDS[which].replace("FILE", name).split(" "))
+    assert told.startswith("samestep: ")
+    if which in ("train", "verify", "hosts", "launch", "doctor") and name != "/dev/tty":
+        assert WRONG[name] in told
+
+
+@pytest.mark.parametrize("name", [name for name in WRONG if name not in ("nowhere", "folder")])
+@pytest.mark.parametrize("engine", ["", "deepspeed", "accelerate", "parameter-server", "horovod"])
+def test_what_a_job_names_is_told_too(name: str, engine: str, place: Path) -> None:
+    """A task's data, and an engine's settings."""
+    text = ENGINE.replace("ENGINE", engine) if engine else TEXTS
+    file = name if name.startswith("/") else str(place / name)
+    if not engine and name != "huge":
+        link = place / "data.csv"
+        link.unlink(missing_ok=True)
+        link.symlink_to(file[:200])
+        file = str(link)
+    (place / "named.yaml").write_text(text.replace("FILE", file), encoding="utf-8")
+    assert command(["train", "named.yaml", "--dry-run"]).startswith("samestep: ")
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "folder", "nowhere/x", "/dev/full", "job.yaml/x", "job.yaml"])
+def test_files_to_write_are_told_too(name: str, place: Path) -> None:
+    told = command(["layout", "dp2", "--json", name])
+    assert told.startswith("samestep: ")
+    assert "can't be written" in told or "--json" in told
+
+
+def test_a_character_that_no_argument_has(place: Path) -> None:
+    for words in (["train", "a\0b"], ["layout", "dp2", "--json", "a\0"], ["train", "x", "--set", "run.folder=\0"]):
+        assert "has the character NUL" in command(words)
+    (place / "nul.yaml").write_text('recipe: {task: "a\\0b"}\n', encoding="utf-8")
+    assert "character 0x0 can't stand in a text" in command(["train", "nul.yaml"])
+
+
+def test_a_pipe_of_the_shell_and_an_empty_device_are_read(place: Path) -> None:
+    read, write = os.pipe()
+    os.write(write, JOB.encode())
+    os.close(write)
+    assert text_of(Path(f"/dev/fd/{read}")) == JOB
+    os.close(read)
+    assert text_of(Path("/dev/null")) == ""
+    assert bytes_of(place / "binary", most=256) == bytes(range(256))
+    with pytest.raises(UserError, match="binary has 256 B; such a file may have 255 B"):
+        bytes_of(place / "binary", most=255)
+
+
+def test_marks_of_the_beginning_and_ends_of_lines(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
+    assert text_of(file) == "a\nb\nc\n"
+    assert text_of(file, newlines=False) == "a\r\nb\rc\n"
+
+
+def test_a_path_is_told_why_it_is_none() -> None:
+    assert wrong_path("a" * 255) is None
+    assert "255" in str(wrong_path("a" * 256))
+    assert "255" in str(wrong_path("é" * 128))
+    assert path_option("x/y") == Path("x/y")
+
+
+def test_json_beyond_what_python_reads_is_no_json() -> None:
+    for text in ("[" * 100_000, "1" * 5000, "{", '{"a": ' * 50_000):
+        with pytest.raises(ValueError, match=r"nested too deep|thousands of digits|Expecting"):
+            parse_json(text)
