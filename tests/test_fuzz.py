@@ -31,8 +31,10 @@ from resuming import job_of, train_all
 from safetensors.torch import save_file
 from small_tasks import Points
 
+import samestep
 from samestep.data.text import read_csv, read_jsonl, read_tsv
 from samestep.errors import UserError
+from samestep.job import Checkpointing
 from samestep.job_plan.machine import message_rates
 from samestep.launch import forwarded_env
 from samestep.synonyms import SYNONYMS
@@ -271,7 +273,8 @@ def data_file(chance: random.Random, place: Path) -> None:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with one checkpoint, and the weights of it in safetensors and an index of them."""
     place = tmp_path_factory.mktemp("checkpoints")
-    train_all({"run": job_of(Points(), place / "run", "single", steps=2, checkpoint={"every": 2})})
+    recipe = samestep.Recipe(task=Points(), batch=32, steps=2)
+    train_all([job_of(recipe, "single", place / "run", checkpoint=Checkpointing(every=2))])
     save_file({"weight": torch.ones(3, 4), "bias": torch.zeros(4)}, place / "model.safetensors")
     index = {"metadata": {}, "weight_map": {"weight": "model.safetensors", "bias": "model.safetensors"}}
     (place / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
