@@ -10,6 +10,9 @@ import yaml
 
 from samestep import jobfile
 from samestep.cli.main import main
+from samestep.comparison.results import explain
+from samestep.handwritten import FAILED, REFUSED
+from samestep.subprocess_group import CommandOutcome
 from samestep.variables import Expanded, hide_from_messages, without_values
 
 SECRET = "s3cr3t \"ü'\\/+&%"
@@ -144,6 +147,21 @@ def test_texts_that_the_checks_made_plain_are_as_they_were_written(tmp_path: Pat
     assert isinstance(job.recipe.task, Expanded)
     assert jobfile.plain(job.recipe, written=True)["task"] == "${SECRET}:Points"
     assert str(task) not in repr(job)
+
+
+@pytest.mark.quick
+def test_what_a_run_of_another_process_printed_has_the_name(tmp_path: Path) -> None:
+    """The runs of compare, tune and drill, which are given the values."""
+    hide_from_messages({SECRET: "${SECRET}"})
+    text = f"samestep: recipe.args.note is {SECRET}; it should be short\n"
+    outcome = CommandOutcome(code=2, seconds=1.0, output=text)
+    assert holds(outcome.output + "".join(outcome.remarks)) == []
+    assert explain(tmp_path, outcome, 1.0) == ("refused", "recipe.args.note is ${SECRET}; it should be short")
+    (tmp_path / REFUSED).write_text(text, encoding="utf-8")
+    assert holds(explain(tmp_path, outcome, 1.0)[1]) == []
+    (tmp_path / REFUSED).unlink()
+    (tmp_path / f"{FAILED}0").write_text(f"ValueError: {SECRET!r}", encoding="utf-8")
+    assert explain(tmp_path, CommandOutcome(code=1, seconds=1.0, output=""), 1.0)[1] == "ValueError: '${SECRET}'"
 
 
 NOTED = """

@@ -26,6 +26,7 @@ HOUSE = (
     ("sizes",),
     ("input_files",),
     ("durations",),
+    ("host_names",),
     ("variables",),
     ("launchers",),
     ("ranks",),

@@ -29,9 +29,7 @@ def test_slurm_lists_of_hosts(text: str, names: list[str]) -> None:
     assert host_names("SLURM_JOB_NODELIST", text) == names
 
 
-@pytest.mark.parametrize(
-    "text", ["", ",", "a,,b", "a[1-", "a]1", "a[]", "a[3-1]", "a[1-x]", "a b", "a[1,]", "a[0-999999]"]
-)
+@pytest.mark.parametrize("text", ["", ",", "a,,b", "a[1-", "a]1", "a[]", "a[3-1]", "a[1-x]", "a b", "a[1,]"])
 def test_a_wrong_slurm_list(text: str) -> None:
     with pytest.raises(UserError, match=r"SLURM_JOB_NODELIST is .* is no part of a list of hosts such as gpu\["):
         host_names("SLURM_JOB_NODELIST", text)

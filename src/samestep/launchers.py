@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.errors import UserError
+from samestep.host_names import check_count, check_host, checked_hosts, shown
 from samestep.limits import MOST_PORT, MOST_RANKS, MOST_RANKS_A_HOST, read_whole
 from samestep.variables import Environ, Read, Variables
 
@@ -38,6 +39,12 @@ class TorchrunVariables:
     main_port: int | None
     job: str | None
     read: tuple[Read, ...]
+
+
+def _address(read: Variables, name: str) -> str | None:
+    """Return the address of a host; None if the variable is unset."""
+    address = read.text(name)
+    return None if address is None else check_host(address, name)
 
 
 def in_torchrun(environ: Environ) -> bool:
@@ -73,7 +80,7 @@ def read_torchrun(environ: Environ) -> TorchrunVariables | None:
         local_world_size=local_size,
         node=node,
         nodes=nodes,
-        main_address=read.text("MASTER_ADDR"),
+        main_address=_address(read, "MASTER_ADDR"),
         main_port=read.number("MASTER_PORT", 1, MOST_PORT),
         job=read.text("TORCHELASTIC_RUN_ID"),
         read=read.read(),
@@ -112,7 +119,10 @@ def read_horovodrun(environ: Environ) -> HorovodRunVariables | None:
         local_rank=local_rank,
         local_world_size=local_size,
         host=read.text("HOROVOD_HOSTNAME") or "localhost",
-        address=read.wanted("HOROVOD_GLOO_RENDEZVOUS_ADDR", "the address of horovodrun's server"),
+        address=check_host(
+            read.wanted("HOROVOD_GLOO_RENDEZVOUS_ADDR", "the address of horovodrun's server"),
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+        ),
         port=read.needed("HOROVOD_GLOO_RENDEZVOUS_PORT", 1, MOST_PORT),
     )
 
@@ -171,7 +181,8 @@ def read_open_mpi(environ: Environ) -> MpiVariables | None:
 def _addresses(contact: str) -> tuple[str, ...]:
     """Parse the addresses in mpirun's contact: 1834352640.0;tcp://10.0.0.5,10.1.0.5:37865;tcp6://[fd00::5]:56449."""
     found = re.findall(r"tcp6?://([^;]+):\d+", contact)
-    return tuple(address.strip("[]") for addresses in found for address in addresses.split(","))
+    listed = (address.strip("[]") for addresses in found for address in addresses.split(","))
+    return tuple(checked_hosts(listed, "OMPI_MCA_orte_hnp_uri"))
 
 
 def read_pmi(environ: Environ) -> MpiVariables | None:
@@ -255,9 +266,8 @@ def slurm_counts(name: str, text: str) -> list[int]:
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
-            raise UserError(f"{name} is {text[:200]!r}; {SLURM_COUNTS}, is wanted")
-        if len(found) + int(match[2] or 1) > MOST_RANKS:
-            raise UserError(f"{name} is {text[:200]!r}, of more than {MOST_RANKS:,} nodes; use that many at most")
+            raise UserError(f"{name} is {shown(text)}; {SLURM_COUNTS}, is wanted")
+        check_count(len(found) + int(match[2] or 1), name)
         found += [int(match[1])] * int(match[2] or 1)
     return found
 
@@ -316,6 +326,7 @@ def read_pytorchjob(environ: Environ) -> PyTorchJobPod | None:
     processes, pods = _processes(read), _pods(read)
     if "MASTER_ADDR" in environ:
         address, port = read.wanted("MASTER_ADDR", "the first pod's name"), read.needed("MASTER_PORT", 1, MOST_PORT)
+        check_host(address, "MASTER_ADDR")
         rank, world_size = read.needed("RANK"), read.needed("WORLD_SIZE", 1, MOST_RANKS)
         name = "PET_NODE_RANK" if read.text("PET_NODE_RANK") else "RANK"
         number = read.needed(name)
@@ -368,8 +379,10 @@ def _endpoint(text: str) -> tuple[str, int]:
     """Split PET_RDZV_ENDPOINT into host and port."""
     host, _, port = text.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()):
-        raise UserError(f"PET_RDZV_ENDPOINT is {text!r}; a host and a port such as job-worker-0:23456 are wanted")
-    return host, int(port)
+        raise UserError(
+            f"PET_RDZV_ENDPOINT is {shown(text)}; a host and a port such as job-worker-0:23456 are wanted"
+        )
+    return check_host(host, "PET_RDZV_ENDPOINT"), int(port)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,7 +417,8 @@ def read_sagemaker(environ: Environ) -> SageMakerContainer | None:
     hosts = _hosts(listed, source)
     current = read.text("SM_CURRENT_HOST") or config.get("current_host")
     if current not in hosts:
-        raise UserError(f"SM_CURRENT_HOST is {current!r}, which is none of {', '.join(hosts)}; SageMaker sets it")
+        names = ", ".join(hosts[:8])
+        raise UserError(f"SM_CURRENT_HOST is {shown(current)}, which is none of {names}; SageMaker sets it")
     return SageMakerContainer(
         hosts=hosts,
         current=current,
@@ -429,7 +443,8 @@ def _resource_config(read: Variables) -> dict[str, Any]:
 def _hosts(listed: Any, source: str) -> tuple[str, ...]:
     """Return the containers' names, validated, in a fixed order."""
     if not isinstance(listed, list) or not listed or not all(isinstance(name, str) and name for name in listed):
-        raise UserError(f"{source} is {listed!r}; {_HOSTS} is wanted")
+        raise UserError(f"{source} is {shown(listed)}; {_HOSTS} is wanted")
+    listed = [*checked_hosts(listed, source)]
     if len(set(listed)) < len(listed):
         raise UserError(f"{source} names a host twice: {', '.join(listed)}")
     # All containers must agree on the order, which SageMaker doesn't promise; numeric, so that algo-2 precedes

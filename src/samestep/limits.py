@@ -16,6 +16,7 @@ from samestep.errors import UserError
 MOST = 10**9  # of what is counted and has no limit of its own: steps, samples, tokens
 MOST_RANKS = 2**20  # of a job: ten times the devices of the largest cluster
 MOST_RANKS_A_HOST = 1024
+MOST_HOSTS = 2**16  # of a job
 MOST_THREADS = 1024  # a process
 MOST_WORKERS = 256  # processes that load data, a rank
 MOST_RESTARTS = 10_000

@@ -17,6 +17,7 @@ import psutil
 
 from samestep import environment
 from samestep.errors import InterruptedJobError
+from samestep.variables import without_values
 
 _GRACE = 5.0  # seconds to end in order, for a launcher to end its ranks
 PREFIX = "samestep: "  # prefix of a message of samestep's
@@ -37,7 +38,10 @@ class CommandOutcome:
 
     code: int | None  # None: it was stopped at its time limit
     seconds: float  # wall time, start-up and all
-    output: str  # what it and its ranks printed
+    output: str  # what it and its ranks printed, without what the variables of the job file hold
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "output", without_values(self.output))
 
     @property
     def remarks(self) -> tuple[str, ...]:

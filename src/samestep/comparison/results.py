@@ -28,6 +28,7 @@ from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators
 from samestep.run_folder import EVALUATIONS_FILE, METRICS_FILE, REPORT_FILE, json_lines
 from samestep.subprocess_group import PREFIX, CommandOutcome
+from samestep.variables import without_values
 
 
 class Score(NamedTuple):
@@ -119,12 +120,12 @@ def explain(folder: Path, outcome: CommandOutcome, limit: float) -> tuple[Litera
     if outcome.code is None:
         return "failed", f"it ran longer than the time limit of {limit:g} s and was stopped"
     if (folder / REFUSED).is_file():
-        return "refused", (folder / REFUSED).read_text(encoding="utf-8")
+        return "refused", without_values((folder / REFUSED).read_text(encoding="utf-8"))
     if outcome.code == USERS_MISTAKE and PREFIX in outcome.output:
         return "refused", outcome.output.rpartition(PREFIX)[2].strip()
     # Of a handwritten rank that failed; its launcher's own words stand behind it in what was printed.
     first = min(folder.glob(f"{FAILED}*"), key=lambda file: file.stat().st_mtime, default=None)
-    text = first.read_text(encoding="utf-8") if first is not None else outcome.output
+    text = without_values(first.read_text(encoding="utf-8")) if first is not None else outcome.output
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return "failed", "\n".join(lines[-_LINES:]) or f"it ended with exit code {outcome.code} and said nothing"
 

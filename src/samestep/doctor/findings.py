@@ -12,6 +12,7 @@ from rich.text import Text
 
 from samestep.display.tables import Table, plain_console, table, texts
 from samestep.errors import UserError
+from samestep.host_names import check_count, check_host, quoted, shown
 
 SSH_PORT = 22
 
@@ -36,18 +37,21 @@ class HostAddress:
 
 def parse_hosts(text: str) -> tuple[HostAddress, ...]:
     """Parse the hosts of `--hosts`. Raises UserError."""
-    return tuple(_host(each.strip(), f"--hosts {text}") for each in text.split(","))
+    where = f"--hosts {shown(text)[1:-1]}"
+    names = text.split(",")
+    check_count(len(names), where)
+    return tuple(_host(each.strip(), where) for each in names)
 
 
 def _host(text: str, place: str) -> HostAddress:
     """Parse a host, with a port unless it is SSH's."""
     match = _HOST.fullmatch(text)
     if match is None:
-        raise UserError(f'{place}: "{text}" is no host; {_FORM}')
+        raise UserError(f"{place}: {quoted(text)} is no host; {_FORM}")
     port = int(match["port"] or SSH_PORT)
     if not 0 < port < 65536:
         raise UserError(f'{place}: "{text}": a port is a number from 1 to 65535')
-    return HostAddress(name=match["name"] or match["address"], port=port)
+    return HostAddress(name=check_host(match["name"] or match["address"], place), port=port)
 
 
 Verdict = Literal["ok", "warning", "problem"]

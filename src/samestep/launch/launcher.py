@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 from samestep import environment
 from samestep.errors import UserError
+from samestep.host_names import check_host
 from samestep.launch import ssh
 from samestep.launch.environments import ray, slurm
 from samestep.launch.environments.base import Cluster, FoundCluster, Host
@@ -262,7 +263,9 @@ def _spec(wanted: LaunchRequest, job: str, cluster: Cluster, number: int) -> Nod
 
 
 def check_size(wanted: LaunchRequest) -> None:
-    """Raise UserError for an impossible number of hosts."""
+    """Raise UserError for an impossible number of hosts, or a place to meet that is no host."""
+    if wanted.master_addr is not None:
+        check_host(wanted.master_addr, "--master-addr")
     if wanted.nodes is not None and wanted.hosts.num_nodes is not None:
         raise UserError("--nodes and --num-nodes are both given; --nodes 1:4 is for a job that may shrink and grow")
     if wanted.hosts.num_nodes is not None and wanted.hosts.num_nodes < 1:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from samestep.errors import UserError
+from samestep.host_names import check_count
 from samestep.launch.network import is_address, is_ours
 from samestep.ranks import DeviceChoice
 from samestep.variables import Read
@@ -138,11 +139,17 @@ class ClusterEnvironment(Protocol):
 
 def unnamed(nodes: int, this: int | None, own: str) -> list[str]:
     """Name the hosts: this one by its own name, others by "(host N)", which is no valid name."""
+    check_count(nodes, "the launcher")
     return [own if index == this else f"(host {index})" for index in range(nodes)]
+
+
+def is_unnamed(name: str) -> bool:
+    return name.startswith("(host ")
 
 
 def shares(world_size: int, local_size: int, nodes: int, this: int) -> list[int]:
     """Return the ranks of each host: `local_size` on this one, the rest divided evenly among the others."""
+    check_count(nodes, "the launcher")
     others, rest = nodes - 1, world_size - local_size
     if rest < others or (rest and not others):
         raise UserError(

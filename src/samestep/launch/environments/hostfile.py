@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from samestep.errors import UserError
+from samestep.host_names import check_count, check_host, quoted
 from samestep.input_files import text_of
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Read, which
 from samestep.limits import MOST_RANKS_A_HOST, read_whole
@@ -52,6 +53,7 @@ def read_hostfile(file: Path) -> tuple[tuple[Host, ...], tuple[Read, ...]]:
         if words:
             name, count = _line(words, f"--hostfile {file}, line {number}")
             slots[name] = slots.get(name, 0) + count
+            check_count(len(slots), f"--hostfile {file}")
             read.append(Read(source=f"{file}:{number}", value=" ".join(words)))
     hosts = tuple(Host(name=name, slots=count) for name, count in slots.items() if count)
     if not hosts:
@@ -63,7 +65,8 @@ def _line(words: list[str], place: str) -> tuple[str, int]:
     """The name and the slots of a line."""
     match = _HOST.fullmatch(words[0])
     if match is None:
-        raise UserError(f'{place}: "{words[0]}" is no host; {_FORM}')
+        raise UserError(f"{place}: {quoted(words[0])} is no host; {_FORM}")
+    check_host(match["name"] or match["address"], place)
     counts = {} if match["slots"] is None else {"slots": _count(match["slots"], words[0], place)}
     for word in words[1:]:
         key, separator, value = word.partition("=")

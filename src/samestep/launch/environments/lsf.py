@@ -3,7 +3,9 @@
 import re
 
 from samestep.errors import UserError
+from samestep.host_names import check_count, quoted, shown
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, which
+from samestep.limits import MOST_RANKS_A_HOST, read_whole
 from samestep.variables import Variables
 
 _HOST = re.compile(r"\w[\w.-]*", re.ASCII)  # no name starts with a dash, which ssh would take for an option
@@ -52,11 +54,16 @@ def _listed(text: str) -> dict[str, int]:
     words = text.split()
     slots: dict[str, int] = {}
     if len(words) % 2:
-        raise UserError(f"LSB_MCPU_HOSTS is {text!r}, where {words[-1]} has no slots; {_FORM} are wanted")
+        raise UserError(f"LSB_MCPU_HOSTS is {shown(text)}, where {words[-1]} has no slots; {_FORM} are wanted")
     for name, count in zip(words[::2], words[1::2], strict=True):
         if _HOST.fullmatch(name) is None:
-            raise UserError(f'LSB_MCPU_HOSTS is {text!r}; "{name}" is no host; {_FORM} are wanted')
-        if not (count.isascii() and count.isdigit()) or int(count) == 0:
-            raise UserError(f'LSB_MCPU_HOSTS is {text!r}; "{count}" is no number of slots; {_FORM} are wanted')
-        slots[name] = slots.get(name, 0) + int(count)
+            raise UserError(f"LSB_MCPU_HOSTS is {shown(text)}; {quoted(name)} is no host; {_FORM} are wanted")
+        number = read_whole(count) or 0
+        if not 1 <= number <= MOST_RANKS_A_HOST:
+            limit = f", of which a host has {MOST_RANKS_A_HOST:,} at most" if number > 0 else ""
+            raise UserError(
+                f"LSB_MCPU_HOSTS is {shown(text)}; {quoted(count)} is no number of slots{limit}; {_FORM} are wanted"
+            )
+        slots[name] = slots.get(name, 0) + number
+    check_count(len(slots), "LSB_MCPU_HOSTS")
     return slots

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from samestep.errors import UserError, closest
-from samestep.launch.environments.base import ClusterEnvironment, FoundCluster, PlaceInputs
+from samestep.host_names import check_count, check_host
+from samestep.launch.environments.base import ClusterEnvironment, FoundCluster, PlaceInputs, is_unnamed
 from samestep.launch.environments.hostfile import Hostfile
 from samestep.launch.environments.kubernetes import PyTorchJob
 from samestep.launch.environments.local import ThisMachine
@@ -37,11 +38,21 @@ def find(given: PlaceInputs, place: str | None = None) -> FoundCluster:
     """
     named = [each for each in PLACES if each.named(given)]
     if place is not None:
-        return _called(place, given, named).find(given)
+        return _found(_called(place, given, named), given)
     if len(named) > 1:
         raise UserError(f"{' and '.join(each.sign for each in named)} both name hosts; leave one of them out")
-    chosen = named[0] if named else _shown(given)
-    return chosen.find(given)
+    return _found(named[0] if named else _shown(given), given)
+
+
+def _found(place: ClusterEnvironment, given: PlaceInputs) -> FoundCluster:
+    """Find the hosts of a place, and check their names and number, whatever the place has checked itself."""
+    found = place.find(given)
+    where = f"place {place.name} ({place.sign})"
+    check_count(len(found.cluster.hosts), where)
+    for index, host in enumerate(found.cluster.hosts):
+        if index != found.cluster.this and not is_unnamed(host.name):
+            check_host(host.name, where)
+    return found
 
 
 def check_not_alone(environ: Mapping[str, str]) -> None:
@@ -53,7 +64,7 @@ def check_not_alone(environ: Mapping[str, str]) -> None:
     place = _shown(given)
     if not place.everywhere:
         return
-    hosts = place.find(given).cluster.hosts
+    hosts = _found(place, given).cluster.hosts
     if len(hosts) > 1:
         raise UserError(
             f"this is one of {len(hosts)} hosts of a {place.name} job, which all run this command, and each would do "
@@ -66,7 +77,7 @@ def idle_hosts(environ: Mapping[str, str]) -> str | None:
     given = PlaceInputs(environ=environ)
     place = _shown(given)
     try:
-        hosts = place.find(given).cluster.hosts if place.allocates else ()
+        hosts = _found(place, given).cluster.hosts if place.allocates else ()
     except UserError:
         return None  # wrong variables don't matter to a training on one host
     if len(hosts) <= 1:

@@ -4,11 +4,13 @@ Agents are started by srun, inside the allocation: one step with one task on eac
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from math import prod
 
 from samestep import environment
 from samestep.errors import UserError
+from samestep.host_names import check_count, check_host, quoted, shown
 from samestep.launch.environments.base import (
     Cluster,
     FoundCluster,
@@ -34,37 +36,60 @@ from samestep.variables import Variables
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 _PLAIN = re.compile(r"[\w.-]*", re.ASCII)
-_LARGEST = 100_000  # maximum number of names in one range
+_LONGEST = 1 << 20  # characters of a list
 
 
 def host_names(variable: str, text: str) -> list[str]:
-    """Expand a Slurm node list, in order. Raises UserError with the variable and what is wrong in it."""
+    """Expand a Slurm node list, in order. Raises UserError with the variable and what is wrong in it.
+
+    How many hosts it names is counted before they are listed: a[0-99999]b[0-99999] names ten thousand million.
+    """
+    if len(text) > _LONGEST:
+        raise UserError(f"{variable} has {len(text):,} characters, and a list of hosts has {_LONGEST:,} at most")
     names: list[str] = []
-    for part in re.split(r",(?![^\[]*\])", text):  # commas outside brackets
+    for part in _parts(text):
         pieces = re.split(r"\[([^\[\]]*)\]", part)  # plain, ranges, plain, ranges, plain
         plain, ranges = pieces[::2], pieces[1::2]
         if not part or any(_PLAIN.fullmatch(piece) is None for piece in plain):
             raise _wrong(variable, text, part)
-        choices = [_numbers(variable, text, piece) for piece in ranges]
-        for numbers in product(*choices):
-            names.append("".join(word for pair in zip(plain, [*numbers, ""], strict=True) for word in pair))
+        choices = [[_range(variable, text, each) for each in piece.split(",")] for piece in ranges]
+        check_count(len(names) + prod(sum(len(numbers) for numbers, _ in choice) for choice in choices), variable)
+        for numbers in product(*map(_padded, choices)):
+            name = "".join(word for pair in zip(plain, [*numbers, ""], strict=True) for word in pair)
+            names.append(check_host(name, variable))
     return names
 
 
-def _numbers(variable: str, text: str, ranges: str) -> list[str]:
-    """Expand the ranges between brackets, keeping leading zeros."""
-    found: list[str] = []
-    for each in ranges.split(","):
-        match = _RANGE.fullmatch(each)
-        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if not 0 <= int(last) - int(first) < _LARGEST:
-            raise _wrong(variable, text, each)
-        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return found
+def _parts(text: str) -> Iterator[str]:
+    """Split a list at its commas outside brackets."""
+    begin = depth = 0
+    for end, character in enumerate(text):
+        if character == "," and not depth:
+            yield text[begin:end]
+            begin = end + 1
+        depth += (character == "[") - (character == "]")
+    yield text[begin:]
+
+
+def _range(variable: str, text: str, written: str) -> tuple[range, int]:
+    """The numbers of a range, and how many digits they have with leading zeros."""
+    match = _RANGE.fullmatch(written)
+    if match is None:
+        raise _wrong(variable, text, written)
+    numbers = range(int(match[1]), int(match[2] or match[1]) + 1)
+    if not numbers:
+        raise _wrong(variable, text, written)
+    return numbers, len(match[1])
+
+
+def _padded(choice: Sequence[tuple[range, int]]) -> Iterator[str]:
+    return (str(number).zfill(digits) for numbers, digits in choice for number in numbers)
 
 
 def _wrong(variable: str, text: str, part: str) -> UserError:
-    return UserError(f'{variable} is {text!r}; "{part}" is no part of a list of hosts such as gpu[01-03,7],host-b')
+    return UserError(
+        f"{variable} is {shown(text)}; {quoted(part)} is no part of a list of hosts such as gpu[01-03,7],host-b"
+    )
 
 
 class Slurm:
