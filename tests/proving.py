@@ -51,6 +51,16 @@ def prove(
         return proofs
 
 
+def prove_alone(recipe: samestep.Recipe, *, steps: int, dropout: bool = False) -> Proof:
+    """One process held against the reference and the model as built, which `samestep.verify` refuses."""
+    job = proof_job(Job(recipe=recipe, run=Run(threads=1)), dropout=dropout)
+    task = resolve(recipe)
+    with TemporaryDirectory(prefix="samestep-reference-") as folder:
+        known = reference(job, task, steps, Path(folder))
+        with join(alone=True, device="cpu", threads=1) as world:
+            return hold_against(job, task, world, Layout(), steps, known)
+
+
 def _on_each_rank(
     jobs: Mapping[str, Job], known: Mapping[str, Reference], recipes: Mapping[str, int], steps: int
 ) -> dict[str, Proof | str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from casting_tasks import AllComplex, Decoder, Filters
-from proving import prove
+from proving import prove, prove_alone
 from small_tasks import Points
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:
 
 @pytest.mark.parametrize("task", [Points(), Filters(), AllComplex(), Decoder(kind="gemma")], ids=lambda task: "")
 def test_the_first_step_is_that_of_the_model_as_built(task: samestep.Task) -> None:
-    proof = samestep.verify(recipe(task), steps=1, threads=1)
+    proof = prove_alone(recipe(task), steps=1)
     assert proof.same_step, proof
     assert proof.as_built is not None
     assert proof.as_built.not_compared is None
@@ -45,7 +45,7 @@ def test_a_part_that_both_sides_lose_is_seen(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setattr(session, "move", lossy)
     # Of complex weights that a real number would do for the model does not notice.
-    proof = samestep.verify(recipe(Multiplied()), steps=2, threads=1)
+    proof = prove_alone(recipe(Multiplied()), steps=2)
     assert max(proof.max_relative_difference.values()) == 0
     assert not proof.same_step
     assert proof.as_built is not None
@@ -72,7 +72,7 @@ class Multiplied(Points):
 def test_a_gradient_that_both_sides_scale_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     scale = NativeTrainer.gradient_scale
     monkeypatch.setattr(NativeTrainer, "gradient_scale", lambda self, batch: 1.01 * scale(self, batch))
-    proof = samestep.verify(recipe(Points()), steps=2, threads=1)
+    proof = prove_alone(recipe(Points()), steps=2)
     assert max(proof.max_relative_difference.values()) == 0
     assert not proof.same_step
     assert proof.as_built is not None
@@ -85,7 +85,7 @@ class Spectral(Points):
 
 
 def test_buffers_that_a_forward_moves_are_not_taken_for_rounding() -> None:
-    proof = samestep.verify(recipe(Spectral()), steps=1, threads=1)
+    proof = prove_alone(recipe(Spectral()), steps=1)
     assert proof.as_built is not None
     assert proof.as_built.same
     assert proof.as_built.tolerance < 1e-3
@@ -97,7 +97,7 @@ class Orthogonal(Points):
 
 
 def test_signs_that_are_truncated_are_not_taken_for_rounding() -> None:
-    proof = samestep.verify(recipe(Orthogonal()), steps=1, threads=1)
+    proof = prove_alone(recipe(Orthogonal()), steps=1)
     assert proof.as_built is not None
     assert proof.as_built.not_compared is None
     assert proof.as_built.same
@@ -134,15 +134,15 @@ class Halved(Points):
 @pytest.mark.parametrize(
     ("task", "values", "reason"),
     [
-        (Noisy(), {"check": False}, "its forward draws random numbers"),
+        (Noisy(), {}, "its forward draws random numbers"),
         (Halved(), {}, "it computes in bfloat16"),
-        (Chaotic(), {"check": False}, "which would hide any fault"),
+        (Chaotic(), {}, "which would hide any fault"),
         (Points(dropout=0.1), {"dropout": True}, "dropout drops other elements"),
     ],
     ids=lambda value: "",
 )
 def test_what_can_not_be_compared_is_said(task: samestep.Task, values: dict[str, Any], reason: str) -> None:
-    proof = samestep.verify(recipe(task), steps=1, threads=1, **values)
+    proof = prove_alone(recipe(task), steps=1, **values)
     assert proof.same_step, proof
     assert reason in proof.words()[-1]
 
@@ -198,7 +198,7 @@ def test_a_metric_that_only_one_side_knows_is_told() -> None:
 
 
 def test_the_table_and_the_file_say_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    proof = samestep.verify(recipe(NotANumber(where="loss")), steps=4, threads=1)
+    proof = prove_alone(recipe(NotANumber(where="loss")), steps=4)
     print_proof(proof)
     printed = capsys.readouterr().out
     assert "NaN: the loss of step 2, in one process and under the layout" in printed
@@ -208,7 +208,7 @@ def test_the_table_and_the_file_say_nan(tmp_path: Path, capsys: pytest.CaptureFi
     job = tmp_path / "job.yaml"
     task = f"{Path(__file__)}:NotANumber"
     job.write_text(f"recipe: {{task: '{task}', args: {{where: loss}}, batch: 10, steps: 4}}", encoding="utf-8")
-    assert main(["verify", str(job), "--layouts", "single", "--json", str(tmp_path / "rows.json")]) == 1
+    assert main(["verify", str(job), "--layouts", "recompute=full", "--json", str(tmp_path / "rows.json")]) == 1
     (row,) = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
     assert row["verdict"] == "NaN"
     assert "NaN: job: NaN: the loss of step 2" in capsys.readouterr().out

@@ -154,7 +154,7 @@ class Wrong(Balanced):
 )
 def test_wrong_names_are_one_sentence(named: dict[str, str], said: str) -> None:
     with pytest.raises(samestep.UserError) as caught:
-        samestep.verify(samestep.Recipe(task=Wrong(named), batch=8, steps=2), check=False, threads=1)
+        samestep.verify(samestep.Recipe(task=Wrong(named), batch=8, steps=2), micro_batch=4, check=False, threads=1)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 

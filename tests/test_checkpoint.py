@@ -256,7 +256,7 @@ def test_a_full_disk_is_told_and_what_was_saved_stays(small_disk: Path, tmp_path
 
 
 def test_a_folder_that_may_not_be_written_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"can't be written"):
+    with pytest.raises(samestep.UserError, match=r"/proc/samestep can't be written"):
         train(tmp_path / "run", checkpoint={"folder": "/proc/samestep"})
 
 

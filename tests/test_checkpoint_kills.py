@@ -36,7 +36,7 @@ def save_without_end(folder: str) -> None:
 def check_complete(folder: Path) -> list[int]:
     """Every folder that bears a checkpoint's name is one, to the last byte; returns their steps."""
     steps: list[int] = []
-    for path in folder.iterdir():
+    for path in folder.glob("step-*"):
         if path.name.endswith((".saving", ".replaced")):
             continue
         info = read_info(path)

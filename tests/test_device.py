@@ -151,7 +151,7 @@ def test_verify_says_where_the_reference_takes_its_steps(monkeypatch: pytest.Mon
     recipe = Recipe(task=Points(samples=20), batch=10, steps=1)
     for chosen in ("auto", "cpu"):
         with pytest.raises(StartedError):
-            samestep.verify(recipe, device="cpu", threads=1, check=False, reference_device=chosen)
+            samestep.verify(recipe, micro_batch=5, device="cpu", threads=1, check=False, reference_device=chosen)
     assert found == ["auto", "cpu"]
 
 

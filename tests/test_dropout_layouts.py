@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from proving import Case, prove, same
+from proving import Case, prove, prove_alone, same
 from tiny_models import Tiny
 
 import samestep
@@ -24,8 +24,7 @@ def test_a_cut_model_drops_what_one_process_drops() -> None:
     proofs = prove(cases, steps=2, dropout=True)
     assert same(proofs, list(cases)) == {}
     assert proofs["no dropout in attention"] != proofs["pp2"]
-    without = verify_layouts(Job(recipe=recipe, run=Run(threads=1), name="bert"), ["single"], steps=2)
-    assert proofs["pp2"] != without[0].proof
+    assert proofs["pp2"] != prove_alone(recipe, steps=2)
 
 
 @pytest.mark.slow
@@ -40,5 +39,4 @@ def test_cut_models_drop_what_one_process_drops(name: str) -> None:
     other = verify_layouts(alone, ["pp2", "cp2"], steps=3, dropout=True)
     assert all(row.passed for row in other), other
     assert other[0].proof != rows[3].proof
-    without = verify_layouts(Job(recipe=recipe, run=Run(threads=1), name=name), ["single"], steps=3)
-    assert rows[-1].proof != without[0].proof
+    assert rows[-1].proof != prove_alone(recipe, steps=3)

@@ -65,6 +65,7 @@ def test_what_goes_is_what_a_training_reads() -> None:
         "SAMESTEP_ROUND_FOLDER": "/tmp/round",
         "SAMESTEP_RUN_FOLDER": "/tmp/run",
         "SAMESTEP_MEMORY_FOLDER": "/dev/shm/copies",
+        "SAMESTEP_START": "5e1f",
         **dict.fromkeys(SECRETS, "s3cret"),
     }
     found = gather(here)

@@ -61,7 +61,7 @@ def test_a_layout_that_fails_is_a_row_and_the_others_go_on(
         return ranks(function, job, layout, *arguments)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(api, "_on_ranks", fail)
-    assert main(["verify", jobs[0], "--layouts", "dp2, single"]) == 1
+    assert main(["verify", jobs[0], "--layouts", "dp2, recompute=full"]) == 1
     printed = capsys.readouterr().out
     assert "ValueError: planted" in printed
     assert "failed: 1, same: 1" in printed

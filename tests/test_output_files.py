@@ -61,6 +61,13 @@ def test_force_replaces_it() -> None:
     assert Path("shown.json").read_text(encoding="utf-8").startswith("{")
 
 
+def test_two_outputs_are_two_files(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("link").symlink_to("page")
+    assert main([*LAYOUT, "--svg", "page", "--json", "link", "--force"]) == 2
+    assert "--json link: --svg writes the same file; give each its own" in capsys.readouterr().err
+    assert main([*LAYOUT, "--svg", "/dev/null", "--json", "/dev/null"]) == 0
+
+
 def test_an_empty_file_and_one_that_is_not_there_need_no_force() -> None:
     Path("empty.json").touch()
     for name in ("empty.json", "new.json"):

@@ -59,8 +59,8 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restores the environment variables that a round sets for its ranks."""
-    for name in ("SAMESTEP_ROUND", "SAMESTEP_ROUND_FOLDER", "SAMESTEP_RUN_FOLDER", "SAMESTEP_MEMORY_FOLDER"):
-        monkeypatch.setenv(name, "")
+    for name in ("ROUND", "ROUND_FOLDER", "RUN_FOLDER", "MEMORY_FOLDER", "START"):
+        monkeypatch.setenv(f"SAMESTEP_{name}", "")
 
 
 @pytest.fixture

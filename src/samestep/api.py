@@ -1,8 +1,8 @@
 """`samestep.train` and `samestep.verify`: check a job, start its ranks, and return their results."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +14,8 @@ from samestep.display.schedule_svg import draw_schedule
 from samestep.engines import registry as engines
 from samestep.engines.checks import check_layout
 from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
-from samestep.fault_tolerance.policy import again, needs_ranks, shrink
+from samestep.fault_tolerance.lease import Held
+from samestep.fault_tolerance.policy import again, needs_ranks, restart_begins_at_zero, shrink
 from samestep.fault_tolerance.rank import RankSupervision, Round
 from samestep.job import Job, Run
 from samestep.launch import fork_server, local
@@ -28,17 +29,19 @@ from samestep.progress import phases
 from samestep.rank_tasks import StepTiming
 from samestep.ranks import DeviceChoice
 from samestep.recipe import Recipe
-from samestep.run_folder import RunPlace
+from samestep.run_folder import SCHEDULE_FILE
 from samestep.tasks.base import Task
 from samestep.tasks.registry import resolve as resolve_task
 from samestep.training.checkpointing import check_place
 from samestep.training.fit import fit_with_rollbacks
+from samestep.training.own_folder import folder_held
 from samestep.training.rehearsal import Rehearsal, check_rehearsed, rehearse
-from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
+from samestep.training.result import TrainResult, check_folder
 from samestep.training.usage import Usage
 from samestep.validation import checked
 from samestep.verification.bits import BitsRow, compare_bits
 from samestep.verification.departure import look
+from samestep.verification.itself import check_layout_splits, check_other_side
 from samestep.verification.matrix import MatrixRow
 from samestep.verification.proof import Proof, Reference, proof_job, reference
 
@@ -48,8 +51,9 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
 
     `run` takes the keys of a job file's `run:` section: processes, engine, engine_config, micro_batch, reduction,
     group_by_length, cut_at, device, transport, sparse_rows, share_replicas, threads, bind, workers, profile, check,
-    compile, float32_matmul, loss_chunk, bucket_mb, tensor_plan, expert_plan, folder, offload_folder, checkpoint,
-    tensorboard, rank_lines, max_restarts, hang_limit, grace_period, on_nonfinite, elastic, min_processes, inject.
+    compile, float32_matmul, loss_chunk, bucket_mb, tensor_plan, expert_plan, folder, overwrite, offload_folder,
+    checkpoint, tensorboard, rank_lines, max_restarts, hang_limit, grace_period, on_nonfinite, elastic, min_processes,
+    inject.
     Raises UserError for a mistake in the job, RankFailedError where a rank fails and restarts are used up,
     NonFiniteError where a loss is NaN or infinite, InterruptedJobError where a signal stops the job.
     """
@@ -98,14 +102,30 @@ def train_job(job: Job) -> TrainResult:
     if job.run.profile is not None:
         check_folder(job.run.profile.folder, "run.profile.folder")
     check_place(job.run.checkpoint, job.run.folder)
-    task = preflight(job, layout)
-    fork_server.start_early(job)
-    if round_ is None or round_.number == 0:
-        _check_contract(job, layout, task)
-    found = _trained(job, layout)
+    with folder_held(job, round_) as (job, held):
+        task = preflight(job, layout)
+        fork_server.start_early(job)
+        if round_ is None or round_.number == 0:
+            _check_contract(job, layout, task)
+            _warn_of_restarts(job, task)
+        found = _trained(job, layout, held)
     if isinstance(found, Exception):  # the same on all ranks, which have ended in good order
         raise found
     return found
+
+
+def _warn_of_restarts(job: Job, task: Task) -> None:
+    """Print a line, in the process that starts the ranks or on rank 0, where a restart takes all steps again."""
+    ranks = environment.ranks()
+    if ranks is not None and ranks.rank > 0:
+        return
+    total_steps = job.recipe.total_steps(-(-len(task.train_set()) // job.recipe.batch))
+    engine = engines.resolve(job.run.engine)
+    warning = restart_begins_at_zero(
+        job, engine=engine.name, saves=engine.abilities.checkpoints, total_steps=total_steps
+    )
+    if warning is not None:
+        print(f"samestep: {warning}", file=sys.stderr, flush=True)
 
 
 def _of_round(job: Job, round_: Round) -> Job:
@@ -125,26 +145,32 @@ def _of_round(job: Job, round_: Round) -> Job:
     return job
 
 
-def _trained(job: Job, layout: Layout) -> TrainResult | InterruptedJobError | NonFiniteError:
+def _trained(job: Job, layout: Layout, held: Held | None) -> TrainResult | InterruptedJobError | NonFiniteError:
     """Train in this process where it is a rank already or one rank is enough; else start ranks, with restarts."""
     if environment.ranks() is not None or not needs_ranks(job, layout):
-        return _train_rank(job, layout)
-    folder = RunPlace.of(job).chosen()  # the same for every round
-    job = replace(job, run=replace(job.run, folder=folder))
-    return local.train(job, layout, folder, call=partial(_call, _train_rank), shrink=_shrunk)
+        return _train_rank(job, layout, held=held)
+    assert job.run.folder is not None
+
+    def call(job: Job, layout: Layout) -> local.Call:
+        return _call(_train_rank, job, layout, None, held)
+
+    return local.train(job, layout, job.run.folder, call=call, shrink=_shrunk)
 
 
 def _train_rank(
-    job: Job, layout: Layout, round_: Round | None = None
+    job: Job, layout: Layout, round_: Round | None = None, held: Held | None = None
 ) -> TrainResult | InterruptedJobError | NonFiniteError:
-    """Train on this rank. `round_`: None for the round that the node's agent has given to this rank, if any."""
+    """Train on this rank. `round_`: None for the round that the node's agent has given to this rank, if any.
+
+    `held`: the leases of the run's folders, of which only rank 0 makes use.
+    """
     round_ = round_ or Round.from_agent() or Round()
     if round_.number > 0:
         job = again(job)
     again_in = f", round {round_.number}" if round_.number else ""
     with (
         phases.running(f"train {layout}{again_in}"),
-        RankSupervision(job.run, round_) as supervision,
+        RankSupervision(job.run, round_, held) as supervision,
         rank_tasks.joined(job) as world,
     ):
         supervision.joined()
@@ -238,7 +264,9 @@ def verify_job(
     starts the ranks, both sides take them once more to find where they depart.
     """
     check_whole("steps", steps)
+    text = job.run.layout
     job, layout = _settled(job)
+    check_other_side(job, layout, text=text, precision=precision, reference_device=reference_device)
     task = preflight(job, layout)
     fork_server.start_early(job)
     _check_contract(job, layout, task, dropout=dropout)
@@ -286,6 +314,7 @@ def verify_layouts(
         try:
             layout = Layout.parse(text, job.run.processes if unsized(text) else None)
             settled, layout = _settled(job, layout)
+            check_other_side(settled, layout, text=text, precision=precision, reference_device=reference_device)
             preflight(settled, layout)
             if can_lack_gradients(layout, job.run.engine):
                 passed = find_gradients_passed(_alone(job), task) if passed is None else passed
@@ -320,11 +349,10 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
         for number, text in enumerate(layouts):
             try:
                 settled, layout = _settled(job, Layout.parse(text, job.run.processes if unsized(text) else None))
+                check_layout_splits(layout, text)
                 preflight(settled, layout, task)
-                mine = known
-                if layout.size > 1:
-                    place = Path(folder) / str(number)
-                    mine = _on_ranks(rank_tasks.bits_rank, settled, layout, steps, place, job.run.threads)
+                place = Path(folder) / str(number)
+                mine = _on_ranks(rank_tasks.bits_rank, settled, layout, steps, place, job.run.threads)
             except UserError as error:
                 rows.append(BitsRow(layout=text, reason=str(error)))
             except RankFailedError as error:

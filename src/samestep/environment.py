@@ -150,10 +150,11 @@ class RankRound:
     folder: str  # on this host, for the ranks' status files
     run_folder: str | None = None  # chosen by an earlier round; None: not yet
     memory: str | None = None  # on this host, for in-memory checkpoints kept from round to round
+    start: str | None = None  # random id of the job's start, the same in all rounds and on all hosts
 
 
 _ROUND, _ROUND_FOLDER, _RUN_FOLDER = "SAMESTEP_ROUND", "SAMESTEP_ROUND_FOLDER", "SAMESTEP_RUN_FOLDER"
-_MEMORY_FOLDER = "SAMESTEP_MEMORY_FOLDER"
+_MEMORY_FOLDER, _START = "SAMESTEP_MEMORY_FOLDER", "SAMESTEP_START"
 
 
 def round_of_rank(environ: Mapping[str, str] = os.environ) -> RankRound | None:
@@ -165,13 +166,26 @@ def round_of_rank(environ: Mapping[str, str] = os.environ) -> RankRound | None:
         folder=environ[_ROUND_FOLDER],
         run_folder=environ.get(_RUN_FOLDER),
         memory=environ.get(_MEMORY_FOLDER),
+        start=environ.get(_START),
     )
+
+
+def started_again(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher or a scheduler says that it starts this job again."""
+    read = Variables(environ)
+    return any((read.number(name) or 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+def restarts_of_launcher(environ: Mapping[str, str] = os.environ) -> int:
+    """How many times the agent that started this rank, samestep's or torchrun's, starts all ranks again."""
+    return Variables(environ).number("TORCHELASTIC_MAX_RESTARTS") or 0
 
 
 def publish_round(round_: RankRound) -> None:
     """Set the variables for ranks that this process starts from now on."""
     os.environ.update({_ROUND: str(round_.number), _ROUND_FOLDER: round_.folder})
-    for name, value in ((_RUN_FOLDER, round_.run_folder), (_MEMORY_FOLDER, round_.memory)):
+    known = ((_RUN_FOLDER, round_.run_folder), (_MEMORY_FOLDER, round_.memory), (_START, round_.start))
+    for name, value in known:
         if value is not None:
             os.environ[name] = value
 

@@ -74,7 +74,9 @@ class Checkpointing:
     memory: Positive | None = None  # steps between copies in the host's memory, from which restarts go on
     # Frozen parameters are left out, and built again when it is read; None: where the model has adapters.
     only_trained: bool | None = None
-    resume: PathText = "never"  # auto: go on from the last one in the folder, if any; a path: from that one
+    # auto: go on from the last one in the folder, if any; last: from that, refused where there is none; a path: from
+    # that one.
+    resume: PathText = "never"
 
 
 def _section_if_true(value: Any) -> Any:
@@ -138,6 +140,7 @@ class Run:
     tensor_plan: Mapping[str, TensorRole] | None = None  # layers that tensor parallel slices otherwise than it finds
     expert_plan: Mapping[str, ExpertRole] | None = None  # modules that are experts, or none, otherwise than is found
     folder: FilePath | None = None  # None: runs/<name of the job file>
+    overwrite: bool = False  # remove an earlier run in the folder, with its checkpoints
     offload_folder: FilePath | None = None  # for layouts that offload to disk; None: the system's temporary folder
     checkpoint: Checkpointing | None = None
     tensorboard: bool = True

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 METRICS_FILE, EVALUATIONS_FILE, FAULTS_FILE = "metrics.jsonl", "evaluations.jsonl", "faults.jsonl"
 REPORT_FILE = "report.json"
 MODEL_FILE = "model.safetensors"
+CURVES_FILE = "curves.json"
+SCHEDULE_FILE = "schedule.json"  # of runs with a pipeline
 INFO_FILE = "checkpoint.json"  # without which a folder is no checkpoint
 CHECKPOINTS = "checkpoints"  # in a run's folder
 LOGS = "logs"  # in a run's folder
@@ -41,7 +43,7 @@ class RunPlace:
         return cls(
             folder=str(job.run.folder) if job.run.folder is not None else None,
             name=name.rpartition(":")[2],
-            resumes=job.run.checkpoint is not None and job.run.checkpoint.resume == "auto",
+            resumes=job.run.checkpoint is not None and job.run.checkpoint.resume in ("auto", "last"),
         )
 
     def chosen(self) -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 from samestep.checkpoint.info import FileSum, Info, read_info
 from samestep.checkpoint.plain_files import open_plain
 from samestep.checkpoint.safe_index import METADATA_FILE
-from samestep.errors import CheckpointError
+from samestep.errors import CheckpointError, UserError
 from samestep.run_folder import CHECKPOINTS, INFO_FILE, candidates, name_of, step_of, steps_in
 
 AT_ONCE = 1 << 20  # bytes
@@ -141,6 +141,15 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(path)
 
 
+def remove_all(folder: Path) -> None:
+    """Remove all checkpoints of a folder. Raises UserError for one that holds other files, which is then left."""
+    for step in steps_in(folder):
+        path = folder / name_of(step)
+        if path.is_symlink() or not _is_of_a_checkpoint(path):
+            raise UserError(f"{path} holds more than a checkpoint, and is not removed; move it away")
+        _remove(path)
+
+
 def unfinished_in(folder: Path) -> list[Path]:
     """The unfinished checkpoints in a folder, by name."""
     return sorted(path for path in _left_in(folder) if path.name.endswith(UNFINISHED))
@@ -184,7 +193,11 @@ def prune(folder: Path, *, keep: int, best: Path | None = None) -> None:
     for step in steps_in(folder)[:-keep]:
         path = folder / name_of(step)
         if path != best:
-            # Renamed first, so that a partly removed folder is never taken for a checkpoint.
-            gone = path.with_name(path.name + _REPLACED)
-            path.rename(gone)
-            shutil.rmtree(gone)
+            _remove(path)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint: renamed first, so that a partly removed folder is never taken for one."""
+    gone = checkpoint.with_name(checkpoint.name + _REPLACED)
+    checkpoint.rename(gone)
+    shutil.rmtree(gone)

@@ -37,6 +37,7 @@ from samestep.checkpoint.peer_memory import Neighbours
 from samestep.checkpoint.planner import SavePlanner
 from samestep.checkpoint.safe_index import METADATA_FILE
 from samestep.errors import CheckpointError
+from samestep.fault_tolerance.lease import Held
 from samestep.parallel.state_shards import Box, Piece
 from samestep.run_folder import INFO_FILE
 
@@ -64,10 +65,12 @@ class Saver:
         durable: bool = True,
         neighbours: Neighbours | None = None,
         saved: Saved | None = None,
+        held: Held | None = None,
     ) -> None:
         self._folder = folder
         self._neighbours = neighbours
         self._saved = saved
+        self.held = held  # the lease of the folder, on the rank that changes it; checked before each change
         self._durable = durable
         self._group = group
         self._rank = dist.get_rank()
@@ -83,6 +86,7 @@ class Saver:
         def prepare() -> None:
             """Create the folder and remove unfinished checkpoints, on leaders."""
             if self._leads:
+                self._check_lease()
                 self._folder.mkdir(parents=True, exist_ok=True)
                 if self._durable:
                     _make_reachable(self._folder)
@@ -185,11 +189,18 @@ class Saver:
             # PyTorch's writer syncs the index while its text is still in Python's buffer, so none of it is on disk.
             _make_durable(unfinished / METADATA_FILE)
             _make_durable(unfinished)
+        self._check_lease()  # this process may have been suspended since the save began
         path = folders.make_complete(unfinished)
         if self._durable:
             _make_durable(self._folder)
         if self._saved is not None:
+            self._check_lease()
             self._saved(path, info)
+
+    def _check_lease(self) -> None:
+        """Raise LeaseLostError where another training has taken the folder over."""
+        if self.held is not None:
+            self.held.check()
 
     def together(self, act: Callable[[], None], where: Path) -> None:
         """Call a function on every rank; if it fails on one, all ranks raise the error of the first that failed."""

@@ -4,7 +4,7 @@ import argparse
 import gc
 import importlib
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,8 +82,13 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load(options: argparse.Namespace, file: Path | None = None) -> "LoadedJob":
-    """Load the job file (or `file`) with the command line's overrides. Raises UserError."""
+def load(
+    options: argparse.Namespace, file: Path | None = None, *, also: Sequence[tuple[str, str, str]] = ()
+) -> "LoadedJob":
+    """Load the job file (or `file`) with the command line's overrides. Raises UserError.
+
+    `also`: key, value and source of what other options of the command set.
+    """
     from samestep import environment, jobfile
     from samestep.cli import hyperparameters
 
@@ -100,7 +105,7 @@ def load(options: argparse.Namespace, file: Path | None = None) -> "LoadedJob":
             if value == BARE and flag in _BARE_FLAGS:
                 key, value = _BARE_FLAGS[flag]
             overrides.append((key, value, f"--{flag}"))
-    return jobfile.load(file or options.job, overrides)
+    return jobfile.load(file or options.job, [*overrides, *also])
 
 
 def prepare(job: "Job", options: argparse.Namespace) -> None:

@@ -13,20 +13,27 @@ from samestep.errors import UserError
 from samestep.input_files import path_option
 
 
-def add_arguments(parser: argparse.ArgumentParser, **helps: str) -> None:
-    """Add an option for each output file, and --force, which lets them replace existing files."""
+def add_arguments(parser: argparse.ArgumentParser, *, also: str = "", **helps: str) -> None:
+    """Add an option for each output file, and --force, which lets them replace existing files.
+
+    `also`: what else --force replaces in this command.
+    """
     for name, text in helps.items():
         parser.add_argument(f"--{name}", type=path_option, metavar="FILE", help=text)
     flags = " and ".join(f"--{name}" for name in helps)
-    parser.add_argument("--force", action="store_true", help=f"let {flags} replace a file that is there")
+    parser.add_argument("--force", action="store_true", help=f"let {flags} replace a file that is there{also}")
 
 
 def check(options: argparse.Namespace, *names: str) -> None:
     """Raise UserError where a file can't be written, before minutes are spent on what would stand in it."""
+    named: dict[Path, str] = {}
     for name in names:
         file: Path | None = getattr(options, name)
-        if file is not None:
-            _check(f"--{name}", file, force=options.force)
+        if file is None:
+            continue
+        _check(f"--{name}", file, force=options.force)
+        if (other := named.setdefault(file.resolve(), name)) != name and not _takes_both(file):
+            raise UserError(f"--{name} {file}: --{other} writes the same file; give each its own")
 
 
 def _check(flag: str, file: Path, *, force: bool) -> None:
@@ -37,6 +44,11 @@ def _check(flag: str, file: Path, *, force: bool) -> None:
     # An empty file, such as mktemp makes, and what is no file, such as /dev/stdout, have nothing to lose.
     if not force and file.is_file() and file.stat().st_size > 0:
         raise UserError(f"{flag} {file}: this file is there already; use --force to replace it, or write elsewhere")
+
+
+def _takes_both(file: Path) -> bool:
+    """Whether what is written first isn't lost to what is written second, as in /dev/stdout."""
+    return file.exists() and not file.is_file()
 
 
 def write_json(file: Path | None, values: Any) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from samestep.training.result import TrainResult
 
 _AUTO = "auto"  # a layout that is found before ranks start
+_OVERWRITE = [("run.overwrite", "true", "--force")]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         nargs="?",
-        const="auto",
+        const="last",
         metavar="CHECKPOINT",
         help="go on from a checkpoint: the newest of the run that is there, or the one of a path",
     )
@@ -41,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="profile five steps on every rank: a trace a rank and a table (default: profile/ in the run's folder)",
     )
-    output_files.add_arguments(parser, json="with --dry-run: write its numbers to a file")
+    output_files.add_arguments(
+        parser,
+        json="with --dry-run: write its numbers to a file",
+        also=", and the training an earlier run in its folder, with its checkpoints",
+    )
     parser.add_argument(
         "--world",
         type=WholeNumber(most=MOST_RANKS),
@@ -52,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    loaded = job_options.load(options)
+    loaded = job_options.load(options, also=_OVERWRITE if options.force and not options.dry_run else ())
     if options.print_config:
         return job_options.print_config(loaded)
 
@@ -147,11 +152,16 @@ def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
 
     with environment.quiet_import():
         from samestep.api import check_job
+        from samestep.training.own_folder import check_folder_free
         from samestep.training.result import check_folder
 
-    here = wanted.no_ssh or found.on_every_host or found.cluster.this is not None
+    on_each = wanted.no_ssh or found.on_every_host
+    here = on_each or found.cluster.this is not None
     if here:
         check_folder(job.run.folder)
+    if here and not on_each and wanted.run is not None:
+        # A host that starts its own part may join ranks that hold the folder already.
+        check_folder_free(job, wanted.run.chosen())
     with environment.as_first_of(*world_of(found, wanted)):
         check_job(job, here=here)
     return launch_options.launch(options, found, wanted)

@@ -1,6 +1,7 @@
 """Prove that a layout, or a training script, takes the steps of one process: both run, and are compared."""
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from samestep.cli import job_options, output_files, verify_script
@@ -91,16 +92,17 @@ def _bits(options: argparse.Namespace, loaded: "LoadedJob") -> int:
 
     layouts = [loaded.job.run.layout] if options.layouts is None else layouts_of(options.layouts)
     rows = verify_bits(loaded.job, layouts, steps=options.steps)
-    reasons = [row.reason for row in rows if row.reason is not None]
-    if len(reasons) == len(rows):  # nothing was compared
-        raise UserError("\n".join(dict.fromkeys(reasons)))
+    _check_compared([row.reason for row in rows])
     output_files.write_json(options.json, [row.to_json() for row in rows])
     print_bits(rows)
     return 0 if all(row.passed for row in rows) else 1
 
 
 def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
-    """Verify every job under every layout. A refused layout does not count as a failure; a different step does."""
+    """Verify every job under every layout. A refused layout does not count as a failure; a different step does.
+
+    Raises UserError if all layouts were refused.
+    """
     from samestep.api import verify_layouts
     from samestep.display.proofs import print_matrix
     from samestep.verification.matrix import layouts_of
@@ -108,9 +110,16 @@ def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
     layouts = layouts_of(options.layouts)
     jobs = [first.job, *(job_options.load(options, file).job for file in options.more)]
     rows = [row for job in jobs for row in verify_layouts(job, layouts, **_how(options))]
+    _check_compared([row.reason for row in rows])
     output_files.write_json(options.json, [row.to_json() for row in rows])
     print_matrix(rows)
     return 0 if all(row.passed for row in rows) else 1
+
+
+def _check_compared(reasons: Sequence[str | None]) -> None:
+    """Raise UserError where no layout was compared. `reasons`: why each was refused, None: it wasn't."""
+    if all(reason is not None for reason in reasons):
+        raise UserError("\n".join(dict.fromkeys(reason for reason in reasons if reason is not None)))
 
 
 def _how(options: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from samestep.training.result import SCHEDULE_FILE
+from samestep.run_folder import SCHEDULE_FILE
 
 PICTURE_FILE = "schedule.svg"
 

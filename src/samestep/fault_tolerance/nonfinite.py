@@ -13,8 +13,11 @@ Policy = Literal["stop", "skip", "rollback"]
 _FEW = 8  # samples that a message names
 
 
+FILES = "nonfinite-step-*.json"
+
+
 def file_of(folder: Path, step: int) -> Path:
-    return folder / f"nonfinite-step-{step}.json"
+    return folder / FILES.replace("*", str(step))
 
 
 class NonFinite:
@@ -66,7 +69,7 @@ class NonFinite:
 
 def left_out(folder: Path) -> frozenset[int]:
     """Return the steps that a training in this folder has left out after rollbacks."""
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("nonfinite-step-*.json")]
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob(FILES)]
     return frozenset(each["step"] for each in found if each["left_out"])
 
 

@@ -50,6 +50,29 @@ def check_faults(job: Job, layout: Layout, *, skips: bool) -> None:
         )
 
 
+def restart_begins_at_zero(job: Job, *, engine: str, saves: bool, total_steps: int) -> str | None:
+    """Say so where a restart of a job's ranks takes all steps again; None where it goes on from a checkpoint.
+
+    `saves`: whether the job's engine, which is called `engine`, has checkpoints.
+    """
+    run, settings = job.run, job.run.checkpoint
+    restarts = max(run.max_restarts, environment.restarts_of_launcher())
+    if not restarts and not run.elastic:
+        return None
+    begins = "a restart after a failure begins at step 0"
+    if not saves:
+        return f'engine "{engine}" saves no checkpoints, so {begins}; engine native goes on from the last one'
+    if settings is None:
+        return f"nothing is saved, so {begins}; set run.checkpoint.every (--checkpoint-every 10m)"
+    more = settings.memory is not None or settings.best is not None or job.recipe.early_stop is not None
+    if not more and (settings.every is None or (isinstance(settings.every, int) and settings.every >= total_steps)):
+        return (
+            f"nothing is saved before the last of {total_steps:,} steps (run.checkpoint.every: {settings.every}), so "
+            f"{begins}, or where this start does; use a shorter interval (--checkpoint-every 10m)"
+        )
+    return None
+
+
 def needs_ranks(job: Job, layout: Layout) -> bool:
     """Whether the ranks must be child processes under supervision: several ranks, restarts, or injected faults."""
     return layout.size > 1 or job.run.max_restarts > 0 or bool(job.run.inject)

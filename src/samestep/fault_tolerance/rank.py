@@ -11,6 +11,7 @@ from samestep import environment
 from samestep.errors import UserError
 from samestep.fault_tolerance import stacks
 from samestep.fault_tolerance.injection import Injection, spoiled
+from samestep.fault_tolerance.lease import Held
 from samestep.fault_tolerance.pace import Pace
 from samestep.fault_tolerance.preemption import StopAgreement
 from samestep.fault_tolerance.status import Heartbeat, Phase, RankStatus, job_info_of, write_job_info
@@ -30,6 +31,8 @@ class Round:
     memory: Path | None = None
     # The run's folder, chosen by an earlier round; None: not chosen yet.
     run_folder: Path | None = None
+    # Random id of the job's start, the same in all rounds and on all hosts; None: no agent started this process.
+    start: str | None = None
 
     @classmethod
     def from_agent(cls) -> Self | None:
@@ -39,7 +42,9 @@ class Round:
             return None
         run_folder = Path(given.run_folder) if given.run_folder is not None else None
         memory = Path(given.memory) if given.memory is not None else None
-        return cls(number=given.number, folder=Path(given.folder), run_folder=run_folder, memory=memory)
+        return cls(
+            number=given.number, folder=Path(given.folder), run_folder=run_folder, memory=memory, start=given.start
+        )
 
 
 _APART = 0.5  # seconds between heartbeats, at most
@@ -50,12 +55,14 @@ _ASKED_IN_A_NOTICE = 4.0  # all-reduces for the stop signal within one grace per
 class RankSupervision:
     """Reports this rank's status, listens for the stop notice, and commits injected faults, in one round."""
 
-    def __init__(self, run: Run, round_: Round) -> None:
+    def __init__(self, run: Run, round_: Round, held: Held | None = None) -> None:
+        """`held`: the leases of the training's folders; None where this rank writes nothing there."""
         ranks = environment.ranks()
         self._rank = ranks.rank if ranks is not None else 0
         self._world_size = ranks.world_size if ranks is not None else 1
         self._run = run
         self._round = round_
+        self.held = held
         self._injection = Injection(run.inject, self._rank, round_.number)
         self._notice: StopAgreement | None = None
         self.pace = Pace()

@@ -13,7 +13,7 @@ from samestep.launch.forwarded_names import FAMILIES, NAMES
 # Variables that are named as those of libraries and belong to one process, one host, or a container's image.
 _OWN = re.compile(
     r"TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES|CUDA_MPS_.*|\w+_VERSION|PYTHON_(?:SHA256|GET_PIP_\w+)"
-    r"|SAMESTEP_(?:ENV_FILE|SHARED_OUT|MEMORY_FOLDER|ERROR_FILE|BAR_\w+|TEST|(?:RUN|ROUND)(?:_FOLDER)?)"
+    r"|SAMESTEP_(?:ENV_FILE|SHARED_OUT|START|MEMORY_FOLDER|ERROR_FILE|BAR_\w+|TEST|(?:RUN|ROUND)(?:_FOLDER)?)"
 )
 
 # Parts of names of secrets, which stay on this host. KEY must be a whole word: NCCL_IB_PKEY is none.

@@ -12,6 +12,7 @@ the last round's first host waits 2 s for all posts.
 import shutil
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -30,7 +31,7 @@ from samestep.run_folder import RunPlace
 _OTHERS = 2.0  # seconds to wait for all hosts' posts about the last round
 _APART = 0.1  # seconds between two looks
 
-_RUN_FOLDER = "run-folder"
+_RUN_FOLDER, _START = "run-folder", "start"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +131,7 @@ class NodeRounds:
                 folder=str(self._folder),
                 run_folder=self._known_folder,
                 memory=str(self._memory),
+                start=self._start_of_job(round_),
             )
         )
         self._about = self._known = self._knows() if self._knows is not None else None
@@ -151,6 +153,14 @@ class NodeRounds:
             self._signals.begin(self._folder, self._watch)
         self._hosts.post(f"ranks/{round_.number}/{self._hosts.node}", {"ranks": list(ranks)})
         self._hosts.heartbeat.enter(round_.number, self._hosts.peers(), self._word)
+
+    def _start_of_job(self, round_: HostRound) -> str | None:
+        """The random id of this start of the job, from the first host of the first round."""
+        known = self._hosts.posted(_START)
+        if known is None and round_.first:
+            known = {"id": uuid.uuid4().hex}
+            self._hosts.post(_START, known)
+        return None if known is None else known["id"]
 
     def look(self) -> None:
         """Read the facts that the ranks publish about their job; to be called repeatedly."""

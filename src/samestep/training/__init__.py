@@ -6,6 +6,7 @@ In the order of reading:
   for loops of one's own (`own_loop`).
 - `optimizer`, `named_optimizer`, `adapters`: what is stepped, and by what.
 - `evaluation`, `early_stop`, `metrics_log`, `board`, `usage`, `result`: what is measured, shown and left on disk.
+- `own_folder`, `earlier_run`: where a training writes, and what it finds there.
 - `checkpointing`, `state`: when a checkpoint is saved, and what of a training goes into it.
 - `model_checks`: what is checked of the model on the ranks. `as_built`, `rounding`, `update_rule`,
   `nonfinite_values`: parts of a proof.

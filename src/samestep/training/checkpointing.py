@@ -24,11 +24,12 @@ from samestep.comm.mesh import new_group
 from samestep.durations import parse_duration
 from samestep.engines.base import Checkpointed
 from samestep.errors import CheckpointError
+from samestep.fault_tolerance.lease import Held
 from samestep.job import Checkpointing, Job
 from samestep.jobfile import plain
 from samestep.progress import phases
 from samestep.recipe import EarlyStop
-from samestep.run_folder import CHECKPOINTS, steps_in
+from samestep.run_folder import CHECKPOINTS
 from samestep.training.early_stop import EarlyStopper
 from samestep.training.evaluation import scalars
 from samestep.training.session import Session
@@ -99,8 +100,13 @@ class MemoryCopies:
 class Checkpoints:
     """Saves and resumes one training according to the job's `run.checkpoint`; does nothing without it."""
 
-    def __init__(self, job: Job, session: Session, folder: Path, memory: Path | None = None) -> None:
-        """`folder` is the run's; `memory` a folder in the host's memory, for copies that restarts resume from."""
+    def __init__(
+        self, job: Job, session: Session, folder: Path, memory: Path | None = None, held: Held | None = None
+    ) -> None:
+        """`folder` is the run's; `memory` a folder in the host's memory, for copies that restarts resume from.
+
+        `held`: the leases of the training's folders, on the rank that writes there.
+        """
         self._recipe: dict[str, Any] = plain(job.recipe, written=True)
         if not isinstance(job.recipe.task, str):
             self._recipe["task"] = type(job.recipe.task).__name__  # an object's repr contains its address
@@ -119,7 +125,7 @@ class Checkpoints:
         self._folder = self._settings.folder or folder / CHECKPOINTS
         self._group = new_group(range(session.world.world_size), backend="gloo")
         self._saver = Saver(
-            self._folder, self._group, asynchronous=self._settings.asynchronous, saved=self._keep_some
+            self._folder, self._group, asynchronous=self._settings.asynchronous, saved=self._keep_some, held=held
         )
         self._every = _Every(self._settings)
         self._memory = None
@@ -166,13 +172,18 @@ class Checkpoints:
         """
         if resume == "never":
             return 0
-        place = self._folder if resume == "auto" else Path(resume)
+        place = self._folder if resume in ("auto", "last") else Path(resume)
         loader = open_newest(place, self._group, self._session.warn)
         if self._memory is not None:
             loader = self._memory.newer(loader, self._group)
         if loader is None:
             if resume == "auto":
+                self._session.warn(f"no checkpoint in {self._folder} yet: starts at step 0")
                 return 0
+            if resume == "last":  # each of them is damaged
+                raise CheckpointError(
+                    f"--resume: {self._folder} has no checkpoint that can be read; use another folder"
+                )
             raise CheckpointError(f"run.checkpoint.resume is {resume}, where no checkpoint is; use resume: auto")
         for change in changes(loader.info.recipe, self._recipe):
             self._session.warn(f"{change}; the training goes on with the new value")
@@ -311,13 +322,13 @@ class _Every:
 
 
 def check_place(settings: Checkpointing | None, folder: Path | None) -> None:
-    """Raise CheckpointError, before any process starts, if a folder is missing, a file, or another training's."""
+    """Raise CheckpointError, before any process starts, if a folder is missing or a file."""
     if settings is None:
         return
-    if settings.resume not in ("never", "auto") and not Path(settings.resume).is_dir():
+    if settings.resume not in ("never", "auto", "last") and not Path(settings.resume).is_dir():
         raise CheckpointError(
-            f"run.checkpoint.resume is {settings.resume}: there is no such folder; use never, auto, or the path of a "
-            "checkpoint"
+            f"run.checkpoint.resume is {settings.resume}: there is no such folder; use never, auto, last, or the "
+            "path of a checkpoint"
         )
     place = settings.folder or (folder / CHECKPOINTS if folder is not None else None)
     if place is None:
@@ -325,8 +336,3 @@ def check_place(settings: Checkpointing | None, folder: Path | None) -> None:
     there = next((path for path in (place, *place.parents) if path.exists()), place)
     if not there.is_dir():
         raise CheckpointError(f"run.checkpoint.folder is {place}: {there} is a file; use a folder, or a new path")
-    if settings.resume == "never" and (steps := steps_in(place)):
-        raise CheckpointError(
-            f"{place} holds checkpoints of a training, up to step {steps[-1]:,}; resume: auto (--resume) goes on "
-            "from there, and another folder begins again"
-        )

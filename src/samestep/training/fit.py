@@ -314,7 +314,7 @@ def fit(
     metrics: dict[str, Any] = {}
     ended: Exception | None = None
     stopped: Stopped | None = None
-    with Checkpoints(job, session, folder, supervision.memory) as checkpoints:
+    with Checkpoints(job, session, folder, supervision.memory, supervision.held) as checkpoints:
         checkpoints.early_stop.check(task)
         training.first_step = checkpoints.resume(training.steps_per_epoch)
         bar = Bar(
@@ -326,7 +326,10 @@ def fit(
         )
         with (
             Records(
-                folder if session.is_main else None, first_step=training.first_step, tensorboard=job.run.tensorboard
+                folder if session.is_main else None,
+                first_step=training.first_step,
+                tensorboard=job.run.tensorboard,
+                held=supervision.held,
             ) as records,
             bar,
         ):
@@ -453,6 +456,8 @@ def _finish(
             state = {name: value.clone() for name, value in state.items()}
     schedule = timeline.gathered() if timeline is not None else None
     if session.is_main:
+        if supervision.held is not None:
+            supervision.held.check()
         results.write(result, session, peaks=peaks, state=state, schedule=schedule)
     return result
 

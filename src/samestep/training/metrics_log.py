@@ -13,6 +13,7 @@ from typing import Any, Self, TextIO
 import torch.distributed as dist
 
 from samestep.data.loader import StepBatch
+from samestep.fault_tolerance.lease import Held
 from samestep.fault_tolerance.nonfinite import without_nonfinite
 from samestep.run_folder import EVALUATIONS_FILE, METRICS_FILE, json_lines
 from samestep.training.evaluation import scalars
@@ -59,7 +60,11 @@ def _sum(samples: Sequence[int]) -> str:
 class Records:
     """Writes a line per step to metrics.jsonl and one per evaluation to evaluations.jsonl, and to TensorBoard."""
 
-    def __init__(self, folder: Path | None, *, first_step: int = 0, tensorboard: bool) -> None:
+    def __init__(
+        self, folder: Path | None, *, first_step: int = 0, tensorboard: bool, held: Held | None = None
+    ) -> None:
+        """`held`: the lease of the folder, which is looked at now and then while steps are written."""
+        self._held = held
         self._steps = self._evaluations = self._board = None
         self.losses: list[float] = []  # of steps before `first_step`, if the file has all of them
         if folder is None:
@@ -87,7 +92,9 @@ class Records:
                 file.close()
 
     def step(self, values: Mapping[str, Any]) -> None:
-        """Write a step's line to metrics.jsonl and its values to TensorBoard."""
+        """Write a step's line to metrics.jsonl and its values to TensorBoard. Raises LeaseLostError."""
+        if self._held is not None and self._steps is not None:
+            self._held.look()
         if self._steps is not None:
             self._steps.write(json.dumps(without_nonfinite(dict(values))) + "\n")
         terms = {f"train/losses/{name}": value for name, value in values.get("losses", {}).items()}

@@ -15,7 +15,7 @@ from samestep.fault_tolerance.pace import lagging
 from samestep.job import Job
 from samestep.launch.device import peak_memory
 from samestep.profiling.breakdown import Profile
-from samestep.run_folder import MODEL_FILE, REPORT_FILE, RunPlace, versions
+from samestep.run_folder import CURVES_FILE, MODEL_FILE, REPORT_FILE, SCHEDULE_FILE, RunPlace, versions
 from samestep.training.session import Session
 from samestep.training.usage import Usage
 
@@ -45,10 +45,6 @@ class TrainResult:
     def model_file(self) -> Path:
         """The trained model's weights, as safetensors."""
         return self.folder / MODEL_FILE
-
-
-CURVES_FILE = "curves.json"
-SCHEDULE_FILE = "schedule.json"  # of runs with a pipeline
 
 
 def check_folder(folder: Path | None, key: str = "run.folder") -> None:

@@ -6,7 +6,7 @@ collectives: all ranks must call them in the same order.
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,7 +45,8 @@ from samestep.engines.checks import (
 )
 from samestep.engines.precision import parameter_dtype
 from samestep.engines.registry import resolve
-from samestep.errors import LayoutError, UserError, index_errors_explained
+from samestep.errors import CheckpointError, LayoutError, UserError, index_errors_explained
+from samestep.fault_tolerance.lease import hold
 from samestep.launch.device import DeviceChoice
 from samestep.launch.world import Transport, World, join
 from samestep.layout import Layout, unsized
@@ -126,6 +127,7 @@ class Session:
         self.details = details
         self._trainer: Trainer | None = None
         self._savers: dict[Path, Saver] = {}
+        self._leases = ExitStack()  # of the folders with checkpoints, on the main rank
         self._group: ProcessGroup | None = None
         self._base: Base | None = None
         self.adapter: AdapterFacts | None = None  # of the prepared model
@@ -259,12 +261,13 @@ class Session:
         The call returns once the state is copied in memory; files are written in the background of the next steps.
         Frozen parameters of a model with adapters (PEFT's) are not saved, so a loop that resumes must build them
         again. `extra` is any value that JSON can hold, such as a schedule's state, and `resume` returns it. Raises
-        CheckpointError if this checkpoint or the previous one can't be written.
+        CheckpointError if this checkpoint or the previous one can't be written, or another training saves there.
         """
         folder = Path(folder)
         if folder not in self._savers:
             self._find_base(self._checkpointed("save"))
             self._savers[folder] = Saver(folder, self._checkpoint_group(), asynchronous=True)
+            self._hold(folder, self._savers[folder])
             self._savers[folder].prepare()
         save_state(
             self._checkpointed("save"),
@@ -300,6 +303,25 @@ class Session:
         """Wait until every checkpoint is written."""
         for saver in self._savers.values():
             saver.wait()
+
+    def release(self) -> None:
+        """Leave the checkpoints' folders to other trainings."""
+        self._leases.close()
+
+    def _hold(self, folder: Path, saver: Saver) -> None:
+        """Hold the lease of a folder on the main rank, to the session's end. Raises CheckpointError on all ranks."""
+
+        def take() -> None:
+            """Hold it, on the main rank."""
+            if self.is_main:
+                round_ = environment.round_of_rank()
+                try:
+                    lease = hold([folder], job=None if round_ is None else round_.start)
+                    saver.held = self._leases.enter_context(lease)
+                except UserError as error:
+                    raise CheckpointError(f"session.save: {error}") from None
+
+        saver.together(take, folder)
 
     def _checkpointed(self, what: str) -> Checkpointed:
         """The trainer. Raises UserError for `session.<what>` if its engine saves no checkpoints."""
@@ -424,8 +446,11 @@ def session(
                 micro_batch=micro_batch,
             ),
         )
-        yield training
-        training.close()  # not after an error, when other ranks may be gone
+        try:
+            yield training
+            training.close()  # not after an error, when other ranks may be gone
+        finally:
+            training.release()
 
 
 def _check_complex(model: nn.Module, engine: Engine) -> None:

@@ -1,0 +1,177 @@
+"""What a training finds in its folder: an earlier run is never replaced without being told."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_jobs import job_file, steps_in
+
+import samestep
+from samestep.cli.main import main
+
+pytestmark = pytest.mark.quick
+
+FINISHED = ("report.json", "model.safetensors", "metrics.jsonl", "evaluations.jsonl")
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def train(*words: str, checkpoint: Mapping[str, Any] | None = None, **run: Any) -> int:
+    run = {**run, **({} if checkpoint is None else {"checkpoint": checkpoint})}
+    file = job_file(Path(), run=run, steps=STEPS)
+    return main(["train", str(file), "--no-check", "--folder", "run", *words])
+
+
+def contents() -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(Path("run").rglob("*")) if path.is_file()}
+
+
+def interrupted() -> None:
+    """What a run leaves that was killed before its first checkpoint."""
+    Path("run/logs").mkdir(parents=True)
+    Path("run/metrics.jsonl").write_text(json.dumps({"step": 0, "loss": 1.0}) + "\n", encoding="utf-8")
+
+
+AUTO, LAST = ["--set", "run.checkpoint.resume=auto"], ["--resume"]
+
+
+def test_a_finished_run_is_never_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train() == 0
+    before = contents()
+    assert {f"run/{name}" for name in FINISHED} <= before.keys()
+    for words in ([], AUTO, LAST):
+        capsys.readouterr()
+        assert train(*words) == 2
+        told = capsys.readouterr().err
+        assert len(told.splitlines()) == 1
+        if words != LAST:
+            assert "run holds a finished run (report.json)" in told
+            assert "name another folder, or have it replaced with --force (run.overwrite: true)" in told
+        assert contents() == before
+    with pytest.raises(samestep.UserError, match="holds a finished run"):
+        samestep.train(samestep.Recipe(task="regression", batch=10, steps=1), folder="run")
+    assert contents() == before
+
+
+@pytest.mark.parametrize("kept", FINISHED)
+def test_each_file_of_a_run_counts(kept: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the user has removed the others, or a file of that name is the user's own."""
+    Path("run").mkdir()
+    Path("run", kept).write_text("mine\n", encoding="utf-8")
+    assert train() == 2
+    assert f"run ({kept})" in capsys.readouterr().err.replace(" without checkpoints", "")
+    assert Path("run", kept).read_text(encoding="utf-8") == "mine\n"
+
+
+def test_force_replaces_a_run_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(checkpoint={"every": 2}) == 0
+    Path("run/notes.txt").write_text("mine\n", encoding="utf-8")
+    Path("run/checkpoints/notes.txt").write_text("mine\n", encoding="utf-8")
+    Path("run/faults.jsonl").write_text("{}\n", encoding="utf-8")
+    before = contents()
+    capsys.readouterr()
+    assert train(checkpoint={"every": 2}) == 2
+    assert "run/checkpoints holds checkpoints of a training, up to step 4; resume: auto (--resume)" in (
+        capsys.readouterr().err
+    )
+    assert contents() == before
+    assert train("--force", "--set", "recipe.steps=3", checkpoint={"every": 3}) == 0
+    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == ["notes.txt", "step-3"]
+    assert steps_in(Path("run")) == 3
+    assert Path("run/notes.txt").read_text(encoding="utf-8") == "mine\n"
+    assert not Path("run/faults.jsonl").exists()
+    recipe = samestep.Recipe(task="regression", batch=10, steps=1)
+    assert samestep.train(recipe, folder="run", overwrite=True, tensorboard=False).steps == 1
+    assert not Path("run/checkpoints/step-3").exists()
+
+
+def test_force_removes_no_checkpoint_with_other_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(checkpoint={"every": 2}) == 0
+    Path("run/checkpoints/step-2/notes.txt").write_text("mine\n", encoding="utf-8")
+    assert train("--force") == 2
+    assert "run/checkpoints/step-2 holds more than a checkpoint, and is not removed" in capsys.readouterr().err
+    assert Path("run/checkpoints/step-2/notes.txt").exists()
+
+
+def test_force_with_resume_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """A requeued job has the same command at every start."""
+    assert train("--force", *AUTO, checkpoint={"every": 2}) == 0
+    assert train("--force", *AUTO, "--set", "recipe.steps=6", checkpoint={"every": 2}) == 0
+    assert "goes on from" in capsys.readouterr().err
+    assert steps_in(Path("run")) == 6
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "other files", "an interrupted run"])
+def test_resume_by_hand_needs_a_checkpoint(there: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if there == "an interrupted run":
+        interrupted()
+    elif there != "nothing":
+        Path("run").mkdir()
+    if there == "other files":
+        Path("run/notes.txt").write_text("mine\n", encoding="utf-8")
+    before = contents()
+    assert train(*LAST) == 2
+    told = capsys.readouterr().err
+    assert "--resume: run/checkpoints has no checkpoint to go on from; name the folder of a run that has one" in told
+    assert len(told.splitlines()) == 1
+    assert contents() == before
+    assert Path("run").exists() == (there != "nothing")
+
+
+def test_resume_by_hand_without_a_folder_needs_a_run_that_was_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(job_file(Path(), steps=STEPS))
+    assert main(["train", file, "--no-check", "--resume"]) == 2
+    assert "--resume: runs/job/checkpoints has no checkpoint to go on from" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "other files", "an interrupted run"])
+def test_what_a_scheduler_starts_begins_and_says_so(there: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if there == "an interrupted run":
+        interrupted()
+    elif there != "nothing":
+        Path("run").mkdir()
+    if there == "other files":
+        Path("run/slurm-17.out").write_text("mine\n", encoding="utf-8")
+    assert train(*AUTO) == 0
+    assert "samestep: no checkpoint in run/checkpoints yet: starts at step 0" in capsys.readouterr().err
+    assert steps_in(Path("run")) == STEPS
+    assert train(*AUTO) == 0  # it is saved after its last step, and has nothing left to do
+    assert "goes on from run/checkpoints/step-4, after step 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variable", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
+def test_what_a_launcher_starts_again_replaces_its_own_records(
+    variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupted()
+    assert train() == 2
+    assert "an interrupted run without checkpoints (metrics.jsonl)" in capsys.readouterr().err
+    monkeypatch.setenv(variable, "1")
+    assert train("--force") == 0
+    capsys.readouterr()
+    assert train("--force") == 2  # what --force removes, it removes at the first start alone
+    assert "holds a finished run" in capsys.readouterr().err
+
+
+def test_another_runs_checkpoint_goes_on_in_a_folder_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(checkpoint={"every": 2}) == 0
+    start = ["--resume", "run/checkpoints/step-2"]
+    assert train(*start, "--folder", "other") == 0
+    assert "goes on from run/checkpoints/step-2" in capsys.readouterr().err
+    assert train(*start, "--folder", "other") == 2
+    assert "other/checkpoints holds checkpoints of a training, up to step 4" in capsys.readouterr().err
+    assert train(*start) == 0  # one's own, from an earlier step
+
+
+def test_a_profile_is_not_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("profile").mkdir()
+    Path("profile/profile.json").write_text("{}\n", encoding="utf-8")
+    assert train("--profile", "profile") == 2
+    assert "run.profile.folder: profile/profile.json is there already" in capsys.readouterr().err
