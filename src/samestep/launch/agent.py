@@ -70,11 +70,10 @@ class _Agent:
         spec = self._spec
         try:
             program = _program(spec)  # find a missing script before any host waits
-            # One host tells of the job, and each of its own wait, unless all write to the terminal of one.
-            with phases.muted() if spec.node_rank and spec.controlled else nullcontext():
-                if spec.address is not None:
-                    self._handshake = Handshake(spec)
-                    self._handshake.agree()
+            if spec.address is not None:
+                self._handshake = Handshake(spec)
+                self._handshake.agree()
+            # Each host tells of its own wait, and one of them of the job.
             with phases.muted() if spec.node_rank else nullcontext():
                 outcome = _Ranks(spec, program, self._signals, self._handshake).run()
             if outcome.exit_code == 0 and self._handshake is not None:
