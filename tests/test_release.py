@@ -142,11 +142,14 @@ def test_pip_takes_the_requirements_and_no_other_file(tmp_path: Path) -> None:
     assert "DO NOT MATCH THE HASHES" in refused.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_bill_of_materials_names_torch_with_its_version(tmp_path: Path) -> None:
+    """Its validation takes a quarter of a minute of a core."""
     pytest.importorskip("cyclonedx_py", exc_type=ImportError)
     file = tmp_path / "samestep.cdx.json"
     command = release_records.sbom_command(Path(sys.executable), file, release.ROOT / "pyproject.toml")
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     bill = json.loads(file.read_text(encoding="utf-8"))
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
     assert bill["metadata"]["component"]["name"] == "samestep"
