@@ -143,7 +143,7 @@ def _separated_records(path: Path, separator: str, called: str) -> Iterator[tupl
 
 
 def _next(rows: Any) -> list[str] | None:
-    """The next row; None after the last. The limit of a field is of the whole process, so it is set for this alone."""
+    """The next row; None after the last. A field's limit is of the whole process, so it is set for this alone."""
     before = csv.field_size_limit(_LONGEST_TEXT)
     try:
         return next(rows, None)
