@@ -38,7 +38,7 @@ def texts_of(tree: ast.AST) -> Iterator[str]:
     inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
             yield node.value
 
@@ -76,7 +76,8 @@ def test_packages_that_hold_data_are_named_as_pip_names_them() -> None:
     for each in named:
         assert each.package in PINNED
         assert PINNED[each.package] in (each.version, None)
-    for name, requirement in package_files._KNOWN.items():
+    known: dict[str, str] = vars(package_files)["_KNOWN"]
+    for name, requirement in known.items():
         assert name_of(requirement) == name.replace("_", "-")
-        pinned = [*(f"{known}=={version}" for known, version in PINNED.items()), *EXTRAS["english"]]
+        pinned = [*(f"{package}=={version}" for package, version in PINNED.items()), *EXTRAS["english"]]
         assert requirement in pinned
