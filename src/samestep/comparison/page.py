@@ -117,9 +117,8 @@ def _our_cells(found: "Comparison", row: "ComparisonRow | None", place: int | No
 
 def page(found: "Comparison") -> str:
     """The page as text. It holds plotly's program and needs nothing from elsewhere."""
-    name = str(found.job.name or found.job.recipe.task)
-    heading = bilingual.HEADING.format(job=name)
-    return document("compare", title=name, heading=heading, figures=figures(found), body=_body(found))
+    heading = bilingual.HEADING.format(job=found.title)
+    return document("compare", title=found.title, heading=heading, figures=figures(found), body=_body(found))
 
 
 def _body(found: "Comparison") -> str:

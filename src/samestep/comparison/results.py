@@ -251,6 +251,11 @@ class Comparison:
             return None
         return base.seconds / row.seconds
 
+    @property
+    def title(self) -> str:
+        """The job's name, or its task, as the job file has it."""
+        return str(plain(self.job.name or self.job.recipe.task, written=True))
+
     def to_json(self) -> dict[str, Any]:
         """Return all results as JSON; NaN and infinity, as of a diverged loss, become null."""
         return _finite(self._values())

@@ -30,7 +30,7 @@ def _times(found: Comparison) -> Table:
         [*terminal_cells(known, row), *(terminal_cells(times, row) if row.status == "measured" else [row.status])]
         for row in found.rows
     ]
-    title = f"{found.job.name or found.job.recipe.task}: time of training, {repeats}"
+    title = f"{found.title}: time of training, {repeats}"
     return table(terminal_columns([*known, *times]), rows, title=title)
 
 
