@@ -280,8 +280,9 @@ def test_another_training_does_not_go_on_from_it(
 
 
 def test_another_model_does_not_go_on_from_it(saved: Path, tmp_path: Path) -> None:
+    settings = {"resume": str(saved), "accept_data": True}  # the labels are others, too
     with pytest.raises(CheckpointError, match=r"model.4.weight is \[3, 16\] of float32, .* has \[5, 16\]"):
-        train(tmp_path / "new", checkpoint={"resume": str(saved)}, task=Points(samples=20, classes=5))
+        train(tmp_path / "new", checkpoint=settings, task=Points(samples=20, classes=5))
 
 
 def test_a_change_that_may_be_made_is_said(saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -169,6 +169,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "scaler": (None, [], {"scale": "2"}, {"scale": None}),
     "metrics": ([], {"accuracy": "0.5"}, {"accuracy": [0.5]}),
     "extra": (None, []),
+    "identity": ([], {}, {"train": {"samples": -1}}, {"train": {"samples": 1}, "code": {"a.py": 1}}),
     "base": ([], {}, {"left_out": "all", "fingerprint": "", "adapter": {}, "adapter_name": ""}),
     "tied": (None, {"head": 3}),
     "versions": ([], {"torch": None}),
@@ -204,10 +205,17 @@ def renamed(folder: Path) -> None:
     shutil.copytree(folder.with_name(f"step-{OLDER}"), folder)
 
 
+def in_its_place(folder: Path) -> None:
+    """A file in the place of the folder."""
+    shutil.rmtree(folder)
+    folder.write_text("step 3", encoding="utf-8")
+
+
 FOLDERS: dict[str, Alteration] = {
     "another data file": another_data_file,
     "an index of a file without a sum": index_without_a_sum,
     "another's name": renamed,
+    "a file": in_its_place,
 }
 
 ALTERATIONS: dict[str, Alteration] = {
@@ -292,7 +300,7 @@ def of_before(folder: Path) -> None:
     """As samestep 0.1 wrote it: format 1, without a sum of itself."""
     file = folder / "checkpoint.json"
     values = json.loads(file.read_text(encoding="utf-8"))
-    del values["sum"]
+    del values["sum"], values["identity"]
     file.write_text(json.dumps({**values, "format": 1}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

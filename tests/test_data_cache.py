@@ -30,7 +30,7 @@ TEXTS = texts_of(0)
 
 
 def ids_of(texts: Sequence[str], cache: DataCache, length: int = 16) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    return sequences(texts, text_tokenizer(texts, 400, cache), length, cache)
+    return sequences(texts, text_tokenizer(texts, 400, cache), length, cache)[:2]
 
 
 def entries(cache: DataCache) -> list[Path]:
@@ -65,9 +65,9 @@ def test_a_hit_gives_the_ids_of_a_tokenizer_trained_now(cache: DataCache, monkey
 
 def test_a_stream_likewise(cache: DataCache, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tokenizer.train_stream(TEXTS, 300).stream(TEXTS)
-    first = stream(TEXTS, stream_tokenizer(TEXTS, 300, cache), cache)
+    first, _ = stream(TEXTS, stream_tokenizer(TEXTS, 300, cache), cache)
     refuse_to_train(monkeypatch)
-    again = stream(TEXTS, stream_tokenizer(TEXTS, 300, cache), cache)
+    again, _ = stream(TEXTS, stream_tokenizer(TEXTS, 300, cache), cache)
     assert expected.tolist() == first.tolist() == again.tolist()
 
 

@@ -9,6 +9,7 @@ import yaml
 from job_files import REVIEWS, write
 
 from samestep import jobfile
+from samestep.checkpoint.identity import LearnsFrom
 from samestep.job import Job, Run
 from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
 from samestep.training.checkpointing import Checkpoints
@@ -159,5 +160,5 @@ def test_what_a_variable_holds_is_left_in_nothing_that_others_may_see(
         assert jobfile.plain(each)["model"] == each.model
         assert jobfile.plain(each, written=True)["model"] == {"note": "${PLACE}/here"}
     session: Any = None  # of a job without checkpoints nobody asks it
-    saved = Checkpoints(Job(recipe=recipe), session, tmp_path)._recipe
+    saved = Checkpoints(Job(recipe=recipe), session, tmp_path, LearnsFrom(train=[]))._recipe
     assert saved["model"] == {"note": "${PLACE}/here"}

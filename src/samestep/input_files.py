@@ -80,10 +80,15 @@ def _refuse_what_is_no_file(file: Path, folder: str, *, may_be_pipe: bool) -> No
     mode = file.stat().st_mode
     if stat.S_ISDIR(mode):
         raise UserError(f"{file} is a folder; {folder} is wanted")
-    kind = next((kind for kind, is_it in _KINDS.items() if is_it(mode)), None)
+    kind = kind_of(mode)
     if kind is None or (may_be_pipe and stat.S_ISFIFO(mode)) or file == Path(os.devnull):
         return
     raise UserError(f"{file} is {kind}; {folder} is wanted")
+
+
+def kind_of(mode: int) -> str | None:
+    """What a path with this mode is, if it is neither a file nor a folder nor a link."""
+    return next((kind for kind, is_it in _KINDS.items() if is_it(mode)), None)
 
 
 def text_of(

@@ -77,6 +77,7 @@ class Checkpointing:
     # auto: go on from the last one in the folder, if any; last: from that, refused where there is none; a path: from
     # that one.
     resume: PathText = "never"
+    accept_data: bool = False  # go on with other data than those of the checkpoint
 
 
 def _section_if_true(value: Any) -> Any:

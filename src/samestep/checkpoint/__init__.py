@@ -6,6 +6,7 @@ In the order of reading:
 - `folder`: where checkpoints lie and what they are called; only complete ones bear their name.
 - `save`, `load`: what a rank writes and reads. `planner`: which boxes of which tensors those are.
 - `compatibility`: whether a checkpoint belongs to a job, and what one of trained parameters alone leaves out.
+- `identity`: what a training learns from, its data and the user's `code`, and what of it has changed.
 - `peer_memory`: copies in the memory of other hosts.
 - `one_process`, `inspect`, `safe_index`: for commands, which need no ranks and run nothing that a file contains.
 """

@@ -41,25 +41,43 @@ def differences(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str
     ]
 
 
-def changes(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
+def changes(
+    saved: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    *,
+    same: Collection[str] = (),
+    accepted: Collection[str] | None = None,
+) -> list[str]:
     """The changes of a job to the recipe that a checkpoint was saved under, one line for each key.
 
-    Raises CheckpointError if a change would make it another training. Without a saved recipe nothing is compared.
+    `same`: keys whose files have the same contents as then, at whatever path. `accepted`: other data may be named, by
+    these keys or below data; None: they may not. Raises CheckpointError if a change would make it another training.
+    Without a saved recipe nothing is compared.
     """
     if not saved:
         return []
     before, now = _both(saved, recipe)
     lines: list[str] = []
     for key in dict.fromkeys([*before, *now]):
-        if before.get(key) == now.get(key):
+        if key in same or _without_folder(key, before.get(key)) == _without_folder(key, now.get(key)):
             continue
         line = f"recipe.{key} is {now.get(key)}, and was {before.get(key)}"
-        if key in _STAYS_OF_OPTIMIZER or key.partition(".")[0] not in _MAY_CHANGE:
+        of_data = key.startswith("data.")
+        may_change = key.partition(".")[0] in _MAY_CHANGE and key not in _STAYS_OF_OPTIMIZER
+        if not may_change and (accepted is None or not (of_data or key in accepted)):
+            accept = ", accept it with run.checkpoint.accept_data: true (--accept-data-change)" if of_data else ""
             raise CheckpointError(
-                f"the checkpoint is of another training: {line}; set it back, or train without resuming"
+                f"the checkpoint is of another training: {line}; set it back{accept}, or train without resuming"
             )
         lines.append(line)
     return lines
+
+
+def _without_folder(key: str, value: Any) -> Any:
+    """The value of a key that names something in a user's file as file.py:Name: a folder may lie elsewhere."""
+    if key in ("task", "optimizer.name") and isinstance(value, str) and ".py:" in value:
+        return value.rpartition("/")[2]
+    return value
 
 
 def _both(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -123,9 +123,11 @@ def all_candidates(place: Path) -> list[Path]:
 
 
 def _has_lost_its_info(path: Path) -> bool:
-    """Whether a folder has the name and the files of a checkpoint, and no info."""
-    if step_of(path) is None or not path.is_dir():
+    """Whether a path has the name of a checkpoint, and no info, though it has files of one, or is no folder."""
+    if step_of(path) is None:
         return False
+    if not path.is_dir():  # something else stands in its place
+        return True
     try:
         return any(_DATA.fullmatch(file.name) for file in path.iterdir())
     except OSError:

@@ -17,6 +17,7 @@ from annotated_types import Ge, Le
 from pydantic import AfterValidator, ConfigDict, Strict, TypeAdapter, ValidationError
 
 from samestep.checkpoint.compatibility import Base
+from samestep.checkpoint.identity import Identity
 from samestep.checkpoint.plain_files import read_plain
 from samestep.errors import CheckpointError
 from samestep.run_folder import INFO_FILE, lies_within, step_of
@@ -24,7 +25,7 @@ from samestep.run_folder import INFO_FILE, lies_within, step_of
 FORMAT = 2
 _WITHOUT_SUM = 1  # the format whose file has no sum of itself
 
-_MOST_BYTES = 1 << 28  # of the file
+_MOST_BYTES = 1 << 26  # of the file
 _MOST_DEEP = 200  # sections in sections
 _MOST_STEPS = 10**15 - 1  # as many digits as a checkpoint's name has
 _MOST_PROCESSES = 1 << 20
@@ -77,6 +78,7 @@ class Info:
     metrics: Mapping[str, _Number] = field(default_factory=dict)  # of the evaluation after this step
     extra: Mapping[str, Any] = field(default_factory=dict)  # values that a custom training loop saved along
     base: Base | None = None  # the frozen parameters that are left out; None: none are
+    identity: Identity | None = None  # of the data and the code; None: not known
     tied: Mapping[str, _Text] = field(default_factory=dict)  # a tied parameter's further name -> its saved name
     versions: Mapping[str, _Text] = field(default_factory=dict)
     saved_at: _Text = ""  # ISO 8601
@@ -106,7 +108,7 @@ class ReadInfo:
 
 _KEYS = {each.name for each in fields(Info)}
 # Keys by format; `base` is missing in the first files of format 1.
-_ALL_KEYS = {_WITHOUT_SUM: _KEYS, FORMAT: _KEYS}
+_ALL_KEYS = {_WITHOUT_SUM: _KEYS - {"identity"}, FORMAT: _KEYS}
 _OPTIONAL_KEYS = {_WITHOUT_SUM: {"base"}, FORMAT: set[str]()}
 
 _LAST_LINE = ',\n "sum": "{}"\n}}\n'
@@ -162,6 +164,8 @@ def _of_bytes(raw: bytes) -> tuple[Info, bool]:
     if number != _WITHOUT_SUM:
         _check_sum(raw)
         del values["sum"]
+    if unknown := sorted(values.keys() - _ALL_KEYS[number]):
+        raise ValueError(f"it has {unknown[0][:100]!r}, which format {number} has not")
     if lacking := sorted(_ALL_KEYS[number] - _OPTIONAL_KEYS[number] - values.keys()):
         raise ValueError(f"it has no {lacking[0]}")
     if _depth(values) > _MOST_DEEP:

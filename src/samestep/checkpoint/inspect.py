@@ -74,8 +74,13 @@ def _unfinished(path: Path) -> ListedCheckpoint:
     return ListedCheckpoint(path=path, state=UNFINISHED, info=None, bytes=_size(path))
 
 
+def sizes_in(path: Path) -> list[int]:
+    """The bytes of each of a checkpoint's files; none where something else stands in the place of its folder."""
+    return [file.lstat().st_size for file in path.iterdir() if file.is_file()] if path.is_dir() else []
+
+
 def _size(path: Path) -> int:
-    return sum(file.lstat().st_size for file in path.iterdir() if file.is_file())
+    return sum(sizes_in(path))
 
 
 @dataclass(frozen=True, kw_only=True)

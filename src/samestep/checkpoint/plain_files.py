@@ -7,14 +7,7 @@ from io import FileIO
 from pathlib import Path
 
 from samestep.errors import CheckpointError
-
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+from samestep.input_files import kind_of
 
 
 def open_plain(file: Path) -> FileIO:
@@ -49,8 +42,7 @@ def _check_kind(file: Path, status: os.stat_result) -> None:
         raise CheckpointError(
             f"{file} is a symbolic link, and a checkpoint's files stand in its own folder; put a copy in its place"
         )
-    kind = _KINDS.get(stat.S_IFMT(status.st_mode), "of another kind")
-    raise CheckpointError(f"{file} is {kind} in the place of a file")
+    raise CheckpointError(f"{file} is {kind_of(status.st_mode) or 'a folder'} in the place of a file")
 
 
 def read_plain(file: Path, most: int) -> bytes:

@@ -34,6 +34,7 @@ _FLAGS = {
 # Flags that some commands add themselves.
 _OWN_FLAGS = {
     "resume": ("run.checkpoint.resume", ""),
+    "accept-data-change": ("run.checkpoint.accept_data", ""),
     "no-check": ("run.check", ""),
     "profile": ("run.profile.folder", ""),
 }

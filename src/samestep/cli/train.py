@@ -30,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="go on from a checkpoint: the newest of the run that is there, or the one of a path",
     )
     parser.add_argument(
+        "--accept-data-change",
+        action="store_const",
+        const="true",
+        help="with --resume: go on with other data than those of the checkpoint",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="take three steps, write no run, print what each rank held and sent",
@@ -64,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None and not options.dry_run:
         raise UserError("--json goes with --dry-run; a training writes report.json into its folder")
     output_files.check(options, "json")
+    if options.accept_data_change and (saved := loaded.job.run.checkpoint) is not None and saved.resume == "never":
+        raise UserError("--accept-data-change goes with --resume; a training from its start has no data of before")
     if options.profile is not None and options.dry_run:
         raise UserError("--profile goes with a training, and --dry-run takes three steps of one; give one of them")
     if options.world is not None and not options.dry_run:

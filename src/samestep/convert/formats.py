@@ -149,7 +149,7 @@ def verified(place: Path) -> dict[Path, Verified]:
     Raises CheckpointError if there are none.
     """
     paths = [each.path for each in listed(place) if each.state != UNFINISHED]
-    sizes = [file.lstat().st_size for path in paths for file in path.iterdir()]
+    sizes = [size for path in paths for size in inspection.sizes_in(path)]
     with Bar("verify", sum(-(-size // AT_ONCE) for size in sizes)) as bar:
         return {path: inspection.verify(path, partial(_advance, bar, path.name)) for path in paths}
 

@@ -25,6 +25,15 @@ from samestep.progress import phases
 
 Arrays = Mapping[str, NDArray[np.generic]]
 
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Prepared data, and the checksum of their values."""
+
+    arrays: Arrays
+    checksum: str
+
+
 # Characters of text below which the cache doesn't pay: computing is as fast as reading.
 WORTH_KEEPING = 100_000
 
@@ -56,25 +65,25 @@ class DataCache:
         megabytes = _LIMIT if asked is None else asked
         return cls(folder=cache_folder(environ) / "data", limit=megabytes * 10**6)
 
-    def get(self, kind: str, key: str, make: Callable[[], Arrays]) -> Arrays:
+    def get(self, kind: str, key: str, make: Callable[[], Arrays]) -> Kept:
         """Return the arrays of a key; if they are missing or damaged, compute and store them."""
         if not self.limit or not private_folders.is_kept(self.folder):
-            return make()
+            return _with_checksum(make())
         file = self.folder / f"{kind}-{key}{_SUFFIX}"
         found = _read(file)
         if found is None:
-            found = make()
+            found = _with_checksum(make())
             with suppress(OSError):  # a full or read-only disk must not end the job
                 self._write(file, found)
                 self._prune()
         return found
 
-    def _write(self, file: Path, arrays: Arrays) -> None:
+    def _write(self, file: Path, kept: Kept) -> None:
         """Write to a temporary file and rename it, so that other processes see all of it or nothing."""
         handle, name = tempfile.mkstemp(dir=self.folder, suffix=".new")
         try:
             with os.fdopen(handle, "wb") as new:
-                new.write(save(dict(arrays), {_CHECKSUM: _checksum(arrays)}))
+                new.write(save(dict(kept.arrays), {_CHECKSUM: kept.checksum}))
             Path(name).replace(file)
         finally:
             Path(name).unlink(missing_ok=True)
@@ -94,7 +103,7 @@ class DataCache:
             too_much -= size
 
 
-def _read(file: Path) -> Arrays | None:
+def _read(file: Path) -> Kept | None:
     """Read an entry; None if it is missing, damaged or another user's."""
     if not private_folders.is_private(file):
         return None
@@ -102,16 +111,18 @@ def _read(file: Path) -> Arrays | None:
         with safe_open(file, framework="numpy") as entry:
             found = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118
             said = (entry.metadata() or {})[_CHECKSUM]
-        if said != _checksum(found):
+        kept = _with_checksum(found)
+        if said != kept.checksum:
             return None
         os.utime(file)
     except _READABLE:
         return None
-    return found
+    return kept
 
 
-def _checksum(arrays: Arrays) -> str:
-    return digest(*(part for name in sorted(arrays) for part in (name, arrays[name].tobytes())))
+def _with_checksum(arrays: Arrays) -> Kept:
+    checksum = digest(*(part for name in sorted(arrays) for part in (name, arrays[name].tobytes())))
+    return Kept(arrays=arrays, checksum=checksum)
 
 
 def digest(*parts: str | bytes | int | Iterable[str]) -> str:
@@ -165,14 +176,17 @@ def _trained(
     def make() -> Arrays:
         return {"json": np.frombuffer(train().to_str().encode(), dtype=np.uint8)}
 
-    found = _kept("tokenizer", texts, (kind, vocabulary), make, cache)
+    found = _kept("tokenizer", texts, (kind, vocabulary), make, cache).arrays
     return Tokenizer.from_str(found["json"].tobytes().decode())
 
 
 def sequences(
     texts: Sequence[str], with_tokenizer: TextTokenizer, max_length: int, cache: DataCache
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Encode all texts into one array of ids, (tokens,), and the offset of each text, (texts + 1,)."""
+) -> tuple[NDArray[np.int32], NDArray[np.int64], str]:
+    """Encode all texts into one array of ids, (tokens,), and the offset of each text, (texts + 1,).
+
+    Also returns the checksum of both.
+    """
 
     def make() -> Arrays:
         found = with_tokenizer.encode(texts, max_length)
@@ -180,17 +194,20 @@ def sequences(
         return {"ids": ids, "starts": np.array([0, *accumulate(map(len, found))], dtype=np.int64)}
 
     found = _kept("sequences", texts, (max_length, _rules(with_tokenizer.tokenizer)), make, cache)
-    return found["ids"].view(np.int32), found["starts"].view(np.int64)
+    return found.arrays["ids"].view(np.int32), found.arrays["starts"].view(np.int64), found.checksum
 
 
-def stream(documents: Sequence[str], with_tokenizer: StreamTokenizer, cache: DataCache) -> NDArray[np.int32]:
-    """Encode all documents into one array of ids, each followed by the end token. (tokens,)"""
+def stream(
+    documents: Sequence[str], with_tokenizer: StreamTokenizer, cache: DataCache
+) -> tuple[NDArray[np.int32], str]:
+    """Encode all documents into one array of ids, each followed by the end token, (tokens,), with its checksum."""
 
     def make() -> Arrays:
         return {"ids": with_tokenizer.stream(documents)}
 
     of = (str(with_tokenizer.end), _rules(with_tokenizer.tokenizer))
-    return _kept("stream", documents, of, make, cache)["ids"].view(np.int32)
+    found = _kept("stream", documents, of, make, cache)
+    return found.arrays["ids"].view(np.int32), found.checksum
 
 
 def _rules(rules: Tokenizer) -> str:
@@ -202,10 +219,10 @@ def _rules(rules: Tokenizer) -> str:
 
 def _kept(
     kind: str, texts: Sequence[str], of: Sequence[str | int], make: Callable[[], Arrays], cache: DataCache
-) -> Arrays:
+) -> Kept:
     """Return arrays from the cache, keyed by a hash of the texts, `of` and the code; short texts bypass the cache."""
     if sum(map(len, texts)) < WORTH_KEEPING:
-        return make()
+        return _with_checksum(make())
 
     def told() -> Arrays:
         with phases.phase(f"preparing texts, for the cache: {kind}", once=kind):

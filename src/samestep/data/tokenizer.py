@@ -5,6 +5,7 @@ stream of ids, cut into blocks (`StreamTokenizer`, `TokenBlocks`). Either tokeni
 to the same result in every process that trains it, or loaded from files.
 """
 
+import hashlib
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from samestep.data.types import WholeDigest
 from samestep.errors import UserError
 
 _PADDING, _UNKNOWN, _START, _END, _MASK = _TEXT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -210,7 +212,7 @@ def _first(tokenizer: Tokenizer, names: Sequence[str]) -> int | None:
 IGNORED = -100  # a target that the loss passes over, as torch's cross_entropy has it
 
 
-class TokenBlocks:
+class TokenBlocks(WholeDigest):
     """Blocks of equal length cut from a stream of tokens: samples are (inputs, targets), both [length].
 
     Target i is the token after input i. The last block is padded; targets at padding are ignored.
@@ -219,10 +221,15 @@ class TokenBlocks:
     input of block i + 1.
     """
 
-    def __init__(self, stream: NDArray[np.int32], *, length: int, padding: int) -> None:
-        self._stream = stream  # [tokens]
+    def __init__(self, stream: NDArray[np.int32], *, length: int, padding: int, checksum: str) -> None:
+        """`checksum`: that of the stream, [tokens]."""
+        self._stream = stream
+        self._checksum = checksum
         self._length = length
         self._padding = padding
+
+    def digest(self) -> str:
+        return f"{self._checksum} {self._length} {self._padding}"
 
     def __len__(self) -> int:
         return -(-max(0, len(self._stream) - 1) // self._length)
@@ -240,14 +247,23 @@ class TokenBlocks:
         return inputs, targets
 
 
-class TokenisedTexts:
+class TokenisedTexts(WholeDigest):
     """Labelled texts as ids: samples are (token ids, class number), the ids [tokens of the text]."""
 
-    def __init__(self, ids: NDArray[np.int32], starts: NDArray[np.int64], classes: Sequence[int]) -> None:
-        """`ids` are those of all texts, [tokens]; text i is ids[starts[i] : starts[i + 1]]."""
+    def __init__(
+        self, ids: NDArray[np.int32], starts: NDArray[np.int64], classes: Sequence[int], *, checksum: str
+    ) -> None:
+        """`ids` are those of all texts, [tokens]; text i is ids[starts[i] : starts[i + 1]].
+
+        `checksum`: that of both arrays.
+        """
+        self._checksum = checksum
         self._ids = ids
         self._starts = starts  # [samples + 1]
         self._classes = np.array(classes, dtype=np.int64)  # [samples]
+
+    def digest(self) -> str:
+        return f"{self._checksum} {hashlib.sha256(self._classes.astype('<i8').tobytes()).hexdigest()[:32]}"
 
     @property
     def lengths(self) -> NDArray[np.int64]:

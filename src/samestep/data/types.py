@@ -1,5 +1,6 @@
 """Types of data: data sets of samples, and batches of collated samples."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -24,6 +25,14 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+class WholeDigest(ABC):
+    """A data set that is held in arrays, with a hash of all its samples."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """The hash of all samples, the same wherever these samples are in this order."""
 
 
 class First(Sequence[Any]):

@@ -101,6 +101,7 @@ def _print_info(contents: Contents, console: Console) -> None:
         "task": info.recipe.get("task"),
         "metrics": ", ".join(f"{name} {value:.6g}" for name, value in info.metrics.items()),
         "files": f"{len(info.files)}, {decimal_size(sum(each.bytes for each in info.files.values()))}",
+        **(info.identity.summary() if info.identity is not None else {}),
         "versions": ", ".join(f"{name} {version}" for name, version in info.versions.items()),
     }
     console.print(values_table({name: str(value) for name, value in rows.items() if value not in (None, "")}))

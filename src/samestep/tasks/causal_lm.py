@@ -386,8 +386,8 @@ class CausalLM(Task):
 
     def _blocks(self, documents: Sequence[str]) -> TokenBlocks:
         """The documents as one stream of tokens, cut into blocks."""
-        stream = cache.stream(documents, self._tokenizer, self._cache)
-        return TokenBlocks(stream, length=self._data.length, padding=self._padding)
+        stream, checksum = cache.stream(documents, self._tokenizer, self._cache)
+        return TokenBlocks(stream, length=self._data.length, padding=self._padding, checksum=checksum)
 
     @property
     def _cache(self) -> DataCache:

@@ -3,6 +3,7 @@
 From the top: the networks, the data (which images, how they are split, one size for all), and the task.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass as plain_dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from samestep.data import images
 from samestep.data.images import ImageSource, LabelledImages, coloured, decoded, resized
 from samestep.data.split import check_split, limited, split
-from samestep.data.types import Batch
+from samestep.data.types import Batch, WholeDigest
 from samestep.errors import UserError
 from samestep.field_types import STRICT, Real, Whole, Width
 from samestep.limits import MOST
@@ -184,12 +185,18 @@ class ImageData:
         return refuse_together(given, "eval_source", ["held_out"], "is for held-out images taken from source")
 
 
-class ImageSet:
+class ImageSet(WholeDigest):
     """Samples are (pixels [channels, height, width] in bytes, class number)."""
 
     def __init__(self, pixels: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
         self.pixels = pixels  # [images, channels, height, width]
         self.labels = labels  # [images]
+
+    def digest(self) -> str:
+        found = hashlib.sha256(f"{self.pixels.shape}".encode())
+        found.update(self.pixels.tobytes())
+        found.update(self.labels.astype("<i8").tobytes())
+        return found.hexdigest()[:32]
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -226,13 +226,13 @@ def tokenised(
     texts: NumberedTexts, with_tokenizer: TextTokenizer, max_length: int, cache: DataCache
 ) -> TokenisedTexts:
     """Tokenise all texts. Raises UserError for a text without any token."""
-    ids, starts = sequences(texts.texts, with_tokenizer, max_length, cache)
+    ids, starts, checksum = sequences(texts.texts, with_tokenizer, max_length, cache)
     empty = np.flatnonzero(np.diff(starts) == 0)
     if len(empty):
         text = texts.texts[int(empty[0])]
         where = transformers_model.TOKENIZER
         raise UserError(f'{where}: it gives no tokens for the text "{text[:40]}"; remove that text')
-    return TokenisedTexts(ids, starts, texts.classes)
+    return TokenisedTexts(ids, starts, texts.classes, checksum=checksum)
 
 
 def _numbered(source: LabelledTexts, classes: Classes, limit: int | None) -> NumberedTexts:

@@ -7,7 +7,8 @@ In the order of reading:
 - `optimizer`, `named_optimizer`, `adapters`: what is stepped, and by what.
 - `evaluation`, `early_stop`, `metrics_log`, `board`, `usage`, `result`: what is measured, shown and left on disk.
 - `own_folder`, `earlier_run`: where a training writes, and what it finds there.
-- `checkpointing`, `state`: when a checkpoint is saved, and what of a training goes into it.
+- `checkpointing`, `state`: when a checkpoint is saved, and what of a training goes into it. `learned_from`: what a
+  resume compares of data and code, and `own_data` in a loop of one's own.
 - `model_checks`: what is checked of the model on the ranks. `as_built`, `rounding`, `update_rule`,
   `nonfinite_values`: parts of a proof.
 - `rehearsal`, `step_work`: steps without values, and the work in them.

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from samestep import environment
 from samestep.checkpoint.compatibility import Base, changes, check_shared
 from samestep.checkpoint.folder import best_of, found_in, prune
+from samestep.checkpoint.identity import Identity, LearnsFrom
 from samestep.checkpoint.info import Info
 from samestep.checkpoint.load import CheckpointLoader, open_newest
 from samestep.checkpoint.peer_memory import Neighbours
@@ -32,6 +33,7 @@ from samestep.recipe import EarlyStop
 from samestep.run_folder import CHECKPOINTS
 from samestep.training.early_stop import EarlyStopper
 from samestep.training.evaluation import scalars
+from samestep.training.learned_from import ACCEPT, looked, refuse_other_data, told
 from samestep.training.session import Session
 from samestep.training.state import base_of, load_state, save_state
 
@@ -101,11 +103,18 @@ class Checkpoints:
     """Saves and resumes one training according to the job's `run.checkpoint`; does nothing without it."""
 
     def __init__(
-        self, job: Job, session: Session, folder: Path, memory: Path | None = None, held: Held | None = None
+        self,
+        job: Job,
+        session: Session,
+        folder: Path,
+        learns: LearnsFrom,
+        memory: Path | None = None,
+        held: Held | None = None,
     ) -> None:
         """`folder` is the run's; `memory` a folder in the host's memory, for copies that restarts resume from.
 
-        `held`: the leases of the training's folders, on the rank that writes there.
+        `learns`: what is compared at a resume, beside the recipe. `held`: the leases of the training's folders, on the
+        rank that writes there.
         """
         self._recipe: dict[str, Any] = plain(job.recipe, written=True)
         if not isinstance(job.recipe.task, str):
@@ -114,6 +123,8 @@ class Checkpoints:
         self._settings = job.run.checkpoint
         self._last: int | None = None  # step of the last checkpoint
         self._base: Base | None = None  # frozen parameters that are not saved
+        self._learns = learns
+        self._identity: Identity | None = None  # of what the training learns from
         self.early_stop = EarlyStopper(job.recipe.early_stop)  # its state is saved as well
         self._best: float | None = None  # the best value of the job's metric
         if self._settings is None:
@@ -171,6 +182,7 @@ class Checkpoints:
         Raises CheckpointError where `run.checkpoint.resume` names a folder without one.
         """
         if resume == "never":
+            self._identify(None)
             return 0
         place = self._folder if resume in ("auto", "last") else Path(resume)
         loader = open_newest(place, self._group, self._session.warn)
@@ -178,6 +190,7 @@ class Checkpoints:
             loader = self._memory.newer(loader, self._group)
         if loader is None:
             if resume == "auto":
+                self._identify(None)
                 self._session.warn(f"no checkpoint in {self._folder} yet: starts at step 0")
                 return 0
             if resume == "last":  # each of them is damaged
@@ -185,14 +198,32 @@ class Checkpoints:
                     f"--resume: {self._folder} has no checkpoint that can be read; use another folder"
                 )
             raise CheckpointError(f"run.checkpoint.resume is {resume}, where no checkpoint is; use resume: auto")
-        for change in changes(loader.info.recipe, self._recipe):
-            self._session.warn(f"{change}; the training goes on with the new value")
+        self._identify(loader)
         with phases.phase(f"loading the checkpoint of step {loader.info.step:,}"):
             load_state(self._trainer, loader, self._session.world, self._session.layout)
         self._best = loader.info.metrics.get(self._best_metric or "")
         self.early_stop.restore(loader.info.extra.get("early_stop", {}))
         self._session.warn(f"goes on from {loader.folder}, after step {loader.info.step:,}")
         return loader.info.step
+
+    def _identify(self, loader: CheckpointLoader | None) -> None:
+        """Look at what the training learns from, and compare that and the recipe with those of a checkpoint.
+
+        Says what has changed. Raises CheckpointError for a change that makes it another training.
+        """
+        assert self._settings is not None
+        compared = looked(self._learns, loader, self._group)
+        self._identity = compared.now
+        if loader is None:
+            return
+        accepts = self._settings.accept_data
+        if not accepts:
+            refuse_other_data(compared, loader.folder, ACCEPT)
+        accepted = compared.sources if accepts else None
+        for change in changes(loader.info.recipe, self._recipe, same=compared.same_sources, accepted=accepted):
+            self._session.warn(f"{change}; the training goes on with the new value")
+        for line in told(compared, loader):
+            self._session.warn(line)
 
     def due(self, done: int) -> bool:
         """Whether a checkpoint is due after `done` steps. Every rank must call it after every step; all agree."""
@@ -236,6 +267,7 @@ class Checkpoints:
             metrics=metrics,
             extra={"early_stop": state} if (state := self.early_stop.state()) else {},
             base=self._base,
+            identity=self._identity,
         )
 
     def copy_due(self, done: int) -> bool:

@@ -47,6 +47,7 @@ from samestep.training.adapters import put_adapters
 from samestep.training.checkpointing import Checkpoints
 from samestep.training.early_stop import Stopped
 from samestep.training.evaluation import switch_off
+from samestep.training.learned_from import learns_from
 from samestep.training.loop import StepLog, take_all_steps
 from samestep.training.metrics_log import Records, Tally
 from samestep.training.model_checks import check_memory, check_model, check_same_task, materialize
@@ -139,6 +140,7 @@ class Training:
         with phases.phase("building the model", once="model"):
             built = self._build(recorded=self.session.engine.can_fill(layout))
         check_same_task(self.samples, built.model)
+        self.kinds = {type(module) for module in built.model.modules()}
         check_parameters(self.turns, built.model)
         if not recipe.dropout:
             switch_off(built.model)
@@ -314,7 +316,8 @@ def fit(
     metrics: dict[str, Any] = {}
     ended: Exception | None = None
     stopped: Stopped | None = None
-    with Checkpoints(job, session, folder, supervision.memory, supervision.held) as checkpoints:
+    learns = learns_from(task, job.recipe, training.samples, training.kinds)
+    with Checkpoints(job, session, folder, learns, supervision.memory, supervision.held) as checkpoints:
         checkpoints.early_stop.check(task)
         training.first_step = checkpoints.resume(training.steps_per_epoch)
         bar = Bar(

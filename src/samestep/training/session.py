@@ -61,6 +61,8 @@ from samestep.tasks.base import default_scores
 from samestep.training import evaluation
 from samestep.training.adapters import AdapterFacts, facts_of
 from samestep.training.evaluation import Scores
+from samestep.training.learned_from import nothing_to_compare
+from samestep.training.own_data import OwnData
 from samestep.training.own_loop import (
     OwnOptimizers,
     check_dealt,
@@ -130,6 +132,7 @@ class Session:
         self._leases = ExitStack()  # of the folders with checkpoints, on the main rank
         self._group: ProcessGroup | None = None
         self._base: Base | None = None
+        self._own_data = OwnData()  # of a custom loop
         self.adapter: AdapterFacts | None = None  # of the prepared model
 
     @property
@@ -161,6 +164,7 @@ class Session:
         as in `Task.batch_buffers`.
         """
         check_prepared(model, optimizer)
+        self._own_data.uses({type(module) for module in model.modules()})
         if not isinstance(optimizer, Optimizer) and not self.engine.abilities.own_optimizers:
             raise UserError(
                 f'session.prepare: engine "{self.engine.name}" takes one optimizer; give one, or use engine native'
@@ -239,7 +243,7 @@ class Session:
             lengths=None if lengths is None else check_lengths(lengths, samples, "session.batches"),
             virtual_ranks=self.details.virtual_ranks,
         )
-        return Loader(
+        loader = Loader(
             samples,
             collate,
             order,
@@ -254,6 +258,9 @@ class Session:
             micro_batches=micro_batches(self.layout, batch, self.details.micro_batch),
             workers=self._workers,
         )
+        if loader.stop > loader.start:
+            self._own_data.dealt(samples, collate, self._checkpoint_group, self.warn)
+        return loader
 
     def save(self, folder: str | Path, *, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Save the training's state after `step` steps into `folder/step-<step>`; every rank must call it.
@@ -278,13 +285,15 @@ class Session:
             step=step,
             extra=extra,
             base=self._base,
+            identity=self._own_data.identity() if self.is_main else None,  # rank 0 writes it
         )
 
-    def resume(self, place: str | Path) -> Resumed:
+    def resume(self, place: str | Path, *, accept_data: bool = False) -> Resumed:
         """Load a checkpoint, or the newest one in a folder, saved under any layout; every rank must call it.
 
-        Returns the number of steps that it had taken and its `extra`; 0 steps if there is no checkpoint. Raises
-        CheckpointError if it is damaged or of another model.
+        Returns the number of steps that it had taken and its `extra`; 0 steps if there is no checkpoint. The data set
+        that is then given to `batches` must be that of the checkpoint, unless `accept_data` allows another. Raises
+        CheckpointError if the checkpoint is damaged or of another model.
         """
         trainer = self._checkpointed("resume")
         self._find_base(trainer)
@@ -292,6 +301,9 @@ class Session:
         if loader is None:
             return Resumed(step=0, extra={})
         load_state(trainer, loader, self.world, self.layout)
+        self._own_data.resumed(loader, accepts=accept_data)
+        if loader.info.identity is None and loader.info.step:
+            self.warn(nothing_to_compare(loader.folder))
         return Resumed(step=loader.info.step, extra=loader.info.extra)
 
     def warn(self, text: str) -> None:
@@ -344,6 +356,8 @@ class Session:
         """Run forward, backward, clipping and update. `loss(output, batch)` returns a sum and a count, not a mean."""
         check_step(batch, loss)
         check_gather(loss, self.engine, self._communication)
+        if self.is_main:
+            self._own_data.stepped(loss, self.warn)
         return self.trainer.step(batch, loss)
 
     def evaluate(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.checkpoint.compatibility import Base, check_base, fingerprint
+from samestep.checkpoint.identity import Identity
 from samestep.checkpoint.info import Info
 from samestep.checkpoint.load import CheckpointLoader
 from samestep.checkpoint.save import Saver
@@ -36,6 +37,7 @@ def save_state(
     metrics: Mapping[str, float] | None = None,
     extra: Mapping[str, Any] | None = None,
     base: Base | None = None,
+    identity: Identity | None = None,
 ) -> None:
     """Save a trainer's state after `step` steps, without the parameters of `base`.
 
@@ -60,6 +62,7 @@ def save_state(
         metrics=metrics or {},
         extra=extra or {},
         base=base,
+        identity=identity,
         tied=trainer.tied(),
         versions=versions(),
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),

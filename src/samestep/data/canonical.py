@@ -1,0 +1,179 @@
+"""One hash for equal values, whatever the process, the host and the folder in which they are made.
+
+Numbers, texts, arrays, tensors and images count by type and contents, mappings and sets without their order, objects
+by their attributes. A path to a file counts by the file's name and contents, since a folder may be mounted elsewhere.
+What none of this is for (functions, open files, locks) has no hash: its type is noted.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Set
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path, PurePath
+from typing import Any
+from uuid import UUID
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_DEEPEST = 30
+_LONGEST_PATH = 1024  # characters of a text that may be a path
+_MOST_OF_FILE = 1 << 24  # bytes that count of a file that a path leads to
+_BY_TEXT = (date, datetime, time, timedelta, Decimal, Fraction, UUID, range, slice)
+
+
+class Canonical:
+    """Hashes values, and notes the types of those that it can't hash."""
+
+    def __init__(self) -> None:
+        self.unknown: set[str] = set()
+        self._open: list[int] = []  # the objects that are being hashed, for those that hold themselves
+
+    def digest(self, value: Any) -> bytes:
+        """The hash of a value [16]."""
+        found = hashlib.sha256()
+        self._add(found, value)
+        return found.digest()[:16]
+
+    def _add(self, found: "hashlib._Hash", value: Any) -> None:
+        """Add a value to a hash: a letter for its kind, then its contents with their length."""
+        if value is None or isinstance(value, (bool, np.bool_)):
+            found.update(b"n" if value is None else b"b1" if value else b"b0")
+        elif isinstance(value, torch.Tensor):
+            self._add_tensor(found, value)
+        elif isinstance(value, (np.ndarray, np.generic)):
+            self._add_array(found, np.asarray(value))
+        elif isinstance(value, Enum):
+            _add_part(found, b"e", f"{type(value).__qualname__}.{value.name}".encode())
+        elif isinstance(value, int):
+            _add_part(found, b"i", str(value).encode() if abs(value) < 2**63 else hex(value).encode())
+        elif isinstance(value, (float, complex)):
+            found.update(b"f" + struct.pack("<dd", complex(value).real, complex(value).imag))
+        elif isinstance(value, (bytes, bytearray, memoryview)):
+            _add_part(found, b"y", bytes(value))
+        elif isinstance(value, (str, PurePath)):
+            self._add_text(found, value)
+        elif isinstance(value, _BY_TEXT):
+            _add_part(found, b"r", repr(value).encode())
+        else:
+            self._add_holder(found, value)
+
+    def _add_text(self, found: "hashlib._Hash", value: str | PurePath) -> None:
+        """Add a text, or the name and contents of the file that it leads to."""
+        text = str(value)
+        if isinstance(value, PurePath) or (text.startswith("/") and len(text) < _LONGEST_PATH and "\n" not in text):
+            file = Path(text)
+            with suppress(OSError, ValueError):
+                if file.is_file():
+                    with file.open("rb") as stream:
+                        content = stream.read(_MOST_OF_FILE)
+                    _add_part(found, b"p", f"{file.name} {file.stat().st_size}".encode())
+                    _add_part(found, b"y", content)
+                    return
+            text = value.name if isinstance(value, PurePath) else text
+        _add_part(found, b"s", text.encode("utf-8", "surrogatepass"))
+
+    def _add_array(self, found: "hashlib._Hash", array: NDArray[Any]) -> None:
+        """Add an array: its type, its shape, and its values in C's order, little-endian."""
+        if array.dtype.hasobject:
+            _add_part(found, b"o", f"{array.shape}".encode())
+            self._add_each(found, array.ravel().tolist())
+            return
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        _add_part(found, b"a", f"{array.dtype} {array.shape}".encode())
+        _add_part(found, b"y", array.tobytes())
+
+    def _add_tensor(self, found: "hashlib._Hash", tensor: torch.Tensor) -> None:
+        """Add a tensor: its type, its shape, and its values; a sparse one as a dense one."""
+        try:
+            plain = tensor.detach()
+            plain = plain.to_dense() if plain.layout is not torch.strided else plain
+            plain = plain.as_subclass(torch.Tensor).cpu()
+            raw = plain.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+        except (RuntimeError, NotImplementedError, TypeError):  # of a kind without values in memory
+            self._note(found, tensor)
+            return
+        _add_part(found, b"t", f"{plain.dtype} {tuple(plain.shape)}".encode())
+        _add_part(found, b"y", raw.tobytes())
+
+    def _add_holder(self, found: "hashlib._Hash", value: Any) -> None:
+        """Add what holds other values."""
+        if id(value) in self._open:
+            found.update(b"@")
+            return
+        if len(self._open) >= _DEEPEST:
+            self._note(found, value)
+            return
+        self._open.append(id(value))
+        try:
+            self._add_inside(found, value)
+        finally:
+            self._open.pop()
+
+    def _add_inside(self, found: "hashlib._Hash", value: Any) -> None:
+        """Add the values that another one holds."""
+        if isinstance(value, (list, tuple)):
+            found.update(b"l")
+            self._add_each(found, value)
+        elif isinstance(value, Mapping):
+            found.update(b"d")
+            self._add_each(found, sorted(self.digest(key) + self.digest(inner) for key, inner in value.items()))
+        elif isinstance(value, Set):
+            found.update(b"u")
+            self._add_each(found, sorted(map(self.digest, value)))
+        elif (module := type(value).__module__.partition(".")[0]) == "PIL" and hasattr(value, "tobytes"):
+            _add_part(found, b"g", f"{value.mode} {value.size} {value.getpalette()}".encode())
+            _add_part(found, b"y", value.tobytes())
+        elif module == "pandas" and hasattr(value, "to_dict"):
+            self._add(found, value.to_dict())
+        elif module == "pyarrow" and hasattr(value, "as_py"):
+            self._add(found, value.as_py())
+        elif isinstance(value, type) or (attributes := _attributes(value)) is None:
+            self._note(found, value)
+        else:
+            _add_part(found, b"c", type(value).__qualname__.encode())
+            self._add(found, attributes)
+
+    def _add_each(self, found: "hashlib._Hash", values: Any) -> None:
+        """Add each value of a sequence, and how many they are."""
+        found.update(len(values).to_bytes(8, "little"))
+        for each in values:
+            self._add(found, each)
+
+    def _note(self, found: "hashlib._Hash", value: Any) -> None:
+        """Add the type of what has no hash, and note it."""
+        name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        self.unknown.add(name)
+        _add_part(found, b"?", name.encode())
+
+
+def _add_part(found: "hashlib._Hash", kind: bytes, raw: bytes) -> None:
+    """Add bytes with their kind and length, so that "ab", "c" and "a", "bc" differ."""
+    found.update(kind + len(raw).to_bytes(8, "little"))
+    found.update(raw)
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object; None for one that has none of its own, such as a function or an open file."""
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name, None) for field in fields(value)}
+    if callable(value) and not hasattr(value, "__len__"):
+        return None
+    held = dict(getattr(value, "__dict__", {}))
+    for name in _slots(type(value)):
+        with suppress(AttributeError):
+            held[name] = getattr(value, name)
+    return held or None
+
+
+def _slots(kind: type) -> Iterable[str]:
+    """The names of a class's slots, with those of its bases."""
+    for each in kind.__mro__:
+        slots = each.__dict__.get("__slots__", ())
+        yield from (name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__"))
