@@ -43,7 +43,7 @@ def with_row(index: int, row: Any) -> list[Any]:
 
 CHANGES: dict[str, tuple[list[Any], str]] = {
     "values": ([(inputs * 1.001, label) for inputs, label in rows()], "of other contents"),
-    "one value": (with_row(151, (rows()[151][0] + torch.tensor([0, 0, 1e-6]), 151 % 3)), "of other contents"),
+    "one value": (with_row(151, (rows()[151][0] + torch.tensor([0, 0, 1e-2]), 151 % 3)), "of other contents"),
     "one label": (with_row(299, (rows()[299][0], 1)), "of other contents"),
     "order": (sorted(rows(), key=lambda row: float(row[0][0])), "of other contents"),
     "two swapped": ([*with_row(5, rows()[6])[:6], rows()[5], *rows()[7:]], "of other contents"),
@@ -93,6 +93,42 @@ def test_a_set_of_tensors_counts_whole() -> None:
     labels = labels.clone()
     labels[77_777] = 0
     assert told(TensorDataset(inputs, torch.arange(100_000)), TensorDataset(inputs, labels)) is not None
+
+
+@pytest.mark.parametrize("held", [list, lambda pairs: TensorDataset(*map(torch.stack, zip(*pairs, strict=True)))])
+def test_rounding_is_no_change(held: Callable[[Any], Any]) -> None:
+    """As where a mean is summed by another number of threads."""
+    generator = torch.Generator().manual_seed(2)
+    pairs = [(torch.randn(5, generator=generator), torch.tensor(index % 3)) for index in range(2000)]
+    nudged = [(torch.nextafter(inputs, inputs + 1), label) for inputs, label in pairs]
+    assert told(held(pairs), held(nudged)) is None
+    one = [*pairs[:700], nudged[700], *pairs[701:]]
+    assert told(held(pairs), held(one)) is not None  # no rounding changes one row alone
+    pairs[1234] = (pairs[1235][0], pairs[1234][1])
+    assert "of other contents" in (told(held(pairs), held(nudged)) or "")
+
+
+def test_columns_of_other_units_do_not_hide_a_change() -> None:
+    generator = torch.Generator().manual_seed(3)
+    values = torch.rand(500, 5, generator=generator) * torch.tensor([1e9, 1.0, 1e-6, 1.0, 1e4])
+    for column in range(5):
+        other = values.clone()
+        other[:, column] *= 1.001
+        assert told(values, other) is not None
+        assert told(list(values), list(other)) is not None
+    assert told(values, torch.nextafter(values, values + 1)) is None
+    doubles = values.double()
+    assert told(doubles, doubles * (1 + 1e-9)) is not None
+
+
+def test_real_numbers_that_are_none_or_too_large_count() -> None:
+    def of(*values: float) -> list[torch.Tensor]:
+        return [torch.tensor(values, dtype=torch.float64)] * 20
+
+    for values in ((float("nan"), 1.0), (1.0, float("inf")), (1e300, 1.0)):
+        assert told(of(*values), of(*values)) is None
+        assert told(of(*values), of(*values[::-1])) is not None
+    assert told(of(float("nan")), of(0.0)) is not None
 
 
 # -- what is drawn at random

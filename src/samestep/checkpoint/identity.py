@@ -36,9 +36,9 @@ def _described(known: SamplesIdentity | None) -> str:
     """A data set in short: how many samples, what of them was compared, and a hash."""
     if known is None:
         return ""
-    if known.digest is not None:
-        return f"{known.samples:,} samples, all of them {known.digest[:8]}"
-    parts = ", ".join(f"{part} {hashes[-1][:8]}" for part, hashes in known.parts.items())
+    if known.whole is not None:
+        return f"{known.samples:,} samples, all of them {known.whole.exact[:8]}"
+    parts = ", ".join(f"{part} {marks[-1].exact[:8]}" for part, marks in known.parts.items() if marks and marks[-1])
     left_out = ", ".join([*(f"{part} (random)" for part in known.drawn), *known.unknown])
     seen = f"{known.samples:,} samples, of {known.rows:,} {parts or 'nothing'}"
     return f"{seen}; not compared: {left_out}" if left_out else seen

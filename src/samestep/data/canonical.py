@@ -3,17 +3,21 @@
 Numbers, texts, arrays, tensors and images count by type and contents, mappings and sets without their order, objects
 by their attributes. A path to a file counts by the file's name and contents, since a folder may be mounted elsewhere.
 What none of this is for (functions, open files, locks) has no hash: its type is noted.
+
+A second hash leaves out the values of real numbers, which are given besides: a sum over many of them may be rounded
+otherwise with another number of threads.
 """
 
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any
 from uuid import UUID
@@ -25,7 +29,52 @@ from numpy.typing import NDArray
 _DEEPEST = 30
 _LONGEST_PATH = 1024  # characters of a text that may be a path
 _MOST_OF_FILE = 1 << 24  # bytes that count of a file that a path leads to
+# Types of tensors that NumPy has.
+_OF_NUMPY = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+}
 _BY_TEXT = (date, datetime, time, timedelta, Decimal, Fraction, UUID, range, slice)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hashed:
+    """The hashes of a value."""
+
+    exact: bytes
+    coarse: bytes  # without the values of real numbers
+    reals: NDArray[np.float64]  # those values, in their order; 0 for each that is not finite, which `coarse` has
+    is_rounded: bool  # whether some of them have fewer digits than float64
+
+
+class _Hashes:
+    """The hashes of a value that is being looked at."""
+
+    def __init__(self) -> None:
+        self._exact, self._coarse = hashlib.sha256(), hashlib.sha256()
+        self._reals: list[NDArray[np.float64]] = []
+        self._is_rounded = False
+
+    def update(self, raw: bytes) -> None:
+        self._exact.update(raw)
+        self._coarse.update(raw)
+
+    def add_reals(self, raw: bytes, values: NDArray[np.float64]) -> None:
+        """Add real numbers [n], whose bytes are `raw`."""
+        self._exact.update(raw)
+        self._is_rounded |= len(raw) < values.nbytes
+        with np.errstate(over="ignore", invalid="ignore"):
+            is_finite = np.isfinite(values.sum())
+        if not is_finite:  # usually for one that is not
+            finite = np.isfinite(values)
+            self._coarse.update(np.where(finite, 0.0, values).astype("<f8").tobytes())
+            values = np.where(finite, values, 0.0)
+        self._reals.append(values)
+
+    def result(self) -> Hashed:
+        reals = np.concatenate(self._reals) if self._reals else np.empty(0)
+        exact, coarse = self._exact.digest()[:16], self._coarse.digest()[:16]
+        return Hashed(exact=exact, coarse=coarse, reals=reals, is_rounded=self._is_rounded)
 
 
 class Canonical:
@@ -35,13 +84,17 @@ class Canonical:
         self.unknown: set[str] = set()
         self._open: list[int] = []  # the objects that are being hashed, for those that hold themselves
 
-    def digest(self, value: Any) -> bytes:
-        """The hash of a value [16]."""
-        found = hashlib.sha256()
+    def hashed(self, value: Any) -> Hashed:
+        """The hashes of a value, each [16]."""
+        found = _Hashes()
         self._add(found, value)
-        return found.digest()[:16]
+        return found.result()
 
-    def _add(self, found: "hashlib._Hash", value: Any) -> None:
+    def digest(self, value: Any) -> bytes:
+        """The exact hash of a value [16]."""
+        return self.hashed(value).exact
+
+    def _add(self, found: _Hashes, value: Any) -> None:
         """Add a value to a hash: a letter for its kind, then its contents with their length."""
         if value is None or isinstance(value, (bool, np.bool_)):
             found.update(b"n" if value is None else b"b1" if value else b"b0")
@@ -54,7 +107,9 @@ class Canonical:
         elif isinstance(value, int):
             _add_part(found, b"i", str(value).encode() if abs(value) < 2**63 else hex(value).encode())
         elif isinstance(value, (float, complex)):
-            found.update(b"f" + struct.pack("<dd", complex(value).real, complex(value).imag))
+            found.update(b"f")
+            numbers = (complex(value).real, complex(value).imag)
+            found.add_reals(struct.pack("<dd", *numbers), np.array(numbers))
         elif isinstance(value, (bytes, bytearray, memoryview)):
             _add_part(found, b"y", bytes(value))
         elif isinstance(value, (str, PurePath)):
@@ -64,7 +119,7 @@ class Canonical:
         else:
             self._add_holder(found, value)
 
-    def _add_text(self, found: "hashlib._Hash", value: str | PurePath) -> None:
+    def _add_text(self, found: _Hashes, value: str | PurePath) -> None:
         """Add a text, or the name and contents of the file that it leads to."""
         text = str(value)
         if isinstance(value, PurePath) or (text.startswith("/") and len(text) < _LONGEST_PATH and "\n" not in text):
@@ -79,7 +134,7 @@ class Canonical:
             text = value.name if isinstance(value, PurePath) else text
         _add_part(found, b"s", text.encode("utf-8", "surrogatepass"))
 
-    def _add_array(self, found: "hashlib._Hash", array: NDArray[Any]) -> None:
+    def _add_array(self, found: _Hashes, array: NDArray[Any]) -> None:
         """Add an array: its type, its shape, and its values in C's order, little-endian."""
         if array.dtype.hasobject:
             _add_part(found, b"o", f"{array.shape}".encode())
@@ -87,10 +142,15 @@ class Canonical:
             return
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
         _add_part(found, b"a", f"{array.dtype} {array.shape}".encode())
-        _add_part(found, b"y", array.tobytes())
+        _add_numbers(found, array)
 
-    def _add_tensor(self, found: "hashlib._Hash", tensor: torch.Tensor) -> None:
+    def _add_tensor(self, found: _Hashes, tensor: torch.Tensor) -> None:
         """Add a tensor: its type, its shape, and its values; a sparse one as a dense one."""
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.dtype in _OF_NUMPY:
+            array = tensor.numpy(force=True)
+            _add_part(found, b"t", f"{tensor.dtype} {array.shape}".encode())
+            _add_numbers(found, array)
+            return
         try:
             plain = tensor.detach()
             plain = plain.to_dense() if plain.layout is not torch.strided else plain
@@ -100,9 +160,13 @@ class Canonical:
             self._note(found, tensor)
             return
         _add_part(found, b"t", f"{plain.dtype} {tuple(plain.shape)}".encode())
-        _add_part(found, b"y", raw.tobytes())
+        if plain.is_floating_point() or plain.is_complex():
+            reals = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
+            found.add_reals(raw.tobytes(), reals.reshape(-1).double().numpy())
+        else:
+            _add_part(found, b"y", raw.tobytes())
 
-    def _add_holder(self, found: "hashlib._Hash", value: Any) -> None:
+    def _add_holder(self, found: _Hashes, value: Any) -> None:
         """Add what holds other values."""
         if id(value) in self._open:
             found.update(b"@")
@@ -116,14 +180,15 @@ class Canonical:
         finally:
             self._open.pop()
 
-    def _add_inside(self, found: "hashlib._Hash", value: Any) -> None:
+    def _add_inside(self, found: _Hashes, value: Any) -> None:
         """Add the values that another one holds."""
         if isinstance(value, (list, tuple)):
             found.update(b"l")
             self._add_each(found, value)
         elif isinstance(value, Mapping):
             found.update(b"d")
-            self._add_each(found, sorted(self.digest(key) + self.digest(inner) for key, inner in value.items()))
+            items = sorted(((self.digest(key), inner) for key, inner in value.items()), key=itemgetter(0))
+            self._add_each(found, items)
         elif isinstance(value, Set):
             found.update(b"u")
             self._add_each(found, sorted(map(self.digest, value)))
@@ -140,23 +205,34 @@ class Canonical:
             _add_part(found, b"c", type(value).__qualname__.encode())
             self._add(found, attributes)
 
-    def _add_each(self, found: "hashlib._Hash", values: Any) -> None:
+    def _add_each(self, found: _Hashes, values: Any) -> None:
         """Add each value of a sequence, and how many they are."""
         found.update(len(values).to_bytes(8, "little"))
         for each in values:
             self._add(found, each)
 
-    def _note(self, found: "hashlib._Hash", value: Any) -> None:
+    def _note(self, found: _Hashes, value: Any) -> None:
         """Add the type of what has no hash, and note it."""
         name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         self.unknown.add(name)
         _add_part(found, b"?", name.encode())
 
 
-def _add_part(found: "hashlib._Hash", kind: bytes, raw: bytes) -> None:
+def _add_part(found: _Hashes, kind: bytes, raw: bytes) -> None:
     """Add bytes with their kind and length, so that "ab", "c" and "a", "bc" differ."""
     found.update(kind + len(raw).to_bytes(8, "little"))
     found.update(raw)
+
+
+def _add_numbers(found: _Hashes, array: NDArray[Any]) -> None:
+    """Add the values of an array: complex ones as their real parts, then their imaginary ones."""
+    if array.dtype.kind == "f":
+        found.add_reals(array.tobytes(), array.ravel().astype(np.float64))
+    elif array.dtype.kind == "c":
+        both = np.concatenate([np.real(array).ravel(), np.imag(array).ravel()])
+        found.add_reals(both.tobytes(), both.astype(np.float64))
+    else:
+        _add_part(found, b"y", array.tobytes())
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

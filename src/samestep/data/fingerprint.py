@@ -9,19 +9,22 @@ its inputs and its labels. A part that isn't the same when a row is read again i
 import hashlib
 import random
 import time
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from annotated_types import Ge
+from numpy.typing import NDArray
 from pydantic import ConfigDict, Strict
 from torch.utils.data import TensorDataset
 
-from samestep.data.canonical import Canonical
+from samestep.data.canonical import Canonical, Hashed
 from samestep.data.types import Samples, WholeDigest
 
 _MOST_ROWS = 1 << 16
@@ -33,8 +36,46 @@ _SECONDS_AGAIN = 0.5
 _REPEATS = 6  # of reading again where rows differ from those of before: is it chance?
 _MOST_BYTES = 1 << 30  # of tensors that count whole
 _MOST_PARTS = 16  # of a row
+_SUMS, _COLUMNS = 2, 16  # of real numbers: so many sums with other weights, of columns that may have other units
+_BLOCK = 1 << 12  # positions with weights of their own
+_AT_ONCE = 1 << 18  # numbers that are summed at once
+_ROUNDING, _ROUNDING_OF_FLOAT64 = 1e-6, 1e-12  # of the norm, by which sums may differ
+_GROUPS, _FEW = 32, 4  # groups of rows; where fewer than a fourth of them differ, that is no rounding
 
 _Text = Annotated[str, Strict()]
+_Number = Annotated[float, Strict()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Hashes of values, and where there are real numbers among them, sums by which rounding is told from a change.
+
+    A sum over many numbers may be rounded otherwise with another number of threads, and so a mean that is taken from
+    all of them: that moves many values by their last bits, and the sums by next to nothing.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    exact: _Text
+    coarse: _Text = ""  # without the real numbers
+    groups: tuple[_Text, ...] = ()  # of groups of rows, exact
+    # Of the real numbers, by their columns: sums with weights by their places, then the squares.
+    sums: tuple[tuple[_Number, ...], ...] = ()
+    rounding: _Number = 0.0  # by which sums may differ, as a part of the norm
+
+    def is_as(self, other: "Mark") -> bool:
+        """Whether the values are the same, but for rounding."""
+        if self.exact == other.exact:
+            return True
+        if self.coarse != other.coarse or not self.sums or not other.sums:
+            return False
+        pairs = list(zip(self.groups, other.groups, strict=False))
+        moved = sum(one != another for one, another in pairs)
+        if len(self.groups) != len(other.groups) or moved <= len(pairs) / _FEW:
+            return False  # rounding moves more of them
+        *sums, squares = np.abs(np.subtract(self.sums, other.sums))
+        most = max(self.rounding, other.rounding) * np.sqrt(np.maximum(self.sums[-1], other.sums[-1]))
+        return bool(np.all(np.array(sums) <= most) and np.all(squares <= most * np.sqrt(self.sums[-1])))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +85,18 @@ class SamplesIdentity:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     samples: Annotated[int, Strict(), Ge(0)]
-    digest: _Text | None = None  # of all samples; None: rows stand for them
+    whole: Mark | None = None  # of all samples; None: rows stand for them
     rows: Annotated[int, Strict(), Ge(0)] = 0  # that were read
-    # By part of a row: hashes of it in the first row, the first 2, 4, 8, ... rows, and all that were read.
-    parts: Mapping[str, tuple[_Text, ...]] = field(default_factory=dict)
+    # By part of a row: hashes of it in the first row, the first 2, 4, 8, ... rows, and all that were read; None for
+    # a part that those rows didn't have.
+    parts: Mapping[str, tuple[Mark | None, ...]] = field(default_factory=dict)
     drawn: tuple[_Text, ...] = ()  # the parts that are drawn at random
     unknown: tuple[_Text, ...] = ()  # the types of values that have no hash
 
     @property
     def is_whole(self) -> bool:
         """Whether every sample counts, with all of its parts."""
-        return self.digest is not None or (self.rows == self.samples and not self.drawn and not self.unknown)
+        return self.whole is not None or (self.rows == self.samples and not self.drawn and not self.unknown)
 
 
 def identify(samples: Samples, *, repeats: int = 1) -> SamplesIdentity:
@@ -62,8 +104,8 @@ def identify(samples: Samples, *, repeats: int = 1) -> SamplesIdentity:
 
     Reading rows leaves the global random number generators as they were.
     """
-    if (digest := _whole(samples)) is not None:
-        return SamplesIdentity(samples=len(samples), digest=digest)
+    if (whole := _whole(samples)) is not None:
+        return SamplesIdentity(samples=len(samples), whole=whole)
     look = _Look(samples)
     with _generators_kept():
         look.read()
@@ -75,7 +117,7 @@ def identify(samples: Samples, *, repeats: int = 1) -> SamplesIdentity:
 def compare(samples: Samples, before: SamplesIdentity) -> tuple[SamplesIdentity, str | None]:
     """Look at a data set, and say how it differs from what was known of it; None where it doesn't."""
     now = identify(samples)
-    if difference(before, now) is not None and now.digest is None and now.samples == before.samples:
+    if difference(before, now) is not None and now.whole is None and now.samples == before.samples:
         now = identify(samples, repeats=_REPEATS)
     return now, difference(before, now)
 
@@ -84,9 +126,9 @@ def difference(before: SamplesIdentity, now: SamplesIdentity) -> str | None:
     """How a data set differs from what was known of it, as the end of a sentence; None where it doesn't."""
     if before.samples != now.samples:
         return f"has {now.samples:,} samples, and had {before.samples:,}"
-    if before.digest is not None and now.digest is not None:
-        return None if before.digest == now.digest else f"has {now.samples:,} samples as before, of other contents"
-    if before.digest is not None or now.digest is not None:
+    if before.whole is not None and now.whole is not None:
+        return None if now.whole.is_as(before.whole) else f"has {now.samples:,} samples as before, of other contents"
+    if before.whole is not None or now.whole is not None:
         return None  # it is held otherwise than before, so that nothing can be compared
     shared = [rows for rows in _marks(now.rows) if rows in _marks(before.rows)]
     if not shared:
@@ -95,7 +137,7 @@ def difference(before: SamplesIdentity, now: SamplesIdentity) -> str | None:
     other = [
         part
         for part in dict.fromkeys([*before.parts, *now.parts])
-        if part not in random_parts and _at(before, part, shared[-1]) != _at(now, part, shared[-1])
+        if part not in random_parts and not _same(_at(before, part, shared[-1]), _at(now, part, shared[-1]))
     ]
     if not other:
         return None
@@ -114,26 +156,129 @@ def _marks(rows: int) -> list[int]:
     return sorted({1 << power for power in range(rows.bit_length())} | {rows}) if rows else []
 
 
-def _at(known: SamplesIdentity, part: str, rows: int) -> str | None:
-    """The hash of a part in the first so many rows; None for a part that isn't there."""
+def _same(one: Mark | None, other: Mark | None) -> bool:
+    """Whether a part of some rows is the same."""
+    return one is other if one is None or other is None else one.is_as(other)
+
+
+def _at(known: SamplesIdentity, part: str, rows: int) -> Mark | None:
+    """The hashes of a part in the first so many rows; None for a part that isn't there."""
     hashes = known.parts.get(part, ())
     number = _marks(known.rows).index(rows)
     return hashes[number] if number < len(hashes) else None
 
 
-def _whole(samples: Samples) -> str | None:
-    """The hash of all samples of a data set that is held in arrays; None for others, and for very large ones."""
+def _whole(samples: Samples) -> Mark | None:
+    """The hashes of all samples of a data set that is held in arrays; None for others, and for very large ones."""
     if isinstance(samples, WholeDigest):
-        return samples.digest()
+        return Mark(exact=samples.digest())
     held: Any = samples.tensors if type(samples) is TensorDataset else samples
     tensors = held if isinstance(held, tuple) else (held,)
     if not all(type(each) in (torch.Tensor, np.ndarray) for each in tensors):
         return None
     if sum(each.nbytes for each in tensors) > _MOST_BYTES:
         return None
-    canonical = Canonical()
-    digest = canonical.digest(list(tensors)).hex()
-    return None if canonical.unknown else digest
+    canonical, chain = Canonical(), _Chain()
+    width = max(1, sum(each.nbytes // each.itemsize for each in tensors) // max(1, len(samples)))
+    for number in range(_GROUPS):
+        of_group = slice(number * len(samples) // _GROUPS, (number + 1) * len(samples) // _GROUPS)
+        chain.add(number, canonical.hashed([each[of_group] for each in tensors]), width)
+    return None if canonical.unknown else chain.mark()
+
+
+class _Chain:
+    """Hashes and sums of one part of many rows."""
+
+    def __init__(self) -> None:
+        self._exact, self._coarse = hashlib.sha256(), hashlib.sha256()
+        self._groups: dict[int, int] = {}
+        self._sums = np.zeros((_SUMS + 1, _COLUMNS))
+        self._rounding: float | None = None  # None: no real numbers yet
+        # Rows whose numbers are yet to be summed, all of one length, by their places: many at once are faster.
+        self._waiting: dict[bytes, NDArray[np.float64]] = {}
+
+    def add(self, index: int, value: Hashed, width: int | None = None) -> None:
+        """Add the part of a row, or of many rows with `width` real numbers each."""
+        place = index.to_bytes(8, "little")
+        self._exact.update(place + value.exact)
+        self._coarse.update(place + value.coarse)
+        group = index % _GROUPS
+        own = zlib.crc32(value.exact, index % 2**32)
+        self._groups[group] = (self._groups.get(group, 0) + own) % 2**32
+        if len(value.reals):
+            self._rounding = max(self._rounding or 0.0, _ROUNDING if value.is_rounded else _ROUNDING_OF_FLOAT64)
+            self._add_reals(place, value.reals, width)
+
+    def _add_reals(self, place: bytes, reals: NDArray[np.float64], width: int | None) -> None:
+        """Add the real numbers of a part; they are summed with those of other rows, if there are few."""
+        if width is not None or len(reals) > _BLOCK:
+            self._sum_blocks(place, reals, width or len(reals))
+            return
+        if self._waiting and len(next(iter(self._waiting.values()))) != len(reals):
+            self._sum()
+        self._waiting[place] = reals
+        if len(self._waiting) * len(reals) >= _AT_ONCE:
+            self._sum()
+
+    def _sum_blocks(self, place: bytes, reals: NDArray[np.float64], width: int) -> None:
+        """Sum many numbers, of rows of `width`, block by block; where whole rows fit, many blocks at once."""
+        length = _BLOCK // width * width or _BLOCK
+        at_once = _AT_ONCE // length * length if width <= _BLOCK else length
+        for start in range(0, len(reals), at_once):
+            numbers = reals[start : start + at_once]
+            whole = len(numbers) // length * length
+            for block in (numbers[:whole].reshape(-1, length), numbers[None, whole:]):
+                if block.size:
+                    at = start + (whole if block.shape[1] < length else 0)
+                    places = [place + (at + row * length).to_bytes(8, "little") for row in range(len(block))]
+                    self._sums += _projected(block, _weights(places), at, width)
+
+    def _sum(self) -> None:
+        """Sum the numbers of the rows that wait for it."""
+        if self._waiting:
+            rows = np.stack(list(self._waiting.values()))
+            self._sums += _projected(rows, _weights(list(self._waiting)), 0, rows.shape[1])
+            self._waiting.clear()
+
+    def mark(self) -> Mark:
+        """What is known of the rows so far."""
+        self._sum()
+        exact, coarse = (each.hexdigest()[:32] for each in (self._exact, self._coarse))
+        if self._rounding is None or not np.isfinite(self._sums).all():  # numbers too large for their squares
+            return Mark(exact=exact)
+        groups = tuple(f"{self._groups[group]:08x}" for group in sorted(self._groups))
+        sums = tuple(tuple(row) for row in self._sums.tolist())
+        return Mark(exact=exact, coarse=coarse, groups=groups, sums=sums, rounding=self._rounding)
+
+
+def _weights(places: Sequence[bytes]) -> NDArray[np.float64]:
+    """Numbers from -1 to 1 that belong to places [places, sums]."""
+    raw = b"".join(hashlib.blake2b(place, digest_size=8 * _SUMS).digest() for place in places)
+    return (np.frombuffer(raw, dtype="<u8") / 2**63 - 1).reshape(-1, _SUMS)
+
+
+@cache
+def _position_weights() -> NDArray[np.float64]:
+    """Numbers from -1 to 1 for the positions of a block [sums, positions]."""
+    raw = np.random.Philox(0).random_raw(_SUMS * _BLOCK)
+    return (raw / 2**63 - 1).reshape(_SUMS, _BLOCK)
+
+
+def _projected(
+    rows: NDArray[np.float64], weights: NDArray[np.float64], start: int, width: int
+) -> NDArray[np.float64]:
+    """Weighted sums of real numbers, and of their squares, by their columns [sums + 1, columns].
+
+    `rows` [rows, positions] with their `weights` [rows, sums]; the first position is the number `start` of what has
+    `width` numbers a row.
+    """
+    columns = np.arange(start, start + rows.shape[1]) % width % _COLUMNS
+    found = np.zeros((_SUMS + 1, _COLUMNS))
+    with np.errstate(over="ignore", invalid="ignore"):
+        weighted = (weights.T @ rows) * _position_weights()[:, : rows.shape[1]]  # [sums, positions]
+        for number, values in enumerate([*weighted, (rows * rows).sum(axis=0)]):
+            found[number] = np.bincount(columns, weights=values, minlength=_COLUMNS)
+    return found
 
 
 class _Look:
@@ -143,8 +288,8 @@ class _Look:
         self._samples = samples
         self._canonical = Canonical()
         self._first: list[tuple[int, Mapping[str, bytes]]] = []  # rows that are read again: index, hashes of parts
-        self._chains: dict[str, hashlib._Hash] = {}
-        self._hashes: dict[str, list[str]] = {}
+        self._chains: dict[str, _Chain] = {}
+        self._hashes: dict[str, list[Mark | None]] = {}
         self._rows = 0
         self._drawn: set[str] = set()
 
@@ -157,17 +302,17 @@ class _Look:
                 break
             parts = self._parts(index)
             if self._rows < _ROWS_AGAIN:
-                self._first.append((index, parts))
+                self._first.append((index, {part: value.exact for part, value in parts.items()}))
             self._add(index, parts)
         self._mark()
 
-    def _add(self, index: int, parts: Mapping[str, bytes]) -> None:
+    def _add(self, index: int, parts: Mapping[str, Hashed]) -> None:
         """Add a row to the hashes of its parts."""
-        for part, digest in parts.items():
+        for part, value in parts.items():
             if part not in self._chains:
-                self._chains[part] = hashlib.sha256()
-                self._hashes[part] = [""] * self._rows.bit_length()  # it wasn't in the rows before
-            self._chains[part].update(index.to_bytes(8, "little") + digest)
+                self._chains[part] = _Chain()
+                self._hashes[part] = [None] * self._rows.bit_length()
+            self._chains[part].add(index, value)
         self._rows += 1
         if self._rows & (self._rows - 1) == 0:
             self._mark()
@@ -176,7 +321,7 @@ class _Look:
         """Keep the hashes of the rows read so far, if that isn't done yet."""
         for part, chain in self._chains.items():
             if len(self._hashes[part]) < len(_marks(self._rows)):
-                self._hashes[part].append(chain.hexdigest()[:32])
+                self._hashes[part].append(chain.mark())
 
     def read_again(self) -> None:
         """Read the first rows again, and note the parts that aren't what they were."""
@@ -184,21 +329,19 @@ class _Look:
         for number, (index, parts) in enumerate(self._first):
             if number >= _LEAST_ROWS and time.monotonic() > until:
                 break
-            again = self._parts(index)
+            again = {part: value.exact for part, value in self._parts(index).items()}
             self._drawn |= {part for part in {*parts, *again} if parts.get(part) != again.get(part)}
 
-    def _parts(self, index: int) -> dict[str, bytes]:
-        """The hash of each part of a row. A row that can't be read is known by its error."""
+    def _parts(self, index: int) -> dict[str, Hashed]:
+        """The hashes of each part of a row. A row that can't be read is known by its error."""
+        hashed = self._canonical.hashed
         try:
             parts = dict(_flat(self._samples[index], _ALL, 2))
-            whole = len(parts) > _MOST_PARTS
-            return (
-                {_ALL: self._canonical.digest(parts)}
-                if whole
-                else {name: self._canonical.digest(value) for name, value in parts.items()}
-            )
+            if len(parts) > _MOST_PARTS:
+                return {_ALL: hashed(parts)}
+            return {name: hashed(value) for name, value in parts.items()}
         except Exception as error:  # whatever a user's code raises
-            return {_ALL: type(error).__qualname__.encode()}
+            return {_ALL: hashed(type(error).__qualname__)}
 
     def result(self) -> SamplesIdentity:
         return SamplesIdentity(

@@ -113,8 +113,8 @@ class Checkpoints:
     ) -> None:
         """`folder` is the run's; `memory` a folder in the host's memory, for copies that restarts resume from.
 
-        `learns`: what is compared at a resume, beside the recipe. `held`: the leases of the training's folders, on the
-        rank that writes there.
+        `learns`: what is compared at a resume, beside the recipe. `held`: the leases of the training's folders, on
+        the rank that writes there.
         """
         self._recipe: dict[str, Any] = plain(job.recipe, written=True)
         if not isinstance(job.recipe.task, str):
