@@ -14,7 +14,7 @@ _LIMITS = LaunchTimeouts()
 _GATHER = f"hosts gather for {_LIMITS.later_join_timeout:g} s"
 
 # What governs how soon a job goes on after a host has crashed, and after one has fallen silent.
-WHEN_CLOSED = f"3 heartbeats missing, {_LIMITS.rendezvous_interval} s apart; {_GATHER}"
+WHEN_CLOSED = f"no heartbeat for {_LIMITS.meeting_silence:g} s; {_GATHER}"
 WHEN_SILENT = f"--heartbeat-timeout {_LIMITS.heartbeat_timeout:g} s; {_GATHER}"
 # And how long it takes nobody for lost, and how soon it ends where the store is silent.
 SILENCE = f"--heartbeat-timeout {_LIMITS.heartbeat_timeout:g} s"

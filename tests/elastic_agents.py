@@ -86,11 +86,11 @@ class Agents:
     def __init__(self, folder: Path, command: Sequence[str], nodes: str = "1:2", options: Sequence[str] = ()) -> None:
         self.folder = folder
         self._command, self._nodes, self._options = command, nodes, options
-        self._port = free_port()
+        self.port = free_port()
         self._all: list[Agent] = []
 
     def start(self, node: int, *options: str) -> Agent:
-        agent = Agent(self.folder, node, self._nodes, self._port, self._command, [*self._options, *options])
+        agent = Agent(self.folder, node, self._nodes, self.port, self._command, [*self._options, *options])
         self._all.append(agent)
         return agent
 

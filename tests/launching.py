@@ -12,8 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 from small_jobs import wait_until
+from torch.distributed import TCPStore
 
-from samestep.launch.network import held_port
+from samestep.launch.job_secret import JobSecret
+from samestep.launch.network import held_port, store_at
+from samestep.launch.signed_store import open_to_hosts
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TOLD = str(SCRIPTS / "told.py")
@@ -90,6 +93,13 @@ def started(*words: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
 
 def await_files(*files: str) -> None:
     wait_until(lambda: all(Path(file).exists() for file in files), told=lambda: f"{files} are not all there")
+
+
+def hosts_store(secret: JobSecret | None = None) -> TCPStore:
+    """A store on the loopback where hosts of a job meet."""
+    store = store_at("127.0.0.1")
+    open_to_hosts(store, secret)
+    return store
 
 
 def free_port() -> int:

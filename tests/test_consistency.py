@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import hosts_store
 
 import samestep
 from samestep.errors import StartError, UserError
 from samestep.launch import consistency
 from samestep.launch.handshake import Handshake
-from samestep.launch.network import store_at
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import RankOptions
 
@@ -134,7 +134,7 @@ def test_commands_that_differ_are_refused(first: str, second: str) -> None:
 
 
 def test_nothing_of_a_command_is_in_the_store_or_the_message() -> None:
-    store = store_at("127.0.0.1")
+    store = hosts_store()
     where = {"address": "127.0.0.1", "port": store.port, "fewest": 2}
     first = Handshake(part("host-a", "t.py", "--token", "pa55word", **where))
     first._compare()
@@ -169,7 +169,7 @@ def test_a_host_that_joins_later_is_compared_too(controlled: bool, error: type[E
     for file in files:
         file.parent.mkdir()
         file.write_text("lr = 1\n", encoding="utf-8")
-    store = store_at("127.0.0.1")
+    store = hosts_store()
     where = {"address": "127.0.0.1", "port": store.port, "fewest": 1, "controlled": controlled}
     Handshake(part("host-a", str(files[0]), **where)).agree()
     later = part("host-b", str(files[1]), **where, node_rank=1)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
+from launching import hosts_store
 from small_jobs import wait_until
 
-from samestep.errors import StartError
+from samestep.errors import StartError, UserError
 from samestep.launch.handshake import Handshake
-from samestep.launch.network import store_at
+from samestep.launch.job_secret import JobSecret
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import LaunchTimeouts
 
@@ -78,7 +79,7 @@ class Relay:
 
 @pytest.fixture
 def relay() -> Iterator[Relay]:
-    store = store_at("127.0.0.1")
+    store = hosts_store()
     relay = Relay(store.port)
     yield relay
     relay.close()
@@ -102,8 +103,8 @@ def spec(node_rank: int, port: int) -> NodeSpec:
 class Agreeing:
     """A host that agrees with the others, in a thread of its own."""
 
-    def __init__(self, node_rank: int, port: int) -> None:
-        self._handshake = Handshake(spec(node_rank, port))
+    def __init__(self, node_rank: int, port: int, secret: JobSecret | None = None) -> None:
+        self._handshake = Handshake(spec(node_rank, port), secret)
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._agree, daemon=True)
         self._thread.start()
@@ -138,3 +139,54 @@ def test_a_store_whose_host_has_ended_it_is_not_waited_for(relay: Relay) -> None
     assert wait_until(lambda: not one.waits, 10.0) < 5
     assert isinstance(one.error, StartError)
     assert str(one.error).startswith(f"host-0 lost the job's store at 127.0.0.1:{relay.port}: ")
+
+
+ONE, OTHER = JobSecret.made(), JobSecret.made()
+
+
+@pytest.mark.parametrize(
+    ("secrets", "says"),
+    [
+        ((ONE, OTHER), ("is not signed with the secret of this host", "is not signed with the secret of this host")),
+        (
+            (ONE, None),
+            ("is not signed, and this host has a secret", "is signed with a secret, and this host has none"),
+        ),
+        (
+            (None, ONE),
+            ("is signed with a secret, and this host has none", "is not signed, and this host has a secret"),
+        ),
+    ],
+    ids=["others", "one has none", "the other has none"],
+)
+def test_hosts_with_other_secrets_say_so_at_once_and_agree_once_they_have_the_same(
+    secrets: tuple[JobSecret | None, JobSecret | None], says: tuple[str, str]
+) -> None:
+    store = hosts_store(secrets[0])
+    one = Agreeing(0, store.port, secrets[0])
+    wait_until(lambda: store.check(["samestep/node/0"]), 10.0)
+    with pytest.raises(UserError) as error:
+        Handshake(spec(1, store.port), secrets[1])
+    wait_until(lambda: not one.waits, 10.0)
+    assert isinstance(one.error, UserError)
+    for host, text, reason in (("host-0", str(one.error), says[0]), ("host-1", str(error.value), says[1])):
+        assert text.startswith(f'{host}: a value of key "samestep/')
+        assert (
+            f"in the job's store at 127.0.0.1:{store.port} was not written by a host of this job: it {reason};"
+            in text
+        )
+        assert text.endswith("give all of them the same secret, by --secret-file or SAMESTEP_JOB_SECRET")
+    again = hosts_store(secrets[0])
+    hosts = [Agreeing(node, again.port, secrets[0]) for node in (0, 1)]
+    wait_until(lambda: not any(host.waits for host in hosts), 10.0)
+    assert [host.error for host in hosts] == [None, None]
+
+
+def test_a_host_with_another_secret_does_not_disturb_a_job_that_has_begun() -> None:
+    store = hosts_store(ONE)
+    hosts = [Agreeing(node, store.port, ONE) for node in (0, 1)]
+    wait_until(lambda: not any(host.waits for host in hosts), 10.0)
+    before = {key: store.get(key) for key in store.list_keys() if key.startswith("samestep/")}
+    with pytest.raises(UserError, match="is not signed with the secret of this host"):
+        Handshake(spec(1, store.port), OTHER)
+    assert {key: store.get(key) for key in before} == before

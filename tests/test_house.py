@@ -457,6 +457,10 @@ LOADERS = {
     "dill.loads",
     "cloudpickle.load",
     "cloudpickle.loads",
+    # PyTorch's rendezvous keeps its state as a pickle in a store that others reach.
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler.from_backend",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend.C10dRendezvousBackend",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend.create_backend",
 }
 # Methods of other packages' objects that unpickle files, or run a folder's own Python code.
 LOADING_METHODS = {"load_checkpoint", "load_state", "load_model", "load_weights", "from_pretrained"}
@@ -571,6 +575,7 @@ def test_nothing_that_is_loaded_runs_code() -> None:
         "import keras\nkeras.models.load_model(file)",
         "from transformers import AutoModel\nAutoModel.from_pretrained(folder)",
         "from transformers import AutoModel\nAutoModel.from_pretrained(folder, trust_remote_code=True)",
+        "from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend\ncreate_backend(x)",
     ],
 )
 def test_a_load_that_may_run_code_is_found(text: str) -> None:

@@ -21,6 +21,7 @@ from launching import (
     assert_nothing_is_left,
     await_files,
     free_port,
+    hosts_store,
     processes_alive,
     started,
 )
@@ -30,8 +31,8 @@ import samestep.launch.handshake
 from samestep.cli.main import main
 from samestep.errors import StartError, UserError
 from samestep.launch import remote_agent
-from samestep.launch.handshake import Handshake
-from samestep.launch.network import store_at
+from samestep.launch.handshake import Handshake, Seat
+from samestep.launch.job_secret import of_user
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import LaunchTimeouts
 from samestep.launch.starter import agent_command
@@ -58,9 +59,9 @@ def test_two_hosts_started_one_by_one_are_one_job(port: int, capfd: pytest.Captu
         assert main(["launch", *one_of_two(0, port, "--num-procs", "1", "--", TOLD, "tell")]) == 0
         out, _ = other.communicate(timeout=60)
     name = re.escape(socket.gethostname())
-    assert re.match(
-        rf"\[{name} 0\] RANK=0 WORLD_SIZE=2 .* GROUP_RANK=0 MASTER_ADDR=127.0.0.1", capfd.readouterr().out
-    )
+    printed = capfd.readouterr()
+    assert f"samestep: {socket.gethostname()}: the hosts' store at 127.0.0.1:{port} is not " in printed.err
+    assert re.match(rf"\[{name} 0\] RANK=0 WORLD_SIZE=2 .* GROUP_RANK=0 MASTER_ADDR=127.0.0.1", printed.out)
     assert re.match(rf"\[{name} 1\] RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK=1", out)
     assert other.returncode == 0
 
@@ -135,7 +136,7 @@ def test_hosts_with_other_ranks_do_not_agree(port: int) -> None:
 
 
 def await_seat(first: Handshake) -> None:
-    while not first._there("samestep/node/0"):
+    while first._store.read("samestep/node/0", Seat) is None:
         pass
 
 
@@ -187,11 +188,11 @@ def test_what_listens_may_be_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_agent_that_comes_again_takes_its_old_place() -> None:
-    store = store_at("127.0.0.1")
-    seats = [spec(number, store.port, serves=False) for number in (0, 1)]
-    store.set("samestep/node/1", json.dumps({"host": "host-b", "machine": "elsewhere", "process": 1}))
-    Handshake(seats[1])._take_seat()
-    assert json.loads(store.get("samestep/node/1"))["process"] == os.getpid()
+    store = hosts_store()
+    again = Handshake(spec(1, store.port, serves=False))
+    again._store.write("samestep/node/1", Seat(host="host-b", machine="elsewhere", process=1))
+    again._take_seat()
+    assert again._store.wait("samestep/node/1", Seat).process == os.getpid()
 
 
 @pytest.fixture
@@ -313,6 +314,23 @@ def test_ctrl_c_ends_all_hosts(ssh: list[str]) -> None:
     assert process.returncode == 130
     assert err.rstrip().endswith("samestep: stopped by signal 2")
     assert "SIGINT: the ranks of all hosts are asked to stop; a second one ends them at once" in err
+
+
+@pytest.mark.slow
+def test_the_secret_goes_to_agents_alone_and_over_standard_input(ssh: list[str]) -> None:
+    file, text = Path("secret"), "of-the-user-0123456789"
+    file.touch(0o600)
+    file.write_text(text, encoding="utf-8")
+    secret = of_user(file, None)
+    assert secret is not None
+    with started(*ssh, "--secret-file", str(file), "--", TOLD, "wait", "here") as process:
+        await_files("here-0", "here-1", "here-2")
+        shown = [word for each in processes_alive() for word in (*each.cmdline(), *each.environ().values())]
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=30)
+    assert sum("samestep.launch.remote_agent" in word for word in shown) >= 2
+    written = [each.read_text(encoding="utf-8") for each in (Path("ssh.log"), *Path("runs").rglob("rank-*"))]
+    assert not [word for word in (*shown, *told, *written) if text in word or secret.sent() in word]
 
 
 @pytest.mark.slow

@@ -47,6 +47,12 @@ def test_a_job_of_a_fixed_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert replicas["Master"]["template"] == replicas["Worker"]["template"]
 
 
+def test_the_pods_read_the_jobs_secret_from_a_file_of_theirs(capsys: pytest.CaptureFixture[str]) -> None:
+    job = printed("--image x --num-nodes 2 --secret-file /run/secrets/job -- train.py", capsys)
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    assert container["command"] == ["samestep", "launch", "--secret-file", "/run/secrets/job", "--", "train.py"]
+
+
 def test_an_elastic_job_has_no_master_and_one_pod_no_workers(capsys: pytest.CaptureFixture[str]) -> None:
     job = printed("--image x --nodes 1:4 --progress 5s -- -m package.train", capsys)
     assert job["spec"]["elasticPolicy"] == {"minReplicas": 1, "maxReplicas": 4, "rdzvBackend": "c10d"}

@@ -4,12 +4,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from launching import hosts_store
 from small_jobs import wait_until
-from torch.distributed import TCPStore
 
-from samestep.launch.network import store_at
 from samestep.launch.node_heartbeat import NodeHeartbeat, Peer
 from samestep.launch.options import LaunchTimeouts
+from samestep.launch.signed_store import SignedStore
 
 SILENCE = 2.0
 
@@ -17,7 +17,7 @@ SILENCE = 2.0
 @pytest.fixture
 def hosts() -> Iterator[tuple[NodeHeartbeat, NodeHeartbeat]]:
     """Two hosts whose ranks run."""
-    store = store_at("127.0.0.1")
+    store = hosts_store()
     timeouts = LaunchTimeouts(heartbeat_timeout=SILENCE)
     both = [NodeHeartbeat("127.0.0.1", store.port, job="one", node=node, timeouts=timeouts) for node in (0, 1)]
     for node, alive in enumerate(both):
@@ -63,7 +63,7 @@ def test_the_state_in_which_a_host_ends_is_told_also_where_it_ends_during_a_sign
     one, other = hosts
     gives_a_sign, ends, told = threading.Event(), threading.Event(), other._beat
 
-    def sign(store: TCPStore) -> None:
+    def sign(store: SignedStore) -> None:
         told(store)
         gives_a_sign.set()
         ends.wait(10.0)

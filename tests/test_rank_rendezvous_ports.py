@@ -27,6 +27,9 @@ def ports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return free
 
 
+WRONG_PORTS: list[dict[str, Any]] = [{}, {"port": "x"}, {"port": None}, {"port": True}, {"port": 1 << 70}]
+
+
 @contextmanager
 def foreign(port: int, says: bytes | None) -> Iterator[None]:
     """A server of another program, which says something to whoever connects; None: it accepts and keeps silent."""
@@ -63,7 +66,12 @@ def test_two_jobs_on_the_same_ports_do_not_mix(ports: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "says", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b"[1]\n", b'{"job": 3}\n', b"x" * 9000, b""]
+    "says",
+    [
+        *(None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b"[1]\n", b'{"job": 3}\n', b"x" * 9000, b"", b"[" * 1024),
+        # What it takes for rank 0 is read from rank 0.
+        *(json.dumps({**rank_rendezvous._identity("a job", 2), **port}).encode() + b"\n" for port in WRONG_PORTS),
+    ],
 )
 def test_a_server_of_another_program_is_not_rank_0(
     ports: list[int], says: bytes | None, monkeypatch: pytest.MonkeyPatch

@@ -1,16 +1,15 @@
 """Rendezvous of a job's hosts: one that paused while they met, and was left out of the round, is met once more."""
 
 import threading
-from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
+from launching import hosts_store
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
 import samestep.launch.rendezvous
-from samestep import environment
-from samestep.launch.network import LOOPBACK, store_at
+from samestep.launch.network import LOOPBACK
 from samestep.launch.options import LaunchTimeouts
 from samestep.launch.rendezvous import BACKEND, MultiNodeRendezvous
 
@@ -22,7 +21,7 @@ _SILENCE = 3.0  # seconds that they wait for one in the store where they meet
 
 @pytest.fixture
 def store() -> TCPStore:
-    served = store_at(LOOPBACK)
+    served = hosts_store()
     served.set_timeout(timedelta(seconds=60))
     return served
 
@@ -47,7 +46,7 @@ def meets(host: MultiNodeRendezvous, found: dict[int, RendezvousInfo], *, pauses
     def meet() -> None:
         if pauses:
             # As a process that stands still when all have come: it has met, says no word in the round, and is missed.
-            host._inner.next_rendezvous()
+            host._membership.meet()
         found[host.node] = host.next_rendezvous()
 
     thread = threading.Thread(target=meet, daemon=True)
@@ -64,12 +63,9 @@ def test_a_host_that_was_left_out_of_a_round_is_met_once_more(
     monkeypatch.setattr(samestep.launch.rendezvous, "_PART", _WAITS)
     hosts = [host(node, store) for node in (0, 1)]
     found: dict[int, RendezvousInfo] = {}
-    with environment.own_bootstrap():
-        # A process has one agent; two of them here would each put back what the other has set.
-        monkeypatch.setattr(environment, "own_bootstrap", nullcontext)
-        threads = [meets(each, found, pauses=each.node == paused) for each in hosts]
-        for thread in threads:
-            thread.join(60)
+    threads = [meets(each, found, pauses=each.node == paused) for each in hosts]
+    for thread in threads:
+        thread.join(60)
     met = [(each.node, each.round.members if each.round is not None else ()) for each in hosts]
     for each in hosts:
         each.shutdown()

@@ -1,7 +1,7 @@
 """Faults that one host's agent reports of its rounds, whenever it polls the ranks' status."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ from small_jobs import faults_in, wait_until
 
 from samestep.fault_tolerance import watchdog
 from samestep.fault_tolerance.status import JobInfo, RankStatus, write_job_info
-from samestep.launch.rendezvous import HostRound, RoundMember
+from samestep.launch.membership import RoundMember
+from samestep.launch.rendezvous import HostRound, RoundPost
 from samestep.launch.rounds import NodeRounds, RanksEnded
 
 pytestmark = pytest.mark.quick
@@ -29,10 +30,10 @@ class OneHost:
         self.round: Any = None
         self._posts: dict[str, Any] = {}
 
-    def post(self, key: str, value: Mapping[str, Any]) -> None:
-        self._posts[key] = dict(value)
+    def post(self, key: str, value: object) -> None:
+        self._posts[key] = value
 
-    def posted(self, key: str) -> Any:
+    def posted(self, key: str, form: type) -> Any:
         return self._posts.get(key)
 
     def enter(self, *_: object) -> None:
@@ -46,7 +47,7 @@ class OneHost:
         member = RoundMember(node=0, name=self.name, address="127.0.0.1", agent="first")
         store: Any = None
         self.round = HostRound(number=number, members=(member,), first=True, store=store)
-        self.post(f"round/{number}", {"members": [asdict(member)]})
+        self.post(self.round.key, RoundPost(members=(member,)))
 
 
 @pytest.fixture

@@ -178,6 +178,20 @@ def test_a_region_that_can_not_be_had_is_told_with_its_size(size: int, words: st
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.parametrize("what", ["\n{short}", "\n{pipe}", "\n{absent}", "{short}", "\n\0", "\n/proc/self/mem", ""])
+def test_what_is_no_region_is_not_mapped(tmp_path: Path, what: str) -> None:
+    """The store in which rank 0 tells its region has no password."""
+    files = {name: tmp_path / name for name in ("short", "pipe", "absent")}
+    files["short"].write_bytes(b"x" * 100)
+    os.mkfifo(files["pipe"])
+    store = dist.HashStore()
+    store.set("region", what.format(**files))
+    store.set("mapped/0", "")
+    with pytest.raises(region.NoRegionError):
+        region.share(store, 1, 2, 1 << 16)
+    assert files["short"].read_bytes() == b"x" * 100
+
+
 def test_memory_that_is_too_small_is_told_once_with_what_is_needed_and_gloo_is_used() -> None:
     first, second = local.start(told_by_groups, ("memory",), 2)
     (told, *others) = first

@@ -8,12 +8,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from launching import hosts_store
 
 from samestep.cli.main import main
 from samestep.errors import UserError
 from samestep.launch import store_address
 from samestep.launch.handshake import Handshake
-from samestep.launch.network import store_at
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import LaunchTimeouts
 
@@ -84,7 +84,7 @@ def test_the_host_that_serves_uses_that_address_itself(
 
 
 def test_of_a_store_that_is_gone_no_failures_are_known() -> None:
-    store = store_at("127.0.0.1")
+    store = hosts_store()
     handshake = Handshake(spec(serves=False, address="127.0.0.1", port=store.port))
     assert handshake.failures() == []
     del store

@@ -137,6 +137,10 @@ CHINESE = [
         r"3 heartbeats missing, (\S+) s apart; hosts gather for (\S+) s",
         r"连缺 3 次心跳，每次间隔 \1 秒；主机集合 \2 秒",
     ),
+    (
+        r"no heartbeat for (\S+) s; hosts gather for (\S+) s",
+        r"\1 秒没有心跳；主机集合 \2 秒",
+    ),
 ]
 
 

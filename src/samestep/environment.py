@@ -195,11 +195,6 @@ def agent_signals(names: str) -> AbstractContextManager[None]:
     return given({"TORCHELASTIC_SIGNALS_TO_HANDLE": names})
 
 
-def own_bootstrap() -> AbstractContextManager[None]:
-    """Keep PyTorch's rendezvous from creating a store of its own for the ranks."""
-    return given({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-
-
 PROGRESS = "SAMESTEP_PROGRESS"
 
 
@@ -300,6 +295,11 @@ def bar_file(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None
     if _BAR_FILE not in environ:
         return None
     return Path(environ[_BAR_FILE]), Variables(environ).needed(_BAR_COLUMNS)
+
+
+def take_job_secret() -> str | None:
+    """Return the secret that the user gave for the job's hosts, and remove it: no process started later has it."""
+    return os.environ.pop("SAMESTEP_JOB_SECRET", None)
 
 
 def variables_file(environ: Mapping[str, str] = os.environ) -> str | None:

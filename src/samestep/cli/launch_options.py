@@ -129,9 +129,10 @@ def launch(options: argparse.Namespace, found: "FoundCluster", wanted: LaunchReq
     check(wanted)
     variables = variables_from(options)
 
+    from samestep.launch.job_secret import of_user
     from samestep.launch.launcher import launch as start
 
-    outcome = start(found, wanted, variables)
+    outcome = start(found, wanted, variables, of_user(wanted.secret_file, options.job_secret))
     if outcome.message is not None:
         print(f"samestep: {outcome.message}", file=sys.stderr)
     return outcome.exit_code
@@ -151,10 +152,14 @@ def variables_from(options: argparse.Namespace) -> "ForwardedVariables":
     """Gather the environment variables for every host. Raises UserError."""
     from samestep import environment
     from samestep.launch.forwarded_env import files_of, gather
+    from samestep.launch.job_secret import check_not_sent
 
     environ = environment.snapshot()
+    check_not_sent(dict.fromkeys(options.passed, "--pass"))
     files = files_of(environment.variables_file(environ), Path.cwd(), environment.home_folder(environ))
-    return gather(environ, asked=options.passed, files=files)
+    variables = gather(environ, asked=options.passed, files=files)
+    check_not_sent(variables.sources)
+    return variables
 
 
 def print_variables(options: argparse.Namespace) -> int:
@@ -180,7 +185,11 @@ def words_of_others(words: Sequence[str]) -> list[str]:
 
 
 # Options that a pod's own launch needs; who it is and where the others are, its variables say.
-_IN_A_POD = ("nodes", *(each.name for owner in (LaunchTimeouts, RankOptions) for each in options_of(owner)), "chdir")
+_IN_A_POD = (
+    *("nodes", "secret_file"),
+    *(each.name for owner in (LaunchTimeouts, RankOptions) for each in options_of(owner)),
+    "chdir",
+)
 
 # Those that say how hosts are reached, or what is sent there from here.
 _OF_NO_POD = ("no_ssh", "node_rank", "master_addr", "master_port", "ssh", "remote_python", "passed")

@@ -70,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if wrong := next((word for word in given if "\0" in word), None):
             raise UserError(f"{wrong[:60]!r} has the character NUL, which no argument can have")
         words = list(hyperparameters.without(given, environment.snapshot()))
+        secret = environment.take_job_secret()  # before any process is started
         options = _parser().parse_args(words)
+        options.job_secret = secret
         options.command_line = words
         options.own_process = arguments is None  # else a program of a user's has called
         private_folders.temporary_folder()  # also that of libraries

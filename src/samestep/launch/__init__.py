@@ -12,7 +12,8 @@ In the order of reading:
 - `worker`, `rank_entry`: what a rank is. `pickled_calls`: a function and its arguments on their way to one.
   `fork_server` (`fork_server_main`): has it started in tenths of a second.
 - `handshake`, `consistency`: what hosts agree on before they begin, in the store of `store_address`.
-- `rendezvous`, `rounds`: each round. `rank_rendezvous`: of ranks that srun or mpirun started.
+- `signed_store`: what agents believe of a store, signed with the `job_secret`.
+- `rendezvous`, `membership`, `rounds`: each round. `rank_rendezvous`: of ranks that srun or mpirun started.
 - `node_heartbeat`: notices hosts that died. `failure`: which rank failed first, and why.
 - `affinity`, `network`, `forwarded_env` and its `forwarded_names`, `logs`, `memory`: cores, addresses, variables,
   output, memory.

@@ -29,6 +29,7 @@ from samestep.launch import elastic_agent, rendezvous
 from samestep.launch.device import accelerators, check_slots
 from samestep.launch.failure import Failure, JobOutcome, first_of, of_failures, of_hang
 from samestep.launch.handshake import Handshake
+from samestep.launch.job_secret import JobSecret
 from samestep.launch.logs import Follower, RankFiles
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.rank_entry import check_command
@@ -42,13 +43,13 @@ _AFTER_END = 5.0  # seconds that ranks have to end when the job has failed elsew
 _SETTLE = 3.0  # seconds for all hosts to tell their failures
 
 
-def run(spec: NodeSpec) -> JobOutcome:
-    """Run this host's part of a job, from the handshake to the end of its ranks.
+def run(spec: NodeSpec, secret: JobSecret | None = None) -> JobOutcome:
+    """Run this host's part of a job, from the handshake to the end of its ranks. `secret`: of the job's hosts.
 
     No process is left running. User mistakes and failures are in the returned JobOutcome.
     """
     with _Signals() as signals, elastic_agent.silent_agent():
-        agent = _Agent(spec, signals)
+        agent = _Agent(spec, signals, secret)
         try:
             outcome = agent.take_part()
             signals.only_note()  # what remains takes seconds, and always ends
@@ -60,8 +61,9 @@ def run(spec: NodeSpec) -> JobOutcome:
 class _Agent:
     """This host's part of a job, and its handshake with the other hosts."""
 
-    def __init__(self, spec: NodeSpec, signals: "_Signals") -> None:
+    def __init__(self, spec: NodeSpec, signals: "_Signals", secret: JobSecret | None) -> None:
         self._spec = spec
+        self._secret = secret
         self._signals = signals
         self._handshake: Handshake | None = None  # None before the handshake, and in a single-host job
 
@@ -71,11 +73,11 @@ class _Agent:
         try:
             program = _program(spec)  # find a missing script before any host waits
             if spec.address is not None:
-                self._handshake = Handshake(spec)
+                self._handshake = Handshake(spec, self._secret)
                 self._handshake.agree()
             # Each host tells of its own wait, and one of them of the job.
             with phases.muted() if spec.node_rank else nullcontext():
-                outcome = _Ranks(spec, program, self._signals, self._handshake).run()
+                outcome = _Ranks(spec, program, self._signals, self._handshake, self._secret).run()
             if outcome.exit_code == 0 and self._handshake is not None:
                 self._handshake.tell_success()
             return outcome
@@ -135,9 +137,15 @@ class _Ranks:
     """Runs this host's ranks, in one round or several."""
 
     def __init__(
-        self, spec: NodeSpec, program: Sequence[str], signals: "_Signals", handshake: Handshake | None
+        self,
+        spec: NodeSpec,
+        program: Sequence[str],
+        signals: "_Signals",
+        handshake: Handshake | None,
+        secret: JobSecret | None = None,
     ) -> None:
         self._spec = spec
+        self._secret = secret
         self._program = program
         self._signals = signals
         self._handshake = handshake
@@ -204,7 +212,8 @@ class _Ranks:
                 node_rank=spec.node_rank,
                 name=spec.host,
                 timeouts=spec.timeouts,
-            )
+            ),
+            self._secret,
         )
 
     def _variables(self) -> dict[str, str]:

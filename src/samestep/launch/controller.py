@@ -22,6 +22,7 @@ from samestep import environment
 from samestep.errors import USERS_MISTAKE
 from samestep.fault_tolerance.preemption import SECOND_SIGNAL
 from samestep.launch.failure import JobOutcome, of_failures
+from samestep.launch.job_secret import JobSecret
 from samestep.launch.logs import write_lines
 from samestep.launch.remote_agent import MARK, request
 from samestep.launch.starter import AgentCommand
@@ -184,8 +185,10 @@ class Controller:
         *,
         grace_period: float,
         elastic: bool,
+        secret: JobSecret | None = None,
     ) -> None:
-        """`folder` and `variables` apply to every host."""
+        """`folder`, `variables` and the job's secret go to every host."""
+        self._secret = secret
         self._agents = agents
         self._folder = folder
         self._variables = variables
@@ -230,7 +233,7 @@ class Controller:
 
     def _connect(self, agents: AgentCommand) -> None:
         self._connections.add(
-            AgentConnection(agents, request(agents.specs, self._folder, self._variables), self._events)
+            AgentConnection(agents, request(agents.specs, self._folder, self._variables, self._secret), self._events)
         )
 
     def _take(self) -> None:

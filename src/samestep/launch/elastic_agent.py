@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from annotated_types import Ge, Le
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousGracefulExitError
-from torch.distributed.launcher.api import WorkerSpec
 
 from samestep import environment, private_folders
 from samestep.errors import USERS_MISTAKE, JobOverError
@@ -29,11 +29,11 @@ from samestep.fault_tolerance.scratch import folder_in_memory, scratch
 from samestep.fault_tolerance.status import JobInfo
 from samestep.fault_tolerance.watchdog import Handle, Hang
 from samestep.launch import compiler_cache, fork_server
-from samestep.launch.logs import RankFiles
+from samestep.launch.logs import RankFiles, say
 from samestep.launch.node_heartbeat import RoundEndReason
 from samestep.launch.options import RankOptions
 from samestep.launch.rendezvous import BROKEN, NodeRendezvous
-from samestep.launch.rounds import NodeRounds, RanksEnded, say
+from samestep.launch.rounds import NodeRounds, RanksEnded
 from samestep.launch.worker import RankEntry
 from samestep.progress import phases
 from samestep.run_folder import RunPlace
@@ -79,6 +79,24 @@ class AgentSpec:
     signals: str = ""  # names of signals that PyTorch's agent handles
     run: RunPlace | None = None  # of a samestep job, whose folder then holds the ranks' logs
     supervision: Supervision = field(default_factory=Supervision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPart:
+    """What a host tells the others of a round before its ranks start."""
+
+    ranks: Annotated[int, Ge(1), Le(1 << 16)]
+    restarts: Annotated[int, Ge(0), Le(1 << 40)]  # that are left
+
+
+def _part_key(rank: int) -> str:
+    """The key in a round's store under which a host tells that."""
+    return f"samestep/part/{rank}"
+
+
+def _leave_key(rank: int) -> str:
+    """The key in a round's store under which a host tells that it leaves."""
+    return f"samestep/leave/{rank}"
 
 
 @contextmanager
@@ -179,7 +197,6 @@ class NodeElasticAgent(_ElasticAgent):
             while True:
                 try:
                     super()._rendezvous(worker_group)
-                    self._agree_on_restarts(worker_group)
                     self._rounds.agree()
                     break
                 except BROKEN:  # a host was lost during the rendezvous
@@ -188,13 +205,31 @@ class NodeElasticAgent(_ElasticAgent):
             self._spec.files.of_run(self._rounds.run_folder)
         self._rounds.begin([worker.global_rank for worker in worker_group.workers])
 
-    def _agree_on_restarts(self, worker_group: WorkerGroup) -> None:
-        """Agree on the remaining restarts: the minimum over the hosts, since a late host has used none."""
-        store: Any = worker_group.store
-        size: Any = worker_group.group_world_size
-        store.set(f"samestep/restarts/{worker_group.group_rank}", str(self._remaining_restarts))
-        left = store.multi_get([f"samestep/restarts/{rank}" for rank in range(size)])
-        self._remaining_restarts = min(int(each) for each in left)
+    def _assign_worker_ranks(
+        self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Number this host's ranks after those of the hosts before it, and agree on the restarts that are left.
+
+        What PyTorch's agent reads for this in the round's store is not signed. Of the restarts the minimum over the
+        hosts is left, since a late host has used none.
+        """
+        round_ = self._hosts.round
+        assert round_ is not None
+        part = HostPart(ranks=spec.local_world_size, restarts=self._remaining_restarts)
+        round_.store.write(_part_key(group_rank), part)
+        parts = round_.store.wait_all([_part_key(rank) for rank in range(group_world_size)], HostPart)
+        self._remaining_restarts = min(each.restarts for each in parts)
+        first, size = sum(each.ranks for each in parts[:group_rank]), sum(each.ranks for each in parts)
+        return [
+            Worker(
+                local_rank=number,
+                global_rank=first + number,
+                role_rank=first + number,
+                world_size=size,
+                role_world_size=size,
+            )
+            for number in range(spec.local_world_size)
+        ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks, and open pidfd handles on them, which are safe from reused ids."""
@@ -295,12 +330,13 @@ class NodeElasticAgent(_ElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Leave the round; the host with its store waits for the others. All ranks are known to be done."""
-        round_ = self._hosts.round
+        round_, rank = self._hosts.round, self._worker_group.group_rank
         with suppress(*BROKEN):
             assert round_ is not None
-            round_.store.add("samestep/leave", 1)
+            round_.store.write(_leave_key(rank), True)
+            others = [_leave_key(number) for number in range(len(round_.members))]
             until = time.monotonic() + _LINGER
-            while round_.first and round_.store.add("samestep/leave", 0) < len(round_.members):
+            while round_.first and not all(round_.store.read_all_own(others, bool)):
                 if time.monotonic() > until:
                     break
                 time.sleep(_APART)

@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge, Le
 
 from samestep.errors import USERS_MISTAKE, UserError
 from samestep.run_folder import errors_of, output_of
@@ -47,7 +49,7 @@ class Failure:
     exit_code: int  # of its process; negative: the signal that ended it
     reason: str  # its traceback, or the last lines of its log
     log: str  # the log file
-    at: float  # seconds since 1970
+    at: Annotated[float, Ge(0), Le(1e11)]  # seconds since 1970
     follows: bool = False  # whether its reason is a lost connection to another rank
     hung: bool = False  # whether the watchdog killed it for a hang
 

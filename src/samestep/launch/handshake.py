@@ -3,23 +3,30 @@
 It uses one store for each job, served by the controller or the first host.
 """
 
-import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from samestep.errors import StartError, UserError, first_line
-from samestep.launch import consistency, store_address
+from samestep.launch import consistency, job_secret, store_address
 from samestep.launch.failure import Failure
+from samestep.launch.job_secret import JobSecret
 from samestep.launch.network import reach, store_client
 from samestep.launch.node_spec import NodeSpec
+from samestep.launch.signed_store import (
+    ForeignValueError,
+    Name,
+    Number,
+    SignedStore,
+    open_to_hosts,
+    shortened,
+    where_hosts_meet,
+)
 from samestep.progress import phases
 
 _LOOK = 0.1  # seconds between two polls of the store
@@ -35,6 +42,15 @@ _SUCCEEDED = "samestep/succeeded"
 _LEFT = "samestep/left"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """The agent that holds a node rank."""
+
+    host: Name
+    machine: Name
+    process: Number
+
+
 class Handshake:
     """One host's connection to the job's store.
 
@@ -44,25 +60,29 @@ class Handshake:
     `start_timeout` seconds (300 unless told) with a message that names the hosts that are missing.
     """
 
-    def __init__(self, spec: NodeSpec) -> None:
+    def __init__(self, spec: NodeSpec, secret: JobSecret | None = None) -> None:
         """Connect to the store, and serve it first if this host has to.
 
-        Raises UserError for an impossible address or port, StartError if nothing answers in time.
+        Raises UserError for an impossible address or port and for a store of another secret, StartError if nothing
+        answers in time.
         """
         assert spec.address is not None
         self._spec = spec
+        self._secret = secret
         self._deadline = time.monotonic() + spec.timeouts.start_timeout
-        self._came = 0  # hosts, as far as this one knows
+        self._came: set[int] = set()  # node ranks of hosts, as far as this one knows
         self._where = f"{spec.address}:{spec.port}"
         found = store_address.resolved(spec, self._deadline)
         # The address that this host uses: the serving host may resolve the name differently.
         self.address = store_address.to_serve_at(spec, found) if spec.serves else spec.address
         self._server = store_address.served(spec, self.address) if spec.serves else None
+        if self._server is not None:
+            open_to_hosts(self._server, secret)
         with phases.status(lambda: f"waiting for the job's store at {self._where}"):
             self._await_port(self.address, spec.port)
             self._store = self._reached()
 
-    def _reached(self) -> dist.TCPStore:
+    def _reached(self) -> SignedStore:
         """Connect to the store, in a thread with a time limit: PyTorch waits forever for the first response."""
         address, port = self.address, self._spec.port
         found: list[dist.TCPStore | Exception] = []
@@ -78,12 +98,40 @@ class Handshake:
         thread.start()
         thread.join(_ANSWER)
         store = found[0] if found else TimeoutError("no answer")
-        if not isinstance(store, Exception):
-            return store
-        raise StartError(
-            f"{self._spec.host}: what listens at {self._where} is no job's store ({first_line(store)}); use "
+        if isinstance(store, Exception):
+            raise self._no_store(store)
+        try:
+            return where_hosts_meet(store, self._secret, self._where)
+        except ForeignValueError as error:
+            self._show_seat(store)
+            raise self._refused(error) from None
+        except RuntimeError as error:
+            raise self._no_store(error) from None
+
+    def _no_store(self, error: Exception) -> StartError:
+        return StartError(
+            f"{self._spec.host}: what listens at {self._where} is no job's store ({first_line(error)}); use "
             "another --master-port"
         )
+
+    def _show_seat(self, store: dist.TCPStore) -> None:
+        """Take this host's seat with another secret than the others', so that they don't wait for this host."""
+        with suppress(RuntimeError):
+            if not store.check([_COMPLETE]):
+                own = SignedStore(store, self._secret, scope="", where=self._where)
+                store.compare_set(_seat(self._spec.node_rank), "", own.sealed("", self._own_seat()))
+
+    def _refused(self, error: ForeignValueError) -> UserError:
+        """Return the error of hosts that can't read each other's values: usually their secrets differ."""
+        if self._spec.controlled:  # all have the secret that the starting machine sent
+            return UserError(f"{self._spec.host}: {error}")
+        return UserError(
+            f"{self._spec.host}: {error}, and give all of them the same secret, by {job_secret.OPTION} or "
+            f"{job_secret.VARIABLE}"
+        )
+
+    def _own_seat(self) -> Seat:
+        return Seat(host=self._spec.host, machine=socket.gethostname(), process=os.getpid())
 
     def _await_port(self, address: str, port: int) -> None:
         """Wait until the store's port takes connections. Raises StartError after the deadline."""
@@ -109,16 +157,18 @@ class Handshake:
     def agree(self) -> None:
         """Wait until enough hosts are present and agree.
 
-        Raises UserError if hosts differ, StartError if some are missing.
+        Raises UserError if hosts differ, also in their secret, StartError if some are missing.
         """
         phases.say(f"waiting for {self._spec.size} hosts")
-        with phases.status(lambda: f"waiting for hosts, {self._came} of {self._spec.size} are there"):
+        with phases.status(lambda: f"waiting for hosts, {len(self._came)} of {self._spec.size} are there"):
             while True:
                 try:
                     self._compare()
                     self._take_seat()
                     self._await_others()
                     return
+                except ForeignValueError as error:
+                    raise self._refused(error) from None
                 except RuntimeError as error:  # raised by PyTorch's stores
                     self._reconnect(error)
 
@@ -140,7 +190,9 @@ class Handshake:
         """Compare this host with the first one. Raises UserError, or StartError for a late host of an elastic job."""
         spec = self._spec
         mine = {"host": spec.host, **consistency.facts_of(spec)}
-        theirs = json.loads(self._store.compare_set(_FIRST, "", json.dumps(mine)))
+        theirs = self._store.claim(_FIRST, mine, dict[str, str])
+        if not theirs.keys() >= {"host", "job"}:
+            raise self._store.foreign(_FIRST, "it names no host")
         found = consistency.difference(theirs, mine)
         if found is None:
             return
@@ -152,73 +204,77 @@ class Handshake:
                 f'{spec.host} is of job "{mine[name]}"; give all hosts of a job one --job-id, and each job a port'
             )
         elif not complete:
-            self._store.set(_REFUSED, message)  # so that the others don't wait
+            self._store.write(_REFUSED, message)  # so that the others don't wait
         if complete and spec.elastic and spec.controlled:
             raise StartError(message)  # the job goes on; this host may retry after a repair
         raise UserError(message)
 
     def _take_seat(self) -> None:
         """Claim this host's node rank. A restarted agent takes its old seat again."""
-        spec = self._spec
-        mine = json.dumps({"host": spec.host, "machine": socket.gethostname(), "process": os.getpid()})
-        seat = _seat(spec.node_rank)
-        there = self._store.compare_set(seat, "", mine).decode()
+        spec, mine = self._spec, self._own_seat()
+        key = _seat(spec.node_rank)
+        there = self._store.claim(key, mine, Seat)
         if there == mine:
             return
-        other = json.loads(there)
-        if other["host"] != spec.host or _runs_here(other):
+        if there.host != spec.host or _runs_here(there):
             raise UserError(
-                f"node rank {spec.node_rank} of job {spec.job} is held by {other['host']} "
-                f"(process {other['process']}) already, and {spec.host} comes with it too; "
+                f"node rank {spec.node_rank} of job {spec.job} is held by {there.host} "
+                f"(process {there.process}) already, and {spec.host} comes with it too; "
                 "give each host its own --node-rank, and each job its own --master-port"
             )
-        self._store.set(seat, mine)
+        self._store.write(key, mine)
 
     def _await_others(self) -> None:
         """Wait until enough hosts are present."""
         spec = self._spec
+        came = self._came
         while True:
-            came = [number for number in range(spec.most) if self._there(_seat(number))]
-            self._came = len(came)
+            came |= {
+                number
+                for number in range(spec.most)
+                if number not in came and self._store.read(_seat(number), Seat) is not None
+            }
             if len(came) >= spec.fewest:
-                self._store.set(_COMPLETE, "")
+                self._store.write(_COMPLETE, True)
                 return
-            if self._there(_REFUSED):
-                raise UserError(self._store.get(_REFUSED).decode())
+            if (refused := self._store.read(_REFUSED, str)) is not None:
+                raise UserError(refused)
             if time.monotonic() > self._deadline:
                 missing = [spec.name_of(number) for number in range(spec.most) if number not in came]
                 raise StartError(
                     f"only {len(came)} of {spec.size} hosts came within {spec.timeouts.start_timeout:.0f} s: "
-                    f"{', '.join(map(spec.name_of, came))}; not {', '.join(missing)}"
+                    f"{', '.join(map(spec.name_of, sorted(came)))}; not {', '.join(missing)}"
                 )
             time.sleep(_LOOK)
 
     def _there(self, key: str) -> bool:
-        return self._store.check([key])
+        """Whether a host of the job has set a key."""
+        return self._store.read_own(key, bool) is not None
 
     def tell_failure(self, failure: Failure) -> None:
         """Publish that this host's ranks have failed for good, which ends the job."""
         with suppress(RuntimeError):
-            number = self._store.add(_FAILED, 1)
-            self._store.set(f"{_FAILED}/{number}", json.dumps(asdict(failure)))
+            told = replace(failure, reason=shortened(failure.reason))
+            self._store.write(_failure_of(self._spec.node_rank), told)
         self.end(f"a rank on {self._spec.host} failed")
 
     def end(self, reason: str) -> None:
         """Publish that the job is over, and why."""
         with suppress(RuntimeError):
-            self._store.compare_set(_ENDED, "", reason)
+            if self._store.read_own(_ENDED, str) is None:
+                self._store.write(_ENDED, reason)
 
     def ended(self) -> str | None:
         """Return why the job is over; None if it isn't. Raises StartError if the store is gone."""
         try:
-            return self._store.get(_ENDED).decode() if self._there(_ENDED) else None
+            return self._store.read_own(_ENDED, str)
         except RuntimeError as error:
             raise StartError(f"{self._spec.host} lost the job's store: {first_line(error)}") from None
 
     def tell_success(self) -> None:
         """Publish that the job has succeeded, for hosts that come later."""
         with suppress(RuntimeError):
-            self._store.set(_SUCCEEDED, "")
+            self._store.write(_SUCCEEDED, True)
 
     def succeeded(self, seconds: float) -> bool:
         """Whether a job that is over has succeeded; waits up to `seconds` for the message."""
@@ -231,37 +287,45 @@ class Handshake:
 
     def failures(self) -> list[Failure] | None:
         """Return all published failures; None if the store is gone."""
-        found = []
         try:
-            for number in range(1, self._store.add(_FAILED, 0) + 1):
-                if self._store.check([f"{_FAILED}/{number}"]):
-                    found.append(Failure(**json.loads(self._store.get(f"{_FAILED}/{number}"))))
+            keys = [_failure_of(number) for number in range(self._spec.most)]
+            return [failure for failure in self._store.read_all_own(keys, Failure) if failure is not None]
         except RuntimeError:
             return None
-        return found
 
     def leave(self, seconds: float) -> None:
         """Publish that this host is done; the host with the store waits up to `seconds` for the others."""
         with suppress(RuntimeError):
-            left = self._store.add(_LEFT, 1)
-            came = sum(self._there(_seat(number)) for number in range(self._spec.most))
+            self._store.write(_left(self._spec.node_rank), True)
+            numbers = range(self._spec.most)
+            seats = self._store.read_all_own([_seat(number) for number in numbers], Seat)
+            came = [number for number, seat in zip(numbers, seats, strict=True) if seat is not None]
             deadline = time.monotonic() + seconds
-            while self._server is not None and left < came and time.monotonic() < deadline:
+            while self._server is not None and time.monotonic() < deadline:
+                if all(self._store.read_all_own([_left(number) for number in came], bool)):
+                    break
                 time.sleep(_LOOK)
-                left = self._store.add(_LEFT, 0)
 
 
 def _seat(node_rank: int) -> str:
     return f"samestep/node/{node_rank}"
 
 
-def _runs_here(other: Mapping[str, Any]) -> bool:
+def _failure_of(node_rank: int) -> str:
+    return f"{_FAILED}/{node_rank}"
+
+
+def _left(node_rank: int) -> str:
+    return f"{_LEFT}/{node_rank}"
+
+
+def _runs_here(other: Seat) -> bool:
     """Whether an agent is another process of this machine that is still running."""
-    if other["machine"] != socket.gethostname() or other["process"] == os.getpid():
+    if other.machine != socket.gethostname() or other.process == os.getpid():
         return False
     try:
-        os.kill(other["process"], 0)
-    except ProcessLookupError:
+        os.kill(other.process, 0)
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

@@ -17,6 +17,7 @@ from samestep.launch.environments import ray, slurm
 from samestep.launch.environments.base import Cluster, FoundCluster, Host
 from samestep.launch.failure import JobOutcome
 from samestep.launch.forwarded_env import ForwardedVariables
+from samestep.launch.job_secret import OPTION, JobSecret
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import LaunchRequest
 from samestep.launch.starter import Starter
@@ -80,13 +81,20 @@ _ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _NOT_OF_AN_ID = re.compile(r"[^\w.-]", re.ASCII)
 
 
-def launch(found: FoundCluster, wanted: LaunchRequest, variables: ForwardedVariables) -> JobOutcome:
-    """Run a job to its end. `variables` go to every host. Raises UserError before anything is started."""
+def launch(
+    found: FoundCluster, wanted: LaunchRequest, variables: ForwardedVariables, secret: JobSecret | None = None
+) -> JobOutcome:
+    """Run a job to its end. `variables` go to every host. Raises UserError before anything is started.
+
+    `secret`: the one that the user gave for the job's hosts. Hosts that are started from here get one in any case.
+    """
     check_one_a_host()
     found = first_hosts(found, wanted)
     spec = part_here(found, wanted)
     if spec is None:
-        return _from_here(found, wanted, variables)
+        return _from_here(found, wanted, variables, secret or JobSecret.made())
+    if spec.most > 1 and secret is None:
+        _tell_unsigned(spec)
     with environment.quiet_import():
         from samestep.launch import agent
     with ExitStack() as stack:
@@ -95,7 +103,7 @@ def launch(found: FoundCluster, wanted: LaunchRequest, variables: ForwardedVaria
             stack.enter_context(chdir(wanted.chdir))
         except OSError as error:
             raise UserError(f"the folder {wanted.chdir}: {error.strerror}; use --chdir FOLDER") from None
-        return agent.run(spec)
+        return agent.run(spec, secret)
 
 
 def first_hosts(found: FoundCluster, wanted: LaunchRequest) -> FoundCluster:
@@ -177,12 +185,24 @@ def _port_of(found: FoundCluster) -> int:
     return ports_of(found.cluster.job)[0]
 
 
-def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: ForwardedVariables) -> JobOutcome:
+def _tell_unsigned(spec: NodeSpec) -> None:
+    """Print that strangers can change what the hosts tell each other."""
+    print(
+        f"samestep: {spec.host}: the hosts' store at {spec.address}:{spec.port} is not authenticated: who reaches "
+        f"that port can change what the hosts believe; {OPTION} FILE, the same secret on all hosts, prevents it",
+        file=sys.stderr,
+    )
+
+
+def _from_here(
+    found: FoundCluster, wanted: LaunchRequest, variables: ForwardedVariables, secret: JobSecret
+) -> JobOutcome:
     """Serve the job's store, and start the agents of all hosts from here."""
     with environment.quiet_import():
         from samestep.launch import store_address
         from samestep.launch.controller import Controller
         from samestep.launch.network import address_towards, store_at
+        from samestep.launch.signed_store import open_to_hosts
     cluster = found.cluster
     fewest, most = _nodes(wanted, len(cluster.hosts))
     job = _job_of(found, wanted)
@@ -200,6 +220,7 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: ForwardedV
         store = store_at(address, wanted.master_port or 0)
     except OSError as error:
         raise UserError(_no_store(wanted, others[0], error)) from None
+    open_to_hosts(store, secret)
     specs = [
         replace(
             _spec(wanted, job, cluster, number),
@@ -215,7 +236,12 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: ForwardedV
     _tell_what_stays(variables, starter.kept_back)
     commands = starter.agent_commands(specs, options)
     controller = Controller(
-        commands, wanted.chdir, variables.values, grace_period=wanted.ranks.grace_period, elastic=fewest != most
+        commands,
+        wanted.chdir,
+        variables.values,
+        grace_period=wanted.ranks.grace_period,
+        elastic=fewest != most,
+        secret=secret,
     )
     return controller.run()
 

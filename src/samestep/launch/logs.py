@@ -24,6 +24,11 @@ _EVERY = 0.1  # seconds between polls of the files
 _BAR_EVERY = 5.0  # seconds between printed states of a progress bar
 
 
+def say(text: str) -> None:
+    """Print a line of this host's agent on standard error."""
+    print(f"samestep: {text}", file=sys.stderr, flush=True)
+
+
 class RankFiles(LogsSpecs):
     """The folders FOLDER/HOST/round-0/rank-3.out and rank-3.err; each start of this host's ranks is a round."""
 

@@ -4,18 +4,20 @@ A thread with its own connection sends the heartbeats, so that a long call of th
 uses a clock that stops while this process is stopped, so that a paused agent doesn't take the others for dead.
 """
 
-import json
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-from torch.distributed import TCPStore
+from annotated_types import Ge
 
+from samestep.fault_tolerance.status import Counts, Progress
 from samestep.fault_tolerance.watchdog import Clock
+from samestep.launch.job_secret import JobSecret
 from samestep.launch.network import reach, store_client
 from samestep.launch.options import LaunchTimeouts
+from samestep.launch.signed_store import ForeignValueError, Name, Number, SignedStore, where_hosts_meet
 
 State = Literal["meets", "runs", "failed", "changes", "done"]
 
@@ -31,6 +33,18 @@ class Peer:
     node: int
     name: str
     agent: str  # id of the agent process, new after a restart of the host's agent
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostStatus:
+    """A heartbeat: what a host tells of itself."""
+
+    agent: Name
+    count: Number  # of this agent's heartbeats; one with a lower count is an old one
+    round: Annotated[int, Ge(-1)]
+    state: State
+    ranks: tuple[Progress, ...] = ()  # times since 1970
+    entered: Mapping[int, Counts] = field(default_factory=dict)  # rank -> collectives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,22 +69,32 @@ class NodeHeartbeat:
     """Sends this host's heartbeats, and monitors the other hosts'."""
 
     def __init__(
-        self, address: str, port: int, *, job: str, node: int, timeouts: LaunchTimeouts, identity: bytes | None = None
+        self,
+        address: str,
+        port: int,
+        *,
+        job: str,
+        node: int,
+        timeouts: LaunchTimeouts,
+        secret: JobSecret | None = None,
+        identity: str | None = None,
     ) -> None:
         """Connect to the store. Raises RuntimeError if none answers, or its identity isn't `identity`."""
         self._address, self._port = address, port
+        self._secret = secret
         self._timeouts = timeouts
         self._prefix = f"samestep/{job}"
         self._node = node
         self.agent = uuid.uuid4().hex
         self._tells: Callable[[], Mapping[str, Any]] = dict
-        self._round, self._state, self._count = -1, "meets", 0
+        self._round, self._count = -1, 0
+        self._state: State = "meets"
         self._peers: Sequence[Peer] = ()
-        self._said: Mapping[int, Mapping[str, Any]] = {}  # node -> its last heartbeat
+        self._said: Mapping[int, HostStatus] = {}  # node -> its last heartbeat
         self._answers = 0
         self._refused = False
-        self._store: TCPStore | None = store_client(address, port, answer_within=timeouts.heartbeat_timeout)
-        self.identity = self._store.compare_set(f"{self._prefix}/identity", "", uuid.uuid4().hex)
+        self._store: SignedStore | None = self._opened()
+        self.identity = self._store.scope
         if identity not in (None, self.identity):
             raise RuntimeError("another store stands where this job's was")
         self._replaced = False
@@ -106,12 +130,23 @@ class NodeHeartbeat:
     def all_done(self) -> bool:
         """Whether all hosts of the round have announced that."""
         said = self._said
-        return all(said.get(peer.node, {}).get("state") == "done" for peer in self._peers)
+        return all(peer.node in said and said[peer.node].state == "done" for peer in self._peers)
 
     @property
-    def said(self) -> Mapping[int, Mapping[str, Any]]:
+    def said(self) -> Mapping[int, HostStatus]:
         """Last heartbeats of this round, by node rank."""
-        return {node: word for node, word in self._said.items() if word.get("round") == self._round}
+        return {node: status for node, status in self._said.items() if status.round == self._round}
+
+    def silent(self, hosts: Sequence[Peer]) -> set[str]:
+        """Return the agents of those hosts that meet for a round whose heartbeat has stopped.
+
+        To be called every tenth of a second.
+        """
+        if hosts != self._peers:  # the thread compares identities
+            self._peers = hosts
+        self._silence.look(self._answers, self._said)
+        limit = self._timeouts.meeting_silence
+        return {host.agent for host in hosts if self._silence.silent(host.node) > limit}
 
     def lost(self) -> RoundEndReason | None:
         """Return why this round is over for this host; None if it isn't. To be called every tenth of a second."""
@@ -123,14 +158,14 @@ class NodeHeartbeat:
         if self._silence.store_silent > (_GONE if self._refused else self._timeouts.heartbeat_timeout):
             return RoundEndReason(what="store", host=store, seconds=self._silence.store_silent)
         for peer in peers:
-            word = said.get(peer.node)
-            if word is None or word["state"] == "done":
+            status = said.get(peer.node)
+            if status is None or status.state == "done":
                 continue
-            if word["agent"] != peer.agent:
+            if status.agent != peer.agent:
                 return RoundEndReason(what="round", host=peer.name)
             # Its first heartbeat of this round may still be missing.
-            if word["round"] > self._round or (word["round"] == self._round and word["state"] != "runs"):
-                return RoundEndReason(what="round", host=peer.name, state=word["state"])
+            if status.round > self._round or (status.round == self._round and status.state != "runs"):
+                return RoundEndReason(what="round", host=peer.name, state=status.state)
             if (seconds := self._silence.silent(peer.node)) > self._timeouts.heartbeat_timeout:
                 return RoundEndReason(what="host", host=peer.name, seconds=seconds)
         return None
@@ -159,37 +194,50 @@ class NodeHeartbeat:
                 self._store = None
                 self._refused = reach(self._address, self._port, within=1.0) == "refuses"
 
-    def _connected(self) -> TCPStore:
+    def _opened(self) -> SignedStore:
+        """Connect to the store. Raises RuntimeError if none answers, ForeignValueError if it is another job's."""
+        store = store_client(self._address, self._port, answer_within=self._timeouts.heartbeat_timeout)
+        return where_hosts_meet(store, self._secret, f"{self._address}:{self._port}")
+
+    def _connected(self) -> SignedStore:
         """Connect to the store if its port answers within a second, and check that it is the same store."""
         if reach(self._address, self._port, within=1.0) != "answers":
-            raise RuntimeError("nobody is there")
-        store = store_client(self._address, self._port, answer_within=self._timeouts.heartbeat_timeout)
+            raise RuntimeError("nothing answers there")
+        try:
+            store = self._opened()
+        except ForeignValueError:
+            self._replaced = True
+            raise RuntimeError("another store stands where this job's was") from None
         self._refused = False
-        # A new store at this address has no data of this job.
-        self._replaced = store.compare_set(f"{self._prefix}/identity", "", "another") != self.identity
+        self._replaced = store.scope != self.identity  # a new store at this address has no data of this job
         return store
 
-    def _beat(self, store: TCPStore) -> None:
+    def _beat(self, store: SignedStore) -> None:
         """Write this host's heartbeat (count, round, state, ranks' status), and read the peers'."""
         self._count += 1
-        word = {
-            "agent": self.agent,
-            "count": self._count,
-            "round": self._round,
-            "state": self._state,
-            **self._tells(),
-        }
-        store.set(self._key(self._node), json.dumps(word))
+        told: Mapping[str, Any] = self._tells()
+        store.write(
+            self._key(self._node),
+            HostStatus(agent=self.agent, count=self._count, round=self._round, state=self._state, **told),
+        )
         peers = self._peers
-        nodes = [peer.node for peer in peers]
-        if nodes:
-            words = store.multi_get([self._key(node) for node in nodes])
+        if peers:
+            before, nodes = self._said, [peer.node for peer in peers]
+            read = store.read_all_own([self._key(node) for node in nodes], HostStatus)
+            said = {node: _later(before.get(node), status) for node, status in zip(nodes, read, strict=True)}
             if peers is self._peers:  # unless another round has begun
-                self._said = {node: json.loads(word) for node, word in zip(nodes, words, strict=True)}
+                self._said = {node: status for node, status in said.items() if status is not None}
         self._answers += 1
 
     def _key(self, node: int) -> str:
         return f"{self._prefix}/alive/{node}"
+
+
+def _later(before: HostStatus | None, now: HostStatus | None) -> HostStatus | None:
+    """Return the later one of two heartbeats of a host: an old one that was put back does not count."""
+    if before is None or now is None:
+        return before if now is None else now
+    return before if before.agent == now.agent and now.count < before.count else now
 
 
 class _SilenceClock:
@@ -203,7 +251,7 @@ class _SilenceClock:
         self._last: dict[int, Any] = {}
         self._silent: dict[int, float] = {}
 
-    def look(self, answers: int, said: Mapping[int, Mapping[str, Any]]) -> None:
+    def look(self, answers: int, said: Mapping[int, HostStatus]) -> None:
         """Add the time since the last call to each peer's silence (seconds), or reset it if its count has changed.
 
         Time doesn't count while this process is stopped, nor while the store doesn't answer.
@@ -214,8 +262,8 @@ class _SilenceClock:
             self._answers, self._answered_at = answers, now
         # No host counts as silent while the store doesn't answer.
         hears = now - self._answered_at <= 2 * self._beat
-        for node, word in said.items():
-            count = word["agent"], word["count"]
+        for node, status in said.items():
+            count = status.agent, status.count
             if count != self._last.get(node):
                 self._last[node], self._silent[node] = count, 0.0
             elif hears:

@@ -156,7 +156,7 @@ class LaunchTimeouts:
     ] = 30.0
     later_join_timeout: float = 2.0  # the same at a later round
     heartbeat_interval: float = 0.5
-    rendezvous_interval: int = 1  # between heartbeats of PyTorch's rendezvous, which tolerates two missing
+    meeting_silence: float = 3.0  # without a heartbeat for so long, a host that meets others is left out
 
     def check(self) -> None:
         """Raise UserError for a timeout so short that live hosts would count as lost."""
@@ -200,6 +200,10 @@ class LaunchRequest:
     ] = None
     master_port: Annotated[
         int | None, Help("its port (default: a free one; with --no-ssh 29500)", "PORT", "port")
+    ] = None
+    secret_file: Annotated[
+        Path | None,
+        Help("with --no-ssh: a secret, the same on all hosts, that signs what they tell each other", "FILE", "path"),
     ] = None
     job_id: Annotated[str | None, Help("the same on all hosts (default: the place's, or made)", "ID")] = None
     chdir: Annotated[str, Help("the folder in which ranks work, on every host (default: this one)", "FOLDER")] = (

@@ -135,9 +135,15 @@ def _ask(address: str, port: int) -> tuple[str, dict[str, Any]] | None:
                     break
                 said += more
             answer = json.loads(said)
-            return (asked.getpeername()[0], answer) if isinstance(answer, dict) else None
-    except (OSError, ValueError):
+            return (asked.getpeername()[0], answer) if _has_port(answer) else None
+    except (OSError, ValueError, RecursionError):
         return None
+
+
+def _has_port(answer: Any) -> bool:
+    """Whether an answer may be rank 0's: whoever listens on a port may send anything."""
+    port = answer.get("port") if isinstance(answer, dict) else None
+    return isinstance(port, int) and not isinstance(port, bool) and 0 < port < 65536
 
 
 _EVERYWHERE = "0.0.0.0"

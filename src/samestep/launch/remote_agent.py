@@ -1,10 +1,10 @@
 """The agent of a host that ssh, srun or Ray has started from another one.
 
 All that the user said comes as two lines of JSON on standard input, so that nothing of it stands in a command line:
-the variables, which the first moments of Python set, and what this host does. The input stays open. A line
-"signal 15" on it is that signal, "kill" ends the ranks at once, and its end means that who started this is gone.
-What the ranks print goes to standard output and error as it is; what this process itself has to say are lines of the
-output that begin with a mark.
+the variables, which the first moments of Python set, and what this host does, with the job's secret. The input stays
+open. A line "signal 15" on it is that signal, "kill" ends the ranks at once, and its end means that who started this
+is gone. What the ranks print goes to standard output and error as it is; what this process itself has to say are
+lines of the output that begin with a mark.
 """
 
 import json
@@ -20,6 +20,7 @@ from typing import Any
 
 from samestep import __version__, environment
 from samestep.launch.failure import JobOutcome
+from samestep.launch.job_secret import JobSecret
 from samestep.launch.node_spec import NodeSpec
 from samestep.progress import phases
 
@@ -27,15 +28,23 @@ MARK = b"\x1esamestep "
 _LEAVE = 5.0  # seconds beyond the ranks' grace period, for an agent whose controller is gone
 
 
-def request(specs: Sequence[NodeSpec], folder: str, variables: Mapping[str, str]) -> bytes:
+def request(
+    specs: Sequence[NodeSpec], folder: str, variables: Mapping[str, str], secret: JobSecret | None = None
+) -> bytes:
     """Build the request for a remote agent, which picks its own host's part."""
-    asked = {"version": __version__, "specs": [spec.to_json() for spec in specs], "folder": folder}
+    asked = {
+        "version": __version__,
+        "specs": [spec.to_json() for spec in specs],
+        "folder": folder,
+        "secret": secret.sent() if secret is not None else None,
+    }
     lines = dict(variables), asked
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
 def main() -> int:
     """Run this host's agent."""
+    environment.take_job_secret()  # that of a login here, which is another one, and ranks would have it
     orders = FileIO(0, closefd=False)  # unbuffered, so that later lines stay in the pipe for `_obey`
     asked = json.loads(orders.readline())
     specs = {values["host"]: values for values in asked["specs"]}
@@ -59,6 +68,7 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
         )
     try:
         spec = NodeSpec.from_json(values)
+        secret = JobSecret.of_request(asked["secret"]) if asked["secret"] is not None else None
     except (KeyError, TypeError):
         return JobOutcome(
             exit_code=2,
@@ -75,7 +85,7 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
     with environment.quiet_import():
         from samestep.launch import agent  # this takes seconds, in which an order may come
 
-    return agent.run(spec)
+    return agent.run(spec, secret)
 
 
 def _say(host: str, **message: Any) -> None:

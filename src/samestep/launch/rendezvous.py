@@ -1,19 +1,17 @@
-"""Rendezvous of elastic agents: PyTorch's, with short timeouts, for several hosts; or of a single host.
+"""Rendezvous of elastic agents: of several hosts through the job's store (`membership`), or of a single host.
 
-PyTorch's c10d rendezvous uses one store for all rounds, in which later ranks could read what earlier ones left; here
-every round has its own store.
+Every round has its own store, which its first host serves: later ranks can't read what earlier ones left.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, Store, TCPStore
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
@@ -23,30 +21,30 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from samestep import environment
 from samestep.errors import HostLostError
+from samestep.launch.job_secret import JobSecret
+from samestep.launch.membership import Meeting, Membership, RoundMember
 from samestep.launch.network import LOOPBACK, address_towards, reach, store_at, store_client
-from samestep.launch.node_heartbeat import NodeHeartbeat, Peer, RoundEndReason, State
+from samestep.launch.node_heartbeat import HostStatus, NodeHeartbeat, Peer, RoundEndReason, State
 from samestep.launch.options import LaunchTimeouts
+from samestep.launch.signed_store import ForeignValueError, Form, SignedStore, where_hosts_meet
 
-_APART = 0.5  # seconds between polls; PyTorch's rendezvous polls once a second
+_APART = 0.5  # seconds between polls
 
 
 class WaitingHosts:
     """Polls, during a round, for hosts that wait to join."""
 
-    def __init__(self, rendezvous: RendezvousHandler) -> None:
+    def __init__(self, membership: Membership) -> None:
         self.number = 0
-        self._rendezvous = rendezvous
+        self._membership = membership
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._ask, name="waiting", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop polling, and wait for the current poll, since the rendezvous isn't thread-safe."""
+        """Stop polling, and wait for the current poll, since the membership isn't thread-safe."""
         self._over.set()
         self._thread.join()
 
@@ -54,7 +52,7 @@ class WaitingHosts:
         """Thread: polls the number of waiting hosts twice a second."""
         while not self._over.wait(_APART):
             with suppress(RendezvousError, DistError):  # a lost store is detected elsewhere
-                self.number = self._rendezvous.num_nodes_waiting()
+                self.number = self._membership.number_waiting()
 
 
 BACKEND = "samestep-hosts"
@@ -62,19 +60,7 @@ BACKEND = "samestep-hosts"
 # Raised by PyTorch's stores and rendezvous if the other side is gone.
 BROKEN = (DistError, RendezvousConnectionError)
 
-# seconds between two tries to reach a store
-_PART = 10.0  # seconds that hosts of a new round wait for each other's data
-_CLOSE = 5.0  # seconds to close a job
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundMember:
-    """A host of a round."""
-
-    node: int
-    name: str
-    address: str
-    agent: str
+_PART = 10.0  # seconds that hosts of a new round wait for each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +70,30 @@ class HostRound:
     number: int  # from 0
     members: tuple[RoundMember, ...]
     first: bool  # whether this host is the first one
-    store: Store
+    store: SignedStore
+
+    @property
+    def key(self) -> str:
+        """The key of this round's post for later rounds."""
+        return round_key(self.number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundPost:
+    """The post by which later rounds know who took part in a round."""
+
+    members: tuple[RoundMember, ...]
+
+
+def round_key(number: int) -> str:
+    """The key of that post."""
+    return f"round/{number}"
 
 
 class _NoHeartbeat:
     """Stand-in for the heartbeat in a single-host job."""
 
-    said: Mapping[int, Mapping[str, Any]] = {}
+    said: Mapping[int, HostStatus] = {}
     all_done = True
 
     def enter(self, number: int, peers: Sequence[Peer], tells: Callable[[], Mapping[str, Any]]) -> None:
@@ -114,7 +117,7 @@ class SingleNodeRendezvous(RendezvousHandler):
         self.heartbeat = _NoHeartbeat()
         self.round: HostRound | None = None
         self._run_id = run_id
-        self._posts: dict[str, dict[str, Any]] = {}
+        self._posts: dict[str, Any] = {}
         self._asked = 0
         self._closed = False
 
@@ -135,9 +138,11 @@ class SingleNodeRendezvous(RendezvousHandler):
         number = self.round.number + 1 if self.round is not None else 0
         store = store_at(LOOPBACK)
         member = RoundMember(node=self.node, name=self.name, address=LOOPBACK, agent=self._run_id)
-        self.round = HostRound(number=number, members=(member,), first=True, store=store)
+        # No other agent reads what this one writes, and other users of this host reach the store.
+        signed = SignedStore(store, JobSecret.made(), scope=str(number), where=f"{LOOPBACK}:{store.port}")
+        self.round = HostRound(number=number, members=(member,), first=True, store=signed)
         self._asked = 0
-        self.post(f"round/{number}", {"members": [asdict(member)]})
+        self.post(round_key(number), RoundPost(members=(member,)))
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
 
     def is_closed(self) -> bool:
@@ -167,28 +172,28 @@ class SingleNodeRendezvous(RendezvousHandler):
     def peers(self) -> tuple[Peer, ...]:
         return ()
 
-    def post(self, key: str, value: Mapping[str, Any]) -> None:
-        self._posts[key] = dict(value)
+    def post(self, key: str, value: object) -> None:
+        self._posts[key] = value
 
-    def posted(self, key: str) -> dict[str, Any] | None:
+    def posted(self, key: str, form: type[Form]) -> Form | None:
         return self._posts.get(key)
 
 
 class MultiNodeRendezvous(RendezvousHandler):
     """Rendezvous of one host's agent with others, or of the only host of a job whose store another process serves."""
 
-    def __init__(self, parameters: RendezvousParameters) -> None:
+    def __init__(self, parameters: RendezvousParameters, secret: JobSecret | None = None) -> None:
         """Connect to the store. `parameters` has node_rank, name, timeouts. Raises HostLostError if none answers."""
         self._parameters = parameters
+        self._secret = secret
         host, _, port = parameters.endpoint.rpartition(":")
         self._store_address, self._store_port = host.strip("[]"), int(port)
         self.timeouts: LaunchTimeouts = parameters.get("timeouts") or LaunchTimeouts()
         self.node: int = parameters.get("node_rank") or 0
         self._address: str = parameters.local_addr or address_towards(self._store_address)
         self.name: str = parameters.get("name") or self._address
-        self._timeout = _Timeout(self.timeouts)
         self._store, self.heartbeat = self._reached()
-        self._inner = self._handler(self._store)
+        self._membership = self._member()
         self._waiting: WaitingHosts | None = None
         self._asked = 0
         self.round: HostRound | None = None
@@ -226,10 +231,10 @@ class MultiNodeRendezvous(RendezvousHandler):
         )
 
     def is_closed(self) -> bool:
-        return self._inner.is_closed()
+        return self._membership.closed
 
     def set_closed(self) -> None:
-        self._inner.set_closed()
+        self._membership.close()
 
     def num_nodes_waiting(self) -> int:
         """Return the last polled number, without waiting for a store that doesn't answer."""
@@ -243,8 +248,9 @@ class MultiNodeRendezvous(RendezvousHandler):
         """Close the job for all hosts; no effect if its store is gone."""
         self._end_round()
         self.heartbeat.close()
-        with suppress(*BROKEN):
-            return self._inner.shutdown()
+        with suppress(*BROKEN, ForeignValueError):
+            self._membership.close()
+            return True
         return False
 
     # Further methods for samestep's agent.
@@ -254,6 +260,8 @@ class MultiNodeRendezvous(RendezvousHandler):
         self._end_round()
         self.heartbeat.leave("failed")
         self.heartbeat.close()
+        with suppress(*BROKEN, ForeignValueError):
+            self._membership.leave()
 
     def lost(self) -> RoundEndReason | None:
         """Return why the current round is over for this host; None if it isn't."""
@@ -267,9 +275,13 @@ class MultiNodeRendezvous(RendezvousHandler):
         while True:
             found = reach(*at, within=min(1.0, max(0.1, until - time.monotonic())))
             if found == "answers":
-                with suppress(HostLostError):
+                try:
                     self._store, self.heartbeat = self._reached(self.heartbeat.identity)
                     break
+                except ForeignValueError:
+                    raise
+                except HostLostError:
+                    pass
             if found == "refuses" or time.monotonic() > until:
                 what = "has ended" if found == "refuses" else "could not be reached again"
                 raise HostLostError(
@@ -277,57 +289,54 @@ class MultiNodeRendezvous(RendezvousHandler):
                     "again with --resume, the training goes on from its last checkpoint"
                 )
             time.sleep(min(_APART, max(0.0, until - time.monotonic())))
-        self._inner = self._handler(self._store)
+        self._membership = self._member()
 
     def _answers(self) -> bool:
         """Whether the connection to the job's store works."""
         try:
-            self._store.check([self._key("rounds")])
+            self._store.raw.check([self._key("meeting")])
         except DistError:
             return False
         return True
 
-    def post(self, key: str, value: Mapping[str, Any]) -> None:
+    def post(self, key: str, value: object) -> None:
         """Post a value for all hosts of the job, including later ones."""
         with suppress(*BROKEN):
-            self._store.set(self._key(key), json.dumps(value))
+            self._store.write(self._key(key), value)
 
-    def posted(self, key: str) -> dict[str, Any] | None:
-        """Return a posted value; None if there is none."""
+    def posted(self, key: str, form: type[Form]) -> Form | None:
+        """Return a posted value; None if there is none that a host of the job wrote."""
         with suppress(*BROKEN):
-            if self._store.check([self._key(key)]):
-                return json.loads(self._store.get(self._key(key)))
+            return self._store.read_own(self._key(key), form)
         return None
 
     def _key(self, key: str) -> str:
         return f"samestep/{self._parameters.run_id}/{key}"
 
-    def _reached(self, identity: bytes | None = None) -> tuple[TCPStore, NodeHeartbeat]:
+    def _reached(self, identity: str | None = None) -> tuple[SignedStore, NodeHeartbeat]:
         """Connect to the job's store, and start this host's heartbeat. Raises HostLostError if the store is gone."""
         at = self._store_address, self._store_port
-        job = self._parameters.run_id
+        where, job = f"{at[0]}:{at[1]}", self._parameters.run_id
         try:
             store = store_client(*at, answer_within=self.timeouts.heartbeat_timeout)
-            return store, NodeHeartbeat(*at, job=job, node=self.node, timeouts=self.timeouts, identity=identity)
+            heartbeat = NodeHeartbeat(
+                *at, job=job, node=self.node, timeouts=self.timeouts, secret=self._secret, identity=identity
+            )
+            return where_hosts_meet(store, self._secret, where), heartbeat
         except RuntimeError as error:
-            raise HostLostError(f"{self.name}: no store of the job answers at {at[0]}:{at[1]}") from error
+            raise HostLostError(f"{self.name}: no store of the job answers at {where}") from error
 
-    def _handler(self, store: TCPStore) -> RendezvousHandler:
-        """Build PyTorch's c10d rendezvous, with the node rank in this host's name, by which PyTorch numbers hosts."""
+    def _member(self) -> Membership:
+        """Take part in the job's meetings, as this host's agent."""
         parameters = self._parameters
-        if parameters.max_nodes == 1:
-            return SingleNodeRendezvous(parameters.run_id)
-        return DynamicRendezvousHandler.from_backend(
-            parameters.run_id,
-            store,
-            C10dRendezvousBackend(store, parameters.run_id),
-            parameters.min_nodes,
-            parameters.max_nodes,
-            # PyTorch orders ranks by these names.
-            local_addr=f"{self.node:06d} {self.name}",
-            timeout=self._timeout,
-            keep_alive_interval=self.timeouts.rendezvous_interval,
-            keep_alive_max_attempt=3,
+        return Membership(
+            self._store,
+            RoundMember(node=self.node, name=self.name, address=self._address, agent=self.heartbeat.agent),
+            key=self._key("meeting"),
+            fewest=parameters.min_nodes,
+            most=parameters.max_nodes,
+            timeouts=self.timeouts,
+            silent=lambda hosts: self.heartbeat.silent(_peers(hosts)),
         )
 
     def _end_round(self) -> None:
@@ -338,62 +347,49 @@ class MultiNodeRendezvous(RendezvousHandler):
         self._asked = 0
 
     def _meet(self) -> RendezvousInfo:
-        """Run PyTorch's rendezvous once, and create or find the round's store.
+        """Meet the other hosts once, and create or find the round's store.
 
-        The host that got rank 0 serves the store and says where; the others wait 10 s for that. A host that paused
-        between the two may have been left out meanwhile: its wait fails, and all meet once more.
+        The first host serves the store and tells where it is; the others wait 10 s for that, and all of them for each
+        other in that store. A host that paused in between may have been left out: then all meet once more.
         """
-        self._timeout.first = not self._store.check([self._key("round/0")])
-        with environment.own_bootstrap():
-            met = self._inner.next_rendezvous()
-        # met.store is used by this round only.
-        if met.rank == 0:
+        meeting = self._membership.meet()
+        rank = [member.agent for member in meeting.members].index(self.heartbeat.agent)
+        if rank == 0:
             store = store_at(self._address)
-            # Not PyTorch's five minutes: a host that was paused may have been left out of the round, so the host that
-            # waits for it repeats the rendezvous, and then all others do.
+            # Not PyTorch's five minutes: see above.
             store.set_timeout(timedelta(seconds=_PART))
-            number = self._store.add(self._key("rounds"), 1) - 1
-            place = {"address": self._address, "port": store.port, "number": number}
-            met.store.set("samestep/place", json.dumps(place))
+            place = self._membership.announce(self._address, store.port)
         else:
-            met.store.wait(["samestep/place"])
-            place = json.loads(met.store.get("samestep/place"))
-            store = store_client(place["address"], place["port"], answer_within=_PART)
-        members = self._members(store, met.rank, met.world_size)
-        self.round = HostRound(number=place["number"], members=members, first=met.rank == 0, store=store)
-        if met.rank == 0:
-            self.post(f"round/{self.round.number}", {"members": [asdict(member) for member in members]})
-        self._waiting = WaitingHosts(self._inner)
-        return RendezvousInfo(
-            store, met.rank, met.world_size, RendezvousStoreInfo(place["address"], int(place["port"]))
-        )
+            place = self._membership.place(_PART)
+            store = store_client(place.address, place.port, answer_within=_PART)
+        signed = SignedStore(store, self._secret, scope=place.scope, where=f"{place.address}:{place.port}")
+        self._await_members(signed, meeting, rank)
+        self.round = HostRound(number=place.number, members=meeting.members, first=rank == 0, store=signed)
+        if rank == 0:
+            self.post(self.round.key, RoundPost(members=meeting.members))
+        self._waiting = WaitingHosts(self._membership)
+        return RendezvousInfo(store, rank, len(meeting.members), RendezvousStoreInfo(place.address, int(place.port)))
 
-    def _members(self, store: TCPStore, rank: int, size: int) -> tuple[RoundMember, ...]:
-        """Exchange the hosts' data through the round's store; return the hosts in the order of their ranks."""
-        mine = RoundMember(node=self.node, name=self.name, address=self._address, agent=self.heartbeat.agent)
-        store.set(f"samestep/member/{rank}", json.dumps(asdict(mine)))
-        found = store.multi_get([f"samestep/member/{each}" for each in range(size)])
-        return tuple(RoundMember(**json.loads(member)) for member in found)
+    def _await_members(self, store: SignedStore, meeting: Meeting, rank: int) -> None:
+        """Wait in the round's store until all members are there, 10 s at most."""
+        store.write(_here(rank), self.heartbeat.agent)
+        agents = store.wait_all([_here(other) for other in range(len(meeting.members))], str)
+        if agents != [member.agent for member in meeting.members]:
+            raise RendezvousConnectionError("the hosts of the round's store are others")
 
     def peers(self) -> tuple[Peer, ...]:
         """Return the other hosts of the round."""
         members = self.round.members if self.round is not None else ()
-        return tuple(
-            Peer(node=each.node, name=each.name, agent=each.agent) for each in members if each.node != self.node
-        )
+        return _peers([member for member in members if member.node != self.node])
+
+
+def _here(rank: int) -> str:
+    """The key in a round's store under which a host tells that it is there."""
+    return f"samestep/here/{rank}"
+
+
+def _peers(members: Sequence[RoundMember]) -> tuple[Peer, ...]:
+    return tuple(Peer(node=each.node, name=each.name, agent=each.agent) for each in members)
 
 
 NodeRendezvous = MultiNodeRendezvous | SingleNodeRendezvous
-
-
-class _Timeout(RendezvousTimeout):
-    """Rendezvous timeouts: hosts come one by one at a job's start, and together later."""
-
-    def __init__(self, timeouts: LaunchTimeouts) -> None:
-        super().__init__(join=timedelta(seconds=timeouts.start_timeout), close=timedelta(seconds=_CLOSE))
-        self._timeouts = timeouts
-        self.first = True
-
-    @property
-    def last_call(self) -> timedelta:
-        return timedelta(seconds=self._timeouts.join_timeout if self.first else self._timeouts.later_join_timeout)

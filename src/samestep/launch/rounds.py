@@ -10,11 +10,10 @@ the last round's first host waits 2 s for all posts.
 """
 
 import shutil
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,11 @@ from samestep.fault_tolerance.fault import Fault, PendingFault, cause_of, first_
 from samestep.fault_tolerance.preemption import Signals
 from samestep.fault_tolerance.status import JobInfo, Progress, read_job_info
 from samestep.fault_tolerance.watchdog import Hang, OtherHosts, Watchdog
-from samestep.launch.rendezvous import HostRound, NodeRendezvous
+from samestep.launch.logs import say
+from samestep.launch.membership import RoundMember
+from samestep.launch.node_heartbeat import HostStatus
+from samestep.launch.rendezvous import HostRound, NodeRendezvous, RoundPost, round_key
+from samestep.launch.signed_store import Moment, Name, shortened
 from samestep.run_folder import RunPlace
 
 _OTHERS = 2.0  # seconds to wait for all hosts' posts about the last round
@@ -40,8 +43,41 @@ class RanksEnded:
 
     rank: int  # the first one that failed
     reason: str  # its traceback, or the signal that ended it
-    at: float  # seconds since 1970
+    at: Moment  # seconds since 1970
     follows: bool = False  # whether its reason is a lost connection to another rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolderPost:
+    """The run's folder, which the first host chose."""
+
+    path: Name
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartPost:
+    """The random id of a start of the job."""
+
+    id: Name
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksPost:
+    """The ranks of a host in a round."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndPost:
+    """How a host left a round."""
+
+    why: RanksEnded | None
+    step: int  # of the rank that failed; -1: unknown
+    moment: Moment | None  # its last progress
+    done: int  # complete steps of the training
+    layout: str | None
+    lost: bool = False  # whether the host is gone, and another one fills this in
 
 
 class NodeRounds:
@@ -111,10 +147,10 @@ class NodeRounds:
         if self._run is None or round_ is None:
             return
         if round_.first:
-            known = self._hosts.posted(_RUN_FOLDER) or {"path": str(self._run.chosen())}
+            known = self._hosts.posted(_RUN_FOLDER, RunFolderPost) or RunFolderPost(path=str(self._run.chosen()))
             self._hosts.post(_RUN_FOLDER, known)
-            round_.store.set(_RUN_FOLDER, known["path"])
-        self.run_folder = Path(round_.store.get(_RUN_FOLDER).decode())
+            round_.store.write(_RUN_FOLDER, known)
+        self.run_folder = Path(round_.store.wait(_RUN_FOLDER, RunFolderPost).path)
 
     def begin(self, ranks: Sequence[int]) -> None:
         """Begin a round after the rendezvous; `ranks` are about to be started here."""
@@ -123,8 +159,8 @@ class NodeRounds:
         self._folder = self._place / f"round-{round_.number}"
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
-        told = self._hosts.posted(_RUN_FOLDER) or {}
-        self._known_folder = str(self.run_folder) if self.run_folder is not None else told.get("path")
+        told = self._hosts.posted(_RUN_FOLDER, RunFolderPost)
+        self._known_folder = str(self.run_folder) if self.run_folder is not None else told and told.path
         environment.publish_round(
             RankRound(
                 number=round_.number,
@@ -151,16 +187,16 @@ class NodeRounds:
         self._watch.__enter__()
         if self._signals is not None:
             self._signals.begin(self._folder, self._watch)
-        self._hosts.post(f"ranks/{round_.number}/{self._hosts.node}", {"ranks": list(ranks)})
+        self._hosts.post(_ranks_key(round_.number, self._hosts.node), RanksPost(ranks=tuple(ranks)))
         self._hosts.heartbeat.enter(round_.number, self._hosts.peers(), self._word)
 
     def _start_of_job(self, round_: HostRound) -> str | None:
         """The random id of this start of the job, from the first host of the first round."""
-        known = self._hosts.posted(_START)
+        known = self._hosts.posted(_START, StartPost)
         if known is None and round_.first:
-            known = {"id": uuid.uuid4().hex}
+            known = StartPost(id=uuid.uuid4().hex)
             self._hosts.post(_START, known)
-        return None if known is None else known["id"]
+        return None if known is None else known.id
 
     def look(self) -> None:
         """Read the facts that the ranks publish about their job; to be called repeatedly."""
@@ -176,7 +212,7 @@ class NodeRounds:
             self._watch.limit = info.hang_limit
         # A script's training publishes its folder only now.
         if self._run is None and info.run_folder is not None and self._round is not None and self._round.first:
-            self._hosts.post(_RUN_FOLDER, {"path": info.run_folder})
+            self._hosts.post(_RUN_FOLDER, RunFolderPost(path=info.run_folder))
 
     def end(self, why: RanksEnded | None) -> None:
         """End the round on this host, whose ranks have ended; `why` if one of them failed."""
@@ -194,14 +230,14 @@ class NodeRounds:
         mine = next((each for each in watch.last if why is not None and each.rank == why.rank), None)
         # The rank's last progress: at most a step before the fault, and never after it.
         moment = None if mine is None else self._began + mine.moved_at
-        left = {
-            "why": asdict(why) if why is not None else None,
-            "step": mine.step if mine is not None else -1,
-            "moment": moment,
-            "done": max((each.done for each in watch.last), default=0),
-            "layout": self._about.layout if self._about is not None else None,
-        }
-        self._hosts.post(f"left/{self._round.number}/{self._hosts.node}", left)
+        left = EndPost(
+            why=replace(why, reason=shortened(why.reason)) if why is not None else None,
+            step=mine.step if mine is not None else -1,
+            moment=moment,
+            done=max((each.done for each in watch.last), default=0),
+            layout=self._about.layout if self._about is not None else None,
+        )
+        self._hosts.post(_end_key(self._round.number, self._hosts.node), left)
 
     def close(self, *, failed: bool) -> None:
         """Close after the last round; with `failed`, write its fault to the run's folder."""
@@ -210,7 +246,7 @@ class NodeRounds:
         if failed and round_ is not None and round_.first and self._folder_of_run() is not None:
             until = time.monotonic() + _OTHERS
             while time.monotonic() < until and not all(
-                self._hosts.posted(f"left/{round_.number}/{member.node}") for member in round_.members
+                self._hosts.posted(_end_key(round_.number, member.node), EndPost) for member in round_.members
             ):
                 time.sleep(_APART)
             found = self._root_cause(replace(round_, number=round_.number + 1, members=()))
@@ -226,77 +262,77 @@ class NodeRounds:
         watch = self._watch
         if watch is None:
             return {}
-        ranks = [asdict(each) | {"moved_at": self._began + each.moved_at} for each in watch.last]
+        ranks = tuple(replace(each, moved_at=self._began + each.moved_at) for each in watch.last)
         return {"ranks": ranks, "entered": watch.entered}
 
     def _elsewhere(self) -> OtherHosts:
         """Return the status of other hosts' ranks from their heartbeats; the watchdog judges all ranks together."""
-        words = self._hosts.heartbeat.said.values()
+        said = self._hosts.heartbeat.said.values()
         return OtherHosts(
-            ranks=[Progress(**each) for word in words for each in word.get("ranks", ())],
-            entered={int(rank): mine for word in words for rank, mine in word.get("entered", {}).items()},
+            ranks=[rank for status in said for rank in status.ranks],
+            entered={rank: counts for status in said for rank, counts in status.entered.items()},
         )
 
     def _root_cause(self, round_: HostRound) -> tuple[Fault, float, int] | None:
         """Find what ended the previous round; None if nothing failed, as when a host has joined."""
         before = round_.number - 1
-        known = self._hosts.posted(f"round/{before}")
+        known = self._hosts.posted(round_key(before), RoundPost)
         if known is None:
             return None
         here = {member.agent for member in round_.members}
-        ranks = {
-            member["node"]: (self._hosts.posted(f"ranks/{before}/{member['node']}") or {}).get("ranks", [])
-            for member in known["members"]
-        }
-        lefts: list[tuple[tuple[bool, bool, float], str, dict[str, Any]]] = []
+        ranks: dict[int, Sequence[int]] = {}
+        for member in known.members:
+            post = self._hosts.posted(_ranks_key(before, member.node), RanksPost)
+            ranks[member.node] = post.ranks if post is not None else ()
+        lefts: list[tuple[tuple[bool, bool, float], str, RanksEnded, EndPost]] = []
         done = 0
-        for member in known["members"]:
-            left = self._hosts.posted(f"left/{before}/{member['node']}")
-            if left is None and member["agent"] not in here and here:
-                left = self._lost(member, ranks[member["node"]])
+        for member in known.members:
+            left = self._hosts.posted(_end_key(before, member.node), EndPost)
+            if left is None and member.agent not in here and here:
+                left = self._lost(member, ranks[member.node])
             if left is None:
                 continue
-            done = max(done, left["done"])
-            if (why := left["why"]) is not None:
+            done = max(done, left.done)
+            if (why := left.why) is not None:
                 # A lost host is the cause of its ranks' end; a lost connection follows from another rank.
-                lefts.append(((bool(why["follows"]), not left.get("lost", False), why["at"]), member["name"], left))
+                lefts.append(((why.follows, not left.lost, why.at), member.name, why, left))
         if not lefts:
             return None
-        _, host, left = min(lefts, key=lambda each: each[0])
-        why = left["why"]
+        _, host, why, left = min(lefts, key=lambda each: each[0])
         fault = Fault(
             round=before,
-            rank=why["rank"],
+            rank=why.rank,
             host=host or None,
-            cause=cause_of(why["reason"]),
-            reason=why["reason"],
-            step=left["step"],
-            at=datetime.fromtimestamp(why["at"], UTC).isoformat(timespec="milliseconds"),
+            cause=cause_of(why.reason),
+            reason=why.reason,
+            step=left.step,
+            at=datetime.fromtimestamp(why.at, UTC).isoformat(timespec="milliseconds"),
             processes=sum(len(each) for each in ranks.values()),
-            layout=next((each["layout"] for _, _, each in lefts if each["layout"]), ""),
+            layout=next((each.layout for *_, each in lefts if each.layout), ""),
         )
-        return fault, left["moment"] or why["at"], done
+        return fault, left.moment or why.at, done
 
     def _new(self, round_: HostRound) -> Sequence[str]:
         """Return the hosts of a round that were not in the previous one."""
-        known = self._hosts.posted(f"round/{round_.number - 1}") or {"members": []}
-        before = {member["node"] for member in known["members"]}
+        known = self._hosts.posted(round_key(round_.number - 1), RoundPost)
+        before = {member.node for member in known.members} if known is not None else set[int]()
         return [member.name for member in round_.members if member.node not in before]
 
-    def _lost(self, member: Mapping[str, Any], had: Sequence[int]) -> dict[str, Any]:
+    def _lost(self, member: RoundMember, had: Sequence[int]) -> EndPost:
         """Build the post of a lost host, which had the ranks `had`."""
-        word = self._hosts.posted(f"alive/{member['node']}") or {}
-        ranks = [Progress(**each) for each in word.get("ranks", ())] if word.get("agent") == member["agent"] else []
-        moment = max((each.moved_at for each in ranks), default=time.time())
-        why = RanksEnded(rank=min(had, default=-1), reason="its host is gone", at=moment)
-        return {
-            "why": asdict(why),
-            "lost": True,
-            "step": max((each.step for each in ranks), default=-1),
-            "moment": moment,
-            "done": max((each.done for each in ranks), default=0),
-            "layout": None,
-        }
+        status = self._hosts.posted(f"alive/{member.node}", HostStatus)
+        ranks = status.ranks if status is not None and status.agent == member.agent else ()
+        now = time.time()
+        moment = max((each.moved_at for each in ranks), default=now)
+        moment = moment if 0 <= moment <= now else now
+        return EndPost(
+            why=RanksEnded(rank=min(had, default=-1), reason="its host is gone", at=moment),
+            lost=True,
+            step=max((each.step for each in ranks), default=-1),
+            moment=moment,
+            done=max((each.done for each in ranks), default=0),
+            layout=None,
+        )
 
     def _goes_on(self, ranks: Sequence[Progress]) -> None:
         """Report the previous fault or the hosts that have joined, since the training takes steps again."""
@@ -321,6 +357,11 @@ class NodeRounds:
         return read_job_info(self._folder) or self._about
 
 
-def say(text: str) -> None:
-    """Print a line of this host's agent on standard error."""
-    print(f"samestep: {text}", file=sys.stderr, flush=True)
+def _ranks_key(number: int, node: int) -> str:
+    """The key of a host's post about its ranks in a round."""
+    return f"ranks/{number}/{node}"
+
+
+def _end_key(number: int, node: int) -> str:
+    """The key of a host's post about how it left a round."""
+    return f"left/{number}/{node}"

@@ -7,9 +7,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from samestep.errors import UserError
+from samestep.launch.logs import say
 from samestep.launch.network import address_towards, is_address, is_loopback, store_at, why_not
 from samestep.launch.node_spec import NodeSpec
-from samestep.launch.rounds import say
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import socket
+import stat
 import sys
 import tempfile
 from collections.abc import Callable
@@ -92,18 +93,19 @@ def share(
         except NoRegionError as error:
             problem = str(error)
         store.set("region", f"{problem}\n{path}")
-    told, path = store.get("region").decode().split("\n")
+    told, _, path = store.get("region").decode(errors="replace").partition("\n")
     try:
         if told:
             problem = told
         elif rank != 0:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            file = _opened(path, size)
         memory = None if problem else mmap.mmap(file, size)
         if memory is not None:
             # The kernel releases the lock when this process ends for any reason.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-    except OSError as error:
-        memory, problem = None, f"rank {rank} can't map the region of rank 0: {error.strerror}"
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        memory, problem = None, f"rank {rank} can't map the region of rank 0: {reason}"
     # Each rank publishes its own outcome and reads all others, so that all agree on whether there is a region.
     store.set(f"mapped/{rank}", problem)
     problems = [store.get(f"mapped/{each}").decode() for each in range(ranks)]
@@ -117,6 +119,16 @@ def share(
             os.close(file)
         raise NoRegionError(found)
     return SharedRegion(file=file, memory=memory)
+
+
+def _opened(path: str, size: int) -> int:
+    """Open rank 0's region. Raises OSError, and ValueError for what isn't one: the store has no password."""
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    found = os.fstat(file)
+    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size >= size:
+        return file
+    os.close(file)
+    raise ValueError("it is no file of this user with the region's size")
 
 
 def host_identity() -> str:
