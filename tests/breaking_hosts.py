@@ -33,7 +33,7 @@ def controller(
     hosts = folder / "hosts"
     hosts.write_text("".join(f"{host} slots=1\n" for host in on))
     train = ["-m", "samestep", "train", str(job), "--folder", str(folder / "run")]
-    train += ["--checkpoint-every", str(every), "--resume"]
+    train += ["--checkpoint-every", str(every), "--set", "run.checkpoint.resume=auto"]
     start = python("samestep", "launch", "--hostfile", str(hosts), *options)
     return bed.hosts[-1].start([*start, "--", *train], env=VARIABLES, cwd=folder)
 

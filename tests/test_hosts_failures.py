@@ -214,7 +214,7 @@ def test_the_host_with_the_store_may_die_and_the_job_goes_on_from_its_checkpoint
 ) -> None:
     run = tmp_path / "run"
     train = ["samestep", "train", str(slow_job(tmp_path, steps=STEPS, seconds=0.1)), "--layout", "ddp"]
-    train += ["--folder", str(run), "--checkpoint-every", "2", "--resume"]
+    train += ["--folder", str(run), "--checkpoint-every", "2", "--set", "run.checkpoint.resume=auto"]
     options = ["--no-ssh", "--nodes", "1:2", "--num-procs", "1", "--master-addr", "host-a", "--job-id", "job"]
     commands = [
         [*python("samestep", "launch", *options, "--node-rank", str(rank), "--max-restarts", "5"), "--", "-m", *train]
