@@ -18,7 +18,7 @@ from samestep.engines.checks import check_communication
 from samestep.engines.registry import resolve
 from samestep.fault_tolerance.fault import Fault
 from samestep.launch import consistency
-from samestep.launch.failure import ended_by
+from samestep.launch.endings import ended_by
 from samestep.parallel.complex_parameters import check_complex
 
 

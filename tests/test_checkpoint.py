@@ -19,7 +19,7 @@ from small_tasks import Points
 from torch import nn
 
 import samestep
-from samestep import CheckpointError, UserError
+from samestep import CheckpointError, NotSavedError, UserError
 from samestep.cli.main import main
 
 TESTS = Path(__file__).parent
@@ -239,15 +239,21 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 # Where in a file the disk ends decides how PyTorch's writer tells it.
 @pytest.mark.parametrize("small_disk", [16, 40], indirect=True)
-def test_a_disk_that_is_too_small_for_the_first_is_told(small_disk: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"step-1\.saving can't be written into .*no space is left"):
-        train(tmp_path / "run", checkpoint={"every": 1, "folder": small_disk})
+def test_a_disk_that_is_too_small_for_the_first_is_told(
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("samestep.checkpoint.save.PAUSES", (0.01,))
+    with pytest.raises(NotSavedError, match=r"step-1\.saving can't be written .*no space is left.*no checkpoint"):
+        train(tmp_path / "run", checkpoint={"every": 1, "folder": small_disk, "max_failures": 0})
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_full_disk_is_told_and_what_was_saved_stays(small_disk: Path, tmp_path: Path, asynchronous: bool) -> None:
-    settings = {"every": 1, "keep": 99, "folder": small_disk, "asynchronous": asynchronous}
-    with pytest.raises(CheckpointError, match=r"can't be written into .*small by rank 0: .*no space is left"):
+def test_a_full_disk_is_told_and_what_was_saved_stays(
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    monkeypatch.setattr("samestep.checkpoint.save.PAUSES", (0.01,))
+    settings = {"every": 1, "keep": 99, "folder": small_disk, "asynchronous": asynchronous, "max_failures": 1}
+    with pytest.raises(NotSavedError, match=r"can't be written into .*small by rank 0: .*no space is left"):
         train(tmp_path / "run", checkpoint=settings)
     complete = [path for path in small_disk.iterdir() if path.suffix != ".saving"]
     assert complete

@@ -247,7 +247,7 @@ def test_an_alteration_is_noticed(run: Path, alter: Alteration, tmp_path: Path, 
     assert "\n" not in fault
     assert len(fault) < 600
     told: list[str] = []
-    opened = open_newest(run, group, told.append)
+    opened = open_newest((run,), group, told.append)
     assert opened is not None
     assert opened.info.step == OLDER
     assert len(told) == 1

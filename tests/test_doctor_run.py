@@ -242,8 +242,8 @@ FAULTS = [
     {
         "round": 0,
         "rank": 1,
-        "cause": "its process was ended by SIGKILL; the system kills so when memory runs out",
-        "reason": "its process was ended by SIGKILL; the system kills so when memory runs out",
+        "cause": "its process was ended by SIGKILL: by the kernel if memory ran out (dmesg tells), or by somebody",
+        "reason": "its process was ended by SIGKILL: by the kernel if memory ran out (dmesg tells), or by somebody",
         "step": 5,
         "goes_on_at": 4,
         "steps_lost": 1,
@@ -259,7 +259,8 @@ def test_faults_are_told_with_what_they_cost(tmp_path: Path) -> None:
     told = [each for each in found if each.subject == "fault"]
     assert [each.verdict for each in told] == ["warning", "problem", "problem"]
     assert told[0].text == (
-        "rank 1 in step 5: its process was ended by SIGKILL; the system kills so when memory runs out; "
+        "rank 1 in step 5: its process was ended by SIGKILL: by the kernel if memory ran out (dmesg tells), or by "
+        "somebody; "
         "went on at step 4, 1 steps lost, 3.2 s until the next was taken"
     )
     assert "dmesg" in (told[0].remedy or "")

@@ -42,6 +42,8 @@ HOUSE = (
     ("subprocess_group",),
     ("processor",),
     ("progress",),
+    ("file_errors",),
+    ("streams",),
     ("yaml_loader",),
     ("validation",),
     ("jobfile",),

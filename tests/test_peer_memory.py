@@ -54,7 +54,7 @@ def saved_and_lost(rank: int, folder: Path, lost: tuple[int, ...], unfinished: t
     dist.barrier(group=group)
     if not neighbours.gather(place, partial(saver.together, where=place)):
         return -1, False
-    loader = open_newest(place, group, lambda _: None, summed=False)
+    loader = open_newest((place,), group, lambda _: None, summed=False)
     assert loader is not None
     values = torch.zeros(8, 3, dtype=torch.float64)
     box = Box(offsets=(0, 0), values=values)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         InterruptedJobError,
         LayoutError,
         NonFiniteError,
+        NotSavedError,
         RankFailedError,
         UserError,
     )
@@ -88,6 +89,7 @@ _HOME = {
     "RankFailedError": "samestep.errors",
     "InterruptedJobError": "samestep.errors",
     "NonFiniteError": "samestep.errors",
+    "NotSavedError": "samestep.errors",
 }
 
 __all__ = [
@@ -111,6 +113,7 @@ __all__ = [
     "LoRA",
     "NamedOptimizer",
     "NonFiniteError",
+    "NotSavedError",
     "Proof",
     "RankFailedError",
     "Recipe",

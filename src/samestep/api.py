@@ -13,7 +13,7 @@ from samestep.contract.second_gradients import GradientThroughBlocks, can_lack_g
 from samestep.display.schedule_svg import draw_schedule
 from samestep.engines import registry as engines
 from samestep.engines.checks import check_layout
-from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
+from samestep.errors import InterruptedJobError, NonFiniteError, NotSavedError, RankFailedError, UserError
 from samestep.fault_tolerance.lease import Held
 from samestep.fault_tolerance.policy import again, needs_ranks, restart_begins_at_zero, shrink
 from samestep.fault_tolerance.rank import RankSupervision, Round
@@ -55,7 +55,8 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
     checkpoint, tensorboard, rank_lines, max_restarts, hang_limit, grace_period, on_nonfinite, elastic, min_processes,
     inject.
     Raises UserError for a mistake in the job, RankFailedError where a rank fails and restarts are used up,
-    NonFiniteError where a loss is NaN or infinite, InterruptedJobError where a signal stops the job.
+    NonFiniteError where a loss is NaN or infinite, NotSavedError where checkpoints or results can't be written,
+    InterruptedJobError where a signal stops the job.
     """
     job = Job(recipe=recipe, run=_run(layout, run))
     check_plausible(job)
@@ -145,7 +146,9 @@ def _of_round(job: Job, round_: Round) -> Job:
     return job
 
 
-def _trained(job: Job, layout: Layout, held: Held | None) -> TrainResult | InterruptedJobError | NonFiniteError:
+def _trained(
+    job: Job, layout: Layout, held: Held | None
+) -> TrainResult | InterruptedJobError | NonFiniteError | NotSavedError:
     """Train in this process where it is a rank already or one rank is enough; else start ranks, with restarts."""
     if environment.ranks() is not None or not needs_ranks(job, layout):
         return _train_rank(job, layout, held=held)
@@ -159,7 +162,7 @@ def _trained(job: Job, layout: Layout, held: Held | None) -> TrainResult | Inter
 
 def _train_rank(
     job: Job, layout: Layout, round_: Round | None = None, held: Held | None = None
-) -> TrainResult | InterruptedJobError | NonFiniteError:
+) -> TrainResult | InterruptedJobError | NonFiniteError | NotSavedError:
     """Train on this rank. `round_`: None for the round that the node's agent has given to this rank, if any.
 
     `held`: the leases of the run's folders, of which only rank 0 makes use.
@@ -176,10 +179,19 @@ def _train_rank(
         supervision.joined()
         try:
             result = fit_with_rollbacks(job, resolve_task(job.recipe), world, layout, supervision)
+        except SystemExit as end:  # it would be taken for the training's own end
+            raise RuntimeError(f"the training called sys.exit({end.code}) before its end") from end
         except (InterruptedJobError, NonFiniteError) as error:  # all ranks handle it, and leave the group in order
             return error
+        except NotSavedError as error:
+            if not error.at_end:
+                raise  # restarts of the ranks, if there are any, go on from the last checkpoint
+            return error
         if world.rank == 0 and (result.folder / SCHEDULE_FILE).exists():
-            draw_schedule(result.folder)
+            try:
+                draw_schedule(result.folder)
+            except OSError as error:  # a picture, which the folder has no room for
+                print(f"samestep: {error.filename} can't be drawn: {error.strerror}", file=sys.stderr)
         return result
 
 

@@ -61,6 +61,21 @@ class JobOverError(HostLostError):
     """A host joins a job that the other hosts have finished."""
 
 
+class NotSavedError(Exception):
+    """What a training has made can't be kept: which file, why, and what is lost.
+
+    The command line prints it and exits with 1: a failure, after which a scheduler may start the job again.
+    `at_end`: all steps are taken, so that a restart of the ranks would take the last of them for nothing.
+    """
+
+    def __init__(self, message: str, at_end: bool = False) -> None:
+        super().__init__(message)
+        self.at_end = at_end
+
+    def __reduce__(self) -> tuple[type["NotSavedError"], tuple[str, bool]]:
+        return type(self), (str(self), self.at_end)
+
+
 class InterruptedJobError(Exception):
     """The user or the scheduler stopped the job by a signal; the exit code is 128 + the signal's number."""
 

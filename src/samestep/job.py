@@ -70,6 +70,9 @@ class Checkpointing:
     best: str | None = None  # a metric of the evaluations; the checkpoint with its best value stays as well
     best_is: Literal["highest", "lowest"] = "highest"
     folder: FilePath | None = None  # None: checkpoints/ in the run's folder
+    fallback_folder: FilePath | None = None  # for those that can't be written into `folder`
+    # Saves that may fail in a row, each tried several times, before the training ends.
+    max_failures: Annotated[Whole, Ge(0), Le(1000)] = 5
     asynchronous: bool = True  # the step waits for a copy in memory, not for the disk
     memory: Positive | None = None  # steps between copies in the host's memory, from which restarts go on
     # Frozen parameters are left out, and built again when it is read; None: where the model has adapters.

@@ -241,7 +241,10 @@ def temporary_folder() -> Path:
 
     It is then that of all libraries, and of the processes that this one starts. Raises UserError where there is none.
     """
-    usual = Path(tempfile.gettempdir())
+    try:
+        usual = Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return _in_memory()
     try:
         check(usual, as_parent=True)
     except (NotPrivateError, OSError) as error:
@@ -260,6 +263,20 @@ def temporary_folder() -> Path:
         "there is no folder in which other users can't exchange this one's temporary files: "
         f"{explained(reason, 'TMPDIR names another folder')}"
     )
+
+
+def _in_memory() -> Path:
+    """Take the folder in memory for temporary files, since none on a disk can be written; told once."""
+    folder = Path("/dev/shm")
+    if not (is_safe_parent(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        raise UserError(
+            "no folder for temporary files can be written: that of TMPDIR, /tmp, /var/tmp and this one are full, or "
+            "read-only; point TMPDIR to a folder with room"
+        )
+    tell(f"temporary files are in {folder}, since no folder for them on a disk can be written")
+    tempfile.tempdir = str(folder)
+    environment.use_temporary_folder(folder)
+    return folder
 
 
 def explained(error: NotPrivateError | OSError, instead: str) -> str:

@@ -5,6 +5,7 @@ In the order of reading:
 - `info`: what a checkpoint says of itself, in `checkpoint.json`. `plain_files`: opens a checkpoint's files.
 - `folder`: where checkpoints lie and what they are called; only complete ones bear their name.
 - `save`, `load`: what a rank writes and reads. `planner`: which boxes of which tensors those are.
+- `attempts`: what becomes of a save that the system refuses.
 - `compatibility`: whether a checkpoint belongs to a job, and what one of trained parameters alone leaves out.
 - `identity`: what a training learns from, its data and the user's `code`, and what of it has changed.
 - `peer_memory`: copies in the memory of other hosts.

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -175,8 +176,15 @@ def make_complete(unfinished: Path) -> Path:
     path = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
     replaced = path.with_name(path.name + _REPLACED)
     if path.exists():  # a damaged one, or one of a branch that a rollback discarded
+        shutil.rmtree(replaced, ignore_errors=True)  # of an earlier try that failed
         path.rename(replaced)
-    unfinished.rename(path)
+    try:
+        unfinished.rename(path)
+    except OSError:
+        if replaced.exists() and not path.exists():
+            with suppress(OSError):
+                replaced.rename(path)
+        raise
     shutil.rmtree(replaced, ignore_errors=True)
     return path
 
@@ -190,10 +198,11 @@ def best_of(found: Sequence[FoundCheckpoint], metric: str, *, lowest: bool) -> F
     return scored[values.index(min(values) if lowest else max(values))]
 
 
-def prune(folder: Path, *, keep: int, best: Path | None = None) -> None:
-    """Remove all checkpoints but the last `keep` and the best one."""
-    for step in steps_in(folder)[:-keep]:
-        path = folder / name_of(step)
+def prune(*folders: Path, keep: int, best: Path | None = None) -> None:
+    """Remove all checkpoints of some folders but the last `keep` of all and the best one."""
+    steps = sorted((step, number) for number, folder in enumerate(folders) for step in steps_in(folder))
+    for step, number in steps[:-keep]:
+        path = folders[number] / name_of(step)
         if path != best:
             _remove(path)
 
@@ -201,5 +210,6 @@ def prune(folder: Path, *, keep: int, best: Path | None = None) -> None:
 def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint: renamed first, so that a partly removed folder is never taken for one."""
     gone = checkpoint.with_name(checkpoint.name + _REPLACED)
+    shutil.rmtree(gone, ignore_errors=True)  # of an earlier removal that failed
     checkpoint.rename(gone)
     shutil.rmtree(gone)

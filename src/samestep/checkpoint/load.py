@@ -4,7 +4,7 @@ The layout that wrote a checkpoint may differ from the one that reads it.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from samestep.checkpoint.safe_index import SafeReader, entries, files_of, read_m
 from samestep.errors import CheckpointError
 from samestep.parallel.sharding import Entry
 from samestep.parallel.state_shards import MODEL, Piece
-from samestep.run_folder import candidates
+from samestep.run_folder import candidates, step_of
 
 
 class CheckpointLoader:
@@ -106,19 +106,23 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def open_newest(
-    place: Path, group: dist.ProcessGroup, warn: Callable[[str], None], *, summed: bool = True
+    places: Sequence[Path], group: dist.ProcessGroup, warn: Callable[[str], None], *, summed: bool = True
 ) -> CheckpointLoader | None:
-    """Open the newest undamaged checkpoint under a path; None if there are no checkpoints.
+    """Open the newest undamaged checkpoint under some paths; None if there are no checkpoints.
 
     `warn` is called for each damaged one. `summed` is as for the loader: of copies in memory those without info are
     no longer valid, and aren't told of. Every rank must ask. Raises CheckpointError
     if all are damaged.
     """
     # Relative paths, since hosts may mount the folder at different paths.
-    paths = all_candidates(place) if summed else candidates(place)
-    found: list[Any] = [[os.path.relpath(path, place) for path in paths]]
-    dist.broadcast_object_list(found, src=0, group=group)
-    paths = [place / path for path in found[0]]
+    listed: list[Any] = [_listed(places, summed=summed) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(listed, src=0, group=group)
+    names, unreadable = listed[0]
+    if unreadable and not names:
+        raise CheckpointError(f"{unreadable[0]}; nothing tells whether a checkpoint is there")
+    for reason in unreadable:
+        warn(f"{reason}; the checkpoints of the other folder are taken")
+    paths = [places[number] / name for number, name in names]
     fault = ""
     for path in paths:
         loader, fault = _opened(path, group, summed=summed)
@@ -130,6 +134,23 @@ def open_newest(
     if paths:
         raise CheckpointError(f"all {len(paths)} checkpoints in {paths[0].parent} are damaged; the last: {fault}")
     return None
+
+
+def _listed(places: Sequence[Path], *, summed: bool) -> tuple[list[tuple[int, str]], list[str]]:
+    """List the checkpoints under some paths, newest first, as (number of the path, path below it); and what can't be.
+
+    Of equal steps that of the earlier path comes first.
+    """
+    steps: list[tuple[int, int, str]] = []
+    unreadable: list[str] = []
+    for number, place in enumerate(places):
+        try:
+            here = all_candidates(place) if summed else candidates(place)
+        except OSError as error:
+            unreadable.append(f"{place} can't be read: {error.strerror}")
+            continue
+        steps += [(-(step_of(path) or 0), number, os.path.relpath(path, place)) for path in here]
+    return [(number, name) for _, number, name in sorted(steps)], unreadable
 
 
 def _opened(path: Path, group: dist.ProcessGroup, *, summed: bool) -> tuple[CheckpointLoader | None, str]:

@@ -59,10 +59,19 @@ class Neighbours:
         """Send this host's files to the next host, and rank 0's index and info to every host; return that info."""
         if len(self.hosts) == 1:
             return info
-        told: list[Any] = [(unfinished / METADATA_FILE).read_bytes(), info] if self.rank == 0 else [None, None]
+        told: list[Any] = [None, None]
+        own: dict[str, int] = {}
+
+        def read() -> None:
+            """Read the index, and the sizes of this host's files."""
+            if self.rank == 0:
+                told[:] = (unfinished / METADATA_FILE).read_bytes(), info
+            own.update(self._own_files(unfinished))
+
+        together(read)
         dist.broadcast_object_list(told, src=0, group=self.group)
         index, info = told
-        sizes: list[Mapping[str, int]] = self._of_leaders(self._own_files(unfinished))
+        sizes: list[Mapping[str, int]] = self._of_leaders(own)
         at = self.leaders.index(self.rank) if self.leads else 0
         theirs: Mapping[str, int] = sizes[at - 1] if self.leads else {}
 

@@ -2,7 +2,7 @@
 
 `main` finds the command and turns errors into one message and an exit code. `job_options`, `launch_options` and
 `output_files` declare what several commands have; `hyperparameters` are SageMaker's, `suggestions` what a mistyped
-word may have meant; `streams` keeps standard error from ending a command.
+word may have meant.
 
 - To begin: `init`, `check`. To train: `train`, `launch`, `evaluate`, `predict`, `checkpoint`.
 - To prove and compare: `verify` (`verify_script` for `--script`), `compare`, `drill`.

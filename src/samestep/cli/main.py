@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
-from samestep import environment, private_folders
+from samestep import environment, file_errors, private_folders, streams
 from samestep.cli import (
     check,
     checkpoint,
@@ -25,7 +26,6 @@ from samestep.cli import (
     layout,
     plan,
     predict,
-    streams,
     train,
     translate,
     tune,
@@ -33,7 +33,15 @@ from samestep.cli import (
 )
 from samestep.cli.suggestions import subparsers, unknown_command, unknown_option
 from samestep.durations import duration_text
-from samestep.errors import USERS_MISTAKE, InterruptedJobError, NonFiniteError, RankFailedError, StartError, UserError
+from samestep.errors import (
+    USERS_MISTAKE,
+    InterruptedJobError,
+    NonFiniteError,
+    NotSavedError,
+    RankFailedError,
+    StartError,
+    UserError,
+)
 from samestep.progress import phases
 from samestep.variables import without_values
 
@@ -63,9 +71,20 @@ _FIRST_TELLS = 2.0  # seconds that other ranks wait, so that rank 0 prints the m
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 failed or not the same step, 2 the user's mistake, 128 + n signal n."""
-    if arguments is None:
-        streams.keep_standard_error()
+    if arguments is None:  # else a program of a user's has called, whose streams are its own
+        streams.open_closed()
+        streams.go_on_without()
+    code = _run(arguments)
+    if arguments is None and (reason := streams.refused_output()) is not None:
+        print(f"samestep: standard output can't be written: {reason}", file=sys.stderr)
+        return code or int(not {"train", "launch"} & set(sys.argv[1:2]))  # what they make is no output
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    """Run a command, and turn what went wrong into a message and an exit code."""
     try:
+        _check_place()
         given = sys.argv[1:] if arguments is None else arguments
         if wrong := next((word for word in given if "\0" in word), None):
             raise UserError(f"{wrong[:60]!r} has the character NUL, which no argument can have")
@@ -90,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RankFailedError, StartError) as error:
         print(_told(error), file=sys.stderr)
         return 1
-    except NonFiniteError as error:
+    except (NonFiniteError, NotSavedError) as error:
         if job_options.is_main():
             print(_told(error), file=sys.stderr)
         return 1
@@ -100,6 +119,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("samestep: interrupted", file=sys.stderr)
         return 130
+    except (OSError, RuntimeError, MemoryError) as error:
+        reason = file_errors.refused(error) if isinstance(error, OSError) else file_errors.reached_limit(error)
+        if reason is None:
+            raise
+        print(f"samestep: {reason}", file=sys.stderr)
+        return 1
+
+
+def _check_place() -> None:
+    """Raise UserError if the folder that this process works in is gone: PyTorch ends without a word there."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the folder that this command started in is no longer there; cd to another one") from None
+    except PermissionError:
+        raise UserError("the folder that this command started in may not be read; cd to another one") from None
 
 
 def _told(error: BaseException) -> str:

@@ -104,8 +104,16 @@ def _sentence(line: Mapping[str, Any]) -> str:
 
 _LESS_MEMORY = "more sharding (fsdp2), recompute=full, a smaller run.micro_batch, or fewer ranks a host"
 
-# Remedies, by a word in a fault's reason.
+_KILLED = "if the kernel did it (dmesg tells), memory ran out, and less of it helps; else see the scheduler's limits"
+
+# Remedies, by a word in a fault's reason; the first that is there counts.
 _REMEDIES = {
+    "run.grace_period": "a longer run.grace_period, if the scheduler allows it, or a smaller run.checkpoint.every",
+    "run.checkpoint.max_failures": "room on that disk, or run.checkpoint.fallback_folder on another one",
+    "exit code 0": "look for sys.exit(), os._exit() and quit() in the task's code and in what it calls",
+    "stopped \\(sigstop\\)": "look for what stops it: kill -STOP, a debugger, or a read from a terminal",
+    "memory ran out, of which": "a larger limit for the group (--mem of Slurm, --memory of docker), or less memory",
+    "sigbus": "more room in /dev/shm: docker run --shm-size=8g; fewer run.workers",
     "out of memory": _LESS_MEMORY,
     "can't allocate": _LESS_MEMORY,
     "memoryerror": _LESS_MEMORY,
@@ -114,8 +122,8 @@ _REMEDIES = {
     "nan": "a lower learning rate, recipe.clip: 1.0, recipe.precision: fp32; look at the samples of that step",
     "hung": "look at that rank's stack in the reason, at its host, and at the network: samestep doctor --hosts ...",
     "hang": "look at that rank's stack in the reason, at its host, and at the network: samestep doctor --hosts ...",
-    "sigkill": "the system ends so when memory runs out (dmesg tells), and a scheduler at its limit",
-    "kill": "the system ends so when memory runs out (dmesg tells), and a scheduler at its limit",
+    "sigkill": _KILLED,
+    "kill": _KILLED,
     "no space": "remove old runs and checkpoints, or write elsewhere with run.folder",
 }
 

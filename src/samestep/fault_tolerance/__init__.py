@@ -5,7 +5,7 @@ In the order of reading:
 - `rank`: what a rank does for it, step by step; `status`: what it writes where its starter can read it, of
   itself and of its job.
 - `watchdog`: reads that in the starting process, and ends a round that makes no progress; `stacks` and `pace`
-  tell who is at fault.
+  tell who is at fault, `stopped` which processes are stopped.
 - `policy`: what a job asks for, and how it goes on; `fault`: its report. Rounds: `launch/rounds.py`.
 - `preemption` (signals with notice), `nonfinite` (losses that are NaN), `injection` (faults on purpose, for drills).
 - `scratch`: folders that don't outlive their process.

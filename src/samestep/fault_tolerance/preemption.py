@@ -157,16 +157,20 @@ class Signals:
             os.write(2, f"samestep: {name}: the ranks save and stop; a second one ends them at once\n".encode())
             self._tell_ranks()
         elif now - self._at > SECOND_SIGNAL:
+            second = f"a second {signal.Signals(number).name}"
             if self._round is not None:
-                self._round[1].end_now()
-            raise SignalException(f"a second {signal.Signals(number).name}", signal.Signals(number))
+                self._round[1].end_now(f"samestep ended it by SIGKILL: {second} asked for it")
+            raise SignalException(second, signal.Signals(number))
 
     def _tell_ranks(self) -> None:
         """Write the notice for the ranks, and have the watchdog end them after the grace period (seconds)."""
         if self._round is not None and self.number is not None:
             folder, watch = self._round
-            give_notice(folder, self.number)
-            watch.end_within(self._grace_period)
+            try:
+                give_notice(folder, self.number)
+            except OSError:  # the ranks take the signal itself for a notice
+                watch.send(signal.SIGTERM)
+            watch.end_within(self._grace_period, signal.Signals(self.number).name)
 
 
 def _number(name: str) -> int:

@@ -1,7 +1,7 @@
 """RankSupervision: one rank's side of fault tolerance. The training loop reports its progress to it."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,7 @@ from samestep.fault_tolerance.injection import Injection, spoiled
 from samestep.fault_tolerance.lease import Held
 from samestep.fault_tolerance.pace import Pace
 from samestep.fault_tolerance.preemption import StopAgreement
-from samestep.fault_tolerance.status import Heartbeat, Phase, RankStatus, job_info_of, write_job_info
+from samestep.fault_tolerance.status import Heartbeat, JobInfo, Phase, RankStatus, job_info_of, write_job_info
 from samestep.job import Job, Run
 from samestep.layout import Layout
 from samestep.progress import phases
@@ -75,8 +75,9 @@ class RankSupervision:
     def __enter__(self) -> Self:
         folder = self._round.folder
         if folder is not None:
-            write_job_info(folder, self._rank, job_info_of(self._run))
-            self._stack_file = stacks.answer(folder, self._rank)
+            self._publish(job_info_of(self._run))
+            with suppress(OSError):  # without room for it a hang is told without a stack
+                self._stack_file = stacks.answer(folder, self._rank)
             self._beat = RankStatus(folder, self._rank)
             limit = self._run.hang_limit
             self._heartbeat = Heartbeat(
@@ -118,8 +119,13 @@ class RankSupervision:
     def runs(self, layout: Layout, folder: Path) -> None:
         """Publish the layout and the run's folder, on which the ranks have agreed."""
         if self._round.folder is not None:
-            said = replace(job_info_of(self._run), layout=str(layout), run_folder=str(folder.absolute()))
-            write_job_info(self._round.folder, self._rank, said)
+            self._publish(replace(job_info_of(self._run), layout=str(layout), run_folder=str(folder.absolute())))
+
+    def _publish(self, info: JobInfo) -> None:
+        """Publish facts about the job, if there is room for them."""
+        assert self._round.folder is not None
+        with suppress(OSError):  # the starting process knows most of them
+            write_job_info(self._round.folder, self._rank, info)
 
     def check(self, total_steps: int) -> None:
         """Raise UserError for an injected fault in a step that is never taken."""

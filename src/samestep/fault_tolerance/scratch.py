@@ -4,14 +4,15 @@ import fcntl
 import multiprocessing
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import util
 from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
-from samestep import private_folders
+from samestep import file_errors, private_folders
+from samestep.errors import StartError
 
 # A file system in memory, on Linux.
 _IN_MEMORY = Path("/dev/shm")
@@ -24,7 +25,7 @@ def folder_in_memory() -> Iterator[Path]:
     PyTorch's agent passes queues and an event to the ranks as named semaphores. If all processes of a job are killed,
     multiprocessing's resource tracker too, a later start removes the semaphores with the folder.
     """
-    if not (_IN_MEMORY.is_dir() and private_folders.is_safe_parent(_IN_MEMORY)):
+    if not (_IN_MEMORY.is_dir() and os.access(_IN_MEMORY, os.W_OK) and private_folders.is_safe_parent(_IN_MEMORY)):
         with scratch("samestep-memory-") as folder:
             yield folder
         return
@@ -49,17 +50,32 @@ def scratch(prefix: str, where: Path | None = None) -> Iterator[Path]:
 
     Ranks unpickle what their starter has written there, so other users must not be able to exchange it.
     """
-    where = where or private_folders.temporary_folder()
-    for left in where.glob(f"{prefix}*"):
-        with suppress(OSError):  # another one removes it, or it can't be
-            _remove_unless_held(left)
-    folder, lock = _made(prefix, where)
+    places = [where] if where is not None else [private_folders.temporary_folder()]
+    if where is None and private_folders.is_safe_parent(_IN_MEMORY):
+        places.append(_IN_MEMORY)
+    for place in places[:1]:
+        for left in place.glob(f"{prefix}*"):
+            with suppress(OSError):  # another one removes it, or it can't be
+                _remove_unless_held(left)
+    folder, lock = _made_in(prefix, places)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+def _made_in(prefix: str, places: Sequence[Path]) -> tuple[Path, int | None]:
+    """Create and lock a folder in the first place that takes it. Raises StartError if none does."""
+    reasons: list[str] = []
+    for place in dict.fromkeys(places):
+        try:
+            return _made(prefix, place)
+        except OSError as error:
+            elsewhere = "point TMPDIR to a folder with room"
+            reasons.append(f"{place} can't be written: {file_errors.reason_of(error, place, elsewhere=elsewhere)}")
+    raise StartError(f"no folder for temporary files: {'; '.join(reasons)}")
 
 
 def _remove_own_semaphores(folder: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import struct
+import sys
 import threading
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
+from samestep import file_errors
 from samestep.fault_tolerance import pace
 from samestep.fault_tolerance.pace import Pace
 from samestep.job import Run
@@ -56,8 +58,11 @@ class RankStatus:
     """Writes one rank's status."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._file = (folder / f"rank-{rank}").open("w+b")
-        self._file.truncate(_FORM.size)
+        path = folder / f"rank-{rank}"
+        self._file = path.open("r+b" if path.exists() else "w+b")
+        # Written, not only extended: a write to a mapped part that has no room on the disk would raise SIGBUS.
+        self._file.write(bytes(_FORM.size))
+        self._file.flush()
         self._memory = mmap.mmap(self._file.fileno(), _FORM.size)
         self._pid = os.getpid()
         self._phase = PHASES.index("start")
@@ -118,6 +123,13 @@ class RankStatus:
             self._first_done_at,
             self._longest,
         )
+
+
+def reserve(folder: Path, ranks: Iterable[int]) -> None:
+    """Create the files of a round that must be written even where the disk is full later: status and notice."""
+    for rank in ranks:
+        (folder / f"rank-{rank}").write_bytes(bytes(_FORM.size))
+    (folder / _NOTICE_FILE).write_bytes(bytes(_NOTICE_SIZE))
 
 
 def read(folder: Path, ranks: Iterable[int]) -> list[Progress]:
@@ -197,6 +209,7 @@ def members(key: str) -> list[int]:
 
 _PACE_BEATS = 20  # heartbeats between writes of the rank's pace
 _NOTICE_FILE = "notice"  # contains the signal's number
+_NOTICE_SIZE = 8  # bytes
 
 
 class Heartbeat:
@@ -216,17 +229,32 @@ class Heartbeat:
         """Thread: writes the entered collectives and the rank's pace, and looks for a notice."""
         last: Counts = {}
         beats = 0
+        refused = False
         while not self._stop.wait(self._apart):
             entered = entered_collectives()
-            if entered != last:
-                write_counts(self._folder, self._rank, entered)
-                last = entered
             beats += 1
-            if beats % _PACE_BEATS == 0:
-                pace.write(self._folder, self._rank, self._own.recent())
+            try:
+                if entered != last:
+                    write_counts(self._folder, self._rank, entered)
+                    last = entered
+                if beats % _PACE_BEATS == 0:
+                    pace.write(self._folder, self._rank, self._own.recent())
+            except OSError as error:  # the notice is what this thread must not miss
+                refused = refused or self._tell(error)
             number = notice_in(self._folder)
             if number is not None:
                 self._noticed(number)
+
+    def _tell(self, error: OSError) -> bool:
+        """Warn that the rank's status can't be written."""
+        reason = file_errors.reason_of(error, self._folder, elsewhere="point TMPDIR to a folder with room")
+        print(
+            f"samestep: the status of rank {self._rank} can't be written into {self._folder}: {reason}; the training "
+            "goes on, and of a hang less can be told",
+            file=sys.stderr,
+            flush=True,
+        )
+        return True
 
     def stop(self) -> None:
         self._stop.set()
@@ -234,18 +262,21 @@ class Heartbeat:
 
 
 def give_notice(folder: Path, number: int) -> None:
-    """Write the stop notice with the signal's number for the ranks of a round."""
-    new = folder / "notice.new"
-    new.write_text(str(number), encoding="ascii")
-    new.replace(folder / _NOTICE_FILE)
+    """Write the stop notice with the signal's number for the ranks of a round.
+
+    Into the file that `reserve` has made, which takes no further room. Raises OSError.
+    """
+    with (folder / _NOTICE_FILE).open("r+b" if (folder / _NOTICE_FILE).exists() else "wb", buffering=0) as file:
+        file.write(str(number).encode("ascii").ljust(_NOTICE_SIZE, b"\0"))
 
 
 def notice_in(folder: Path) -> int | None:
     """Read the signal's number from the stop notice; None if there is none."""
     try:
-        return int((folder / _NOTICE_FILE).read_text(encoding="ascii"))
-    except FileNotFoundError:
+        text = (folder / _NOTICE_FILE).read_bytes().strip(b"\0")
+    except OSError:
         return None
+    return int(text) if text else None
 
 
 _JOB_INFO_FILE = "about.json"  # in the round's folder

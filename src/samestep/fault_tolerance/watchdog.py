@@ -16,7 +16,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ import psutil
 from samestep.fault_tolerance import pace, stacks, status
 from samestep.fault_tolerance.pace import SlowRankReporter
 from samestep.fault_tolerance.status import Counts, Progress, members
+from samestep.fault_tolerance.stopped import StoppedProcesses
 
 
 class Clock:
@@ -164,6 +165,14 @@ class Hang:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kill:
+    """Why the watchdog has killed a rank."""
+
+    reason: str
+    follows: bool  # from the end of another rank
+
+
+@dataclass(frozen=True, kw_only=True)
 class OtherHosts:
     """Status and entered collectives of the ranks on other hosts."""
 
@@ -182,8 +191,12 @@ class Watchdog:
         limit: float | None,
         goes_on: Callable[[Sequence[Progress]], None],
         elsewhere: Callable[[], OtherHosts] = OtherHosts,
+        server: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`goes_on` is called once, after all ranks' first step; `elsewhere` returns other hosts' ranks' status."""
+        """`goes_on` is called once, after all ranks' first step; `elsewhere` returns other hosts' ranks' status.
+
+        `server` returns the id of the process that ranks are forked from, if there is one.
+        """
         self._goes_on: Callable[[Sequence[Progress]], None] | None = goes_on
         self._folder = folder
         self._ranks = ranks
@@ -192,7 +205,9 @@ class Watchdog:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._monitor, name="watch", daemon=True)
         self._handles: dict[int, Handle] = {}
-        self._end_at: float | None = None
+        self._end: tuple[float, str] | None = None  # when to kill all ranks, and why
+        self._stopped = StoppedProcesses(server)
+        self.kills: dict[int, Kill] = {}  # of ranks that were alive
         self.hang: Hang | None = None
         self._died_at: float | None = None
         self.last: Sequence[Progress] = ()  # status of the ranks at the last read
@@ -212,15 +227,39 @@ class Watchdog:
         for handle in self._handles.values():
             handle.close()
 
-    def end_within(self, seconds: float) -> None:
-        """Kill the ranks after `seconds` unless they have ended."""
-        self._end_at = time.monotonic() + seconds
+    def started(self, pids: Mapping[int, int]) -> None:
+        """The ranks' processes have started; those of other programs write no status."""
+        self._stopped.ranks = dict(pids)
+        for rank, pid in pids.items():
+            self._handles.setdefault(rank, Handle(pid))
 
-    def end_now(self) -> None:
+    def end_within(self, seconds: float, asked: str) -> None:
+        """Kill the ranks after `seconds` unless they have ended; `asked`: by what they were asked to end."""
+        reason = (
+            f"samestep ended it by SIGKILL: it had not saved and ended within {seconds:g} s of {asked} "
+            "(run.grace_period)"
+        )
+        self._end = time.monotonic() + seconds, reason
+
+    def send(self, number: int) -> None:
+        """Send a signal to all ranks that are alive."""
+        for handle in list(self._handles.values()):
+            if handle.alive():
+                with suppress(ProcessLookupError):
+                    os.kill(handle.pid, number)
+
+    def end_now(self, reason: str, *, follows: bool = False) -> None:
         """Kill all ranks at once."""
         self.read()
-        for handle in list(self._handles.values()):
-            handle.kill()
+        self._kill(list(self._handles), Kill(reason=reason, follows=follows))
+
+    def _kill(self, ranks: Iterable[int], kill: Kill) -> None:
+        """Kill those of some ranks that are alive, and note why."""
+        for rank in ranks:
+            handle = self._handles[rank]
+            if handle.alive():
+                self.kills.setdefault(rank, kill)
+                handle.kill()
 
     def _work(self, ranks: Sequence[Progress]) -> list[int]:
         """Return each rank's processor time as progress, in phases that may compute for long without a message."""
@@ -231,9 +270,7 @@ class Watchdog:
 
     def _end_others(self, rank: int) -> None:
         """Kill all ranks but one."""
-        for other, handle in list(self._handles.items()):
-            if other != rank:
-                handle.kill()
+        self._kill([other for other in self._handles if other != rank], _after(rank))
 
     def read(self) -> Sequence[Progress]:
         """Read the status of the ranks that have written one."""
@@ -253,11 +290,15 @@ class Watchdog:
             seconds = clock.look()
             ranks = self.read()
             if self.hang is not None:
-                self.end_now()  # includes ranks that have started since
+                self._end_all(self.hang)  # includes ranks that have started since
             self._see_the_first_step()
             self._end_peers_of_dead_rank(ranks)
-            if self._end_at is not None and time.monotonic() > self._end_at:
-                self.end_now()
+            if self._end is not None and time.monotonic() > self._end[0]:
+                self.end_now(self._end[1])
+            self._stopped.look(seconds, self.limit)
+            if self.hang is None and (halted := self._stopped.foreign(ranks, self.limit)) is not None:
+                self.hang = Hang(rank=halted.rank, reason=halted.reason)
+                self._end_all(self.hang)
             if seconds - looked_at > _PACE_APART:
                 looked_at = seconds
                 slowest.look(pace.read(self._folder, self._ranks))
@@ -271,7 +312,11 @@ class Watchdog:
             elif self.hang is None and self._too_long(everyone, still := seconds - moved_at):
                 self.hang = self._find(everyone, entered, still, alone=self._too_long(everyone, still / 2))
                 if self.hang is not None:
-                    self.end_now()
+                    self._end_all(self.hang)
+
+    def _end_all(self, hang: Hang) -> None:
+        """Kill all ranks, since one has hung."""
+        self.end_now(_after(hang.rank).reason, follows=True)
 
     def _see_the_first_step(self) -> None:
         """Call `goes_on` once every rank has taken a step in this round."""
@@ -289,12 +334,11 @@ class Watchdog:
                 self._died_at = time.monotonic()
             return
         seconds = time.monotonic() - self._died_at
+        kill = Kill(reason="samestep ended it, after another rank had ended", follows=True)
         if seconds > _LAST_WORDS:
-            self.end_now()
+            self.end_now(kill.reason, follows=True)
         elif seconds > _AFTER_A_DEATH:
-            for each in ranks:
-                if each.phase != "failed":
-                    self._handles[each.rank].kill()
+            self._kill([each.rank for each in ranks if each.phase != "failed"], kill)
 
     def _too_long(self, ranks: Sequence[Progress], seconds: float) -> bool:
         """Whether so many seconds without progress are a hang, given the ranks' phases."""
@@ -303,7 +347,10 @@ class Watchdog:
             return False
         # In seconds: the job's limit, or five times the longest step so far if that is more.
         limit = max(self.limit, _LONGER_STEP * max(each.longest for each in working))
-        if len(self.last) < len(self._ranks) or any(each.phase in _LONG for each in working):
+        # A process that is stopped doesn't take long: it does nothing.
+        if not self._stopped.any_rank() and (
+            len(self.last) < len(self._ranks) or any(each.phase in _LONG for each in working)
+        ):
             limit *= _LONGER
         return seconds > limit
 
@@ -344,6 +391,10 @@ class Watchdog:
             self._end_others(culprit.rank)
         stack = known.get(culprit.rank) or stacks.ask(self._folder, culprit.rank, culprit.pid)
         return Hang(rank=culprit.rank, reason=_sentence(culprit, seconds, stack, halted=culprit.rank in halted))
+
+
+def _after(rank: int) -> Kill:
+    return Kill(reason=f"samestep ended it, after rank {rank} had hung", follows=True)
 
 
 def _sentence(culprit: Progress, seconds: float, stack: str, *, halted: bool) -> str:

@@ -14,7 +14,8 @@ In the order of reading:
 - `handshake`, `consistency`: what hosts agree on before they begin, in the store of `store_address`.
 - `signed_store`: what agents believe of a store, signed with the `job_secret`.
 - `rendezvous`, `membership`, `rounds`: each round. `rank_rendezvous`: of ranks that srun or mpirun started.
-- `node_heartbeat`: notices hosts that died. `failure`: which rank failed first, and why.
+- `node_heartbeat`: notices hosts that died. `failure`: which rank failed first, and why. `endings`: how a process
+  ended.
 - `affinity`, `network`, `forwarded_env` and its `forwarded_names`, `logs`, `memory`: cores, addresses, variables,
   output, memory.
 - `compiler_cache`: the folder from which torch.compile loads.

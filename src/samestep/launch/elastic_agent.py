@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +18,18 @@ from annotated_types import Ge, Le
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousGracefulExitError
 
 from samestep import environment, private_folders
-from samestep.errors import USERS_MISTAKE, JobOverError
+from samestep.errors import USERS_MISTAKE, JobOverError, StartError
 from samestep.fault_tolerance.preemption import Signals
 from samestep.fault_tolerance.scratch import folder_in_memory, scratch
 from samestep.fault_tolerance.status import JobInfo
 from samestep.fault_tolerance.watchdog import Handle, Hang
-from samestep.launch import compiler_cache, fork_server
+from samestep.launch import compiler_cache, endings, fork_server
+from samestep.launch.failure import find_told, has_error_file, note
 from samestep.launch.logs import RankFiles, say
 from samestep.launch.node_heartbeat import RoundEndReason
 from samestep.launch.options import RankOptions
@@ -36,12 +37,13 @@ from samestep.launch.rendezvous import BROKEN, NodeRendezvous
 from samestep.launch.rounds import NodeRounds, RanksEnded
 from samestep.launch.worker import RankEntry
 from samestep.progress import phases
-from samestep.run_folder import RunPlace
+from samestep.run_folder import RunPlace, rank_file
 
 # Explains why this host's ranks ended, from their error files and logs.
 Explain = Callable[[Mapping[int, ProcessFailure]], RanksEnded]
 
 _APART = 0.1  # seconds between monitoring steps
+_LOST_STATUS = 255  # multiprocessing's exit code of a process whose fork server has ended
 _LINGER = 3.0  # seconds that the host with a round's store waits for other hosts to leave
 _A_WORD = 3.0  # seconds within which a host announces that it stops its ranks
 
@@ -162,9 +164,12 @@ class NodeElasticAgent(_ElasticAgent):
         self._rounds = NodeRounds(
             spec.hosts, place, memory, spec.run, known=spec.supervision.known, signals=spec.supervision.signals
         )
+        self._memory = memory
         self._why: RanksEnded | None = None
         self._mistaken = False  # whether the failure was a user's mistake
-        self._ranks: Sequence[Handle] = ()  # the ranks started last
+        self._ranks: Mapping[int, Handle] = {}  # the ranks started last, by their numbers
+        self._over: Collection[int] = ()  # those that had ended before this agent looked after the others
+        self._kills = endings.OutOfMemoryKills()
         self._at_once = False  # whether to kill the ranks without letting them save
 
     @property
@@ -234,15 +239,24 @@ class NodeElasticAgent(_ElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks, and open pidfd handles on them, which are safe from reused ids."""
         worker_group.spec.args = self._spec.entry.arguments()
-        started = super()._start_workers(worker_group)
-        self._ranks = [Handle(pid) for pid in started.values()]
+        self._kills = endings.OutOfMemoryKills()
+        try:
+            started = super()._start_workers(worker_group)
+        except (OSError, EOFError, RuntimeError) as error:  # RuntimeError: no thread can be started
+            raise StartError(endings.why_not_started(error)) from error
+        numbers = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        self._ranks = {numbers[local_rank]: Handle(pid) for local_rank, pid in started.items()}
+        self._rounds.started({rank: handle.pid for rank, handle in self._ranks.items()})
         number = self._rounds.number
         phases.say(f"{self._size} started" + (f" again, for round {number}" if number else ""))
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Check the ranks and the other hosts; PyTorch's agent calls this repeatedly."""
+        self._over = [rank for rank, handle in self._ranks.items() if not handle.alive()]
         result = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.HEALTHY and (early := self._ended_early()):
+            result = RunResult(state=WorkerState.FAILED, failures=early)
         self._rounds.look()
         lost = self._hosts.lost()
         if result.state is WorkerState.SUCCEEDED:
@@ -274,7 +288,12 @@ class NodeElasticAgent(_ElasticAgent):
             # All ranks have saved after the same step, because another host stops them for one that joins.
             self._hosts.ask_for_round()
             return RunResult(state=WorkerState.HEALTHY)
+        self._note_ends(result.failures)
         self._why = self._spec.explain(result.failures)
+        if self._why.follows and (early := self._ended_well(result.failures)):
+            # A connection is lost, and whose end lost it is known.
+            result = RunResult(state=result.state, failures={**result.failures, **early})
+            self._why = self._spec.explain(result.failures)
         self._hosts.heartbeat.leave("failed")
         self._mistaken = USERS_MISTAKE in codes
         if self._mistaken or self._supervision.stopped:
@@ -304,6 +323,59 @@ class NodeElasticAgent(_ElasticAgent):
                     error_file=context.error_files[worker.local_rank],
                 )
         return found
+
+    def _ended_early(self) -> dict[int, ProcessFailure]:
+        """Find ranks that run a function and have ended with exit code 0 before it has returned."""
+        context = self._pcontext
+        if not isinstance(context, MultiprocessContext) or context._pc is None:
+            return {}
+        return {
+            worker.global_rank: self._early(worker.global_rank, worker.local_rank)
+            for worker in self._worker_group.workers
+            if context._pc.processes[worker.local_rank].exitcode == 0
+            and worker.local_rank not in context._return_values
+        }
+
+    def _ended_well(self, failed: Mapping[int, ProcessFailure]) -> dict[int, ProcessFailure]:
+        """Find ranks that had ended with exit code 0 when another one lost its connection."""
+        context = self._pcontext
+        if not isinstance(context, SubprocessContext):
+            return self._ended_early()
+        return {
+            worker.global_rank: self._early(worker.global_rank, worker.local_rank)
+            for worker in self._worker_group.workers
+            if worker.global_rank in self._over
+            and worker.global_rank not in failed
+            and context.subprocess_handlers[worker.local_rank].proc.poll() == 0
+        }
+
+    def _early(self, rank: int, local_rank: int) -> ProcessFailure:
+        """Build the failure of a rank that has ended with exit code 0 too early."""
+        error_file = "" if self._pcontext is None else self._pcontext.error_files[local_rank]
+        failure = ProcessFailure(local_rank=local_rank, pid=self._ranks[rank].pid, exitcode=0, error_file=error_file)
+        note(
+            failure,
+            "its process ended with exit code 0 while the other ranks still needed it, as by sys.exit() or "
+            "os._exit() in its code",
+        )
+        return failure
+
+    def _note_ends(self, failures: Mapping[int, ProcessFailure]) -> None:
+        """Note in failures how the processes ended, as far as this agent knows."""
+        server = endings.server_end()
+        first = [rank for rank in failures if rank in self._over] or list(failures)
+        for rank, failure in failures.items():
+            if failure.exitcode > 0 and not has_error_file(failure):
+                find_told(failure, rank_file(self._memory, rank, "error.json"))
+            if (kill := self._rounds.kills.get(rank)) is not None and failure.exitcode == -signal.SIGKILL:
+                note(failure, kill.reason, follows=kill.follows)
+            elif failure.exitcode == _LOST_STATUS and server is not None and not has_error_file(failure):
+                note(failure, f"{server}, and the ranks with it")
+            elif failure.exitcode in (-signal.SIGTERM, -signal.SIGKILL) and rank not in first:
+                note(failure, f"samestep ended it, after rank {first[0]} had failed", follows=True)
+            elif failure.exitcode < 0:
+                killed = self._kills.has_killed(failure.pid)
+                note(failure, f"its process was {endings.ended_by(-failure.exitcode, out_of_memory=killed)}")
 
     def _others_change(self) -> bool:
         """Whether another host leaves the round or requests a new one within 3 s."""
@@ -348,20 +420,20 @@ class NodeElasticAgent(_ElasticAgent):
             self._let_stop()
         elif self._why is None:
             self._hosts.heartbeat.leave("failed")
-        for rank in self._ranks:
+        for rank in self._ranks.values():
             rank.kill()
             rank.close()
-        self._ranks = ()
+        self._ranks = {}
         super()._stop_workers(worker_group)
 
     def _let_stop(self) -> None:
         """Send SIGTERM to the ranks and wait for them to save; samestep's own end after a common step."""
-        for rank in self._ranks:
+        for rank in self._ranks.values():
             if rank.alive():
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGTERM)
         until = time.monotonic() + (self._rounds.grace_period or self._shutdown_timeout)
-        while time.monotonic() < until and any(rank.alive() for rank in self._ranks):
+        while time.monotonic() < until and any(rank.alive() for rank in self._ranks.values()):
             lost = self._hosts.lost()
             if lost is not None and (lost.what != "round" or lost.state == "failed"):
                 break
@@ -374,7 +446,7 @@ class NodeElasticAgent(_ElasticAgent):
         if not self._at_once and self._why is None:
             self._hosts.heartbeat.leave("changes")
         if not self._spec.entry.takes_notice:
-            for rank in self._ranks:
+            for rank in self._ranks.values():
                 rank.kill()
         super()._shutdown(signal.SIGTERM, min(timeout, self._shutdown_timeout))
 

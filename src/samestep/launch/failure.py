@@ -5,7 +5,6 @@ The user sees the traceback of the rank that failed first.
 
 import json
 import re
-import signal
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, Le
 
 from samestep.errors import USERS_MISTAKE, UserError
+from samestep.launch.endings import ended_by
 from samestep.run_folder import errors_of, output_of
 from samestep.variables import without_values
 
@@ -27,14 +27,23 @@ if TYPE_CHECKING:  # a remote agent imports this module before PyTorch, so that 
     from samestep.fault_tolerance.watchdog import Hang
 
 
-def tell(file: Path, message: str, *, mistake: str | None = None) -> None:
-    """Write a failure's message to the elastic agent's error file; `mistake`: the class of a UserError."""
+def tell(file: Path, message: str, *, mistake: str | None = None, instead: Path | None = None) -> None:
+    """Write a failure's message to the elastic agent's error file; `mistake`: the class of a UserError.
+
+    `instead`: a folder for it where its own has no room.
+    """
     message, now = without_values(message), time.time()
     extra = {"py_callstack": message, "timestamp": str(int(now)), "time": now, "mistake": mistake}
-    new = file.with_name(f"{file.name}.new")  # atomic: the agent may read it, or kill this rank, at any moment
-    with suppress(OSError):  # the message is on standard error as well
-        new.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
-        new.replace(file)
+    text = json.dumps({"message": {"message": message, "extraInfo": extra}})
+    places = [file, *([instead / file.name] if instead is not None else [])]
+    for place in places:
+        new = place.with_name(f"{place.name}.new")  # atomic: the agent may read it, or kill this rank, at any moment
+        try:
+            new.write_text(text, encoding="utf-8")
+            new.replace(place)
+        except OSError:  # no room is left there, or the run's folder was removed
+            continue
+        return
 
 
 _OURS = "samestep: "  # prefix of a samestep rank's message
@@ -52,12 +61,15 @@ class Failure:
     at: Annotated[float, Ge(0), Le(1e11)]  # seconds since 1970
     follows: bool = False  # whether its reason is a lost connection to another rank
     hung: bool = False  # whether the watchdog killed it for a hang
+    end: str = ""  # how its process ended, where this host's agent knows more than the exit code
 
     @property
     def how(self) -> str:
         """How its process ended, in words."""
         if self.hung:
             return "it hung, and was ended"
+        if self.end:
+            return self.end
         return f"exit code {self.exit_code}" if self.exit_code >= 0 else ended_by(-self.exit_code)
 
     def __str__(self) -> str:
@@ -66,16 +78,6 @@ class Failure:
         if self.reason:
             text += f"\n{self.reason}"
         return f"{text}\nall that it wrote: {self.host}:{self.log}"
-
-
-def ended_by(number: int) -> str:
-    """Describe that a signal ended a process."""
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    reason = f"ended by {name}"
-    return f"{reason}; the system kills so when memory runs out" if number == signal.SIGKILL else reason
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:
@@ -145,6 +147,22 @@ def first_of(failures: Mapping[int, "ProcessFailure"], host: str, folder: Path) 
     return cause
 
 
+def find_told(failure: "ProcessFailure", file: Path) -> None:
+    """Add to a failure what its rank has told in a file, if it could not write its error file."""
+    with suppress(OSError, ValueError):
+        failure.error_file_data = json.loads(file.read_text(encoding="utf-8"))
+        file.unlink()
+
+
+# In the data of a ProcessFailure: what the agent knows of its end.
+_AGENTS = "samestep"
+
+
+def note(failure: "ProcessFailure", end: str, *, follows: bool = False) -> None:
+    """Note how a rank's process ended; `follows`: samestep ended it after another one had failed."""
+    failure.error_file_data = {**failure.error_file_data, _AGENTS: {"end": end, "follows": follows}}
+
+
 def of_hang(hang: "Hang", host: str, folder: Path) -> Failure:
     """Build the failure of a rank that its host's agent has killed for a hang."""
     return Failure(
@@ -162,14 +180,16 @@ def _was_ended(failure: Failure) -> bool:
     """Whether a rank only ended by the SIGTERM that the agent sends to all after the first failure.
 
     A rank that was ending with a traceback of its own does not count: it may be the one that the others have lost.
+    Neither does one of which the agent knows that somebody else ended it.
     """
-    if failure.exit_code not in (-SIGTERM, 128 + SIGTERM):
+    if failure.exit_code not in (-SIGTERM, 128 + SIGTERM) or (failure.end and not failure.follows):
         return False
     return not failure.reason.startswith(_BEGINS) or len(_exception(failure.reason).splitlines()) > _LINES_OF_AN_END
 
 
 def _read(rank: int, failure: "ProcessFailure", host: str, folder: Path) -> Failure:
     log = errors_of(folder, rank)
+    known = failure.error_file_data.get(_AGENTS, {})
     at = _time_of(failure)
     reason = _message_of(failure)
     if reason is None:
@@ -186,7 +206,9 @@ def _read(rank: int, failure: "ProcessFailure", host: str, folder: Path) -> Fail
         reason=reason,
         log=str(log),
         at=at,
-        follows=failure.exitcode >= 0 and _PEER_LOST.search(_exception(reason)) is not None,
+        follows=known.get("follows", False)
+        or (failure.exitcode > 0 and _PEER_LOST.search(_exception(reason)) is not None),
+        end=known.get("end", ""),
     )
 
 

@@ -57,6 +57,8 @@ def end_with_starter() -> None:
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 _STDERR = 2  # file descriptor
+_LONGEST_PATH = 60  # bytes; a socket's whole path has 107 at most
+_SHORT_PATHS = (Path("/tmp"), Path("/dev/shm"))
 
 # Imported first: it defers signals and garbage collection.
 _FIRST = "samestep.launch.fork_server_main"
@@ -115,10 +117,21 @@ def fork_early(job: Job) -> None:
 
 def _keep_sockets_in_scratch() -> None:
     """Put the server's socket into a scratch folder, which a later start removes if this process is killed."""
+    settings = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
+    if "tempdir" in settings:
+        return
+    where: Path | None = None
+    if _has_long_path(private_folders.temporary_folder()):
+        where = next((place for place in _SHORT_PATHS if private_folders.is_safe_parent(place)), None)
     stack = ExitStack()
-    folder = stack.enter_context(scratch("samestep-sockets-"))
+    folder = stack.enter_context(scratch("samestep-sockets-", where))
     atexit.register(stack.close)
-    multiprocessing.current_process()._config.setdefault("tempdir", str(folder))  # pyright: ignore[reportAttributeAccessIssue]
+    settings["tempdir"] = str(folder)
+
+
+def _has_long_path(folder: Path) -> bool:
+    """Whether the path of a socket in a folder's scratch folder would be longer than the system takes."""
+    return len(os.fsencode(folder)) > _LONGEST_PATH
 
 
 def _wants_server(job: Job) -> bool:
@@ -132,6 +145,8 @@ def _wants_server(job: Job) -> bool:
 
 def ensure_running() -> None:
     """Start the server unless it runs; it imports in the background what `preload` has set."""
+    if _has_long_path(private_folders.temporary_folder()):
+        _keep_sockets_in_scratch()
     private_folders.temporary_folder()  # where its socket is
     with environment.quiet_import():
         forkserver.ensure_running()

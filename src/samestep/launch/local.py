@@ -16,8 +16,8 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from samestep import environment
-from samestep.errors import InterruptedJobError, RankFailedError, UserError
+from samestep import environment, file_errors
+from samestep.errors import InterruptedJobError, RankFailedError, StartError, UserError
 from samestep.fault_tolerance.preemption import TAKEN, Signals
 from samestep.fault_tolerance.scratch import scratch
 from samestep.fault_tolerance.status import JobInfo
@@ -25,7 +25,8 @@ from samestep.job import Job
 from samestep.launch import fork_server
 from samestep.launch.elastic_agent import AgentSpec, HungError, Supervision, silent_agent
 from samestep.launch.elastic_agent import run as run_agent
-from samestep.launch.failure import ended_by, first_of, has_error_file, user_error_of
+from samestep.launch.endings import ended_by
+from samestep.launch.failure import Failure, first_of, has_error_file, user_error_of
 from samestep.launch.logs import Follower, RankFiles
 from samestep.launch.pickled_calls import pickled
 from samestep.launch.rendezvous import SingleNodeRendezvous
@@ -162,7 +163,7 @@ def _first_failure(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> 
     mistake = user_error_of(failed)
     if mistake is not None:
         return mistake
-    return RankFailedError(first.rank, first.reason if has_error_file(failed) else _exit_reason(first.exit_code))
+    return RankFailedError(first.rank, first.reason if has_error_file(failed) else _exit_reason(first))
 
 
 def _ranks_ended(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> RanksEnded:
@@ -173,11 +174,15 @@ def _ranks_ended(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> Ra
     return RanksEnded(rank=first.rank, reason=reason, at=first.at, follows=first.follows)
 
 
-def _exit_reason(exit_code: int) -> str:
+def _exit_reason(failure: Failure) -> str:
     """Describe the end of a rank without an error file."""
-    if exit_code >= 0:
-        return f"its process ended with exit code {exit_code} and gave no reason; what it printed stands above"
-    return f"its process was {ended_by(-exit_code)}"
+    if failure.end:
+        return failure.end
+    if failure.exit_code >= 0:
+        return (
+            f"its process ended with exit code {failure.exit_code} and gave no reason; what it printed stands above"
+        )
+    return f"its process was {ended_by(-failure.exit_code)}"
 
 
 _CALL = "call.pickle"
@@ -197,8 +202,17 @@ def _place() -> Iterator[Path]:
 
 
 def _write(call: Call, place: Path) -> None:
-    """Write the pickled call for the ranks. Raises UserError if it can't be pickled, or they could not load it."""
-    (place / _CALL).write_bytes(pickled(*call))
+    """Write the pickled call for the ranks. Raises UserError if it can't be pickled, or they could not load it.
+
+    Raises StartError if there is no room for it.
+    """
+    data = pickled(*call)
+    try:
+        (place / _CALL).write_bytes(data)
+    except OSError as error:
+        elsewhere = "point TMPDIR to a folder with room"
+        reason = file_errors.reason_of(error, place, elsewhere=elsewhere, needs=len(data))
+        raise StartError(f"the task can't be handed to the ranks in {place}: {reason}") from None
 
 
 @contextmanager

@@ -5,15 +5,16 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import mkdtemp
 from types import TracebackType
 from typing import BinaryIO, Self
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from samestep import environment
+from samestep import environment, file_errors
 from samestep.errors import UserError
 from samestep.progress import phases
 from samestep.run_folder import LOGS, errors_of, output_of, rank_file
@@ -42,6 +43,7 @@ class RankFiles(LogsSpecs):
         self._follower = follower
         self._otherwise = otherwise
         self._round = -1
+        self._started = False  # whether ranks have been started
 
     def of_run(self, folder: Path) -> None:
         """Use the run's folder, unless another one was chosen."""
@@ -69,11 +71,16 @@ class RankFiles(LogsSpecs):
         """
         try:
             self._make_folder()
+            self._make_files(envs.values())
         except OSError as error:
-            raise UserError(
-                f"{self._host}: what the ranks write can't be kept in {self._folder}: {error.strerror}; "
-                f"{self._otherwise}"
-            ) from None
+            reason = file_errors.reason_of(error, self._folder, elsewhere=self._otherwise)
+            text = f"{self._host}: what the ranks write can't be kept in {self._folder}: {reason}"
+            if not self._started:
+                raise UserError(text) from None
+            self._chosen = Path(mkdtemp(prefix="samestep-logs-"))  # stays for the user
+            print(f"samestep: {text}; from now on it is in {self._chosen}", file=sys.stderr, flush=True)
+            self._make_folder()
+        self._started = True
         found = LogsDest()
         followed: dict[int, str] = {}
         for local_rank, variables in envs.items():
@@ -89,6 +96,14 @@ class RankFiles(LogsSpecs):
             for variables in envs.values():
                 variables |= told
         return found
+
+    def _make_files(self, environs: Iterable[Mapping[str, str]]) -> None:
+        """Create the files of the ranks' output, which fails here instead of in the ranks."""
+        for variables in environs:
+            rank = environment.ranks(variables)
+            assert rank is not None
+            for file in (output_of(self.here, rank.rank), errors_of(self.here, rank.rank)):
+                file.touch()
 
     def _make_folder(self) -> None:
         """Create a new folder for this round."""

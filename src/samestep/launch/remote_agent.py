@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from io import FileIO
 from typing import Any
 
@@ -50,8 +49,7 @@ def main() -> int:
     specs = {values["host"]: values for values in asked["specs"]}
     host = next(iter(specs)) if len(specs) == 1 else environment.slurm_node()
     _say(host, started=True)
-    # All hosts write to the terminal of one, where one of them tells of the job.
-    with phases.running("launch") if specs[host].get("node_rank") == 0 else nullcontext():
+    with phases.running("launch"):
         outcome = _take_part(host, specs[host], asked, orders)
     _say(host, outcome=outcome.to_json())
     return outcome.exit_code

@@ -18,12 +18,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from samestep import environment
+from samestep import environment, file_errors
 from samestep.environment import RankRound
+from samestep.errors import StartError
+from samestep.fault_tolerance import status
 from samestep.fault_tolerance.fault import Fault, PendingFault, cause_of, first_step, tell
 from samestep.fault_tolerance.preemption import Signals
 from samestep.fault_tolerance.status import JobInfo, Progress, read_job_info
-from samestep.fault_tolerance.watchdog import Hang, OtherHosts, Watchdog
+from samestep.fault_tolerance.watchdog import Hang, Kill, OtherHosts, Watchdog
+from samestep.launch.endings import server_pid
 from samestep.launch.logs import say
 from samestep.launch.membership import RoundMember
 from samestep.launch.node_heartbeat import HostStatus
@@ -156,9 +159,7 @@ class NodeRounds:
         """Begin a round after the rendezvous; `ranks` are about to be started here."""
         round_ = self._round = self._hosts.round
         assert round_ is not None
-        self._folder = self._place / f"round-{round_.number}"
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
+        self._folder = self._made(f"round-{round_.number}", ranks)
         told = self._hosts.posted(_RUN_FOLDER, RunFolderPost)
         self._known_folder = str(self.run_folder) if self.run_folder is not None else told and told.path
         environment.publish_round(
@@ -183,6 +184,7 @@ class NodeRounds:
             limit=self._about.hang_limit if self._about is not None else None,
             goes_on=self._goes_on,
             elsewhere=self._elsewhere,
+            server=server_pid,
         )
         self._watch.__enter__()
         if self._signals is not None:
@@ -197,6 +199,37 @@ class NodeRounds:
             known = StartPost(id=uuid.uuid4().hex)
             self._hosts.post(_START, known)
         return None if known is None else known.id
+
+    def _made(self, name: str, ranks: Sequence[int]) -> Path:
+        """Create a round's folder for the ranks' status: among temporary files, or in memory if there is no room.
+
+        Raises StartError if there is none either.
+        """
+        reasons: list[str] = []
+        for place in (self._place, self._memory):
+            folder = place / name
+            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                folder.mkdir(parents=True)
+                status.reserve(folder, ranks)
+            except OSError as error:
+                elsewhere = "point TMPDIR to a folder with room"
+                reasons.append(f"{place}: {file_errors.reason_of(error, place, elsewhere=elsewhere)}")
+            else:
+                if reasons:
+                    say(f"the ranks' status can't be written into {reasons[0]}; it is in {folder}")
+                return folder
+        raise StartError(f"the ranks' status can't be written: {'; '.join(reasons)}")
+
+    def started(self, pids: Mapping[int, int]) -> None:
+        """This host's ranks have started, as these processes."""
+        if self._watch is not None:
+            self._watch.started(pids)
+
+    @property
+    def kills(self) -> Mapping[int, Kill]:
+        """The ranks that the watchdog has killed in the current round."""
+        return self._watch.kills if self._watch is not None else {}
 
     def look(self) -> None:
         """Read the facts that the ranks publish about their job; to be called repeatedly."""

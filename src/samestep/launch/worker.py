@@ -17,8 +17,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
-from samestep import environment
-from samestep.errors import USERS_MISTAKE, UserError
+from samestep import environment, file_errors, streams
+from samestep.errors import USERS_MISTAKE, NotSavedError, UserError
 from samestep.launch import failure, fork_server, rank_entry
 from samestep.launch.affinity import BindChoice, check_choice, chosen, this_machine
 from samestep.launch.fork_server import end_with_parent, end_with_starter
@@ -111,6 +111,7 @@ def _begin(environ: Mapping[str, str]) -> None:
     end_with_starter()
     if fork_server.METHOD == "forkserver":
         end_with_parent()  # with the server, which ends within a second of its starter: also a rank that can't act
+    streams.go_on_without()  # its log may lie on a full disk
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, TextIOWrapper)
         stream.reconfigure(line_buffering=True)  # so that output interleaves with other ranks'
@@ -148,8 +149,11 @@ def run_call(file: str, environ: Mapping[str, str]) -> Any:
     except UserError as error:
         _tell(str(error), mistake=type(error).__name__)
         _end(USERS_MISTAKE)
-    except BaseException:
-        _tell(traceback.format_exc())
+    except NotSavedError as error:  # it says all, and its traceback is samestep's own
+        _tell(str(error))
+        _end(1)
+    except BaseException as error:
+        _tell(file_errors.reached_limit(error) or traceback.format_exc())
         time.sleep(_AFTER_YOU)
         _end(1)
 
@@ -157,7 +161,9 @@ def run_call(file: str, environ: Mapping[str, str]) -> Any:
 def _tell(message: str, *, mistake: str | None = None) -> None:
     """Write this rank's error file, from which the agent reads why it failed."""
     if (file := environment.error_file()) is not None:
-        failure.tell(file, message, mistake=mistake)
+        round_ = environment.round_of_rank()
+        memory = Path(round_.memory) if round_ is not None and round_.memory is not None else None
+        failure.tell(file, message, mistake=mistake, instead=memory)
 
 
 def _end(code: int) -> NoReturn:

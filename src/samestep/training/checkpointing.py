@@ -5,6 +5,7 @@ Copies in memory outlive the ranks: the last complete one is kept while the next
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,23 +15,24 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from samestep import environment
+from samestep.checkpoint.attempts import Tolerance
 from samestep.checkpoint.compatibility import Base, changes, check_shared
 from samestep.checkpoint.folder import best_of, found_in, prune
 from samestep.checkpoint.identity import Identity, LearnsFrom
 from samestep.checkpoint.info import Info
 from samestep.checkpoint.load import CheckpointLoader, open_newest
 from samestep.checkpoint.peer_memory import Neighbours
-from samestep.checkpoint.save import Saver
+from samestep.checkpoint.save import Saver, total_bytes
 from samestep.comm.mesh import new_group
 from samestep.durations import parse_duration
 from samestep.engines.base import Checkpointed
-from samestep.errors import CheckpointError
+from samestep.errors import CheckpointError, NotSavedError
 from samestep.fault_tolerance.lease import Held
 from samestep.job import Checkpointing, Job
 from samestep.jobfile import plain
 from samestep.progress import phases
 from samestep.recipe import EarlyStop
-from samestep.run_folder import CHECKPOINTS
+from samestep.run_folder import CHECKPOINTS, name_of, step_of
 from samestep.training.early_stop import EarlyStopper
 from samestep.training.evaluation import scalars
 from samestep.training.learned_from import ACCEPT, looked, refuse_other_data, told
@@ -79,7 +81,7 @@ class MemoryCopies:
             act()
         except CheckpointError as error:  # the same on all ranks
             self._every = None
-            self._session.warn(f"{error}; the training goes on without copies in memory")
+            self._session.warn(f"{error}; the training goes on without copies in memory, restarts with the disk's")
 
     @property
     def waited_seconds(self) -> float:
@@ -90,7 +92,7 @@ class MemoryCopies:
         try:
             if not self._neighbours.gather(self._place, partial(self._saver.together, where=self._place)):
                 return on_disk
-            found = open_newest(self._place, group, lambda _: None, summed=False)
+            found = open_newest((self._place,), group, lambda _: None, summed=False)
         except CheckpointError as error:  # the same on all ranks
             self._session.warn(f"{error}; the last checkpoint is taken")
             return on_disk
@@ -135,9 +137,22 @@ class Checkpoints:
         self._best_metric, self._lowest = _best_of(self._settings, job.recipe.early_stop)
         self._folder = self._settings.folder or folder / CHECKPOINTS
         self._group = new_group(range(session.world.world_size), backend="gloo")
-        self._saver = Saver(
-            self._folder, self._group, asynchronous=self._settings.asynchronous, saved=self._keep_some, held=held
+        tolerance = Tolerance(
+            most=self._settings.max_failures,
+            key="run.checkpoint.max_failures",
+            fallback=self._settings.fallback_folder,
+            warn=session.warn,
         )
+        self._saver = Saver(
+            self._folder,
+            self._group,
+            asynchronous=self._settings.asynchronous,
+            saved=self._keep_some,
+            tolerance=tolerance,
+            held=held,
+        )
+        assert self._saver.tally is not None
+        self._tally = self._saver.tally
         self._every = _Every(self._settings)
         self._memory = None
         if memory is not None and (every := self._settings.memory) is not None:
@@ -153,7 +168,10 @@ class Checkpoints:
         # After a failure other ranks may be gone; an incomplete checkpoint is never loaded.
         if self._settings is not None and error is None:
             with phases.status(lambda: "writing the last checkpoint"):
-                self._saver.wait()
+                try:
+                    self._saver.wait()
+                except NotSavedError as failure:  # a signal ends the training, or a loss that isn't finite
+                    self._session.warn(str(failure))
                 if self._memory is not None:
                     self._memory.wait()
 
@@ -165,12 +183,13 @@ class Checkpoints:
         self._steps_per_epoch = steps_per_epoch
         if self._settings is None:
             return 0
-        check_shared(self._folder, self._group)
+        for place in self._saver.places:
+            check_shared(place, self._group)
         only_trained = self._settings.only_trained
         if only_trained or (only_trained is None and self._session.adapter is not None):
             self._base = base_of(self._trainer, self._session.adapter, self._group)
         step = self._resumed(self._settings.resume)
-        self._saver.prepare()
+        self._saver.prepare(needs=total_bytes(self._trainer.pieces(), self._group), strict=step == 0)
         if self._memory is not None:
             self._memory.prepare()
         self._last = step
@@ -184,8 +203,8 @@ class Checkpoints:
         if resume == "never":
             self._identify(None)
             return 0
-        place = self._folder if resume in ("auto", "last") else Path(resume)
-        loader = open_newest(place, self._group, self._session.warn)
+        places = self._saver.places if resume in ("auto", "last") else (Path(resume),)
+        loader = open_newest(places, self._group, self._session.warn)
         if self._memory is not None:
             loader = self._memory.newer(loader, self._group)
         if loader is None:
@@ -204,6 +223,7 @@ class Checkpoints:
         self._best = loader.info.metrics.get(self._best_metric or "")
         self.early_stop.restore(loader.info.extra.get("early_stop", {}))
         self._session.warn(f"goes on from {loader.folder}, after step {loader.info.step:,}")
+        self._tally.newest = loader.folder
         return loader.info.step
 
     def _identify(self, loader: CheckpointLoader | None) -> None:
@@ -253,6 +273,36 @@ class Checkpoints:
         self._save_into(self._saver, done, scalars(metrics or {}))
         self._every.saved(done)
 
+    def finish(self, done: int, metrics: Mapping[str, Any] | None = None) -> str | None:
+        """Save after the last step, and wait for it. Returns what is lost if that can't be; the same on every rank.
+
+        However many saves have failed before, this one is tried.
+        """
+        if self._settings is None:
+            return None
+        self._tally.last()
+        with suppress(NotSavedError):  # too many had failed already
+            self._saver.wait()
+        if self._last == done and self._saved_step() != done:
+            self._last = None
+        self.save(done, metrics)
+        self._saver.wait()
+        if self._saved_step() == done:
+            return None
+        return (
+            f"the training came to its end, and its last checkpoint, {name_of(done)}, is not saved: "
+            f"{self._tally.reason}; {self._tally.kept}: the optimizer's state of the steps after it is lost"
+        )
+
+    def _saved_step(self) -> int | None:
+        """The step of the newest checkpoint; None if there is none."""
+        return None if self._tally.newest is None else step_of(self._tally.newest)
+
+    @property
+    def skipped(self) -> int:
+        """The saves that were left out, as the system refused them."""
+        return 0 if self._settings is None else self._tally.skipped
+
     def _save_into(self, saver: Saver, done: int, metrics: Mapping[str, float]) -> None:
         """Save to disk or to memory with `saver`; every rank must call it."""
         save_state(
@@ -292,8 +342,9 @@ class Checkpoints:
         assert settings is not None
         best = None
         if self._best_metric is not None:
-            best = best_of(found_in(self._folder), self._best_metric, lowest=self._lowest)
-        prune(self._folder, keep=settings.keep, best=best.path if best is not None else None)
+            saved = [each for place in self._saver.places for each in found_in(place)]
+            best = best_of(saved, self._best_metric, lowest=self._lowest)
+        prune(*self._saver.places, keep=settings.keep, best=best.path if best is not None else None)
 
 
 def _best_of(settings: Checkpointing, early_stop: EarlyStop | None) -> tuple[str | None, bool]:
@@ -363,8 +414,19 @@ def check_place(settings: Checkpointing | None, folder: Path | None) -> None:
             "path of a checkpoint"
         )
     place = settings.folder or (folder / CHECKPOINTS if folder is not None else None)
-    if place is None:
-        return
+    fallback = settings.fallback_folder
+    for key, named in (("folder", place), ("fallback_folder", fallback)):
+        if named is not None:
+            _check_named(f"run.checkpoint.{key}", named)
+    if place is not None and fallback is not None and place.absolute() == fallback.absolute():
+        raise CheckpointError(
+            f"run.checkpoint.fallback_folder is {fallback}, where checkpoints are saved anyway; use a folder on "
+            "another disk"
+        )
+
+
+def _check_named(key: str, place: Path) -> None:
+    """Raise CheckpointError if a folder that a key names is a file."""
     there = next((path for path in (place, *place.parents) if path.exists()), place)
     if not there.is_dir():
-        raise CheckpointError(f"run.checkpoint.folder is {place}: {there} is a file; use a folder, or a new path")
+        raise CheckpointError(f"{key} is {place}: {there} is a file; use a folder, or a new path")

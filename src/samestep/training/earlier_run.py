@@ -10,7 +10,7 @@
 removes what is in the way. What a launcher starts again after a failure may replace its own records.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from samestep.checkpoint.folder import remove_all
@@ -46,7 +46,8 @@ def check_earlier_run(job: Job, folder: Path, *, started_again: bool, removes: b
     run, settings = job.run, job.run.checkpoint
     place = checkpoints_of(job, folder)
     resume = "never" if settings is None else settings.resume
-    steps = steps_in(place)
+    holding = {each: steps for each in (place, *fallback_of(job)) if (steps := steps_in(each))}
+    steps = sorted(step for steps in holding.values() for step in steps)
     if steps and (resume in ("auto", "last") or _lies_in(resume, place)):
         return
     if resume == "last":
@@ -56,12 +57,13 @@ def check_earlier_run(job: Job, folder: Path, *, started_again: bool, removes: b
         )
     if run.overwrite and not started_again:
         if removes:
-            _remove(folder, place)
+            _remove(folder, (place, *fallback_of(job)))
         return
     if steps:
         raise CheckpointError(
-            f"{shown(place)} holds checkpoints of a training, up to step {steps[-1]:,}; resume: auto (--resume) goes "
-            "on from there, another folder begins again, and --force (run.overwrite: true) replaces it"
+            f"{shown(next(iter(holding)))} holds checkpoints of a training, up to step {steps[-1]:,}; resume: auto "
+            "(--resume) goes on from there, another folder begins again, and --force (run.overwrite: true) replaces "
+            "it"
         )
     if (result := next(_there(folder, _RESULTS), None)) is not None:
         without = "" if resume == "never" else " without checkpoints, from which nothing can go on"
@@ -84,6 +86,12 @@ def checkpoints_of(job: Job, folder: Path) -> Path:
     return folder / CHECKPOINTS if settings is None or settings.folder is None else settings.folder
 
 
+def fallback_of(job: Job) -> list[Path]:
+    """The further folders of a job's checkpoints."""
+    settings = job.run.checkpoint
+    return [settings.fallback_folder] if settings is not None and settings.fallback_folder is not None else []
+
+
 def _lies_in(resume: str, place: Path) -> bool:
     """Whether the path to resume from is a checkpoint of the training's own folder."""
     path = Path(resume)
@@ -98,11 +106,12 @@ def _there(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
                 yield file
 
 
-def _remove(folder: Path, place: Path) -> None:
+def _remove(folder: Path, places: Iterable[Path]) -> None:
     """Remove an earlier run's files and checkpoints, and nothing else. Raises UserError."""
     try:
         for file in (*_there(folder, _RESULTS), *_there(folder, _RECORDS), *_there(folder, _FURTHER)):
             file.unlink()
-        remove_all(place)
+        for place in places:
+            remove_all(place)
     except OSError as error:
         raise UserError(f"--force: {error.filename or folder} can't be removed: {error.strerror}") from None

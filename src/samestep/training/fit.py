@@ -22,7 +22,7 @@ from samestep.data.order import SampleOrder
 from samestep.data.types import First, Samples, as_batch
 from samestep.engines.base import Loss, OptimizerOf, Skipping, StepReport, TurnTaking
 from samestep.engines.registry import resolve as resolve_engine
-from samestep.errors import InterruptedJobError, NonFiniteError, UserError
+from samestep.errors import InterruptedJobError, NonFiniteError, NotSavedError, UserError
 from samestep.fault_tolerance.nonfinite import NonFinite, left_out
 from samestep.fault_tolerance.policy import again
 from samestep.fault_tolerance.rank import RankSupervision
@@ -316,6 +316,7 @@ def fit(
     metrics: dict[str, Any] = {}
     ended: Exception | None = None
     stopped: Stopped | None = None
+    lost: str | None = None
     learns = learns_from(task, job.recipe, training.samples, training.kinds)
     with Checkpoints(job, session, folder, learns, supervision.memory, supervision.held) as checkpoints:
         checkpoints.early_stop.check(task)
@@ -338,7 +339,9 @@ def fit(
         ):
             guard = _nonfinite_guard(training, job, folder, from_start=from_start)
             profiler = _profiler(training, job)
-            log = StepLog(records, bar, Tally(len(training.samples)), guard, losses=results.agreed(records.losses))
+            losses, skipped_before = results.agreed((records.losses, records.skipped))
+            log = StepLog(records, bar, Tally(len(training.samples)), guard, losses=losses)
+            log.skipped = lambda: skipped_before + checkpoints.skipped
             phases.say(_first_step(job, training))
             try:
                 with nullcontext() if profiler is None else profiler:
@@ -356,11 +359,17 @@ def fit(
                 records.evaluation(done, metrics)
         if ended is None and job.run.checkpoint is not None:
             with phases.phase("saving the last checkpoint"):
-                checkpoints.save(done, metrics)
+                lost = checkpoints.finish(done, metrics)
     if ended is not None:
         raise ended
-    with phases.phase("writing the final weights and the report"):
-        return _finish(job, training, log, metrics, folder, checkpoints, supervision, stopped)
+    try:
+        with phases.phase("writing the final weights and the report"):
+            result = _finish(job, training, log, metrics, folder, checkpoints, supervision, stopped)
+    except NotSavedError as error:
+        raise NotSavedError(f"{lost}; {error}", at_end=True) if lost is not None else error from None
+    if lost is not None:
+        raise NotSavedError(f"{lost}; the weights are in {result.model_file}", at_end=True)
+    return result
 
 
 def _first_step(job: Job, training: Training) -> str:
@@ -445,6 +454,7 @@ def _finish(
         seconds=log.seconds,
         evaluation_seconds=training.evaluation_seconds,
         checkpoint_seconds=checkpoints.waited_seconds,
+        checkpoints_skipped=log.skipped(),
         samples_per_second=samples_per_second,
         speeds=speeds(samples_per_second, task.work(), job.recipe.precision, session.world.device),
         folder=folder,

@@ -9,7 +9,7 @@ alone would leave the others waiting in the next step's collectives.
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,7 @@ from samestep.fault_tolerance.rank import RankSupervision
 from samestep.progress.bars import Bar
 from samestep.training.checkpointing import Checkpoints
 from samestep.training.early_stop import Stopped
-from samestep.training.metrics_log import Records, Tally
+from samestep.training.metrics_log import SKIPPED, Records, Tally
 
 if TYPE_CHECKING:
     from samestep.training.fit import Training
@@ -75,6 +75,7 @@ class StepLog:
         self.samples = 0
         self.seconds = 0.0
         self.sent: int | None = None  # bytes that this rank sent in all steps, if counted
+        self.skipped: Callable[[], int] = lambda: 0  # saves that were left out so far
         self.bar = bar
         self._kept: tuple[StepBatch, Readout, float] | None = None
 
@@ -112,6 +113,7 @@ class StepLog:
                 "step_seconds": seconds,
                 "data_seconds": batch.data_seconds,
                 **({} if report.sent is None else {"sent_bytes": report.sent}),
+                **({SKIPPED: skipped} if (skipped := self.skipped()) else {}),
             }
         )
         if report.sent is not None:

@@ -5,18 +5,28 @@ Rank 0 writes; each rank's count of samples is a line of its own, and their sum 
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
+from samestep import file_errors
 from samestep.data.loader import StepBatch
+from samestep.errors import UserError
 from samestep.fault_tolerance.lease import Held
 from samestep.fault_tolerance.nonfinite import without_nonfinite
 from samestep.run_folder import EVALUATIONS_FILE, METRICS_FILE, json_lines
 from samestep.training.evaluation import scalars
+
+if TYPE_CHECKING:
+    from samestep.training.board import Board
+
+SKIPPED = "checkpoints_skipped"  # in a step's line and in the report: saves that were left out so far
 
 
 class Tally:
@@ -57,8 +67,66 @@ def _sum(samples: Sequence[int]) -> str:
     return f"{len(samples)} steps of {' or '.join(map(str, sizes))} samples = {sum(samples):,}"
 
 
+class PatientFile:
+    """Appends lines to a file. Those that the system refuses are kept, and written as soon as it takes them.
+
+    A training is worth more than its records: a full disk costs one warning, not the training.
+    """
+
+    _MOST = 1 << 24  # bytes that are kept
+
+    def __init__(self, file: Path) -> None:
+        self._path = file
+        self._file = file.open("ab", buffering=0)
+        self._kept = b""
+        self._lost = 0  # lines
+        self._refused = False
+
+    def add(self, line: str) -> None:
+        """Append a line, after those that are kept."""
+        if len(self._kept) < self._MOST:
+            self._kept += line.encode() + b"\n"
+        else:
+            self._lost += 1
+        try:
+            self._flush()
+        except OSError as error:
+            if not self._refused:
+                self._refused = True
+                reason = file_errors.reason_of(error, self._path.parent, elsewhere="use another run.folder")
+                _warn(f"{self._path} can't be written: {reason}; the training goes on, its lines are kept for later")
+
+    def _flush(self) -> None:
+        if self._kept and not os.fstat(self._file.fileno()).st_nlink:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._path.open("ab", buffering=0)
+            self._file.close()
+            self._file = file
+            _warn(f"{self._path} was removed while the training ran; what follows is in a new one")
+        while self._kept:  # a disk that is nearly full takes a part of a line
+            count = self._file.write(self._kept)
+            self._kept = self._kept[count or 0 :]
+
+    def close(self) -> None:
+        """Write what is kept, as far as it can be, and close the file."""
+        with suppress(OSError):
+            self._flush()
+        lost = self._lost + self._kept.count(b"\n")
+        if lost:
+            _warn(f"{self._path} lacks its last {lost:,} lines, which can't be written")
+        with suppress(OSError):  # a network's file system tells so late that it hasn't written
+            self._file.close()
+
+
+def _warn(text: str) -> None:
+    print(f"samestep: {text}", file=sys.stderr, flush=True)
+
+
 class Records:
-    """Writes a line per step to metrics.jsonl and one per evaluation to evaluations.jsonl, and to TensorBoard."""
+    """Writes a line per step to metrics.jsonl and one per evaluation to evaluations.jsonl, and to TensorBoard.
+
+    Raises UserError if the folder can't be written before the first step; later it warns, and the training goes on.
+    """
 
     def __init__(
         self, folder: Path | None, *, first_step: int = 0, tensorboard: bool, held: Held | None = None
@@ -67,13 +135,26 @@ class Records:
         self._held = held
         self._steps = self._evaluations = self._board = None
         self.losses: list[float] = []  # of steps before `first_step`, if the file has all of them
+        self.skipped = 0  # saves that were left out before `first_step`
         if folder is None:
             return
+        try:
+            self._open(folder, first_step, tensorboard=tensorboard)
+        except OSError as error:
+            text = f"the run's records can't be written into {folder}: "
+            text += file_errors.reason_of(error, folder, elsewhere="use another run.folder")
+            if not first_step:
+                raise UserError(text) from None
+            _warn(f"{text}; the training goes on without them")
+
+    def _open(self, folder: Path, first_step: int, *, tensorboard: bool) -> None:
+        """Open the files, with the lines of the steps before `first_step`."""
         folder.mkdir(parents=True, exist_ok=True)
         metrics, evaluations = folder / METRICS_FILE, folder / EVALUATIONS_FILE
         kept = _lines_before(metrics, first_step)
         if [values["step"] for _, values in kept] == list(range(first_step)):
             self.losses = [math.nan if values["loss"] is None else values["loss"] for _, values in kept]
+        self.skipped = max((int(values.get(SKIPPED, 0)) for _, values in kept), default=0)
         self._steps = _rewritten(metrics, [line for line, _ in kept])
         self._evaluations = _rewritten(evaluations, [line for line, _ in _lines_before(evaluations, first_step + 1)])
         if tensorboard:
@@ -87,16 +168,18 @@ class Records:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in (self._steps, self._evaluations, self._board):
+        for file in (self._steps, self._evaluations):
             if file is not None:
                 file.close()
+        if self._board is not None:
+            self._with_board(lambda board: board.close())
 
     def step(self, values: Mapping[str, Any]) -> None:
         """Write a step's line to metrics.jsonl and its values to TensorBoard. Raises LeaseLostError."""
         if self._held is not None and self._steps is not None:
             self._held.look()
         if self._steps is not None:
-            self._steps.write(json.dumps(without_nonfinite(dict(values))) + "\n")
+            self._steps.add(json.dumps(without_nonfinite(dict(values))))
         terms = {f"train/losses/{name}": value for name, value in values.get("losses", {}).items()}
         self._draw(values["step"], {f"train/{name}": values[name] for name in ("loss", "grad_norm", "lr")} | terms)
 
@@ -104,13 +187,23 @@ class Records:
         """Write an evaluation's scalar metrics to evaluations.jsonl and TensorBoard."""
         numbers = scalars(metrics)
         if self._evaluations is not None:
-            self._evaluations.write(json.dumps(without_nonfinite({"step": step, **numbers})) + "\n")
+            self._evaluations.add(json.dumps(without_nonfinite({"step": step, **numbers})))
         self._draw(step, {f"evaluation/{name}": value for name, value in numbers.items()})
 
     def _draw(self, step: int, values: Mapping[str, float]) -> None:
         """Add the finite values to TensorBoard's curves."""
-        if self._board is not None:
-            self._board.draw(step, {name: value for name, value in values.items() if math.isfinite(value)})
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._with_board(lambda board: board.draw(step, finite))
+
+    def _with_board(self, act: Callable[["Board"], None]) -> None:
+        """Write to TensorBoard's files, if they are written; after an error, warn and write no more of them."""
+        if self._board is None:
+            return
+        try:
+            act(self._board)
+        except OSError as error:  # of an earlier value, since a thread of TensorBoard's writes
+            self._board = None
+            _warn(f"TensorBoard's files can't be written: {error.strerror}; the training goes on without them")
 
 
 def _lines_before(file: Path, step: int) -> list[tuple[str, dict[str, Any]]]:
@@ -122,12 +215,12 @@ def _lines_before(file: Path, step: int) -> list[tuple[str, dict[str, Any]]]:
     return [(text, values) for text, values in read if values.get("step", step) < step]
 
 
-def _rewritten(file: Path, lines: Sequence[str]) -> TextIO:
-    """Replace a file by one with these lines, and open it for appending, line-buffered.
+def _rewritten(file: Path, lines: Sequence[str]) -> PatientFile:
+    """Replace a file by one with these lines, and open it for appending.
 
     The replacement is atomic: a process that is killed here leaves the old file or the new one.
     """
     new = file.with_name(f"{file.name}.new")
     new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     new.replace(file)
-    return file.open("a", encoding="utf-8", buffering=1)
+    return PatientFile(file)

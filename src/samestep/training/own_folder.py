@@ -11,7 +11,7 @@ from samestep.fault_tolerance.lease import FolderInUseError, Held
 from samestep.fault_tolerance.rank import Round
 from samestep.job import Job
 from samestep.run_folder import RunPlace
-from samestep.training.earlier_run import check_earlier_run, checkpoints_of
+from samestep.training.earlier_run import check_earlier_run, checkpoints_of, fallback_of
 
 
 @contextmanager
@@ -48,7 +48,8 @@ def _take_folder(job: Job, stack: ExitStack, start: str | None) -> tuple[Job, He
     place = RunPlace.of(job)
     while True:
         folder = place.chosen()
-        folders = (folder,) if job.run.checkpoint is None else (folder, checkpoints_of(job, folder))
+        saved_in = () if job.run.checkpoint is None else (checkpoints_of(job, folder), *fallback_of(job))
+        folders = (folder, *saved_in)
         try:
             held = stack.enter_context(lease.hold(folders, job=start))
         except FolderInUseError as error:

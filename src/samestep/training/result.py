@@ -1,21 +1,28 @@
 """The result of a training: `TrainResult`, and the files in the run's folder."""
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.errors import UserError
+from samestep import file_errors
+from samestep.checkpoint.attempts import PAUSES
+from samestep.errors import NotSavedError, UserError
 from samestep.fault_tolerance.nonfinite import without_nonfinite
 from samestep.fault_tolerance.pace import lagging
 from samestep.job import Job
 from samestep.launch.device import peak_memory
 from samestep.profiling.breakdown import Profile
 from samestep.run_folder import CURVES_FILE, MODEL_FILE, REPORT_FILE, SCHEDULE_FILE, RunPlace, versions
+from samestep.training.metrics_log import SKIPPED
 from samestep.training.session import Session
 from samestep.training.usage import Usage
 
@@ -33,6 +40,7 @@ class TrainResult:
     seconds: float  # of all steps, without start-up, evaluation and checkpoints
     evaluation_seconds: float = 0.0  # of all evaluations
     checkpoint_seconds: float = 0.0  # for which checkpoints blocked the training
+    checkpoints_skipped: int = 0  # saves that were left out, as the disk refused them
     samples_per_second: float
     speeds: Mapping[str, float]  # tokens and FLOPs per second, if the task gives the work of a sample
     folder: Path
@@ -85,8 +93,16 @@ def gather_peak_memory(session: Session) -> list[int]:
 def write(
     result: TrainResult, session: Session, *, peaks: list[int], state: dict[str, Tensor], schedule: Any
 ) -> None:
-    """Write report.json, the curves, the model's weights and a pipeline's schedule into the run's folder."""
-    write_report(
+    """Write the model's weights, a pipeline's schedule, the curves and report.json into the run's folder.
+
+    The report comes last: it says that the run came to its end. Raises NotSavedError if a file can't be written.
+    """
+    size = sum(value.nbytes for value in state.values())
+    _kept(partial(write_weights, result.model_file, state), result.model_file, needs=size)
+    if schedule is not None:
+        _kept(partial(_write_json, result.folder / SCHEDULE_FILE, schedule), result.folder / SCHEDULE_FILE)
+    report = partial(
+        write_report,
         result,
         peaks=peaks,
         layout=str(session.layout),
@@ -96,9 +112,31 @@ def write(
         device=session.world.device.type,
         measured=session.trainer.measured(),
     )
-    if schedule is not None:
-        _write_json(result.folder / SCHEDULE_FILE, schedule)
-    write_weights(result.folder / MODEL_FILE, state)
+    _kept(report, result.folder / REPORT_FILE)
+
+
+def _kept(write: Callable[[], None], file: Path, *, needs: int | None = None) -> None:
+    """Call a function that writes a file, and again if the system refuses it. Raises NotSavedError if it still does.
+
+    `needs`: bytes of the file.
+    """
+    refused: OSError | None = None
+    for pause in (0.0, *PAUSES):
+        time.sleep(pause)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it meanwhile
+            write()
+        except OSError as error:
+            refused = error
+        else:
+            return
+    assert refused is not None
+    reason = file_errors.reason_of(refused, file.parent, elsewhere="use another run.folder", needs=needs)
+    raise NotSavedError(
+        f"the training came to its end, and {file} can't be written, in {1 + len(PAUSES)} tries: {reason}; started "
+        "again with --resume, it is written from the last checkpoint, if there is one",
+        at_end=True,
+    )
 
 
 def write_report(
@@ -123,6 +161,7 @@ def write_report(
         "seconds": result.seconds,
         "evaluation_seconds": result.evaluation_seconds,
         "checkpoint_seconds": result.checkpoint_seconds,
+        SKIPPED: result.checkpoints_skipped,
         "samples_per_second": result.samples_per_second,
         **result.speeds,
         "peak_memory_bytes": peaks,
@@ -164,12 +203,19 @@ def check_weights(complex: Sequence[str], precision: str) -> None:
 
 def write_weights(file: Path, state: Mapping[str, Tensor]) -> None:
     """Write a whole model's parameters and buffers as safetensors."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     # safetensors replaces the file by one with mode 0600; restore the mode of any new file.
     file.touch()
     mode = file.stat().st_mode
-    save_file(_apart(state), file)
+    try:
+        save_file(_apart(state), file)
+    except SafetensorError as error:  # the system's error is in its text alone
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from None
     file.chmod(mode)
 
 

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from samestep import environment
+from samestep.checkpoint.attempts import Tolerance
 from samestep.checkpoint.compatibility import Base
 from samestep.checkpoint.load import open_newest
 from samestep.checkpoint.save import Saver
@@ -45,7 +46,7 @@ from samestep.engines.checks import (
 )
 from samestep.engines.precision import parameter_dtype
 from samestep.engines.registry import resolve
-from samestep.errors import CheckpointError, LayoutError, UserError, index_errors_explained
+from samestep.errors import CheckpointError, LayoutError, NotSavedError, UserError, index_errors_explained
 from samestep.fault_tolerance.lease import hold
 from samestep.launch.device import DeviceChoice
 from samestep.launch.world import Transport, World, join
@@ -267,13 +268,17 @@ class Session:
 
         The call returns once the state is copied in memory; files are written in the background of the next steps.
         Frozen parameters of a model with adapters (PEFT's) are not saved, so a loop that resumes must build them
-        again. `extra` is any value that JSON can hold, such as a schedule's state, and `resume` returns it. Raises
-        CheckpointError if this checkpoint or the previous one can't be written, or another training saves there.
+        again. `extra` is any value that JSON can hold, such as a schedule's state, and `resume` returns it. A save
+        that the system refuses is tried again and then skipped, with a warning. Raises CheckpointError if the folder
+        can't be written at the first call, or another training saves there, NotSavedError after six saves in a row
+        that failed, and at the session's end if the last one did.
         """
         folder = Path(folder)
         if folder not in self._savers:
             self._find_base(self._checkpointed("save"))
-            self._savers[folder] = Saver(folder, self._checkpoint_group(), asynchronous=True)
+            self._savers[folder] = Saver(
+                folder, self._checkpoint_group(), asynchronous=True, tolerance=Tolerance(warn=self.warn)
+            )
             self._hold(folder, self._savers[folder])
             self._savers[folder].prepare()
         save_state(
@@ -297,7 +302,7 @@ class Session:
         """
         trainer = self._checkpointed("resume")
         self._find_base(trainer)
-        loader = open_newest(Path(place), self._checkpoint_group(), self.warn)
+        loader = open_newest((Path(place),), self._checkpoint_group(), self.warn)
         if loader is None:
             return Resumed(step=0, extra={})
         load_state(trainer, loader, self.world, self.layout)
@@ -312,9 +317,12 @@ class Session:
             print(f"samestep: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Wait until every checkpoint is written."""
+        """Wait until every checkpoint is written. Raises NotSavedError if a folder's last one can't be."""
         for saver in self._savers.values():
             saver.wait()
+        for saver in self._savers.values():
+            if saver.tally is not None and saver.tally.failing:
+                raise NotSavedError(f"{saver.tally.reason}; {saver.tally.kept}", at_end=True)
 
     def release(self) -> None:
         """Leave the checkpoints' folders to other trainings."""

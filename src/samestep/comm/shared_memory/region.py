@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from torch.distributed import Store
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -48,6 +49,9 @@ def create(size: int) -> tuple[int, str]:
     On Linux the file has no name: it is gone with the last process that has it open, also after SIGKILL. Elsewhere
     it is a temporary file that `share` unlinks as soon as all ranks have opened it.
     """
+    free = psutil.virtual_memory().available
+    if size > free:  # the kernel would end processes to make room
+        raise NoRegionError(f"{_in_words(size)} of shared memory are needed, and {_in_words(free)} are free")
     try:
         if sys.platform == "linux":
             file = os.memfd_create("samestep")
