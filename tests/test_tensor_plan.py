@@ -13,6 +13,7 @@ from samestep.errors import LayoutError
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.tensor.modules import Heads
 from samestep.parallel.tensor.plan import TensorPlan, even_ranges, make_plan, vocabulary_ranges
+from samestep.parallel.tensor.regions import find_regions
 from samestep.parallel.trace import trace
 
 pytestmark = pytest.mark.quick
@@ -168,10 +169,11 @@ def test_tables_of_t5_biases_are_cut_by_heads() -> None:
 
 
 def test_norms_of_heads_have_their_gradient_in_parts() -> None:
-    units = planned(qwen3(), TEXTS).units
-    assert [unit.partial for unit in units if unit.heads is not None] == [
-        (f"model.layers.{number}.self_attn.q_norm", f"model.layers.{number}.self_attn.k_norm") for number in range(2)
-    ]
+    model = qwen3()
+    summed = find_regions(model, trace(model, TEXTS), planned(model, TEXTS), [], {}).summed
+    assert summed == {
+        f"model.layers.{number}.self_attn.{name}.weight" for number in range(2) for name in ("q_norm", "k_norm")
+    }
 
 
 def test_key_value_heads_that_ranks_share() -> None:

@@ -17,7 +17,8 @@ Read `apply` first: ten steps in one order. Then, by what it calls:
   averages in bf16 or 8 bits, and parameters that are stepped together.
 - `step_loss`, `coupled_loss`: the loss of a step. `deferred_init`, `init_recorder`: the initial weights.
 - `complex_parameters`, `low_rank`: kinds of parameters. `collectives`: those that have a backward.
-- `checks`, `layout_failure`: what a layout can't have, in one sentence. `valueless`, `valueless_replicas`:
+- `checks`, `layout_failure`: what a layout can't have, in one sentence. `variation`: values with which models are
+  compared. `valueless`, `valueless_replicas`:
   rehearsals.
 - `parallel_model`: what comes out, as engines step it.
 """

@@ -42,6 +42,7 @@ class WholeModules:
 
     whole: Mapping[str, str]  # module -> why
     by_head: Collection[str]  # columns that are laid out head by head
+    tried: Mapping[str, int]  # patterns of parameters -> the number of the way in which they are cut
     able: bool  # whether logits can stay in slices
 
 

@@ -12,8 +12,8 @@ into the table (`add_sum`); those of modules that get all tokens have whole grad
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
@@ -39,9 +39,10 @@ from samestep.parallel.context.shares import Shares, own_part
 from samestep.parallel.context.token_wise import Run, find_token_wise, names_of, runs_of, split_run
 from samestep.parallel.exact.forward_context import ForwardContext, NotesTokens, Portion
 from samestep.parallel.sharding import ShardTable
-from samestep.parallel.tensor.compare import Output, alike_numbers, output_of
+from samestep.parallel.tensor.compare import Output, alike_numbers, output_of, without_graph
+from samestep.parallel.tensor.gradients import Digests, can_compare, differing, digests_of, keeping_graph
 from samestep.parallel.tensor.vocab_parallel import agree
-from samestep.parallel.valueless import has_values
+from samestep.parallel.variation import varied
 
 
 def split_tokens(
@@ -89,13 +90,8 @@ def split_tokens(
             raise refused(layout, type(model).__name__, _NOTHING) from None
         if not splitter.names():
             raise
-    of_all_tokens = parameters_in(model, [each for block in splitter.blocks for each in block.gathered])
-    names_of_own = {parameter: name for name, parameter in model.named_parameters()}
-    for name in splitter.names():
-        for parameter in model.get_submodule(name).parameters():
-            if parameter not in of_all_tokens and parameter in names_of_own:
-                # Popped, so that a parameter that two modules share is summed once.
-                parts.add_sum(names_of_own.pop(parameter), group)
+    for name in splitter.summed(splitter.names(), splitter.blocks):
+        parts.add_sum(name, group)
     said = splitter.said()
     if said and dist.get_rank() == 0:
         print(f'samestep: layout "{layout}": {said}', file=sys.stderr, flush=True)
@@ -131,8 +127,21 @@ class _Splitter:
         return [*(block.name for block in self.blocks), *names_of(self.runs)]
 
     @cached_property
-    def _expected(self) -> Output:
-        return self._output()
+    def _expected(self) -> tuple[Output, Digests | None]:
+        """What the model gives before anything is split; without gradients if they can't be compared."""
+        found: tuple[Output, Digests | None] | None = None
+        if can_compare(self.model):
+            # A model's own code may raise anything where it is in evaluation mode and gradients are kept.
+            with suppress(Exception):
+                found = self._output(True)
+            device = next(self.model.parameters()).device
+            found = found if agree(found is not None, self.shares.group, device) else None
+        return self._output(False) if found is None else found
+
+    @property
+    def _recomputed(self) -> list[nn.Module]:
+        """The blocks whose activations the layout doesn't keep either."""
+        return [] if self.layout.recompute == "none" else with_forward(repeated_layers(self.model))
 
     def take(self, lists: Sequence[Sequence[str]]) -> None:
         """Split the tokens of some lists of blocks. Raises LayoutError, with the model unchanged, if that fails."""
@@ -146,10 +155,10 @@ class _Splitter:
             if self._is_usual(found) and self._is_large():
                 self._split_lists(found)
             else:
-                self._held(lambda: self._split_lists(found))
+                self._hold(found, lambda: self._split_lists(found))
         except LayoutError:  # such as attention that makes its own mask or bias of as many tokens as it sees
             found = [look(self.model, names, self.trace, self.layout, whole=True) for names in lists]
-            self._held(lambda: self._split_lists(found))
+            self._hold(found, lambda: self._split_lists(found))
         self.blocks += [block for chain in found for block in chain]
 
     def search(self, lists: Sequence[Sequence[str]]) -> None:
@@ -194,7 +203,9 @@ class _Splitter:
         # In a pipeline, consecutive modules may be in different stages.
         for runs in [apart] if self.layout.pipeline > 1 else [runs_of(found, self.trace), apart]:
             try:
-                self._held(partial(self._split_runs, runs))
+                self._held(
+                    partial(self._split_runs, runs), self.summed([*self.names(), *names_of(runs)], self.blocks)
+                )
             except LayoutError:
                 continue
             self.runs += runs
@@ -217,17 +228,38 @@ class _Splitter:
         for run in runs:
             split_run(self.model, run, self.shares, self.forward_context)
 
-    def _held(self, change: Callable[[], None]) -> None:
-        """Change the model. Raises LayoutError, with the change undone, if its output differs or it fails."""
+    def summed(self, names: Sequence[str], blocks: Sequence[Block]) -> list[str]:
+        """The parameters of split modules of which a rank's gradient is of its own tokens only."""
+        of_all_tokens = parameters_in(self.model, [each for block in blocks for each in block.gathered])
+        own = {parameter: name for name, parameter in self.model.named_parameters()}
+        held = dict.fromkeys(p for name in names for p in self.model.get_submodule(name).parameters())
+        return [own[parameter] for parameter in held if parameter not in of_all_tokens and parameter in own]
+
+    def _hold(self, chains: Sequence[Sequence[Block]], change: Callable[[], None]) -> None:
+        blocks = [*self.blocks, *(block for chain in chains for block in chain)]
+        self._held(change, self.summed([*(block.name for block in blocks), *names_of(self.runs)], blocks))
+
+    def _held(self, change: Callable[[], None], summed: Sequence[str]) -> None:
+        """Change the model. Raises LayoutError, with the change undone, if output or gradients differ or it fails.
+
+        `summed`: the parameters whose gradients will be summed over the ranks.
+        """
         self.fill()
-        expected, before = self._expected, Attributes(self.model)
+        (expected, gradients), before = self._expected, Attributes(self.model)
         why = "gives another output"
         change()
+        wrong: list[str] = []
         try:
-            alike = alike_numbers(self._output().numbers, expected.numbers)
+            output, found = self._output(gradients is not None)
+            alike = alike_numbers(output.numbers, expected.numbers)
         except Exception as error:  # whatever a model's own code raises for sizes that it doesn't know
-            alike, why = False, f"fails ({type(error).__name__}: {first_line(error)})"
-        if not agree(alike, self.shares.group, next(self.model.parameters()).device):
+            alike, found, why = False, None, f"fails ({type(error).__name__}: {first_line(error)})"
+        device = next(self.model.parameters()).device
+        alike = agree(alike, self.shares.group, device)
+        if alike and gradients is not None and found is not None:
+            wrong = differing(self.model, gradients, found, self.shares.group, summed=summed)
+            why = f"gives another gradient of {', '.join(wrong[:1])}"
+        if not alike or wrong:
             before.restore()
             size = self.layout.size
             raise LayoutError(
@@ -235,10 +267,15 @@ class _Splitter:
                 f"tokens; use dp{size} or fsdp{size}"
             )
 
-    def _output(self) -> Output:
-        """The model's output and marks for the example, with every constant parameter varied."""
-        with self.precisely(), torch.no_grad(), _varied(self.model):
-            return output_of(self.model, self.example)
+    def _output(self, with_gradients: bool) -> tuple[Output, Digests | None]:
+        """The model's output and marks for the example, with every constant parameter varied, and its gradients."""
+        with self.precisely(), varied(self.model):
+            if not with_gradients:
+                with torch.no_grad():
+                    return output_of(self.model, self.example), None
+            with keeping_graph(self.model, self._recomputed):
+                output = output_of(self.model, self.example)
+                return without_graph(output), digests_of(self.model, output.numbers)
 
     def said(self) -> str:
         """Describe to the user which modules every rank computes for all tokens."""
@@ -248,37 +285,6 @@ class _Splitter:
             alone = dict.fromkeys(map(_pattern, self.names()))
             said.append(f"tokens are split in {', '.join(alone)}, and every rank computes all of them in the rest")
         return "; ".join(said)
-
-
-@contextmanager
-def _varied(model: nn.Module) -> Iterator[None]:
-    """Context in which constant parameters, such as zeros, have random values added; restored afterwards.
-
-    A branch whose last matrix or scale is zero has a zero output, which would hide errors in it. Every rank adds the
-    same values.
-    """
-    generator = torch.Generator().manual_seed(0)
-    before: list[tuple[Tensor, Tensor]] = []
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if _is_constant(parameter):
-                before.append((parameter, parameter.detach().clone()))
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.add_((0.3 * noise.abs()).to(parameter.device, parameter.dtype))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in before:
-                parameter.copy_(value)
-
-
-def _is_constant(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is one finite number throughout, as biases and scales are when a model begins."""
-    if not parameter.is_floating_point() or parameter.is_meta or not parameter.numel() or not has_values(parameter):
-        return False
-    first = parameter.detach().flatten()[0]
-    return bool(torch.isfinite(first)) and bool((parameter == first).all())
 
 
 def _pattern(name: str) -> str:

@@ -1,5 +1,6 @@
 """Find the experts of a model, from one forward of a few samples or from the user's plan."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
@@ -284,11 +285,23 @@ def _check(model: nn.Module, experts: Experts, layout: Layout) -> None:
         shared = [p for p in other.parameters(recurse=False) if id(p) in mine]
         if id(other) not in inside and shared:
             raise LayoutError(f"{what} shares a parameter with {name or 'the model'}; use dp{layout.size}")
+    twice = _shared_by_experts(module) if isinstance(experts, Listed) else None
+    if twice is not None:
+        raise LayoutError(
+            f"{what} has experts that share a parameter ({twice}), of which each rank would have another gradient; "
+            f"use dp{layout.size}"
+        )
     if layout.pipeline > 1 and not experts.caller:
         raise LayoutError(
             f"{what} is called by the model's own forward, of which every stage runs a part; use a layout without "
             "pp, or a module that holds the router and the experts"
         )
+
+
+def _shared_by_experts(container: nn.Module) -> str | None:
+    """The first parameter that several experts of a list hold; None if there is none."""
+    holders = Counter(parameter for expert in container.children() for parameter in {*expert.parameters()})
+    return next((name for name, parameter in container.named_parameters() if holders[parameter] > 1), None)
 
 
 def containers(model: nn.Module, found: Sequence[Experts]) -> Iterator[nn.Module]:

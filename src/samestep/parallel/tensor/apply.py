@@ -9,13 +9,16 @@ one module to those that stay whole.
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from samestep.comm.mesh import Mesh
 from samestep.data.order import bounds
@@ -23,19 +26,22 @@ from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel import collectives
 from samestep.parallel.attributes import Attributes, wrap_forward
-from samestep.parallel.blocks import are_of_one_kind
+from samestep.parallel.blocks import are_of_one_kind, with_forward
 from samestep.parallel.calls import Seen, Trace, seen_in
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.parallel_model import Findings, WholeModules
 from samestep.parallel.sharding import Part, ShardTable, Slice
 from samestep.parallel.tensor import layers, sequence_parallel
-from samestep.parallel.tensor.compare import Output, SliceComparison, SliceDeparture, output_of, pattern_of
+from samestep.parallel.tensor.compare import Output, SliceComparison, SliceDeparture, output_of, without_graph
+from samestep.parallel.tensor.gradients import Digests, can_compare, digests_of, keeping_graph
 from samestep.parallel.tensor.layers import InputMessage, Message, UnitRegion, multihead
-from samestep.parallel.tensor.modules import divide, outputs_dim, outputs_of
+from samestep.parallel.tensor.modules import divide, outputs_dim, outputs_of, pattern_of
 from samestep.parallel.tensor.pairs import Unit
 from samestep.parallel.tensor.plan import TensorPlan, make_plan, vocabulary_ranges
+from samestep.parallel.tensor.regions import Regions, find_regions, holder_of
 from samestep.parallel.tensor.sequence_parallel import Key, Stream, find_lists, token_dim
-from samestep.parallel.tensor.vocab_parallel import Vocabulary
+from samestep.parallel.tensor.vocab_parallel import Vocabulary, agree
+from samestep.parallel.variation import varied
 
 
 def slice_tensors(
@@ -115,10 +121,31 @@ class _Slicing:
     known: dict[Sequence[Any], WholeModules]  # findings of other rehearsed ranks, by the lists of blocks
 
     @cached_property
-    def _expected(self) -> Output:
-        """The unsliced model's output for the example; computed once for all tries."""
-        with torch.no_grad():
-            return output_of(self.model, self.example)
+    def _expected(self) -> tuple[Output, Digests | None]:
+        """The unsliced model's output for the example, computed once for all tries, and its gradients.
+
+        None: they can't be compared, since they have no values or the model fails where gradients are kept.
+        """
+        output: Output | None = None
+        gradients: Digests | None = None
+        if can_compare(self.model):
+            # A model's own code may raise anything where it is in evaluation mode and gradients are kept.
+            with suppress(Exception), keeping_graph(self.model, self._recomputed):
+                output = output_of(self.model, self.example)
+                gradients = digests_of(self.model, output.numbers)
+            device, everyone = next(self.model.parameters()).device, self.mesh.group("context", "tensor")
+            gradients = gradients if agree(gradients is not None, everyone, device) else None
+        if output is None:
+            with torch.no_grad():
+                output = output_of(self.model, self.example)
+        return without_graph(output), gradients
+
+    @property
+    def _recomputed(self) -> list[nn.Module]:
+        """The blocks whose activations the layout doesn't keep either."""
+        if self.parts.layout.recompute == "none":
+            return []
+        return with_forward([self.model.get_submodule(name) for name in self.repeated])
 
     def can_have(self, lists: Sequence[Sequence[str]]) -> bool:
         """Whether the model can be sliced with the tokens of these lists split; leaves the model unchanged."""
@@ -136,16 +163,22 @@ class _Slicing:
         A rehearsed rank (meta tensors) takes another rank's findings (`known`) and compares nothing. If nothing is
         left to slice, restores the model and raises LayoutError.
         """
+        with varied(self.model):
+            return self._apply(lists)
+
+    def _apply(self, lists: Sequence[Sequence[str]]) -> tuple[Vocabulary, TensorPlan]:
         model, layout, group = self.model, self.parts.layout, self.mesh.group("tensor")
         # Ranks that run one forward together: all of them must make the same decision.
         everyone = self.mesh.group("context", "tensor")
         before, table = Attributes(self.model), dict(self.parts.table)
         key = tuple(map(tuple, lists))
         known = self.known.get(key)
-        expected = self._expected if known is None else None
+        expected, gradients = self._expected if known is None else (None, None)
         whole: dict[str, str] = {} if known is None else dict(known.whole)
         # Columns that are sliced head by head after slicing them matrix by matrix gave a wrong output.
         by_head: set[str] = set() if known is None else set(known.by_head)
+        # Parameters' patterns, with the number of the way to cut them that is next.
+        tried: dict[str, int] = {} if known is None else dict(known.tried)
         departure: SliceDeparture | None = None
         # One try per iteration, until it returns or no further module can be left whole (LayoutError).
         while True:
@@ -166,21 +199,32 @@ class _Slicing:
                 raise LayoutError(f"{departure.sentence.rpartition(';')[0]}; use sequence=whole") from None
             uneven = plan.uneven(model)
             streams = self._streams(lists, plan)
+            regions = find_regions(model, self.seen, plan, streams, tried)
+            if regions.refused:
+                self._check_roles(regions.refused)
+                whole |= regions.refused
+                continue
             vocabulary = Vocabulary(self.mesh.grid["tensor"])
-            failed = self._slice(_Slicer(model, plan, self.seen, streams, group, self.forward_context, vocabulary))
+            slicer = _Slicer(model, plan, regions, self.seen, streams, group, self.forward_context, vocabulary)
+            failed = self._slice(slicer)
             if known is not None or expected is None:
                 vocabulary.able = known is not None and known.able
                 return vocabulary, plan
-            comparison = SliceComparison(model, layout, plan, self.seen, streams, group, everyone, self.given)
-            departure = comparison.hold(self.example, expected, vocabulary, failed, rehearse=uneven)
+            comparison = SliceComparison(
+                model, layout, plan, self.seen, streams, group, everyone, self.given, self.parts, self._recomputed
+            )
+            departure = comparison.hold(self.example, expected, gradients, vocabulary, failed, rehearse=uneven)
             if departure is None:
-                self.known[key] = WholeModules(whole=whole, by_head=by_head, able=vocabulary.able)
+                self.known[key] = WholeModules(whole=whole, by_head=by_head, tried=tried, able=vocabulary.able)
                 return vocabulary, plan
             self._take_back(before, table)
             blamed = _leave_whole(departure, plan, everyone)
+            if regions.try_next(blamed, tried):
+                continue
             others = _with_columns_by_head(plan, blamed) - by_head
             if others:
                 by_head |= others
+                tried.clear()
                 continue
             more = {name: departure.why for name in blamed if name not in whole}
             if not more or (self.given and not departure.of_ours):
@@ -214,6 +258,18 @@ class _Slicing:
         except Exception as error:
             return error
         return None
+
+    def _check_roles(self, refused: Mapping[str, str]) -> None:
+        """Raise LayoutError if the user's plan gives a role to a module that can't be sliced."""
+        for name, why in refused.items():
+            if any(fnmatchcase(name, pattern) for pattern in self.given or {}):
+                kind = type(self.model.get_submodule(name)).__name__
+                plan = {**(self.given or {}), **dict.fromkeys(map(pattern_of, refused), "whole")}
+                fix = ", ".join(f'"{pattern}": {role}' for pattern, role in plan.items())
+                raise LayoutError(
+                    f'layout "{self.parts.layout}": {name} ({kind}) can\'t be sliced, since it {why}; use '
+                    f"run.tensor_plan: {{{fix}}}"
+                )
 
     def _take_back(self, before: Attributes, table: Mapping[str, Part]) -> None:
         """Restore the model and the table to their state before a try."""
@@ -258,6 +314,7 @@ class _Slicer:
         self,
         model: nn.Module,
         plan: TensorPlan,
+        regions: Regions,
         seen: Trace,
         streams: Sequence[Stream],
         group: dist.ProcessGroup,
@@ -266,6 +323,7 @@ class _Slicer:
     ) -> None:
         self._model = model
         self._plan = plan
+        self._regions = regions
         self._seen = seen
         self._streams = streams
         self._group = group
@@ -297,7 +355,7 @@ class _Slicer:
 
     def _cut(self, parts: ShardTable) -> None:
         """Replace the parameters by this rank's slices; tied parameters are sliced once and stay tied."""
-        cuts = self._plan.cuts(self._model)
+        cuts = {**self._plan.cuts(self._model), **self._regions.cuts}
         in_parts = self._plan.in_parts(self._model)
         by_name = _all_names(self._model)
         # By identity of the parameter: tied ones have one slice, whichever of their names has the cut.
@@ -317,7 +375,7 @@ class _Slicer:
                 setattr(self._model.get_submodule(path), own, held[id(parameter)])
             # The parameter is whole on every rank, but a rank's gradient comes from its heads, features or tokens
             # only: `sum_gradients` sums them.
-            elif path in in_parts or self._stream_of(path) is not None:
+            elif path in in_parts or name in self._regions.summed or self._stream_of(path) is not None:
                 parts.add_sum(name, self._group)
 
     def _stream_of(self, name: str) -> Stream | None:
@@ -332,7 +390,8 @@ class _Slicer:
         for name, identity in zip(unit.columns, identities, strict=True):
             if identity not in entries:
                 # Already gathered for the whole attention, so the projection needs no collective of its own.
-                message = _as_it_is if identity in gathered else self._enter(name, identity)
+                entered = identity in gathered or unit.row in self._regions.entered
+                message = _as_it_is if entered else self._enter(name, identity)
                 entries[identity] = InputMessage(message, identities.count(identity))
             first = name == unit.columns[0]
             linear, entry = self._model.get_submodule(name), entries[identity]
@@ -343,6 +402,8 @@ class _Slicer:
         layers.row(self._model.get_submodule(unit.row), region)
         if unit.heads is not None and unit.owner is not None:
             self._slice_biases(unit.owner, unit.heads.queries, {*identities})
+        if unit.row in self._regions.copied:
+            self._copy_arguments(holder_of(unit), self._regions.copied[unit.row])
 
     def _slice_biases(self, owner: str, heads: int, hidden: Collection[int | None]) -> None:
         """Pass an attention this rank's heads of the biases in its arguments, such as ALiBi's (Press et al. 2022).
@@ -358,8 +419,8 @@ class _Slicer:
         others = [key for key, each in seen.items() if each.identity not in hidden and len(each.shape) in (3, 4)]
         if samples is None or not others or heads == 1:
             return
-        module, group = self._model.get_submodule(owner), self._group
-        first, last = bounds(heads, dist.get_rank(group), self._plan.parts)
+        module = self._model.get_submodule(owner)
+        first, last = bounds(heads, dist.get_rank(self._group), self._plan.parts)
 
         def own_heads(value: Tensor, batch: int) -> Tensor:
             apart = value.ndim == 4 and value.shape[1] == heads
@@ -367,7 +428,6 @@ class _Slicer:
             folded = value.ndim == 3 and value.shape[0] in {batch * heads, heads} - {batch}
             if not (apart or folded):
                 return value
-            value = collectives.copy_to_region(value, group) if value.requires_grad else value
             if apart:
                 return value[:, first:last]
             return value.unflatten(0, (-1, heads))[:, first:last].flatten(0, 1)
@@ -382,6 +442,25 @@ class _Slicer:
             return inner(*arguments, **keywords)
 
         wrap_forward(module, with_own_heads)
+
+    def _copy_arguments(self, holder: str, places: Collection[Any]) -> None:
+        """Sum the gradients of a module's arguments at these pytree paths, which it uses for its own part only."""
+        group = self._group
+
+        def copied(inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+            done: dict[int, Tensor] = {}
+
+            def copy(path: Any, leaf: Any) -> Any:
+                if path not in places or not isinstance(leaf, Tensor) or not leaf.requires_grad:
+                    return leaf
+                # One all-reduce per tensor, also where it is passed several times; columns compare by identity.
+                return done.setdefault(id(leaf), collectives.copy_to_region(leaf, group))
+
+            if torch.is_grad_enabled():
+                arguments, keywords = pytree.tree_map_with_path(copy, (arguments, keywords))
+            return inner(*arguments, **keywords)
+
+        wrap_forward(self._model.get_submodule(holder), copied)
 
     def _features(self, unit: Unit, name: str) -> Tensor:
         """Indices [n] of the outputs that this rank needs of a column that may fuse queries, keys and values."""
@@ -423,6 +502,9 @@ class _Slicer:
                 held = call.arguments[position] if position < len(call.arguments) else call.keywords.get(argument)
                 given = next((seen.identity for seen in seen_in(held)), None)
             entries[argument] = self._enter(name, given)
+        # A trained bias may be a mask. A stream of split tokens sums the gradients of what blocks hold and are given.
+        mask = self._copy if self._stream_of(name) is None else _as_it_is
+        entries |= dict.fromkeys(("attn_mask", "key_padding_mask"), mask)
         region = self._region(name, attention.embed_dim, attention.num_heads)
         multihead(attention, entries, region, self._group)
 
@@ -440,7 +522,10 @@ class _Slicer:
             return stream.gather
         if stream is not None and stream.is_summed(name, identity):
             return _as_it_is
-        return lambda x: collectives.copy_to_region(x, self._group)
+        return self._copy
+
+    def _copy(self, x: Tensor) -> Tensor:
+        return collectives.copy_to_region(x, self._group)
 
     def _reduce(self, x: Tensor) -> Tensor:
         return collectives.reduce_from_region(x, self._group)

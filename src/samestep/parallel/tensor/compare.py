@@ -1,10 +1,9 @@
-"""Compares the sliced model's output for an example with the whole model's, and finds the first differing module.
+"""Compares the sliced model's output and gradients for an example with the whole one's; finds the module at fault.
 
 Numbers are compared by `near`, in the model's dtype: a wrong slice changes the first digits of outputs, a correct one
 only the last.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,6 +24,9 @@ from samestep.layout import Layout
 from samestep.parallel.attributes import evaluating
 from samestep.parallel.calls import Trace
 from samestep.parallel.layout_failure import failing_module, foreign_line
+from samestep.parallel.sharding import ShardTable
+from samestep.parallel.tensor.gradients import Digests, differing, digests_of, keeping_graph
+from samestep.parallel.tensor.modules import pattern_of
 from samestep.parallel.tensor.plan import TensorPlan
 from samestep.parallel.tensor.sequence_parallel import Stream
 from samestep.parallel.tensor.vocab_parallel import Vocabulary, agree, near
@@ -78,6 +80,11 @@ def output_of(model: nn.Module, example: Any, marks: list[Mark] | None = None) -
     )
 
 
+def without_graph(output: Output) -> Output:
+    """The output without the graph that keeps its activations."""
+    return replace(output, numbers=[number.detach() for number in output.numbers])
+
+
 class SliceComparison:
     """Compares a sliced model's output with the whole model's."""
 
@@ -91,6 +98,8 @@ class SliceComparison:
         group: dist.ProcessGroup,
         everyone: dist.ProcessGroup,
         given: Mapping[str, str] | None,
+        parts: ShardTable,
+        recomputed: Sequence[nn.Module],
     ) -> None:
         """`everyone`: all ranks that run the model's forward together, also those of the context axis.
 
@@ -104,14 +113,23 @@ class SliceComparison:
         self._streams = streams
         self._group = group
         self._everyone = everyone
+        self._parts = parts
+        self._recomputed = recomputed
 
     def hold(
-        self, example: Any, expected: Output, vocabulary: Vocabulary, failed: Exception | None, *, rehearse: bool
+        self,
+        example: Any,
+        expected: Output,
+        gradients: Digests | None,
+        vocabulary: Vocabulary,
+        failed: Exception | None,
+        *,
+        rehearse: bool,
     ) -> SliceDeparture | None:
-        """Compare the outputs; return their difference, or None and set whether logits can stay in slices.
+        """Compare outputs and gradients; return a difference, or None and set whether logits can stay in slices.
 
-        `failed`: the error that slicing the model raised on this rank. `rehearse`: its forward may fail on some ranks
-        only.
+        `gradients`: the whole model's; None: they can't be compared. `failed`: the error that slicing the model
+        raised on this rank. `rehearse`: its forward may fail on some ranks only.
         """
         marks: list[Mark] = []
         found = Output(numbers=[], marks=marks, in_nests=False)
@@ -120,14 +138,19 @@ class SliceComparison:
             failed = self._rehearse(example, marks)
         if not agree(failed is None, self._everyone, device):  # before a forward in which the other ranks would wait
             return self._departure(replace(expected, marks=expected.marks if failed else []), found, failed)
-        try:
-            with torch.no_grad():
+        keeping = torch.no_grad() if gradients is None else keeping_graph(self._model, self._recomputed)
+        with keeping:
+            try:
                 found = output_of(self._model, example, marks)
-        except Exception as error:  # a model's own code may raise anything for sizes that it doesn't expect
-            failed = error
-        alike = failed is None and alike_numbers(found.numbers, expected.numbers)
-        if not agree(alike, self._everyone, device):
-            return self._departure(expected, found, failed)
+            except Exception as error:  # a model's own code may raise anything for sizes that it doesn't expect
+                failed = error
+            alike = failed is None and alike_numbers(found.numbers, expected.numbers)
+            if not agree(alike, self._everyone, device):
+                return self._departure(expected, found, failed)
+            departure = None if gradients is None else self._hold_gradients(found, gradients)
+        if departure is not None:
+            return departure
+        del found  # and its graph
         vocabulary.able = (
             expected.in_nests and not self._weights_after_logits() and self._able(example, expected, vocabulary)
         )
@@ -142,6 +165,46 @@ class SliceComparison:
             return error
         marks.clear()
         return None
+
+    def _hold_gradients(self, output: Output, expected: Digests) -> SliceDeparture | None:
+        """Compare the gradients; return their difference, or None."""
+        device = next(self._model.parameters()).device
+        failed: Exception | None = None
+        found: Digests = {}
+        try:
+            found = digests_of(self._model, output.numbers)
+        except Exception as error:  # backward of a model's own functions may raise anything
+            failed = error
+        if not agree(failed is None, self._everyone, device):
+            where = "" if failed is None else self._failing(failed)
+            verb = "fails in backward" if failed is None else f"fails ({type(failed).__name__}: {first_line(failed)})"
+            return self._told(where, verb, self._to_leave_whole(where) if where else [])
+        table = {name: self._parts.part(name) for name in self._parts.parameters}
+        summed = [name for name, part in table.items() if self._group in part.sum_over]
+        slices = {name: part.slice for name, part in table.items() if part.slice is not None}
+        wrong = differing(self._model, expected, found, self._group, summed=summed, slices=slices)
+        if agree(not wrong, self._everyone, device):
+            return None
+        # Ranks of another group may have found it alone.
+        last = max(wrong, key=self._last_use, default="")
+        where = self._user_of(last) if last else ""
+        verb = f"gives another gradient{f' of {pattern_of(last)}' if last else ''} than whole"
+        return self._told(where, verb, self._to_leave_whole(where) if where else [])
+
+    def _last_use(self, parameter: str) -> int:
+        """The position in the trace at which the last call begins of the module that holds a parameter."""
+        holder = parameter.rpartition(".")[0]
+        while holder and not self._trace.of(holder):  # such as a list of parameters
+            holder = holder.rpartition(".")[0]
+        return max((each.began for each in self._trace.of(holder)), default=0)
+
+    def _user_of(self, parameter: str) -> str:
+        """The sliced module at fault for the gradient of a parameter: the first that ends after its last use."""
+        began = self._last_use(parameter)
+        rows = [*(unit.row for unit in self._plan.units), *self._plan.multiheads, *self._plan.gathered]
+        after = [each for name in rows for each in self._trace.of(name) if each.ended > began]
+        first = min(after, key=lambda each: each.ended, default=None)
+        return "" if first is None else first.name
 
     def _able(self, example: Any, expected: Output, vocabulary: Vocabulary) -> bool:
         vocabulary.slices = True  # for this try only
@@ -166,8 +229,6 @@ class SliceComparison:
         """Find where the sliced model first differs from the whole one, what to leave whole, and what to tell."""
         departed = self._first_departure(expected, found)
         where = departed if failed is None else self._failing(failed)
-        module = self._model.get_submodule(where) if where else self._model
-        what = f"{where} ({type(module).__name__})" if where else type(module).__name__
         verb = "gives another output than whole"
         if failed is not None:
             line = foreign_line(failed)
@@ -175,8 +236,12 @@ class SliceComparison:
         hint = ""
         if failed is not None and "is invalid for input of size" in str(failed):
             hint = " (a view with -1 for the number of heads takes any number of them)"
-        ranks = self._layout.tensor
-        leave = self._to_leave_whole(where) or self._to_leave_whole(departed)
+        return self._told(where, verb, self._to_leave_whole(where) or self._to_leave_whole(departed), hint)
+
+    def _told(self, where: str, verb: str, leave: Sequence[str], hint: str = "") -> SliceDeparture:
+        """Put the difference in words. `leave`: the modules to leave whole."""
+        module, ranks = self._model.get_submodule(where), self._layout.tensor
+        what = f"{where} ({type(module).__name__})" if where else type(module).__name__
         patterns = dict.fromkeys(map(pattern_of, leave), "whole")
         plan = ", ".join(f'"{name}": {role}' for name, role in {**self._given, **patterns}.items())
         fix = f"run.tensor_plan: {{{plan}}}" if leave else f"dp{ranks} or fsdp{ranks}"
@@ -233,6 +298,9 @@ class SliceComparison:
             if name == where or name.startswith(f"{where}.") or f"{where}.".startswith(f"{name}.")
         ]
         inside += [n for unit in self._plan.units if where in unit.members for n in unit.members]
+        if where and not inside:  # a module beside a unit's layers, of whose outputs it makes something
+            owners = [unit for unit in self._plan.units if unit.owner and f"{where}.".startswith(f"{unit.owner}.")]
+            inside = [name for unit in owners for name in unit.members]
         if where and not inside:
             ends = [each.ended for each in self._trace.of(where)]
             before = [each for each in self._trace.calls if each.name in sliced and ends and each.ended < ends[0]]
@@ -241,11 +309,6 @@ class SliceComparison:
             inside += [n for unit in self._plan.units if last and last.name in unit.members for n in unit.members]
         patterns = {pattern_of(name) for name in inside}
         return [name for name in sliced if pattern_of(name) in patterns]
-
-
-def pattern_of(name: str) -> str:
-    """A module's name with a star in place of its layer's number."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _marker(name: str, marks: list[Mark]) -> Any:
@@ -286,7 +349,7 @@ def _tensors(output: Any) -> list[Tensor]:
 def alike_numbers(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """Whether two outputs have the same shapes, and the same numbers up to rounding."""
     return len(found) == len(expected) and all(
-        mine.shape == other.shape and near(mine, other) for mine, other in zip(found, expected, strict=True)
+        mine.shape == other.shape and near(mine.detach(), other) for mine, other in zip(found, expected, strict=True)
     )
 
 

@@ -202,7 +202,10 @@ Group = dist.ProcessGroup
 def multihead(
     attention: nn.MultiheadAttention, entries: Mapping[str, Message], region: UnitRegion, group: Group
 ) -> None:
-    """Make an attention compute its slice of the heads. `entries`: the input collectives of query, key and value."""
+    """Make an attention compute its slice of the heads.
+
+    `entries`: the input collectives of query, key and value, and of masks that need a gradient.
+    """
     local = _LocalHeads(attention, group)
 
     def forward(
@@ -223,6 +226,10 @@ def multihead(
                 entered[id(tensor)] = entries[name](tensor)
         region.begin(attention.training)
         query, key, value = (entered[id(tensor)] for tensor in (query, key, value))
+        attn_mask, key_padding_mask = (
+            entries[name](tensor) if tensor is not None and tensor.requires_grad else tensor
+            for name, tensor in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask))
+        )
         batched = query.dim() == 3
         inputs = [_batch_first(tensor, batched, attention.batch_first) for tensor in (query, key, value)]
         mask = local.mask(attn_mask, key_padding_mask, inputs[0])

@@ -1,6 +1,7 @@
 """Which modules can be sliced and along which dimension, attention heads, and the roles that a user gives."""
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -304,6 +305,11 @@ def can_be(module: nn.Module) -> tuple[Role, ...]:
 
 def _is_role(value: str) -> TypeGuard[Role]:
     return value in get_args(Role)
+
+
+def pattern_of(name: str) -> str:
+    """A module's or parameter's name with a star in place of its layer's number."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _some_names(model: nn.Module) -> list[str]:

@@ -38,7 +38,6 @@ class Unit:
     pieces: tuple[tuple[int, ...], ...]  # sizes of the matrices that each column fuses, in heads or features
     owner: str | None = None  # the attention module whose heads are sliced
     heads: Heads | None = None
-    partial: tuple[str, ...] = ()  # whole modules in between; a rank's gradient of them is a part of the sum
     head_tables: tuple[str, ...] = ()  # embeddings with one number per head
     by_head: bool = False  # its only column returns [key-value heads, queries of each + 2, head_dim], flattened
 
@@ -130,15 +129,13 @@ class UnitFinder:
         pieces = heads.pieces([out_features(self._modules[name]) for name in columns], width)
         if pieces is None:
             return None
-        partial, tables = [], []
+        tables: list[str] = []
         for name in self._between(columns, row):
-            if not has_own_parameters(self._modules[name]):
+            if not has_own_parameters(self._modules[name]) or _is_parametrization(name):
                 continue
-            if self._is_per_head(name, width // heads.queries):
-                partial.append(name)
-            elif self._is_head_table(name, owner, heads):
+            if self._is_head_table(name, owner, heads):
                 tables.append(name)
-            else:
+            elif not self._is_per_head(name, width // heads.queries):
                 return None
         return Unit(
             columns=tuple(columns),
@@ -147,7 +144,6 @@ class UnitFinder:
             pieces=tuple(map(tuple, pieces)),
             owner=owner,
             heads=heads,
-            partial=tuple(partial),
             head_tables=tuple(tables),
         )
 
@@ -164,7 +160,8 @@ class UnitFinder:
     def _is_per_head(self, name: str, head: int) -> bool:
         """Whether a module computes on one head at a time, as a norm of queries or keys does."""
         shapes = [parameter.shape for parameter in self._modules[name].parameters(recurse=False)]
-        if not shapes:  # a parametrized module, whose parameters are in a module inside it
+        # A parametrized module has its parameters in a module inside it.
+        if not all(shapes) or not shapes:
             return False
         seen = [*self._first[name].inputs(), *self._first[name].outputs()]
         return all(shape[-1] == head for shape in shapes) and all(s.shape[-1] == head for s in seen)
@@ -234,7 +231,6 @@ class UnitFinder:
             pieces=tuple(map(tuple, pieces)),
             owner=owner if heads is not None else None,
             heads=heads,
-            partial=tuple(n for n in self._between(columns, row) if has_own_parameters(self._modules[n])),
         )
 
     def _comes_from(self, row: str, columns: Sequence[str]) -> bool:
@@ -262,6 +258,8 @@ class UnitFinder:
     def _is_harmless(self, name: str) -> bool:
         """Whether a module is elementwise over features, or only calls other modules."""
         module = self._modules[name]
+        if _is_parametrization(name):
+            return True
         if has_own_parameters(module):
             return False
         kind = type(module)
@@ -272,3 +270,8 @@ class UnitFinder:
         """The identity of a linear layer's input tensor in the trace."""
         seen = self._first[name].inputs()
         return seen[0].identity if seen else None
+
+
+def _is_parametrization(name: str) -> bool:
+    """Whether a module computes a parameter of the module that holds it, which is called for no activations."""
+    return ".parametrizations." in name

@@ -86,7 +86,6 @@ class TensorPlan:
         """
         found: set[str] = set()
         for unit in self.units:
-            found.update(unit.partial)
             for name in unit.columns:
                 linear = model.get_submodule(name)
                 found |= {f"{name}.{update.down}" for update in _updates(linear)}

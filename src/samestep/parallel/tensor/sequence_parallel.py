@@ -93,6 +93,16 @@ class Stream:
         """Whether the gradient of an input is summed over the ranks where its block begins, for all of its uses."""
         return self._block_of(name) is not None and self.is_outside(name, identity) and identity not in self._handed
 
+    def summed(self) -> list[Seen]:
+        """What blocks are given, the hidden states as well, whose gradients are summed where it enters a block."""
+        hidden = {_given(call, self._key).identity for call in self._calls}
+        return [
+            seen
+            for call in self._calls
+            for seen in call.inputs()
+            if seen.identity in hidden or seen.identity not in self._handed
+        ]
+
     def _places_summed(self, call: Call) -> frozenset[Any]:
         """The pytree paths in a block's arguments of tensors from before the blocks, which are whole: masks, say."""
         hidden = _given(call, self._key).identity
