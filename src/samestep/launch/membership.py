@@ -12,7 +12,7 @@ change raises its version; a host refuses a version that is older than one that 
                 next meeting begins: gathering, `turn` + 1, and the waiting hosts add themselves to it.
     closed      the job is over, and no host meets any more.
 
-A host is silent if its heartbeat has not changed for 3 s by the clock of the host that looks for it: hosts compare no
+A host is silent if its heartbeat has not changed for 2 s by the clock of the host that looks for it: hosts compare no
 clocks. It is then dropped from what it took part in, and adds itself again if it was only paused. An agent that was
 started again takes the place of its host's former agent at once.
 """

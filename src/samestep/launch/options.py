@@ -156,7 +156,7 @@ class LaunchTimeouts:
     ] = 30.0
     later_join_timeout: float = 2.0  # the same at a later round
     heartbeat_interval: float = 0.5
-    meeting_silence: float = 3.0  # without a heartbeat for so long, a host that meets others is left out
+    meeting_silence: float = 2.0  # without a heartbeat for so long, a host that meets others is left out
 
     def check(self) -> None:
         """Raise UserError for a timeout so short that live hosts would count as lost."""
