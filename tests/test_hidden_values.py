@@ -135,6 +135,8 @@ def test_a_message_that_a_task_raises_has_the_name(tmp_path: Path, capsys: pytes
     assert without_values("the key line one is no key") == "the key ${PEM} is no key"
     hide_from_messages({"4": "${RANKS}", "adam": "${NAME}"})
     assert without_values("layout dp4 of adamw, adam and 4") == "layout dp4 of adamw, ${NAME} and 4"
+    hide_from_messages({"true": "${SHOWN}", "1024": "${STEPS}", "12345678": "${PIN}"})
+    assert without_values("true or false, at most 1024: 12345678") == "true or false, at most 1024: ${PIN}"
 
 
 @pytest.mark.quick

@@ -171,6 +171,7 @@ def held(values: Any, environ: Environ) -> dict[str, str]:
 
 # Shorter values are not looked for in messages: they are parts of other words, as 4 is of dp4.
 _SHORTEST = 4
+_WORDS = ("true", "false", "none", "null", "auto")
 # Longer ones are found inside of words too.
 _LONG = 8
 
@@ -182,7 +183,12 @@ _HELD: dict[
 def hide_from_messages(texts: Mapping[str, str]) -> None:
     """Set the texts that `without_values` replaces, each with what it becomes; those set before are forgotten."""
     _HELD.clear()
-    _HELD.update({value: written for value, written in texts.items() if len(value) >= _SHORTEST})
+    _HELD.update({value: written for value, written in texts.items() if _may_be_hidden(value)})
+
+
+def _may_be_hidden(value: str) -> bool:
+    """Whether a value may be replaced in a message: not where it is a word or a number that messages have anyway."""
+    return len(value) >= _SHORTEST and value.lower() not in _WORDS and not (value.isdigit() and len(value) < _LONG)
 
 
 def without_values(message: str, texts: Mapping[str, str] = _HELD) -> str:
