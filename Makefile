@@ -3,7 +3,7 @@
 # make engines: DeepSpeed, Accelerate, PEFT and TensorFlow beside PyTorch.  make horovod: Horovod, built here.
 # make test-cluster: jobs on several hosts, which are made on this machine; as root, after tools/cluster-packages.
 # make docs: these pages as a site with search, both languages and a reference, in build/site.
-# make release: the wheel and the sdist, and a trial of the wheel in an environment of its own.
+# make release: the wheel and the sdist, with checksums, hashes and an SBOM, and a trial of the wheel on its own.
 # make gpu: what accelerators do: right, in how many bytes, how fast; without any, what it can.
 # make memory: what a rank holds and sends under each way to share the data out.
 PYTHON ?= python3.11
@@ -89,6 +89,7 @@ docs: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Into dist/. The wheel is then installed into an empty environment, where it writes, trains and proves every template.
+# Beside it: SHA256SUMS, that environment's packages with hashes for pip, and as an SBOM in CycloneDX's JSON.
 release: $(VENV)/installed-dev
 	$(BIN)/python tools/release.py
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-AT_THE_ROOT = ("README", "ARCHITECTURE", "CONTRIBUTING")  # each with its twin NAME.zh-CN.md
+AT_THE_ROOT = ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY")  # each with its twin NAME.zh-CN.md
 PAGES = sorted([*(page for name in AT_THE_ROOT for page in ROOT.glob(f"{name}*.md")), *DOCS.rglob("*.md")])
 PAIRS = [
     *((ROOT / f"{name}.md", ROOT / f"{name}.zh-CN.md") for name in AT_THE_ROOT),

@@ -54,12 +54,13 @@ def test_the_pods_read_the_jobs_secret_from_a_file_of_theirs(capsys: pytest.Capt
 
 
 def test_an_elastic_job_has_no_master_and_one_pod_no_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    job = printed("--image x --nodes 1:4 -- -m package.train", capsys)
+    job = printed("--image x --nodes 1:4 --progress 5s -- -m package.train", capsys)
     assert job["spec"]["elasticPolicy"] == {"minReplicas": 1, "maxReplicas": 4, "rdzvBackend": "c10d"}
     (replicas,) = job["spec"]["pytorchReplicaSpecs"].values()
     assert replicas["replicas"] == 4
     (container,) = replicas["template"]["spec"]["containers"]
-    assert container["command"] == ["samestep", "launch", "--nodes", "1:4", "--", "-m", "package.train"]
+    own = ["--nodes", "1:4", "--progress", "5s"]
+    assert container["command"] == ["samestep", "launch", *own, "--", "-m", "package.train"]
     assert "resources" not in container
     assert job["spec"]["nprocPerNode"] == "auto"
     assert list(printed("--image x -- train.py", capsys)["spec"]["pytorchReplicaSpecs"]) == ["Master"]

@@ -17,7 +17,12 @@ from small_jobs import RECIPE, TESTS, job_file, slow_job, steps_in
 from samestep.cli.main import main
 from samestep.environment import progress_every
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [
+    pytest.mark.timeout(240),
+    # PyTorch's elastic agent leaves them to the garbage collector.
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 EVERY = 0.5  # seconds
 SAMESTEP = (sys.executable, "-m", "samestep")

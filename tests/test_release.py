@@ -1,13 +1,17 @@
-"""The wheel holds the package's files, all of them and no others, and the changelog has the version."""
+"""The wheel holds the package's files and no others, the changelog has the version, and what lies beside is right."""
 
+import hashlib
+import json
 import subprocess
 import sys
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import release
+import release_records
 
 import samestep
 from samestep.cli.main import main
@@ -82,3 +86,73 @@ def test_the_changelog_has_the_version_and_every_place_says_the_same_one(capsys:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"samestep {written}\n"
+
+
+def test_the_sums_of_files_are_checked_by_sha256sum(tmp_path: Path) -> None:
+    files = [tmp_path / "b.whl", tmp_path / "a.tar.gz"]
+    for file in files:
+        file.write_bytes(file.name.encode() * 1000)
+    sums = tmp_path / release_records.SUMS
+    release_records.write_sums(files, sums)
+    lines = sums.read_text(encoding="utf-8").splitlines()
+    assert [line.split("  ") for line in lines] == [
+        [hashlib.sha256(file.read_bytes()).hexdigest(), file.name] for file in sorted(files)
+    ]
+    command = ["sha256sum", "--check", "--strict", "--quiet", sums.name]
+    assert subprocess.run(command, cwd=tmp_path, check=False).returncode == 0
+    files[0].write_bytes(b"altered")
+    assert subprocess.run(command, cwd=tmp_path, check=False, capture_output=True).returncode == 1
+
+
+def report_of(name: str, number: str, **archive: Any) -> dict[str, Any]:
+    """What `pip install --report` says of a package."""
+    info = {"url": f"https://example.org/{name}.whl", **archive}
+    return {"install": [{"metadata": {"name": name, "version": number}, "download_info": info}]}
+
+
+def test_requirements_have_a_version_and_a_sum_of_each_package(tmp_path: Path) -> None:
+    sums = {"archive_info": {"hashes": {"sha256": "ab" * 32}}}
+    reports = [report_of("torch", "2.13.0+cpu", **sums), report_of("Jinja2", "3.1.6", **sums)]
+    reports.append(report_of("samestep", "0.1.0", archive_info={}))  # the wheel itself, whose sum is in SHA256SUMS
+    written = release_records.hashed_requirements(reports, without="samestep").splitlines()
+    assert written[0].startswith("# For Python 3.")
+    assert written[1:] == [f"Jinja2==3.1.6 --hash=sha256:{'ab' * 32}", f"torch==2.13.0+cpu --hash=sha256:{'ab' * 32}"]
+    with pytest.raises(release_records.RecordError, match="torch 2: pip knows no SHA-256"):
+        release_records.hashed_requirements([report_of("torch", "2", dir_info={})], without="samestep")
+
+
+def test_pip_takes_the_requirements_and_no_other_file(tmp_path: Path) -> None:
+    wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny.py", "")
+        archive.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        archive.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("tiny-1.0.dist-info/RECORD", "")
+    report, requirements = tmp_path / "report.json", tmp_path / "requirements.txt"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--dry-run"]
+    pip += ["--no-index", "--find-links", str(tmp_path)]
+    subprocess.run([*pip, "--report", str(report), "tiny"], check=True, capture_output=True)
+    release_records.write_requirements([report], requirements, without="samestep")
+    hashed = [*pip, "--require-hashes", "-r", str(requirements)]
+    assert subprocess.run(hashed, check=False, capture_output=True).returncode == 0
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("more.py", "import os")
+    refused = subprocess.run(hashed, check=False, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert "DO NOT MATCH THE HASHES" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_bill_of_materials_names_torch_with_its_version(tmp_path: Path) -> None:
+    """Its validation takes a quarter of a minute of a core."""
+    pytest.importorskip("cyclonedx_py", exc_type=ImportError)
+    file = tmp_path / "samestep.cdx.json"
+    command = release_records.sbom_command(Path(sys.executable), file, release.ROOT / "pyproject.toml")
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    bill = json.loads(file.read_text(encoding="utf-8"))
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    assert bill["metadata"]["component"]["name"] == "samestep"
+    versions = {each["name"]: each["version"] for each in bill["components"]}
+    assert versions["torch"] == version("torch")
+    assert versions["numpy"] == version("numpy")

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from csv import field_size_limit
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import samestep.data.bundled
-from samestep.data.text import READERS, known_suffixes
+from samestep.data.text import READERS, LabelledTexts, known_suffixes, read_csv, read_tsv
 from samestep.errors import UserError
 from samestep.recipe import Recipe
 from samestep.tasks.registry import resolve
@@ -214,8 +215,8 @@ def test_a_file_inside_a_package_is_found_without_importing_it(
     assert len(task("package:carries_texts/data.jsonl", held_out=0).train_set()) == len(ROWS)
     assert "carries_texts" not in sys.modules
     assert mistake("package:carries_none/data.jsonl") == (
-        'recipe.data.source is "package:carries_none/data.jsonl": package carries_none is not installed; use '
-        "pip install --no-deps carries-none"
+        'recipe.data.source is "package:carries_none/data.jsonl": package carries_none is not installed; '
+        "install what pip offers with a module carries_none in it, which may have another name there"
     )
     assert mistake("package:a.b/data.jsonl") == (
         'recipe.data.source is "package:a.b/data.jsonl"; use package:import_name/path/inside'
@@ -433,3 +434,49 @@ def test_the_package_descriptions_of_this_machine() -> None:
         pytest.skip(f"no package lists: {error}")
     assert len(made.class_names()) <= 20
     assert sum(side.total() for side in sides(made)) == 500
+
+
+@pytest.mark.parametrize("separator", [";", "|", "\t", ","])
+def test_a_file_with_another_separator_is_told_which_it_seems_to_have(tmp_path: Path, separator: str) -> None:
+    called = {";": "semicolons", "|": "bars", "\t": "tabs", ",": "commas"}[separator]
+    for suffix, own, put in ((".csv", ",", "put commas there"), (".tsv", "\t", "put tabs there")):
+        file = tmp_path / f"texts{suffix}"
+        file.write_text(f'"text"{separator}label\n' + f"a text{separator}x\nanother{separator}y\n", encoding="utf-8")
+        if separator == own:
+            assert len(read_text(file)) == 2
+            continue
+        with pytest.raises(UserError, match=f":1: the columns seem to be separated by {called}; .*{put}"):
+            read_text(file)
+
+
+def read_text(file: Path) -> LabelledTexts:
+    return read_csv(file) if file.suffix == ".csv" else read_tsv(file)
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_a_text_of_megabytes_marks_and_every_end_of_line_are_read(tmp_path: Path, ends: str, mark: bytes) -> None:
+    file = tmp_path / "texts.csv"
+    long = "word " * 300_000
+    file.write_bytes(mark + ends.join(["text,label", f"{long},0", '"two' + ends + 'lines",1', ""]).encode())
+    found = read_csv(file)
+    assert found.texts == [long, f"two{ends}lines"]
+    assert found.lines == [2, 3]
+    assert field_size_limit() == 131072  # that of other code in the process
+
+
+def test_a_quote_that_is_never_closed_is_named_by_its_own_line(tmp_path: Path) -> None:
+    file = tmp_path / "texts.csv"
+    file.write_text('text,label\n"one\ntwo","x\ny,1\n', encoding="utf-8")
+    with pytest.raises(UserError, match=":3: a double quote opens a text here, and none closes it"):
+        read_csv(file)
+    file.write_text('text,label\na,1\n"b ""quoted"" c,2\nd,3\n', encoding="utf-8")
+    with pytest.raises(UserError, match=":3: a double quote opens a text here"):
+        read_csv(file)
+
+
+def test_a_file_with_nul_is_no_text(tmp_path: Path) -> None:
+    for name, content in (("nul.csv", b"text,label\na\0,1\n"), ("wide.csv", "text,label\na,1\n".encode("utf-16-le"))):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=r"is no text: byte \d+ is 0x0; save it as UTF-8"):
+            read_csv(tmp_path / name)

@@ -6,6 +6,8 @@ python tools/release.py            `make release`: into dist/
 2. The wheel must hold the files of src/samestep, all of them and no others, and CHANGELOG.md must have its version.
 3. An empty environment gets torch by its pinned version, then the wheel; there each template of `samestep init` is
    written, trained and proved in two processes, in a folder from which the repository can't be imported.
+4. Beside them go what that environment was made of, with hashes and as an SBOM, and the sums of all files
+   (`release_records.py`).
 """
 
 import argparse
@@ -21,6 +23,8 @@ import zipfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from release_records import REQUIREMENTS, SUMS, RecordError, sbom_command, write_requirements, write_sums
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE")
@@ -88,14 +92,26 @@ def build(copy: Path, dist: Path) -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def install(wheel: Path, environment: Path) -> Path:
-    """Install the wheel into an empty environment, torch first and pinned. Returns the folder of its programs."""
+def install(wheel: Path, environment: Path) -> tuple[Path, Sequence[Path]]:
+    """Install the wheel into an empty environment, torch first and pinned.
+
+    Returns the folder of its programs, and pip's reports of what it installed.
+    """
     _run([sys.executable, "-m", "venv", "--clear", str(environment)], cwd=ROOT)
     pip = [str(environment / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     pip += ["--constraint", str(ROOT / "constraints.txt")]
-    _run([*pip, "torch"], cwd=ROOT)
-    _run([*pip, str(wheel)], cwd=ROOT)
-    return environment / "bin"
+    reports = [environment / f"installed-{number}.json" for number in range(2)]
+    for report, package in zip(reports, ("torch", str(wheel)), strict=True):
+        _run([*pip, "--report", str(report), package], cwd=ROOT)
+    return environment / "bin", reports
+
+
+def write_records(wheel: Path, sdist: Path, programs: Path, reports: Sequence[Path], version: str) -> None:
+    """Write the requirements with hashes, the SBOM and the sums beside the wheel."""
+    requirements, sbom = wheel.parent / REQUIREMENTS, wheel.parent / f"samestep-{version}.cdx.json"
+    write_requirements(reports, requirements, without="samestep")
+    _run(sbom_command(programs / "python", sbom, ROOT / "pyproject.toml"), cwd=ROOT)
+    write_sums((wheel, sdist, requirements, sbom), wheel.parent / SUMS)
 
 
 def try_out(programs: Path, place: Path, version: str) -> None:
@@ -152,11 +168,13 @@ def main() -> int:
             wheel, sdist = build(copy_sources(Path(folder) / "sources"), options.dist.resolve())
             place = Path(folder) / "jobs"
             place.mkdir()
-            try_out(install(wheel, options.environment.resolve()), place, version)
-    except ReleaseError as error:
+            programs, reports = install(wheel, options.environment.resolve())
+            write_records(wheel, sdist, programs, reports, version)
+            try_out(programs, place, version)
+    except (ReleaseError, RecordError) as error:
         print(f"release: {error}", file=sys.stderr)
         return 1
-    print(f"{wheel.name} and {sdist.name} are in {options.dist}")
+    print(f"{wheel.name} and {sdist.name} are in {options.dist}, with {REQUIREMENTS}, an SBOM and {SUMS}")
     if f"## [{version}] - {UNDATED}" in changelog:
         print(f"CHANGELOG.md says {UNDATED} of {version}: write the date there before you publish it")
     return 0

@@ -219,7 +219,7 @@ def progress_every(text: str | None) -> Iterator[None]:
 
 def terminal_draws(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a terminal can move its cursor, for lines that are drawn again."""
-    return environ.get("TERM") != "dumb"
+    return environ.get("TERM") not in ("dumb", "unknown")
 
 
 _MARK = "SAMESTEP_RUN"

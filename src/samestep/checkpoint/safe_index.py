@@ -101,7 +101,9 @@ def read_metadata(folder: Path) -> Metadata:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle may raise any exception
-        raise CheckpointError(f"{file} is damaged or no index of a checkpoint: {one_line(error)}") from None
+        raise CheckpointError(
+            f"{file} is damaged or no index of a checkpoint: {one_line(error) or type(error).__name__}"
+        ) from None
     if not isinstance(found, Metadata):
         raise CheckpointError(f"{file} is no index of a checkpoint: it holds a {type(found).__name__}")
     if fault := _fault_of(found):

@@ -215,6 +215,8 @@ def words_in_a_pod(options: argparse.Namespace) -> list[str]:
         if value != getattr(usual, name):
             text = f"{value:g}" if isinstance(value, float) else str(value)
             words += [_flag(name), text]
+    if (every := vars(options).get("progress")) is not None:  # of every command
+        words += ["--progress", every]
     return words
 
 

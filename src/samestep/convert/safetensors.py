@@ -120,8 +120,8 @@ def _entry(path: Path, holder: Any, name: str) -> Entry:
     """Shape and dtype of a tensor, without reading it."""
     try:
         part = holder.get_slice(name)
-    except SafetensorError:
-        raise CheckpointError(f"{path} says that a file holds {name}, and it doesn't") from None
+    except (SafetensorError, UnicodeError):  # UnicodeError: a name that no file can hold
+        raise CheckpointError(f"{path} says that a file holds {name!r}, and it doesn't") from None
     return Entry(shape=torch.Size(part.get_shape()), dtype=_dtype_of(path, part.get_dtype()))
 
 

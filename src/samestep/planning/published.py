@@ -110,9 +110,14 @@ def _from_vtrain(record: Mapping[str, str], file: Path, gpu: str, line: int) -> 
     """A row of vTrain's table (milliseconds per step), which was measured with Megatron's GPT."""
     try:
         values = {ours: float(record[theirs]) for theirs, ours in _VTRAIN.items()}
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"--rows {file}, line {line}: the columns are {', '.join(_VTRAIN)}") from None
-    sizes = {name: round(value) for name, value in values.items()}
+        sizes = {name: round(value) for name, value in values.items()}
+    except (KeyError, TypeError, ValueError, OverflowError):  # OverflowError: inf
+        raise UserError(f"--rows {file}, line {line}: the columns are {', '.join(_VTRAIN)}, each a number") from None
+    for name, size in sizes.items():
+        if name != "milliseconds":
+            check_whole(f"--rows {file}, line {line}: {name}", size)
+    if not 0 < values["milliseconds"] <= 1e12:
+        raise UserError(f"--rows {file}, line {line}: a step takes {values['milliseconds']:g} ms; give more than 0")
     model = Transformer(
         name=f"gpt {sizes['layers']} x {sizes['hidden']}",
         layers=sizes["layers"],
@@ -195,7 +200,7 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
         )
     except KeyError as error:
         raise UserError(f"--rows {file}: row {record.get('id', '?')} has no {error}; give every row one") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
         raise UserError(
             f"--rows {file}: row {record.get('id', '?')} has a value of another kind ({error}); "
             "write sizes and seconds as numbers, names as text"
