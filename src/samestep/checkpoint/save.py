@@ -44,7 +44,7 @@ from samestep.checkpoint.peer_memory import Neighbours
 from samestep.checkpoint.planner import SavePlanner
 from samestep.checkpoint.safe_index import METADATA_FILE
 from samestep.errors import CheckpointError, first_line
-from samestep.fault_tolerance.lease import Held
+from samestep.fault_tolerance.lease import Held, LeaseLostError
 from samestep.parallel.state_shards import Box, Piece
 from samestep.run_folder import INFO_FILE
 from samestep.sizes import binary_size
@@ -127,6 +127,8 @@ class Saver:
                 self.together(partial(self._prepare, place, needs), place)
             except UnwrittenError as error:  # the same on all ranks
                 failure = error
+            except LeaseLostError:
+                raise
             except CheckpointError as error:
                 return error
             else:
