@@ -27,9 +27,10 @@ class ListedCheckpoint:
     bytes: int  # of all its files
 
     def to_json(self) -> dict[str, Any]:
-        """Without the files' checksums, of which there may be thousands."""
+        """Without the files' checksums and the hashes of data, of which there may be thousands."""
         info = {} if self.info is None else asdict(self.info)
-        info.pop("files", None)
+        for long in ("files", "identity"):
+            info.pop(long, None)
         return {"path": str(self.path), "state": self.state, "bytes": self.bytes, **info}
 
 

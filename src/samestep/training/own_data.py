@@ -4,7 +4,7 @@ A checkpoint says both. After a resume the data set is compared when the loop gi
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +30,7 @@ class OwnData:
         self._data_of: CheckpointLoader | None = None  # with which the data are still to be compared
         self._code_of: CheckpointLoader | None = None  # with which the code is
         self._accepts = False
+        self._code: Mapping[str, str] | None = None  # as it was when it was read by Python, or soon after
 
     def uses(self, objects: Iterable[Any]) -> None:
         """Count classes and functions among the code."""
@@ -67,7 +68,7 @@ class OwnData:
         self._loss = loss
         self._objects.append(loss)
         if self._code_of is not None and (before := self._code_of.info.identity) is not None:
-            if names := changed_code(before, code_of(self._objects)):
+            if names := changed_code(before, self._code_now()):
                 warn(code_line(names, self._code_of.folder))
             self._code_of = None
 
@@ -77,4 +78,13 @@ class OwnData:
             return None
         if self._known is None:
             self._known = identify(self._samples)
-        return Identity(train=self._known, code=code_of(self._objects))
+        return Identity(train=self._known, code=self._code_now())
+
+    def _code_now(self) -> Mapping[str, str]:
+        """The code that makes a step: looked at once, since files may change while the loop runs."""
+        if self._code is not None:
+            return self._code
+        code = code_of(self._objects)
+        if self._loss is not None:
+            self._code = code
+        return code
