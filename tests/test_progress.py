@@ -295,4 +295,4 @@ def test_a_step_costs_microseconds() -> None:
         for _ in range(10_000):
             bar.step(loss=1.0, lr=0.1, samples=1)
         seconds = (time.perf_counter() - began) / 10_000
-    assert seconds < 1e-4, seconds  # 2 microseconds on an idle core
+    assert seconds < 1e-4, seconds  # 3 microseconds on a busy machine
