@@ -102,8 +102,8 @@ def test_mistakes_are_told_as_the_command_tells_them(
 
 
 def test_a_rank_that_fails_is_told_with_its_error(tmp_path: Path) -> None:
-    recipe = replace(JOB.recipe, optimizer=samestep.SGD(lr=1e30))
-    outcome = run_forked(replace(JOB, recipe=recipe), tmp_path / "run", limit=60)
+    job = replace(JOB, run=replace(JOB.run, inject=(Inject(rank=0, step=1, fault="nan"),)))
+    outcome = run_forked(job, tmp_path / "run", limit=60)
     assert outcome.code == 1
     assert "samestep: " in outcome.output
     assert no_rank_left()

@@ -208,7 +208,7 @@ def test_over_ssh_all_hosts_are_one_job_and_nothing_of_the_users_stands_in_a_com
 ) -> None:
     monkeypatch.setenv("SAMESTEP_COLOUR", "deep red; $(id)")
     monkeypatch.setenv("WANDB_API_KEY", "w_s3cret")
-    assert main(["launch", *ssh, "--", TOLD, "tell", "it's $HOME", ";id"]) == 0
+    assert main(["launch", *ssh, "--pass", "SAMESTEP_COLOUR", "--", TOLD, "tell", "it's $HOME", ";id"]) == 0
     out, err = capfd.readouterr()
     lines = sorted(out.splitlines())
     assert [line.split(" colour")[0].rsplit(" ", 1)[0] for line in lines] == [
