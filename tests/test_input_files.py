@@ -100,6 +100,32 @@ def test_what_a_job_names_is_told_too(name: str, engine: str, place: Path) -> No
     assert command(["train", "named.yaml", "--dry-run"]).startswith("samestep: ")
 
 
+@pytest.mark.parametrize(
+    ("key", "task"),
+    [
+        ("task", ""),
+        ("optimizer.name", "regression"),
+        ("data.source", "text-classification"),
+        ("data.eval_source", "text-classification"),
+        ("data.tokenizer", "text-classification"),
+        ("model.folder", "causal-lm"),
+    ],
+)
+def test_names_that_no_file_has_are_told_wherever_a_recipe_has_them(key: str, task: str, place: Path) -> None:
+    (place / "own.yaml").write_text(
+        f"recipe: {{task: {task or 'x'}, steps: 1}}\nrun: {{device: cpu}}\n", encoding="utf-8"
+    )
+    for name in ("n" * 300, "d/" * 3000 + "x"):
+        value = f"{name}.py:Own" if key in ("task", "optimizer.name") else name
+        told = command(["train", "own.yaml", "--dry-run", "--set", f"recipe.{key}={value}"])
+        assert "longer than the" in told
+    if key.startswith("data."):
+        value = "~no-such-user-here/x"
+        assert "there is no such user" in command(
+            ["train", "own.yaml", "--dry-run", "--set", f"recipe.{key}={value}"]
+        )
+
+
 @pytest.mark.parametrize("name", ["n" * 300, "folder", "nowhere/x", "/dev/full", "job.yaml/x", "job.yaml"])
 def test_files_to_write_are_told_too(name: str, place: Path) -> None:
     told = command(["layout", "dp2", "--json", name])

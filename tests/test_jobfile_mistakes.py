@@ -82,6 +82,7 @@ BOTH_LENGTHS = (
         ("  1: 3", f'job.yaml:3: unknown key "recipe.1"; known: {RECIPE_KEYS}'),
         ("runs: {}", f'job.yaml:3: unknown key "runs"; did you mean "run"? known: {keys_of(Job)}'),
         ("1: 2", f'job.yaml:3: unknown key "1"; known: {keys_of(Job)}'),
+        ("~: 2", f'job.yaml:3: unknown key "None"; known: {keys_of(Job)}'),
         (
             "  optimizer:\n    lrr: 1",
             'job.yaml:4: unknown key "recipe.optimizer.lrr"; did you mean "lr"? '

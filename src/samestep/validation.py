@@ -40,6 +40,7 @@ _WANTED = {
     "model_attributes_type": "a section of keys and values",
 }
 _SHOULD = "; it should be "
+_OF_KEYS = ("unexpected_keyword_argument", "extra_forbidden", "invalid_key")
 
 # Keys of other files, which people write into a job's.
 _OF_SERVERS = "it is a setting of the parameter server; use engine: parameter-server and a file of its settings"
@@ -111,7 +112,7 @@ def check_keys(given: Any, schema: Any, name: str) -> None:
 def _sentence(detail: Any, path: Path, known: Sequence[str]) -> str:
     """One of pydantic's errors as a sentence: the key, what is there, what it should be."""
     kind, context, name = detail["type"], detail.get("ctx", {}), ".".join(path)
-    if kind in ("unexpected_keyword_argument", "extra_forbidden", "invalid_key"):
+    if kind in _OF_KEYS:
         instead = _ELSEWHERE.get(path[-1]) or _meant(name) or (closest(path[-1], known) if known else None)
         return f'unknown key "{name}"' + (f"; {instead}" if instead else "")
     if detail["loc"] and detail["loc"][-1] == "[key]":
@@ -164,12 +165,13 @@ def _path_in(given: Any, detail: Any) -> Path:
     for index, part in enumerate(location):
         absent = detail["type"].startswith("missing") and index == len(location) - 1
         if isinstance(here, Mapping):
-            if part not in here and not absent:
+            # A key that is no text, such as null, stands otherwise in the location.
+            if part not in here and not absent and not (detail["type"] in _OF_KEYS and index == len(location) - 1):
                 continue
             here = here.get(part)
         elif isinstance(here, Sequence) and not isinstance(here, str) and isinstance(part, int):
             here = here[part] if part < len(here) else None
-        else:
+        elif not (detail["type"] in _OF_KEYS and index == len(location) - 1):
             continue
         path.append(str(part))
     if detail["type"] == "broken_rule":

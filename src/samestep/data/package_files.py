@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from samestep.errors import UserError
+from samestep.input_files import wrong_path
 
 PREFIX = "package:"
 
@@ -13,8 +14,13 @@ def locate(path: str, where: str) -> Path:
 
     `where` is the key that gives the path. Raises UserError where the package is not installed.
     """
+    if wrong := wrong_path(path):
+        raise UserError(f'{where} is "{path[:60]}...": {wrong}')
     if not path.startswith(PREFIX):
-        return Path(path).expanduser()
+        try:
+            return Path(path).expanduser()
+        except RuntimeError:
+            raise UserError(f'{where} is "{path}", and there is no such user; write the whole path') from None
     name, _, rest = path.removeprefix(PREFIX).partition("/")
     if not name.isidentifier():
         raise UserError(f'{where} is "{path}"; use {PREFIX}import_name/path/inside')

@@ -46,7 +46,7 @@ def end(run: RunFiles) -> Iterator[DoctorFinding]:
 
 def steps(run: RunFiles) -> Iterator[DoctorFinding]:
     """Check the step numbers for gaps and repetitions, and the file for truncated lines."""
-    numbers = [int(step) for line in run.steps.values if (step := number(line.get("step"))) == step]
+    numbers = [int(step) for line in run.steps.values if math.isfinite(step := number(line.get("step")))]
     values: dict[str, Any] = {"written": len(numbers)}
     if run.steps.unreadable:
         places = ", ".join(map(str, run.steps.unreadable[:5]))

@@ -59,8 +59,13 @@ class RunFiles:
 
 
 def number(value: Any) -> float:
-    """Convert a value to a float; NaN if it is not a number."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    """Convert a value to a float; NaN if it is not a number, or none that a float holds."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
 
 
 def read_run(folder: Path) -> RunFiles:
