@@ -82,6 +82,14 @@ BOTH_LENGTHS = (
         ("  1: 3", f'job.yaml:3: unknown key "recipe.1"; known: {RECIPE_KEYS}'),
         ("runs: {}", f'job.yaml:3: unknown key "runs"; did you mean "run"? known: {keys_of(Job)}'),
         ("1: 2", f'job.yaml:3: unknown key "1"; known: {keys_of(Job)}'),
+        (
+            "name: ../up",
+            "job.yaml:3: name is '../up'; it should be the name of one folder, without / and of at most 240 bytes",
+        ),
+        (
+            "name: ''",
+            "job.yaml:3: name is ''; it should be the name of one folder, without / and of at most 240 bytes",
+        ),
         ("~: 2", f'job.yaml:3: unknown key "None"; known: {keys_of(Job)}'),
         (
             "  optimizer:\n    lrr: 1",
@@ -229,3 +237,10 @@ def test_a_wrong_item_of_an_overridden_list_is_named_by_the_flag(tmp_path: Path)
         assert refusal(file, flag) == (
             f"--set {flag[0]}={flag[1]}: recipe.optimizer.betas.1 is 1.5; it should be less than 1"
         )
+
+
+@pytest.mark.parametrize("name", [".", "n" * 245, "a\nb", " "])
+def test_a_file_whose_name_no_run_can_have_is_read(tmp_path: Path, name: str) -> None:
+    file = tmp_path / f"{name}.yaml"
+    file.write_text("recipe: {task: regression}\n", encoding="utf-8")
+    assert jobfile.load(file).job.name == "job"

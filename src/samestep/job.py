@@ -160,10 +160,30 @@ class Run:
     inject: Annotated[tuple[Inject, ...], BeforeValidator(_one_or_more)] = ()  # faults to commit
 
 
+_LONGEST_NAME = 240  # bytes, which leaves room for the number of a further run
+
+
+def is_folder_name(text: str) -> bool:
+    """Whether one folder can be called so."""
+    short = len(text.encode("utf-8", "replace")) <= _LONGEST_NAME
+    return short and text.isprintable() and "/" not in text and text.strip() not in ("", ".", "..")
+
+
+def _name(text: str) -> str:
+    """A name that a folder can have."""
+    if not is_folder_name(text):
+        raise PydanticCustomError(
+            "folder_name", f"Input should be the name of one folder, without / and of at most {_LONGEST_NAME} bytes"
+        )
+    return text
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Job:
     """A recipe and how it is run."""
 
     recipe: Recipe
     run: Run = field(default_factory=Run)
-    name: str | None = None  # of the run's folder; None: the job file's name, or the task's
+    name: Annotated[str, AfterValidator(_name)] | None = (
+        None  # of the run's folder; None: the job file's name, or the task's
+    )

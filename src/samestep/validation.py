@@ -165,13 +165,13 @@ def _path_in(given: Any, detail: Any) -> Path:
     for index, part in enumerate(location):
         absent = detail["type"].startswith("missing") and index == len(location) - 1
         if isinstance(here, Mapping):
-            # A key that is no text, such as null, stands otherwise in the location.
-            if part not in here and not absent and not (detail["type"] in _OF_KEYS and index == len(location) - 1):
+            # A key that is no text, such as null, stands as text in the location.
+            if part not in here and not absent and part not in map(str, here):
                 continue
             here = here.get(part)
         elif isinstance(here, Sequence) and not isinstance(here, str) and isinstance(part, int):
             here = here[part] if part < len(here) else None
-        elif not (detail["type"] in _OF_KEYS and index == len(location) - 1):
+        else:
             continue
         path.append(str(part))
     if detail["type"] == "broken_rule":
