@@ -163,7 +163,7 @@ class Run:
 _LONGEST_NAME = 240  # bytes, which leaves room for the number of a further run
 
 
-def is_folder_name(text: str) -> bool:
+def _is_folder_name(text: str) -> bool:
     """Whether one folder can be called so."""
     short = len(text.encode("utf-8", "replace")) <= _LONGEST_NAME
     return short and text.isprintable() and "/" not in text and text.strip() not in ("", ".", "..")
@@ -171,9 +171,11 @@ def is_folder_name(text: str) -> bool:
 
 def _name(text: str) -> str:
     """A name that a folder can have."""
-    if not is_folder_name(text):
+    if not _is_folder_name(text):
         raise PydanticCustomError(
-            "folder_name", f"Input should be the name of one folder, without / and of at most {_LONGEST_NAME} bytes"
+            "folder_name",
+            "Input should be the name of one folder, without / and of at most {most} bytes",
+            {"most": _LONGEST_NAME},
         )
     return text
 

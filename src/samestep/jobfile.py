@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from samestep import environment
 from samestep.errors import UserError
 from samestep.input_files import text_of
-from samestep.job import Job, is_folder_name
+from samestep.job import Job
 from samestep.plausibility import implausible
 from samestep.recipe import NamedOptimizer
 from samestep.synonyms import meaning_of
@@ -59,7 +59,7 @@ def load(file: Path, overrides: Sequence[tuple[str, str, str]] = ()) -> LoadedJo
     for path, what in implausible(job):
         raise UserError(f"{place(path)}{'.'.join(path)} {what}")
     if job.name is None:
-        job = replace(job, name=file.stem if is_folder_name(file.stem) else "job")
+        job = _named(job, file.stem)
         sources[("name",)] = "the file's name"
     return LoadedJob(_as_written(_resolve_paths(job, file), values), file, sources)
 
