@@ -103,6 +103,14 @@ def _as_written(checked: Any, given: Any) -> Any:
     return checked
 
 
+def _named(job: Job, name: str) -> Job:
+    """The job with a file's name, or "job" where no run's folder can be called so."""
+    try:
+        return replace(job, name=name)
+    except ValidationError:
+        return replace(job, name="job")
+
+
 def dump(loaded: LoadedJob, *, written: bool = False) -> str:
     """Format the whole job as YAML, with each value's source as a comment.
 
