@@ -216,6 +216,8 @@ def test_who_was_cut_off_notices_before_it_writes(tmp_path: Path) -> None:
         taken = lease_file(tmp_path, 2, **ELSEWHERE)
         with pytest.raises(LeaseLostError, match=r"taken over by another training \(host node-7, process \d+, since"):
             held.check()
+        with pytest.raises(LeaseLostError, match="node-7"):
+            held.look()  # though another thread of it has just looked
         held.files[0].unlink()  # the new owner does so
         with pytest.raises(LeaseLostError, match="node-7"):
             held.check()

@@ -56,7 +56,6 @@ class Held:
 
     def check(self) -> None:
         """Raise LeaseLostError unless all leases still count. To be called before files are changed."""
-        self._looked_at = time.monotonic()
         for file in self.files:
             leases = leases_in(file.parent)
             last = leases[max(leases)] if leases else None
@@ -64,6 +63,8 @@ class Held:
             if last == file and seen is not None and seen.owner is not None and seen.owner.id == self.id:
                 continue
             raise LeaseLostError(_reason_lost(file, None if last in (None, file) else last))
+        # Not where it is lost: a save in the background may be the first to notice, and the loop looks again.
+        self._looked_at = time.monotonic()
 
     def look(self) -> None:
         """Check once every few seconds; to be called after every step. A disk that fails for a moment is no loss."""
