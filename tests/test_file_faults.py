@@ -4,6 +4,7 @@ A training under faults (tests/file_faults.py) must end as the undisturbed one, 
 resumed. Every n-th operation is tried here; all of them are marked slow.
 """
 
+import errno
 import random
 import shutil
 from collections.abc import Iterator
@@ -130,6 +131,41 @@ def test_a_short_write_or_read(library: Path, undisturbed: Undisturbed, tmp_path
 @pytest.mark.timeout(1200)
 def test_every_short_write_or_read(library: Path, undisturbed: Undisturbed, tmp_path: Path) -> None:
     short_writes(library, undisturbed, tmp_path, every=1, seconds=600)
+
+
+def errors(
+    library: Path, undisturbed: Undisturbed, place: Path, *, number: int, every: int, seconds: float = _SECONDS
+) -> None:
+    for resumed in (False, True):
+        for case, outcome in try_all(
+            library,
+            undisturbed,
+            place / f"{resumed}",
+            kind="error",
+            error=number,
+            every=every,
+            resumed=resumed,
+            seconds=seconds,
+        ):
+            if outcome.code == 0:
+                continue
+            # One sentence of a user's, from before the first step; nothing that has begun to train ends so.
+            assert outcome.error.startswith(("UserError: ", "CheckpointError: ")), (case, outcome)
+
+
+ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_of_an_operation(name: str, library: Path, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    errors(library, undisturbed, tmp_path, number=ERRORS[name], every=_EACH)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_of_every_operation(name: str, library: Path, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    errors(library, undisturbed, tmp_path, number=ERRORS[name], every=1, seconds=900)
 
 
 def intact_step(run: Path) -> int:
