@@ -98,7 +98,8 @@ class PatientFile:
 
     def _flush(self) -> None:
         if self._kept and not os.fstat(self._file.fileno()).st_nlink:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._path.parent.is_dir():
+                return  # the lease of the run's folder tells of it
             file = self._path.open("ab", buffering=0)
             self._file.close()
             self._file = file
