@@ -217,7 +217,7 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(run: Path, tmp_path: P
         (["verify", "nowhere"], "there is no folder nowhere"),
         (["verify", "file"], "holds no checkpoint"),
         (["verify"], "required: CHECKPOINT"),
-        (["remove", "RUN"], "invalid choice"),
+        (["remove", "RUN"], 'samestep checkpoint has no command "remove"; there are list'),
         ([], "required: COMMAND"),
     ],
 )

@@ -150,12 +150,15 @@ MISTAKES = {
     ),
     "--folder below a file": ("train good.yaml --layout dp2 --folder file/run", r"run\.folder is file/run: file is"),
     "no threads": ("train good.yaml --threads 0", r"--threads: run\.threads is 0; it should be greater than 0"),
-    "unknown flag": ("train good.yaml --what", r"unrecognized arguments: --what; `samestep --help` says"),
+    "unknown flag": (
+        "train good.yaml --what",
+        r"samestep train has no option --what; `samestep train --help` lists those that it has",
+    ),
     "unknown flag before a command": (
         "comm --transport gloo",
-        r"unrecognized arguments: --transport; `samestep comm",
+        r"samestep comm has no option --transport; it is one of samestep comm demo; `samestep comm",
     ),
-    "unknown command": ("trian good.yaml", r"invalid choice: 'trian'"),
+    "unknown command": ("trian good.yaml", r'no command "trian"; did you mean "train"\?'),
     "no command": ("", r"the following arguments are required: COMMAND"),
     "no job": ("train", r"the following arguments are required: JOB\.yaml; `samestep train --help` says"),
 }

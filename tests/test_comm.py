@@ -497,7 +497,7 @@ WRONG = {
     "demo barrier --transport glo": 'unknown transport "glo"; did you mean "gloo"? known: accelerator, auto, gloo, ',
     "demo": "the following arguments are required: NAME",
     "--processes 1 demo barrier": "--processes is 1, and a collective needs 2",
-    "suport": "invalid choice: 'suport'",
+    "suport": 'samestep comm has no command "suport"; did you mean "support"?',
     "support --time-limit 0": '--time-limit: "0" is no time; use seconds above 0',
 }
 

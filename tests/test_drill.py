@@ -108,7 +108,7 @@ def test_a_run_with_another_result_has_not_passed(tmp_path: Path, loss: float, w
     [
         (["--faults", "kil"], 'unknown fault "kil"; did you mean "kill"? known: ctrl-c, hang, kill'),
         (["--layout", "single", "--faults", "slow"], 'fault "slow" wants 2 processes; use layout dp2'),
-        (["--steps", "3"], "--steps is 3; use 8 or more"),
+        (["--steps", "3"], "--steps is 3; it must be a whole number from 8 to"),
         (["--time-limit", "0"], '--time-limit: "0" is no time; use seconds above 0'),
         (["--json", "nowhere/drill.json"], "--json nowhere/drill.json: there is no folder nowhere"),
         (["--engine", "nobody"], "nobody"),

@@ -351,7 +351,7 @@ def test_a_layout_without_a_size_takes_the_processes(shown: Any) -> None:
         (["dp2", "--json", "."], "--json .: this is a folder; the path of a file is wanted"),
         (["dp2", "--svg", "nowhere/x.svg"], "--svg nowhere/x.svg: there is no folder nowhere"),
         ([], "the following arguments are required: LAYOUT"),
-        (["dp2", "tp2"], "unrecognized arguments: tp2"),
+        (["dp2", "tp2"], 'samestep layout takes no "tp2"'),
     ],
 )
 def test_a_mistake_is_one_message(

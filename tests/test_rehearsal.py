@@ -243,7 +243,7 @@ class Asking(Points):
     ("layout", "world", "further", "message"),
     [
         ("dp4", 8, {}, 'layout "dp4" needs 4 processes, not 8; "dp8" would use 8 processes'),
-        ("dp", 0, {}, "--world is 0; use the number of processes, 1 or more"),
+        ("dp", 0, {}, "--world is 0; it must be a whole number from 1 to"),
         ("dp64", 64, {}, "a batch of 32 leaves some of its 64 data ranks without a sample; use a batch of 64"),
         ("dp4", 4, {"engine": "deepspeed"}, 'run.engine is "deepspeed"; use engine native'),
         ("dp4", 4, {"share_replicas": True}, "use share_replicas: false"),
