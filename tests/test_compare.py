@@ -454,7 +454,7 @@ MISTAKES = {
     "no method": ("--methods ,", "names none"),
     "no processes": ("--processes 0", "run.processes is 0"),
     "no repeats": ("--repeats 0", 'argument --repeats: "0" is out of range; use a whole number from 1 to 1,000'),
-    "no steps": ("--steps 0", "recipe.steps is 0"),
+    "no steps": ("--steps 0", 'argument --steps: "0" is out of range; use a whole number from 1 to'),
     "no time": ("--time-limit 0", '--time-limit: "0" is no time; use seconds above 0'),
     "a report nowhere": ("--report missing/report.html", "there is no folder missing"),
     "a report on a folder": ("--report .", "this is a folder"),

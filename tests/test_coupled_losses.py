@@ -157,6 +157,6 @@ def test_a_wrong_coupled_loss_is_told_before_a_rank_starts(
 
 def test_messages_sent_seldom_are_refused_for_coupled_losses(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    recipe = samestep.Recipe(task=coupled.Pairs(), batch=8, steps=1, communication={"kind": "powersgd"})  # pyright: ignore
+    recipe = samestep.Recipe(task=coupled.Pairs(), batch=8, steps=20, communication={"kind": "powersgd"})  # pyright: ignore
     with pytest.raises(samestep.UserError, match=r"the loss takes gather.*recipe.communication is powersgd"):
         samestep.train(recipe, layout="dp2")

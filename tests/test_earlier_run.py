@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 from small_jobs import job_file, steps_in
+from small_tasks import Unscored
 
 import samestep
 from samestep.cli.main import main
+
+TESTS = Path(__file__).parent
 
 pytestmark = pytest.mark.quick
 
@@ -175,3 +178,30 @@ def test_a_profile_is_not_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     Path("profile/profile.json").write_text("{}\n", encoding="utf-8")
     assert train("--profile", "profile") == 2
     assert "run.profile.folder: profile/profile.json is there already" in capsys.readouterr().err
+
+
+def test_a_resume_in_another_folder_of_a_training_that_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(f"recipe: {{task: {TESTS}/small_tasks.py:Unscored, batch: 8, steps: 2}}\n", encoding="utf-8")
+    words = ["train", str(file), "--folder", str(tmp_path / "run"), "--checkpoint-every", "1", "--threads", "1"]
+    assert main(words) == 0
+    weights = (tmp_path / "run" / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    other = ["--folder", str(tmp_path / "other"), "--set", f"run.checkpoint.folder={tmp_path}/run/checkpoints"]
+    assert main([*words, *other, "--resume"]) == 0
+    assert "final loss" not in capsys.readouterr().out
+    assert (tmp_path / "other" / "model.safetensors").read_bytes() == weights
+
+
+def test_a_job_that_is_refused_removes_no_earlier_run(tmp_path: Path) -> None:
+    """The mistake is found before anything of the run in the folder is touched."""
+    run = tmp_path / "run"
+    samestep.train(samestep.Recipe(task=Unscored(), batch=8, steps=2), folder=run, tensorboard=False, check=False)
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    with pytest.raises(samestep.UserError, match="batch"):
+        samestep.train(
+            samestep.Recipe(task=Unscored(), batch=1, steps=2), "dp2", folder=run, overwrite=True, tensorboard=False
+        )
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before

@@ -114,7 +114,7 @@ def test_a_message_about_an_option_has_the_name(key: str, tmp_path: Path, capsys
 
 @pytest.mark.quick
 def test_the_configuration_that_is_printed_has_the_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for key in ("recipe.args.samples", "run.folder", "name", "recipe.precision"):
+    for key in ("recipe.args.samples", "run.folder", "recipe.precision"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SECRET", "fp32" if key == "recipe.precision" else SECRET)
             assert main(["train", str(job_with(key, "${SECRET}", tmp_path)), "--print-config"]) == 0

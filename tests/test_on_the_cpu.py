@@ -141,7 +141,7 @@ def test_a_job_of_samesteps_says_its_device_to_the_launch(
     Path("job.yaml").write_text(yaml.safe_dump({**JOB, "run": {**JOB["run"], **run}}), encoding="utf-8")
     asked: list[LaunchRequest] = []
 
-    def start(found: object, wanted: LaunchRequest, variables: object) -> JobOutcome:
+    def start(found: object, wanted: LaunchRequest, variables: object, secret: object) -> JobOutcome:
         asked.append(wanted)
         return JobOutcome()
 

@@ -34,7 +34,7 @@ def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:
         "epochs": 2,
         "clip": 0.5,
         "optimizer": samestep.AdamW(lr=1e-2),
-        "schedule": samestep.Schedule(warmup=4, decay="cosine"),
+        "schedule": samestep.Schedule(warmup=3, decay="cosine"),
     }
     return samestep.Recipe(task=task, **{**settings, **values})
 

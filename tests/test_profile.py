@@ -202,8 +202,8 @@ def test_one_process_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_the_flag_keeps_what_the_file_says_and_names_the_folder(tmp_path: Path) -> None:
     file = job_file(tmp_path, run={"profile": {"steps": 2}}, steps=6)
-    run, here = tmp_path / "run", tmp_path / "here"
-    for words, place in ((), run / "profile"), ((str(here),), here):
+    first, second, here = tmp_path / "first", tmp_path / "second", tmp_path / "here"
+    for run, words, place in (first, (), first / "profile"), (second, (str(here),), here):
         assert main(["train", str(file), "--folder", str(run), "--profile", *words]) == 0
         assert json.loads((place / "profile.json").read_text(encoding="utf-8"))["steps"] == [4, 5]
 
@@ -254,7 +254,7 @@ def test_bad_input_is_one_sentence(
 
 
 def test_buckets_and_a_compressed_gradient_are_refused_together(tmp_path: Path) -> None:
-    recipe = samestep.Recipe(task=Points(), batch=16, steps=2, communication={"kind": "powersgd"})  # pyright: ignore
+    recipe = samestep.Recipe(task=Points(), batch=16, steps=20, communication={"kind": "powersgd"})  # pyright: ignore
     with pytest.raises(samestep.UserError, match=r"run.bucket_mb is 1, and recipe.communication is powersgd"):
         samestep.train(recipe, "dp2", bucket_mb=1, device="cpu")
 

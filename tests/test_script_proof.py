@@ -251,8 +251,11 @@ MISTAKES = {
     "no script": ('--script ""', "--script is empty; use --script"),
     "no module": ("--script=-m", '--script "-m" names no module'),
     "a program": ('--script "data.csv"', "no script of Python's"),
-    "one process": ('--script "train.py" --processes 1', "--processes is 1; use a whole number of 2 or more"),
-    "steps": ('--script "train.py" --steps 0', "--steps is 0; use a whole number of 1 or more"),
+    "one process": (
+        '--script "train.py" --processes 1',
+        "--processes is '1'; a whole number from 2 to 1,024 is wanted",
+    ),
+    "steps": ('--script "train.py" --steps 0', 'argument --steps: "0" is out of range; use a whole number from 1 to'),
     "type": ('--script "train.py" --dtype int8', "--dtype int8: use float64"),
     "time": ('--script "train.py" --time-limit 0', '--time-limit: "0" is no time; use seconds above 0'),
     "engine": ('--script "train.py" --engine keres', "--engine keres: it can be torch"),

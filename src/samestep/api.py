@@ -34,7 +34,7 @@ from samestep.tasks.base import Task
 from samestep.tasks.registry import resolve as resolve_task
 from samestep.training.checkpointing import check_place
 from samestep.training.fit import fit_with_rollbacks
-from samestep.training.own_folder import folder_held
+from samestep.training.own_folder import check_folder_free, folder_held
 from samestep.training.rehearsal import Rehearsal, check_rehearsed, rehearse
 from samestep.training.result import TrainResult, check_folder
 from samestep.training.usage import Usage
@@ -103,12 +103,16 @@ def train_job(job: Job) -> TrainResult:
     if job.run.profile is not None:
         check_folder(job.run.profile.folder, "run.profile.folder")
     check_place(job.run.checkpoint, job.run.folder)
+    first = round_ is None or round_.number == 0
+    if job.run.folder is not None and environment.ranks() is None:  # a rank may find it held for its own job
+        check_folder_free(job, job.run.folder)
+    task = preflight(job, layout)
+    fork_server.start_early(job)
+    if first:
+        _check_contract(job, layout, task)
+        _warn_of_restarts(job, task)
+    # After all other checks: `run.overwrite` removes an earlier run, which a job that is refused must not do.
     with folder_held(job, round_) as (job, held):
-        task = preflight(job, layout)
-        fork_server.start_early(job)
-        if round_ is None or round_.number == 0:
-            _check_contract(job, layout, task)
-            _warn_of_restarts(job, task)
         found = _trained(job, layout, held)
     if isinstance(found, Exception):  # the same on all ranks, which have ended in good order
         raise found

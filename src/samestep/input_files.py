@@ -98,15 +98,17 @@ def text_of(
     folder: str = "a file",
     most: int | None = MOST_BYTES,
     newlines: bool = True,
+    nul: bool = False,
 ) -> str:
     """The text of a file in UTF-8, as `bytes_of` reads it. Raises UserError also if it is no such text.
 
-    `newlines`: each end of a line becomes a newline.
+    `newlines`: each end of a line becomes a newline. `nul`: the character NUL is taken, which shows a file of
+    UTF-16 or UTF-32, or a binary one, elsewhere.
     """
     content = bytes_of(file, missing=missing, folder=folder, most=most)
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise UserError(f"{file} is UTF-16; save it as UTF-8")
-    if (place := content.find(b"\0")) >= 0:
+    if not nul and (place := content.find(b"\0")) >= 0:
         raise UserError(f"{file} is no text: byte {place} is 0x0; save it as UTF-8, if it is UTF-16 or UTF-32")
     try:
         text = content.decode("utf-8-sig")

@@ -40,7 +40,8 @@ def read(source: str, where: str) -> list[str]:
     if source in SOURCES:
         return pkgutil.resolve_name(SOURCES[source])()
     path = locate(source, where)
-    documents = [text for text in map(read_utf8, _files(path, source, where)) if text.strip()]
+    texts = (read_utf8(file, nul=True) for file in _files(path, source, where))
+    documents = [text for text in texts if text.strip()]
     if not documents:
         raise UserError(f"{path} has no text")
     return documents

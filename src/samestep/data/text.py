@@ -88,9 +88,12 @@ def read_tsv(path: Path) -> LabelledTexts:
     return integer_labels(collect_records(path, _separated_records(path, "\t", "tab")))
 
 
-def read_utf8(path: Path) -> str:
-    """A file's text, its ends of lines as they are. Raises UserError where it can't be read, or is not UTF-8."""
-    return text_of(path, missing=f"no data file {path}", folder="a data file", most=None, newlines=False)
+def read_utf8(path: Path, *, nul: bool = False) -> str:
+    """A file's text, its ends of lines as they are. Raises UserError where it can't be read, or is not UTF-8.
+
+    `nul`: the character NUL is taken, as any other of running text.
+    """
+    return text_of(path, missing=f"no data file {path}", folder="a data file", most=None, newlines=False, nul=nul)
 
 
 def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:

@@ -31,7 +31,8 @@ def print_result(result: TrainResult, console: Console | None = None) -> None:
     console = console or plain_console()
     further = {
         "steps": f"{result.steps:,}",
-        "final loss": f"{result.losses[-1]:.4f}",
+        # A resumed training may have had no step left to take.
+        **({"final loss": f"{result.losses[-1]:.4f}"} if result.losses else {}),
         "seconds": f"{result.seconds:.1f}",
         "samples/s": f"{result.samples_per_second:,.1f}",
         **{name: show(result.speeds[key]) for key, (name, show) in _SPEEDS.items() if key in result.speeds},

@@ -39,8 +39,14 @@ def folder_held(job: Job, round_: Round | None) -> Iterator[tuple[Job, Held | No
 
 def check_folder_free(job: Job, folder: Path) -> None:
     """Raise UserError, before anything is started or written, where rank 0 is known to refuse the folder."""
-    lease.check_free(folder)
+    for written in _folders_of(job, folder):
+        lease.check_free(written)
     check_earlier_run(job, folder, started_again=environment.started_again(), removes=False)
+
+
+def _folders_of(job: Job, folder: Path) -> tuple[Path, ...]:
+    """The folders that a training writes: its run's, and those of its checkpoints."""
+    return (folder, *(() if job.run.checkpoint is None else (checkpoints_of(job, folder), *fallback_of(job))))
 
 
 def _take_folder(job: Job, stack: ExitStack, start: str | None) -> tuple[Job, Held]:
@@ -48,10 +54,8 @@ def _take_folder(job: Job, stack: ExitStack, start: str | None) -> tuple[Job, He
     place = RunPlace.of(job)
     while True:
         folder = place.chosen()
-        saved_in = () if job.run.checkpoint is None else (checkpoints_of(job, folder), *fallback_of(job))
-        folders = (folder, *saved_in)
         try:
-            held = stack.enter_context(lease.hold(folders, job=start))
+            held = stack.enter_context(lease.hold(_folders_of(job, folder), job=start))
         except FolderInUseError as error:
             # Another training that began at the same moment has taken the new folder, so there is another new one.
             if place.folder is None and error.folder == folder.absolute() and place.chosen() != folder:
