@@ -74,3 +74,20 @@ def test_a_model_of_ones_own_is_checked(name: str) -> None:
         assert "use " in reason
         assert reason.startswith(("model", f'layout "{layout}')), reason
         assert "\n" not in reason
+
+
+@pytest.mark.slow
+def test_the_layout_of_a_job_is_ignored_with_what_belongs_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job.yaml"
+    run = "{layout: pp2, cut_at: [anywhere], threads: 1}"
+    file.write_text(f"recipe: {{task: regression, batch: 8, steps: 4}}\nrun: {run}\n", encoding="utf-8")
+    assert main(["check", str(file), "--layouts", "dp2"]) == 0, capsys.readouterr().err
+
+
+def test_a_layout_that_can_not_be_read_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("recipe: {task: regression, batch: 8, steps: 4}\nrun: {layout: garbage}\n", encoding="utf-8")
+    assert main(["check", str(file), "--layouts", "dp2"]) == 2
+    assert '"garbage" is not a part of a layout' in capsys.readouterr().err

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
 
+from samestep.checkpoint.identity import LearnsFrom
 from samestep.data import fingerprint, images, source_files
 from samestep.data.cache import DataCache
 from samestep.data.canonical import Canonical
@@ -53,6 +54,40 @@ CHANGES: dict[str, tuple[list[Any], str]] = {
     "shape": ([(inputs[None], label) for inputs, label in rows()], "of other contents"),
     "a further part": ([(*row, 0) for row in rows()], "of other contents"),
 }
+
+
+def wide(column: int, large: float, seed: int, count: int = 100) -> list[tuple[torch.Tensor, int]]:
+    """Rows of 20 numbers, of which column 0 holds `large` and more; `seed` is of the numbers of `column`."""
+    generator, changed = torch.Generator().manual_seed(1), torch.Generator().manual_seed(seed)
+    found = []
+    for index in range(count):
+        row = torch.randn(20, generator=generator)
+        row[column] = torch.randn((), generator=changed)
+        row[0] = large + index
+        found.append((row, index % 3))
+    return found
+
+
+@pytest.mark.parametrize("large", [2e6, 1e9, 1e30])
+@pytest.mark.parametrize("column", [1, 16])
+def test_a_column_of_large_numbers_hides_no_change_of_another(column: int, large: float) -> None:
+    assert told(wide(column, large, 2), wide(column, large, 2)) is None
+    assert "of other contents" in (told(wide(column, large, 2), wide(column, large, 3)) or "")
+
+
+@pytest.mark.parametrize("outlier", [1e8, -999999.0, 1e35])
+def test_one_large_row_hides_no_change_of_the_others(outlier: float) -> None:
+    first = (torch.full((3,), outlier), 0)
+    before = [first, *rows()[1:]]
+    assert told(before, [first, *[(-inputs, label) for inputs, label in rows()[1:]]]) is not None
+    assert told(before, [first, *[(inputs * 1.001, label) for inputs, label in rows()[1:]]]) is not None
+
+
+def test_data_that_are_held_otherwise_are_said_not_to_be_compared() -> None:
+    before = LearnsFrom(train=TensorDataset(torch.arange(12.0).view(4, 3))).look(None).now
+    compared = LearnsFrom(train=list(torch.zeros(4, 3))).look(before)
+    assert compared.data == ()
+    assert "the training set is of another kind than it was" in "".join(compared.notes)
 
 
 @pytest.mark.parametrize("name", CHANGES)

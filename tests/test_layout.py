@@ -144,8 +144,8 @@ UNKNOWN = "write parts such as pp2 dp2 fsdp2 ep2 cp2 tp2 zero1x4, or one of " + 
         ("dp2 ddp4", None, f'layout "dp2 ddp4": "ddp4" is not a part of a layout; {UNKNOWN}'),
         ("zero4x2", None, f'layout "zero4x2": "zero4x2" is not a part of a layout; {UNKNOWN}'),
         ("dp-2", None, f'layout "dp-2": "dp-2" is not a part of a layout; {UNKNOWN}'),
-        ("dp0", None, 'layout "dp0": "dp0" has size 0; it must be 1 or more'),
-        ("zero1x0", None, 'layout "zero1x0": "zero1x0" has size 0; it must be 1 or more'),
+        ("dp0", None, 'layout "dp0": "dp0" has size 0; it must be a whole number from 1 to 1,048,576'),
+        ("zero1x0", None, 'layout "zero1x0": "zero1x0" has size 0; it must be a whole number from 1 to 1,048,576'),
         ("dp2 tp2 dp3", None, 'layout "dp2 tp2 dp3": dp (replicate) is given twice; give it once'),
         ("ddp dp2", 2, 'layout "ddp dp2": dp (replicate) is given twice; give it once'),
         (
@@ -172,8 +172,8 @@ UNKNOWN = "write parts such as pp2 dp2 fsdp2 ep2 cp2 tp2 zero1x4, or one of " + 
             'layout "offload=disk": offload=disk; it can be none, activations, optimizer, optimizer-disk, '
             "parameters, parameters-disk",
         ),
-        ("stages=0", None, 'layout "stages=0": stages=0; it must be a whole number of 1 or more'),
-        ("stages=two", None, 'layout "stages=two": stages=two; it must be a whole number of 1 or more'),
+        ("stages=0", None, 'layout "stages=0": stages=0; it must be a whole number from 1 to 10,000'),
+        ("stages=two", None, 'layout "stages=two": stages=two; it must be a whole number from 1 to 10,000'),
         (
             "zero=1",
             None,
@@ -223,8 +223,11 @@ def test_any_text_is_read_as_a_layout_of_these_processes_or_refused(text: str) -
 
 
 def test_a_size_too_long_for_a_number_is_refused() -> None:
-    assert "is not a part of a layout" in message(lambda: Layout.parse("dp" + "9" * 5000))
-    assert "must be a whole number" in message(lambda: Layout.parse("stages=" + "9" * 5000))
+    assert "has 5,002 characters; use 400 or fewer" in message(lambda: Layout.parse("dp" + "9" * 5000))
+    for digits in ("9" * 10, "9" * 300, "1048577"):
+        assert "it must be a whole number from 1 to 1,048,576" in message(lambda: Layout.parse(f"dp{digits}"))  # noqa: B023
+        assert "it must be a whole number from 1 to 10,000" in message(lambda: Layout.parse(f"stages={digits}"))  # noqa: B023
+    assert "is not a part of a layout" in message(lambda: Layout.parse("dp２"))
 
 
 @pytest.mark.parametrize(

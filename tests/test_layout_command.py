@@ -344,7 +344,7 @@ def test_a_layout_without_a_size_takes_the_processes(shown: Any) -> None:
         (["single", "--batch", "-1"], 'argument --batch: "-1" is out of range; use a whole number from 1 to'),
         (["dp4", "--batch", "1.5"], 'argument --batch: "1.5" is no whole number'),
         (["dp1025"], 'layout "dp1025": 1025 ranks are too many to show'),
-        (["dp999999999"], "its sizes make 999,999,999 processes; use 1,048,576 or fewer"),
+        (["dp999999999"], "has size 999999999; it must be a whole number from 1 to 1,048,576"),
         (["dp65", "--svg", "x.svg"], 'layout "dp65": 65 ranks are too many for a picture'),
         (["pp2 schedule=zbv-zero-bubble stages=3"], "stages=3; with schedule=zbv-zero-bubble a rank holds 2 stages"),
         (["dp2", "--svg", "."], "--svg .: this is a folder; the path of a file is wanted"),

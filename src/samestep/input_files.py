@@ -65,6 +65,8 @@ def bytes_of(
         with os.fdopen(descriptor, "rb") as stream:
             size = os.fstat(descriptor).st_size
             content = b"" if most is not None and size > most else stream.read(-1 if most is None else most + 1)
+        if content is None:  # the system has nothing to read now, as of /proc/kmsg
+            raise UserError(f"{file} can't be read: it has no end; {folder} is wanted")
     except FileNotFoundError:
         raise UserError(missing or f"{file}: no such file") from None
     except OSError as error:

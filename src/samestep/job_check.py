@@ -8,6 +8,7 @@ from samestep.api import check_job, verify_layouts
 from samestep.contract.check import ContractFinding, examine
 from samestep.display.tables import formatted, numbers, plain_console, table, texts
 from samestep.job import Job, Run
+from samestep.layout import Layout, unsized
 from samestep.parallel.experts.find import has_experts
 from samestep.progress import phases
 from samestep.recipe import Recipe
@@ -79,7 +80,11 @@ def check_layouts(job: Job, layouts: Sequence[str] | None = None) -> CheckResult
     """Check a job in the same way; its own layout is ignored."""
     # Compressed communication is left out: it takes another step by design.
     recipe = replace(job.recipe, communication=None)
-    alone = replace(job, recipe=recipe, run=replace(job.run, layout="single", processes=None, engine_config=None))
+    if not unsized(job.run.layout):
+        Layout.parse(job.run.layout, job.run.processes)  # it is ignored, but what can't be read is a mistake
+    # What belongs to a layout goes with it.
+    ignored: dict[str, Any] = {"processes": None, "engine_config": None, "cut_at": None}
+    alone = replace(job, recipe=recipe, run=replace(job.run, layout="single", **ignored))
     task = check_job(alone)
     given = job.recipe.task
     name = job.name or (given if isinstance(given, str) else type(given).__name__)

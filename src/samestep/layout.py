@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from samestep.errors import LayoutError
-from samestep.limits import MOST_LAYERS, MOST_RANKS, divisors
+from samestep.limits import MOST_LAYERS, MOST_RANKS, divisors, in_words, read_whole
 
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble"]
 Recompute = Literal["none", "selective", "full"]
@@ -63,8 +63,8 @@ PRESETS: Mapping[str, str] = {
 
 _LONGEST = 400  # characters of a layout's text
 
-_SIZED = re.compile(r"(pp|dp|fsdp|ep|cp|tp)(\d{0,9})")
-_ZERO = re.compile(r"zero([123])x(\d{0,9})")
+_SIZED = re.compile(r"(pp|dp|fsdp|ep|cp|tp)([0-9]*)")
+_ZERO = re.compile(r"zero([123])x([0-9]*)")
 _EXAMPLES = "write parts such as pp2 dp2 fsdp2 ep2 cp2 tp2 zero1x4, or one of " + ", ".join(PRESETS)
 
 
@@ -334,17 +334,19 @@ def _read_part(text: str, part: str, values: dict[str, int | str]) -> tuple[str 
             values["zero"] = 3
     else:
         raise LayoutError(f'layout "{text}": "{part}" is not a part of a layout; {_EXAMPLES}')
-    if digits and int(digits) < 1:
-        raise LayoutError(f'layout "{text}": "{part}" has size {digits}; it must be 1 or more')
-    return axis, int(digits) if digits else None
+    size = read_whole(digits)
+    if digits and (size is None or not 1 <= size <= MOST_RANKS):
+        raise LayoutError(f'layout "{text}": "{part}" has size {digits}; it must be {in_words(1, MOST_RANKS)}')
+    return axis, size
 
 
 def _read_option(text: str, name: str, value: str) -> int | str:
     """The value of an option of a layout's text. Raises LayoutError for an unknown one."""
     if name == "stages":
-        if re.fullmatch(r"\d{1,9}", value) and int(value) > 0:
-            return int(value)
-        raise LayoutError(f'layout "{text}": stages={value}; it must be a whole number of 1 or more')
+        stages = read_whole(value)
+        if stages is not None and 1 <= stages <= MOST_LAYERS:
+            return stages
+        raise LayoutError(f'layout "{text}": stages={value}; it must be {in_words(1, MOST_LAYERS)}')
     if name == "order":
         return value
     if name not in _OPTIONS:

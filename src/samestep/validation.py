@@ -24,6 +24,7 @@ Path = tuple[str, ...]
 _WANTED = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number of fewer digits",
     "int_from_float": "a whole number",
     "float_type": "a number",
     "float_parsing": "a number",

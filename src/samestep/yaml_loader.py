@@ -17,7 +17,7 @@ import yaml
 
 Keys = tuple[str, ...]
 
-MOST_CHARACTERS = 2**20
+MOST_CHARACTERS = 2**18
 MOST_VALUES = 50_000
 MOST_DEPTH = 100
 

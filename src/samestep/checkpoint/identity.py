@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Strict
 
-from samestep.data.fingerprint import SamplesIdentity, compare, identify
+from samestep.data.fingerprint import SamplesIdentity, compare, identify, is_comparable
 from samestep.data.types import Samples
 
 _Text = Annotated[str, Strict()]
@@ -75,10 +75,17 @@ class LearnsFrom:
         now = Identity(train=train, held_out=held, sources=sources, code=code)
         if before is None:
             return Compared(now=now)
-        sets = [("the training set", of_train), ("the held-out set", of_held)]
-        data = [f"{name} {how}" for name, how in sets if how is not None]
+        sets = [
+            ("the training set", train, before.train, of_train),
+            ("the held-out set", held, before.held_out, of_held),
+        ]
+        data = [f"{name} {how}" for name, _, _, how in sets if how is not None]
         others = [key for key, digest in sources.items() if before.sources.get(key, digest) != digest]
-        notes: list[str] = []
+        notes = [
+            f"{name} is of another kind than it was (arrays, or single samples), so its contents can't be compared"
+            for name, of_now, of_before, _ in sets
+            if of_now is not None and of_before is not None and not is_comparable(of_before, of_now)
+        ]
         for key in others:
             line = f"recipe.{key} has other contents"
             is_whole = train.is_whole and (held is None or held.is_whole)

@@ -129,7 +129,7 @@ def difference(before: SamplesIdentity, now: SamplesIdentity) -> str | None:
     if before.whole is not None and now.whole is not None:
         return None if now.whole.is_as(before.whole) else f"has {now.samples:,} samples as before, of other contents"
     if before.whole is not None or now.whole is not None:
-        return None  # it is held otherwise than before, so that nothing can be compared
+        return None  # see `is_comparable`
     shared = [rows for rows in _marks(now.rows) if rows in _marks(before.rows)]
     if not shared:
         return None
@@ -144,6 +144,11 @@ def difference(before: SamplesIdentity, now: SamplesIdentity) -> str | None:
     what = ", ".join(_named(part) for part in other[:4]) + (", ..." if len(other) > 4 else "")
     where = "" if other == [_ALL] else f" (in {what})"
     return f"has {now.samples:,} samples as before, of other contents{where}"
+
+
+def is_comparable(before: SamplesIdentity, now: SamplesIdentity) -> bool:
+    """Whether both looks are of one kind: of arrays as a whole, or of rows."""
+    return (before.whole is None) == (now.whole is None)
 
 
 def _named(part: str) -> str:
@@ -270,8 +275,11 @@ def _projected(
     """Weighted sums of real numbers, and of their squares, by their columns [sums + 1, columns].
 
     `rows` [rows, positions] with their `weights` [rows, sums]; the first position is the number `start` of what has
-    `width` numbers a row.
+    `width` numbers a row. Of each number the inverse hyperbolic sine counts, which is the number itself near 0 and
+    grows as its logarithm: else one large number, such as a time stamp or a mark of a missing value, would allow all
+    others of its column to change.
     """
+    rows = np.arcsinh(rows)
     columns = np.arange(start, start + rows.shape[1]) % width % _COLUMNS
     found = np.zeros((_SUMS + 1, _COLUMNS))
     with np.errstate(over="ignore", invalid="ignore"):
