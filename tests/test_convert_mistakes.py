@@ -93,7 +93,7 @@ def place(tmp_path: Path, mlp_file: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
         ("cut.safetensors new.pt", "cut.safetensors is damaged"),
         ("out.safetensors.index.json new.pt", "use names of files in its folder"),
         ("lacks.safetensors.index.json new.pt", "there is no file missing.safetensors"),
-        ("wrong.safetensors.index.json new.pt", "says that a file holds weight, and it doesn't"),
+        ("wrong.safetensors.index.json new.pt", "says that a file holds 'weight', and it doesn't"),
         ("none.safetensors.index.json new.pt", "is no index of safetensors files"),
         ("no_tensors.pt new.safetensors", "in one section; it has none"),
         ("two.pt new.safetensors", "it has 2 of them: model, average"),

@@ -18,6 +18,7 @@ import samestep
 from samestep.cli.main import main
 from samestep.doctor.findings import DoctorFinding
 from samestep.doctor.run import CHECKS, read
+from samestep.fault_tolerance import lease
 
 Steps = list[dict[str, Any]]
 
@@ -220,7 +221,11 @@ def test_a_run_that_ended_early_is_a_problem_and_one_that_goes_on_is_not(tmp_pat
     assert odd(ended) == [("end", "problem")]
     assert "the last step written is 24" in ended[0].text
     assert main(["doctor", str(tmp_path)]) == 1
-    going = list(read(write_run(tmp_path, steps, report=None, seconds_ago=5)))
+    stopped = list(read(write_run(tmp_path, steps, report=None, seconds_ago=5)))
+    assert odd(stopped) == [("end", "problem")]  # a moment ago, and nothing holds its folder
+    assert "a signal (Ctrl-C) may have ended it" in (stopped[0].remedy or "")
+    with lease.hold((tmp_path,), job=None):
+        going = list(read(write_run(tmp_path, steps, report=None, seconds_ago=5)))
     assert odd(going) == []
     assert "may still be going on" in going[0].text
 
@@ -228,7 +233,7 @@ def test_a_run_that_ended_early_is_a_problem_and_one_that_goes_on_is_not(tmp_pat
 def test_a_run_without_a_step_is_a_problem(tmp_path: Path) -> None:
     found = list(read(write_run(tmp_path, [], report=None, evaluations=())))
     assert odd(found) == [("end", "problem")]
-    assert "before its first step" in found[0].text
+    assert "no step was written" in found[0].text
 
 
 def test_steps_taken_twice_are_no_fault(tmp_path: Path) -> None:
@@ -291,8 +296,9 @@ def test_an_unfinished_checkpoint_is_found(tmp_path: Path) -> None:
     assert [each.verdict for each in found] == ["warning"]
     assert "1 unfinished: step-30.saving" in found[0].text
     (tmp_path / "report.json").unlink()
-    os.utime(tmp_path / "metrics.jsonl")  # it goes on, and is saving
-    assert [each for each in read(tmp_path) if each.subject == "checkpoints"] == []
+    with lease.hold((tmp_path,), job=None):  # it goes on, and is saving
+        os.utime(tmp_path / "metrics.jsonl")
+        assert [each for each in read(tmp_path) if each.subject == "checkpoints"] == []
 
 
 def test_evaluations_that_stay_or_are_no_numbers_are_found(tmp_path: Path) -> None:

@@ -110,9 +110,8 @@ def open_newest(
 ) -> CheckpointLoader | None:
     """Open the newest undamaged checkpoint under some paths; None if there are no checkpoints.
 
-    `warn` is called for each damaged one. `summed` is as for the loader: of copies in memory those without info are
-    no longer valid, and aren't told of. Every rank must ask. Raises CheckpointError
-    if all are damaged.
+    `warn` is called for each damaged one with another before it. `summed` is as for the loader: copies in memory
+    without info are no longer valid, and no damage. Every rank must ask. Raises CheckpointError if all are damaged.
     """
     # Relative paths, since hosts may mount the folder at different paths.
     listed: list[Any] = [_listed(places, summed=summed) if dist.get_rank() == 0 else None]
@@ -130,7 +129,8 @@ def open_newest(
             return loader
         if len(paths) == 1:
             raise CheckpointError(f"{fault}; there is no other in {path.parent}")
-        warn(f"{fault}; the one before it is tried")
+        if path is not paths[-1]:
+            warn(f"{fault}; the one before it is tried")
     if paths:
         raise CheckpointError(f"all {len(paths)} checkpoints in {paths[0].parent} are damaged; the last: {fault}")
     return None

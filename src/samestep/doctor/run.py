@@ -31,15 +31,17 @@ def end(run: RunFiles) -> Iterator[DoctorFinding]:
     elif not steps:
         yield problem(
             "end",
-            f"the run ended before its first step: there is no {REPORT_FILE}, and no step was written",
-            "look at what it printed; samestep train JOB.yaml --dry-run finds out in three steps",
+            f"the run ended early: there is no {REPORT_FILE}, and no step was written",
+            "look at what it printed: a signal (Ctrl-C) leaves no word here, and a step is written once the next is "
+            "taken; samestep train JOB.yaml --dry-run takes three steps",
         )
     else:
         advice = f"see the faults below ({FAULTS_FILE})" if run.faults.values else "look at what it printed"
         yield problem(
             "end",
             f"the run ended early: there is no {REPORT_FILE}; {reached}",
-            f"{advice}; without a word there, the system may have killed it (dmesg tells when memory ran out)",
+            f"{advice}; without a word there, a signal (Ctrl-C) may have ended it, or the system (dmesg tells when "
+            "memory ran out)",
             last_step=last,
         )
 

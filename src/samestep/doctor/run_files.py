@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
+from samestep.fault_tolerance.lease_file import leases_in
 from samestep.input_files import parse_json
 from samestep.job_plan.after_run import PLAN_FILE
 from samestep.run_folder import (
@@ -39,6 +40,7 @@ class RunFiles:
     unfinished_checkpoints: Sequence[str]
     samples: Mapping[int, Sequence[int]]  # of steps whose values were not finite
     seconds_ago: float | None  # since the last step was written
+    held: bool  # whether there is a lease, which a training holds to its end
 
     @property
     def finished(self) -> bool:
@@ -46,8 +48,8 @@ class RunFiles:
 
     @property
     def may_be_running(self) -> bool:
-        """Whether the run may still be going on: its last line is not much older than its longest step."""
-        if self.finished or self.seconds_ago is None:
+        """Whether the run may still be going on: it holds its folder, and its last line isn't too old."""
+        if self.finished or self.seconds_ago is None or not self.held:
             return False
         longest = max(self.numbers("step_seconds"), default=0.0)
         return self.seconds_ago < max(_ALIVE, 3 * longest)
@@ -89,6 +91,7 @@ def read_run(folder: Path) -> RunFiles:
         samples=_samples(folder),
         unfinished_checkpoints=sorted(path.name for path in (folder / CHECKPOINTS).glob("step-*.saving")),
         seconds_ago=max(0.0, time.time() - metrics.stat().st_mtime) if metrics.is_file() else None,
+        held=bool(leases_in(folder)),
     )
 
 

@@ -289,9 +289,11 @@ class Checkpoints:
         self._saver.wait()
         if self._saved_step() == done:
             return None
+        steps = "all" if self._tally.newest is None else "the"
+        after = "" if self._tally.newest is None else " after it"
         return (
             f"the training came to its end, and its last checkpoint, {name_of(done)}, is not saved: "
-            f"{self._tally.reason}; {self._tally.kept}: the optimizer's state of the steps after it is lost"
+            f"{self._tally.reason}; {self._tally.kept}: the optimizer's state of {steps} steps{after} is lost"
         )
 
     def _saved_step(self) -> int | None:

@@ -114,7 +114,8 @@ class PatientFile:
             self._flush()
         lost = self._lost + self._kept.count(b"\n")
         if lost:
-            _warn(f"{self._path} lacks its last {lost:,} lines, which can't be written")
+            lines = "line" if lost == 1 else f"{lost:,} lines"
+            _warn(f"{self._path} lacks its last {lines}, which can't be written")
         with suppress(OSError):  # a network's file system tells so late that it hasn't written
             self._file.close()
 
