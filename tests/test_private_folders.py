@@ -207,13 +207,13 @@ def test_a_strangers_tokens_are_not_trained_on(shared: Path, capsys: pytest.Capt
     own = DataCache(folder=shared / "own", limit=10**6)
     own.get("kind", "key", lambda: planted)
     (file,) = own.folder.iterdir()
-    assert own.get("kind", "key", lambda: good)["ids"].tolist() == [0, 0, 0]
+    assert own.get("kind", "key", lambda: good).arrays["ids"].tolist() == [0, 0, 0]
     os.chown(file, NOBODY, NOBODY)
-    assert own.get("kind", "key", lambda: good)["ids"].tolist() == [0, 1, 2]  # and replaces it
+    assert own.get("kind", "key", lambda: good).arrays["ids"].tolist() == [0, 1, 2]  # and replaces it
     assert file.stat().st_uid == 0
     os.chown(own.folder, NOBODY, NOBODY)
     for _ in range(2):
-        assert own.get("kind", "key", lambda: planted)["ids"].tolist() == [0, 0, 0]
+        assert own.get("kind", "key", lambda: planted).arrays["ids"].tolist() == [0, 0, 0]
     assert capsys.readouterr().err == (
         f"samestep: nothing is kept in {own.folder}, into which another user could put files: {own.folder} belongs "
         "to nobody; XDG_CACHE_HOME names another folder\n"

@@ -137,8 +137,9 @@ def test_methods_that_are_compared_by_name_alone_are_named(page: str) -> None:
 # Options of other programs that stand alone in a sentence about them.
 OTHERS = {
     "docs/binding.md": {"--local_rank"},
-    "docs/elastic.md": {"--rdzv-conf"},
+    "docs/elastic.md": {"--rdzv-conf", "--shm-size"},
     "docs/engines/deepspeed.md": {"--num_gpus", "--num_accelerators"},
+    "docs/recipes-and-layouts.md": {"--nproc-per-node"},
     "docs/places.md": {"--gpus-per-task", "--gpus-per-node", "--gpu-bind", "--key"},
 }
 

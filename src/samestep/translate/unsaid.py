@@ -58,6 +58,7 @@ REASONS = {
     "run.tensor_plan": "the tool's own plan is taken",
     "run.expert_plan": "the tool's own plan is taken",
     "run.folder": _SCRIPT,
+    "run.overwrite": _SCRIPT,
     "run.offload_folder": "nothing is offloaded to it",
     "run.checkpoint": "the script saves and loads",
     "run.tensorboard": "the script says it",
