@@ -34,7 +34,7 @@ def train(folder: Path, **checkpoint: Any) -> samestep.TrainResult:
     return samestep.train(recipe, folder=folder, threads=1, check=False, tensorboard=False, checkpoint=checkpoint)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints after two and three steps."""
     return train(tmp_path_factory.mktemp("altered") / "run", every=OLDER).folder
@@ -227,7 +227,7 @@ ALTERATIONS: dict[str, Alteration] = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def group() -> Iterator[dist.ProcessGroup]:
     """The group of one rank, in which a resume opens checkpoints."""
     with join(alone=True, threads=1) as world:

@@ -21,7 +21,7 @@ from samestep.run_folder import CHECKPOINTS, MODEL_FILE, candidates
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 _SECONDS = 120  # for the cases of a fast test
-_EACH = 24  # every how many operations a fast test tries
+_EACH = 40  # every how many operations a fast test tries
 
 
 @pytest.fixture(scope="module")

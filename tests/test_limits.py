@@ -224,10 +224,12 @@ def test_python_is_held_to_the_same() -> None:
             samestep.verify(samestep.Recipe(task="regression"), steps=steps)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["dp2000000", "dp1024 tp1024 pp2", "dp999999999 tp999999999"])
-def test_a_layout_of_more_ranks_than_any_cluster_has_is_refused(text: str) -> None:
+def test_a_layout_of_more_ranks_than_any_cluster_has_is_refused() -> None:
+    for text in ("dp2000000", "dp999999999 tp999999999"):
+        with pytest.raises(LayoutError, match=r"has size \d+; it must be a whole number from 1 to 1,048,576"):
+            Layout.parse(text)
     with pytest.raises(LayoutError, match=r"its sizes make [\d,]+ processes; use 1,048,576 or fewer"):
-        Layout.parse(text)
+        Layout.parse("dp1024 tp1024 pp2")
 
 
 def test_more_ranks_than_this_host_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
