@@ -172,3 +172,16 @@ def test_a_key_of_another_tool_is_answered_by_what_it_is_called_here(text: str, 
 @pytest.mark.parametrize("key", ["lr", "learning_rate", "recipe.learning_rate", "optimizer.lr"])
 def test_a_flag_with_such_a_key_is_answered_too(key: str, tmp_path: Path) -> None:
     assert "here it is recipe.optimizer.lr" in refusal(write(tmp_path, "recipe: {task: regression}"), (key, "3"))
+
+
+@pytest.mark.parametrize(
+    ("value", "name"), [("bfloat16", "bf16"), ("torch.float32", "fp32"), ("16-mixed", "fp16"), ("double", "fp64")]
+)
+def test_a_precision_of_another_tool_is_answered_by_its_name_here(
+    value: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(f"recipe: {{task: regression, steps: 2, precision: '{value}'}}\n", encoding="utf-8")
+    assert main(["train", str(file)]) == 2
+    assert f"recipe.precision is '{value}'; here it is {name}" in capsys.readouterr().err
+    assert main(["train", str(file), "--set", f"recipe.precision={name}", "--print-config"]) == 0

@@ -336,3 +336,17 @@ COMMANDS: Mapping[str, str] = {
     "version": "--version",
     "help": "--help",
 }
+
+
+# Values of keys by what other tools call them: precisions, as a model's type or a trainer's setting.
+VALUES: Mapping[str, str] = {
+    **dict.fromkeys(("bfloat16", "torch.bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
+    **dict.fromkeys(("float16", "torch.float16", "half", "16", "16-mixed", "16-true", "fp16-mixed"), "fp16"),
+    **dict.fromkeys(("float32", "torch.float32", "float", "single", "32", "32-true", "no", "tf32"), "fp32"),
+    **dict.fromkeys(("float64", "torch.float64", "double", "64", "64-true"), "fp64"),
+}
+
+
+def value_of(value: object) -> str | None:
+    """What a value is called here; None for one that isn't in the table."""
+    return VALUES.get(str(value).lower())

@@ -13,7 +13,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 
 from samestep.errors import UserError, closest
 from samestep.input_files import text_of
-from samestep.synonyms import meaning_of
+from samestep.synonyms import meaning_of, value_of
 from samestep.variables import expanded_in, without_values
 from samestep.yaml_loader import parse_yaml, yaml_mistake
 
@@ -137,6 +137,8 @@ def _sentence(detail: Any, path: Path, known: Sequence[str]) -> str:
         message = f"should have {'at least' if kind == 'too_short' else 'at most'} {limit} items"
     elif kind in _WANTED:
         message = f"should be {_WANTED[kind]}"
+    elif kind == "literal_error" and (value := value_of(detail["input"])) and f"'{value}'" in context["expected"]:
+        return f"{name} is {shown(detail['input'])}; here it is {value}"
     return f"{name} is {shown(detail['input'])}; it {message}"
 
 
