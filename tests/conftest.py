@@ -136,15 +136,38 @@ def environment_is_left_as_found() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_run_is_left_in_the_current_folder() -> Iterator[None]:
-    """Fail a test whose training has no folder of its own, for which samestep makes one in runs/."""
+def no_training_takes_a_folder_in_the_current_one(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Fail a test whose training has no folder of its own, for which samestep makes one in runs/.
+
+    In this process at once: a folder that goes again, as where the training is refused later, is seen by the tests
+    of other workers. One that another process of the test makes is seen when the test ends; since it may be another
+    worker's, all tests that run at the time are named.
+    """
+    from samestep.run_folder import RunPlace  # samestep, for which this file prepares
+
+    chosen = RunPlace.chosen
+
+    def refuse_without(place: RunPlace) -> Path:
+        if place.folder is None and Path.cwd() == request.config.rootpath:
+            pytest.fail(f"the training {place.name} has no folder; give it one, or change into tmp_path")
+        return chosen(place)
+
+    monkeypatch.setattr(RunPlace, "chosen", refuse_without)
+    notes = Path(tempfile.gettempdir()) / "running"
+    note = notes / os.environ.get("PYTEST_XDIST_WORKER", "alone")
+    notes.mkdir(exist_ok=True)
+    note.write_text(request.node.nodeid, encoding="utf-8")
     before = _runs()
     yield
     left = _runs() - before
+    running = [file.read_text(encoding="utf-8") for file in notes.iterdir()] if left else []
     for folder in left:
         shutil.rmtree(folder, ignore_errors=True)
     if left:
-        pytest.fail(f"the test left {', '.join(map(str, sorted(left)))}; give its trainings a folder")
+        folders, tests = (", ".join(map(str, sorted(names))) for names in (left, running))
+        pytest.fail(f"{folders} came to be during one of {tests}; give its trainings a folder")
 
 
 def _runs() -> set[Path]:

@@ -9,6 +9,7 @@ import torch
 from pydantic import ValidationError
 from small_tasks import Points
 from torch import Tensor, nn
+from turn_tasks import Gan, Unlike
 
 import samestep
 from samestep import api
@@ -128,14 +129,61 @@ def test_a_checkpoint_holds_the_copies_whole_and_loads_under_another_layout(othe
         ({}, {"engine": "accelerate"}, UserError, 'engine "accelerate" does not have'),
         ({}, {"layout": "single offload=optimizer"}, LayoutError, "leave offload=optimizer out"),
         ({"average": samestep.Average()}, {}, UserError, "recipe.average is given"),
-        ({"groups": ({"parameters": "0.*", "optimizer": {"name": "sgd"}},)}, {}, UserError, "for one optimizer"),
+        (
+            {"groups": ({"parameters": "0.*", "optimizer": {"name": "sgd"}},)},
+            {},
+            UserError,
+            r"recipe\.groups\.0\.optimizer is another one .* give the group lr, weight_decay or schedule in",
+        ),
+        (
+            {"groups": ({"parameters": "0.*", "optimizer": {"name": "torch.optim.Adamax"}},)},
+            {},
+            UserError,
+            r"and recipe\.groups\.0\.optimizer is torch\.optim\.Adamax; use one of them",
+        ),
+        (
+            {"optimizer": {"name": "torch.optim.Adamax"}},
+            {},
+            UserError,
+            r"and recipe\.optimizer is torch\.optim\.Adamax; use one of them",
+        ),
+        (
+            {"task": Unlike(samestep.SGD(lr=0.1), None)},
+            {},
+            UserError,
+            r"turn discriminator: optimizer is sgd and recipe\.optimizer is adamw; use one kind for all",
+        ),
+        (
+            {"task": Unlike(samestep.AdamW(state="bf16"), None)},
+            {},
+            UserError,
+            r"turn discriminator: optimizer\.state is bf16; keep the state full",
+        ),
     ],
 )
-def test_what_it_does_not_go_with_is_refused(
-    settings: dict[str, Any], run: dict[str, Any], error: type[Exception], words: str
+def test_what_it_does_not_go_with_is_refused_before_a_run_is_replaced(
+    settings: dict[str, Any], run: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
 ) -> None:
+    report = tmp_path / "report.json"  # of an earlier run
+    report.write_text("{}", encoding="utf-8")
     with pytest.raises(error, match=words):
-        samestep.train(recipe(**settings), **{"layout": "single", "check": False, **run})
+        samestep.train(
+            recipe(**settings),
+            **{"layout": "single", "check": False, "folder": tmp_path, "overwrite": True, **run},
+        )
+    assert report.exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"groups": ({"parameters": "0.*", "lr": 0.1},)},
+        {"groups": ({"parameters": "0.*", "lr": 0.1, "optimizer": {"name": "adamw"}},)},
+        {"task": Gan()},
+    ],
+)
+def test_what_a_refusal_recommends_can_be_had(settings: dict[str, Any], tmp_path: Path) -> None:
+    assert samestep.train(recipe(**settings), folder=tmp_path, tensorboard=False, check=False, threads=1).steps == 4
 
 
 def test_parameters_of_more_digits_need_no_copy() -> None:

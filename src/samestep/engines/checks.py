@@ -7,7 +7,7 @@ its data and tokenizers take time to read. A session has no job, and calls those
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from samestep.job import Job
 from samestep.layout import Layout, axis_in_words
 from samestep.parallel.compile import check_compile
 from samestep.parallel.pipeline import schedule
-from samestep.recipe import Average, NamedOptimizer
+from samestep.recipe import AdamW, Average, NamedOptimizer, Optimizer, Recipe
 from samestep.tasks.base import Task
 from samestep.tasks.losses import SeveralLosses, takes_gather, with_weights
-from samestep.tasks.turns import check_optimizer_types, turns_of
+from samestep.tasks.turns import Turn, check_optimizer_types, turns_of
 
 
 def check_layout(engine: Engine, layout: Layout, precision: str, config: Path | None = None) -> None:
@@ -156,6 +156,34 @@ def _check_master_weights(job: Job, engine: Engine, layout: Layout) -> None:
         raise UserError(f"{said} and run.share_replicas is true, whose state lies in shared memory; use one")
     if job.run.reduction == "ordered":
         raise UserError(f"{said} and run.reduction is ordered, which is for float32; use one")
+    _check_copies_stepped({"recipe.optimizer": recipe.optimizer})
+    for number, group in enumerate(recipe.groups):
+        if group.optimizer is None or group.optimizer == recipe.optimizer:
+            continue
+        where = f"recipe.groups.{number}"
+        _check_copies_stepped({f"{where}.optimizer": group.optimizer})
+        raise UserError(
+            f"{said}, whose copies one optimizer steps, and {where}.optimizer is another one than recipe.optimizer; "
+            "give the group lr, weight_decay or schedule in its place, or use master_weights: false"
+        )
+
+
+def _check_copies_stepped(optimizers: Mapping[str, Optimizer]) -> None:
+    """Raise UserError for optimizers, by their places, that can't step the float32 copies of parameters in bf16."""
+    said = "recipe.master_weights is true"
+    for where, spec in optimizers.items():
+        if isinstance(spec, NamedOptimizer):
+            raise UserError(
+                f"{said}, whose copies adamw or sgd steps, and {where} is {spec.name}; use one of them, or "
+                "master_weights: false"
+            )
+        if isinstance(spec, AdamW) and spec.state != "full":
+            raise UserError(f"{said} and {where}.state is {spec.state}; keep the state full, or no master weights")
+    if len({type(spec) for spec in optimizers.values()}) > 1:
+        what = " and ".join(f"{where} is {spec.name}" for where, spec in optimizers.items())
+        raise UserError(
+            f"{said}, whose copies one optimizer steps, and {what}; use one kind for all, or master_weights: false"
+        )
 
 
 def _check_attention_dropout(job: Job, engine: Engine) -> None:
@@ -257,6 +285,8 @@ def _check_turns(task: Task, engine: Engine, layout: Layout, job: Job) -> None:
     if not turns:
         return
     check_optimizer_types(turns, job.recipe)
+    if job.recipe.master_weights:
+        _check_copies_stepped(_optimizers_of(turns, job.recipe))
     for turn in turns:
         check_gather(turn.loss, engine, job.recipe.communication)
         _check_several_losses(turn.loss_of_step(), engine, job.recipe.communication)
@@ -278,6 +308,15 @@ def _check_turns(task: Task, engine: Engine, layout: Layout, job: Job) -> None:
             f"are parts of one; use dp{layout.pipeline}, fsdp{layout.pipeline} or tp{layout.pipeline} in place of "
             f"pp{layout.pipeline}"
         )
+
+
+def _optimizers_of(turns: Sequence[Turn], recipe: Recipe) -> dict[str, Optimizer]:
+    """The optimizers of turns, by their places."""
+    optimizers: dict[str, Optimizer] = {}
+    for turn in turns:
+        where = "recipe.optimizer" if turn.optimizer is None else f"turns(): turn {turn.name}: optimizer"
+        optimizers[where] = turn.optimizer or recipe.optimizer
+    return optimizers
 
 
 def check_sparse_rows(choice: str, engine: Engine, layout: Layout, communication: Communication | None) -> None:

@@ -47,11 +47,7 @@ def spread_optimizer(
         not elementwise           `WholeOptimizer`, if ranks hold parts: owners gather, step and scatter
     """
     if isinstance(optimizer, Joined):
-        if master_dtype is not None:
-            raise UserError(
-                "recipe.master_weights is true, which is for one optimizer, adamw or sgd; leave optimizers by name, "
-                "recipe.groups and steps in turns out, or use master_weights: false"
-            )
+        assert master_dtype is None  # `engines.checks` refuses several optimizers and those by name with copies
         joined = optimizer.each(partial(_of_member, layout, mesh, device, spread_model, offload_folder))
         # Every rank asks, in the same order: under ZeRO-1 the answer is exchanged between the ranks of the shard
         # group.
