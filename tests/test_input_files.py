@@ -164,6 +164,27 @@ def test_a_path_is_told_why_it_is_none() -> None:
     assert "255" in str(wrong_path("a" * 256))
     assert "255" in str(wrong_path("é" * 128))
     assert path_option("x/y") == Path("x/y")
+    for address in ("s3://bucket/x.csv", "https:/host/x.yaml", "hdfs://a/b", "HF://x"):
+        assert "it is an address" in str(wrong_path(address))
+        assert "copy it here" in str(wrong_path(address))
+    assert "write the path alone" in str(wrong_path("file:///x"))
+    for path in ("s3/x", "gs:x", "a/https:/x", "package:name/rest"):
+        assert wrong_path(path) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train s3://bucket/job.yaml",
+        "train job.yaml --folder gs://bucket/runs",
+        "train job.yaml --set run.checkpoint.folder=https://host/x",
+        "train job.yaml --resume s3://bucket/checkpoints",
+        "train job.yaml --dry-run --set recipe.task=text-classification --set recipe.data.source=hf://datasets/x",
+        "checkpoint list s3://bucket/checkpoints",
+    ],
+)
+def test_an_address_is_no_path(words: str, place: Path) -> None:
+    assert "it is an address, and files are read and written on this machine" in command(words.split())
 
 
 def test_json_beyond_what_python_reads_is_no_json() -> None:

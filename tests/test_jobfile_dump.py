@@ -105,12 +105,12 @@ RECIPES = st.fixed_dictionaries(
             {},
             optional={
                 "name": st.sampled_from(["adamw", "sgd"]),
-                "lr": st.floats(0, 1, exclude_min=True),
+                "lr": st.floats(1.2e-38, 1),
                 "weight_decay": st.floats(0, 0.9),
                 "decay_all": st.booleans(),
             },
         ),
-        "clip": st.none() | st.floats(1e-300, 1e9),
+        "clip": st.none() | st.floats(1.2e-38, 1e9),
         "precision": st.sampled_from(["fp64", "fp32", "bf16", "fp16"]),
     },
 )

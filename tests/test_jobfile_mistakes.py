@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from job_files import REVIEWS, refusal, write
@@ -117,8 +118,8 @@ BOTH_LENGTHS = (
         ("  batch: [1]", "job.yaml:3: recipe.batch is [1]; it should be a whole number"),
         ("  batch: yes", "job.yaml:3: recipe.batch is true; it should be a number"),
         ("  batch:", "job.yaml:3: recipe.batch is empty; it should be a whole number"),
-        ("  clip: off", "job.yaml:3: recipe.clip is false; it should be a number"),
-        ("  clip: none", "job.yaml:3: recipe.clip is 'none'; it should be a number"),
+        ("  clip: off", "job.yaml:3: recipe.clip is false; it should be a number, or null for none"),
+        ("  clip: none", "job.yaml:3: recipe.clip is 'none'; it should be a number, or null for none"),
         ("  dropout: maybe", "job.yaml:3: recipe.dropout is 'maybe'; it should be true or false"),
         ("  data: [1]", "job.yaml:3: recipe.data is [1]; it should be a section of keys and values"),
         (
@@ -201,7 +202,23 @@ def test_a_long_value_is_cut_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("batch", "3", '"batch" must be a dotted key below recipe or run, such as recipe.optimizer.lr'),
+        (
+            "batch",
+            "3",
+            '"batch" must be a dotted key below recipe or run, such as recipe.optimizer.lr; here it is recipe.batch',
+        ),
+        (
+            "checkpoint.every",
+            "3",
+            '"checkpoint.every" must be a dotted key below recipe or run, such as recipe.optimizer.lr; here it is '
+            "run.checkpoint.every",
+        ),
+        (
+            "recipe.task",
+            "",
+            "recipe.task is empty; it should be the name of a task, file.py:ClassName, or a samestep.Task",
+        ),
+        ("name", "a/b", "name is 'a/b'; it should be the name of one folder, without / and of at most 240 bytes"),
         ("recipe", "{}", '"recipe" must be a dotted key below recipe or run, such as recipe.optimizer.lr'),
         ("job.batch", "3", '"job.batch" must be a dotted key below recipe or run, such as recipe.optimizer.lr'),
         (
@@ -223,6 +240,53 @@ def test_a_long_value_is_cut_short(tmp_path: Path) -> None:
 def test_a_wrong_override_is_named_by_its_flag(tmp_path: Path, key: str, value: str, expected: str) -> None:
     text = refusal(write(tmp_path, REVIEWS), (key, value))
     assert text == f"--set {key}={value}: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("section", "overrides", "left", "remarks"),
+    [
+        (
+            "optimizer: {lr: 1.0e-3, betas: [0.9, 0.99], eps: 1.0e-6}",
+            [("recipe.optimizer.name", "sgd"), ("recipe.optimizer.momentum", "0.5")],
+            {"name": "sgd", "lr": 1e-3, "momentum": 0.5},
+            ["recipe.optimizer has no betas (job.yaml:3), eps (job.yaml:3), which is left out"],
+        ),
+        (
+            "optimizer: {name: sgd, momentum: 0.5}",
+            [("recipe.optimizer", "{name: torch.optim.Adam, args: {eps: 0.1}}")],
+            {"name": "torch.optim.Adam", "args": {"eps": 0.1}},
+            ["recipe.optimizer has no momentum (job.yaml:3), which is left out"],
+        ),
+        (
+            "communication: {kind: powersgd, rank: 2, start: 3}",
+            [("recipe.communication.kind", "local-sgd")],
+            {"kind": "local-sgd", "start": 3},
+            ["recipe.communication has no rank (job.yaml:3), which is left out"],
+        ),
+        ("optimizer: {eps: 1.0e-6}", [("recipe.optimizer.name", "adamw")], {"name": "adamw", "eps": 1e-6}, []),
+    ],
+)
+def test_an_override_of_the_kind_leaves_out_what_the_new_kind_lacks(
+    section: str, overrides: list[tuple[str, str]], left: dict[str, Any], remarks: list[str], tmp_path: Path
+) -> None:
+    file = write(tmp_path, f"recipe:\n  task: regression\n  {section}\n")
+    loaded = jobfile.load(file, [(key, value, f"--set {key}") for key, value in overrides])
+    made = jobfile.plain(loaded.job)["recipe"][section.partition(":")[0]]
+    assert left.items() <= made.items()
+    said = [remark.replace(f"{tmp_path}/", "").partition(": ")[2] for remark in loaded.remarks]
+    assert said == remarks
+
+
+@pytest.mark.parametrize(
+    "overrides", [[("recipe.optimizer.betas", "[0.9, 0.99]")], [("recipe.optimizer.betaz", "1")]]
+)
+def test_a_flag_with_a_key_that_the_kind_lacks_is_refused_whatever_the_order(
+    overrides: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    job = write(tmp_path, "recipe:\n  task: regression\n  optimizer: {lr: 1.0e-3}\n")
+    kind = ("recipe.optimizer.name", "sgd")
+    for several in ([kind, *overrides], [*overrides, kind]):
+        assert f'unknown key "{overrides[0][0]}"' in refusal(job, *several)
 
 
 def test_a_flag_that_does_not_go_together_with_the_file_names_the_line_to_change(tmp_path: Path) -> None:

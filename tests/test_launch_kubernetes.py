@@ -71,6 +71,9 @@ def test_an_elastic_job_has_no_master_and_one_pod_no_workers(capsys: pytest.Capt
     [
         ("--k8s -- train.py", "--k8s needs --image"),
         ("--k8s --image x", "there is no command to start"),
+        ("--k8s --image=-x -- train.py", '--image "-x" is no image; write such as registry.example/team/name:tag'),
+        ("--k8s --image=a,b -- train.py", '--image "a,b" is no image'),
+        ("--k8s --image= -- train.py", '--image "" is no image'),
         ("--k8s --image x --num-nodes 0 -- train.py", '--num-nodes: "0" is out of range'),
         ("--k8s --image x --num-procs -1 -- train.py", '--num-procs: "-1" is out of range'),
         ("--k8s --image x --hostfile hosts -- train.py", "--k8s names no hosts, which Kubernetes chooses"),

@@ -23,6 +23,7 @@ def hostfile(tmp_path: Path) -> Path:
         ("worker-1 slots=4\nworker-2 slots=4\n", {"worker-1": 4, "worker-2": 4}),  # DeepSpeed, Horovod
         ("worker-1 slots=2 max_slots=4\nworker-2 slots=1 max-slots=1", {"worker-1": 2, "worker-2": 1}),  # Open MPI
         ("worker-1:4\n10.0.0.7:2\n[fd00::7]:3", {"worker-1": 4, "10.0.0.7": 2, "fd00::7": 3}),  # MPICH, horovodrun -H
+        ("[fd00::7] slots=2\n[fe80::1%eth0]:3", {"fd00::7": 2, "fe80::1%eth0": 3}),  # as the message says
         ("node-1\nnode-1\nnode-2", {"node-1": 2, "node-2": 1}),  # a node a line, as PBS and old Open MPI write it
         ("node-1 slots=2\nnode-2 slots=1\nnode-1 slots=3", {"node-1": 5, "node-2": 1}),
         ("# head\n\n  worker-1\tslots=4  # fast\r\n#worker-2 slots=4\n", {"worker-1": 4}),
@@ -60,6 +61,10 @@ def test_the_lines_of_a_hostfile_are_shown(hostfile: Path) -> None:
         ("-oProxyCommand=x slots=2", '"-oProxyCommand=x" is no host'),
         ("user@worker-1 slots=2", '"user@worker-1" is no host'),
         ("worker-1, slots=2", '"worker-1," is no host'),
+        ("fd00::7 slots=2", '"fd00::7" is no host; write an IPv6 address in brackets: [fd00::7]'),
+        ("fe80::1%eth0", '"fe80::1%eth0" is no host; write an IPv6 address in brackets: [fe80::1%eth0]'),
+        ("[fd00:x] slots=2", '"[fd00:x]" is no host; use a line such as'),
+        ("[fd00:7] slots=2", '"fd00:7" is no host'),
     ],
 )
 def test_a_wrong_hostfile(hostfile: Path, text: str, message: str) -> None:

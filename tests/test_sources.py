@@ -106,6 +106,7 @@ def test_a_line_separator_inside_a_json_string_is_text(tmp_path: Path) -> None:
             '{"body": "a", "class": "x"}',
             ":1: no text and no label; there: body, class. Rename yours to text and label",
         ),
+        ('{"text": "a", "label": "x", "text": "b"}', ":1: text stands 2 times; keep one of them"),
         ('{"text": "a", "label": "x"}\n\n{"text": " ", "label": "x"}', ":3: text is empty; give it one, or remove"),
         ('{"text": 5, "label": "x"}', ":1: text is 5; it must be a string"),
         ('{"text": "a\\ud800", "label": "x"}', ":1: text has half a surrogate pair at character 1"),
@@ -137,6 +138,13 @@ def test_mistakes_in_json_lines_name_file_and_line(tmp_path: Path, content: str,
     ("lines", "said"),
     [
         (["text,class", "a,b"], ":1: no label; there: text, class. Rename yours to label"),
+        (["text,label,text", "a,x,b"], ":1: the column text stands 2 times; rename all but one"),
+        (["text, label ,label", "a,x,y"], ":1: the column label stands 2 times; rename all but one"),
+        (
+            ["a good film,pos", "a bad one,neg"],
+            ":1: no text and no label; there: a good film, pos. Rename yours to text and label, or put a first line "
+            "text,label above this one, if it is a sample",
+        ),
         (
             ["text,label", '"two', 'lines",x', "one, two,x"],
             ":4: 3 fields in a file of 2 columns; a text with a comma",
@@ -169,6 +177,14 @@ def test_mistakes_in_csv_name_file_and_line(tmp_path: Path, lines: list[str], sa
 def test_mistakes_in_tsv_name_file_and_line(tmp_path: Path, lines: list[str], said: str) -> None:
     path = tsv(tmp_path, lines)
     assert mistake(path).startswith(f"{path}{said}")
+
+
+def test_a_suffix_in_capitals_is_read_alike(tmp_path: Path) -> None:
+    several = {".JSONL": jsonl(tmp_path, ROWS)}
+    several[".CSV"] = csv(tmp_path, ["text,label", *(f"{text},{label}" for text, label in ROWS)])
+    several[".Tsv"] = tsv(tmp_path, ["text\tlabel", *(f"{text}\t{label}" for text, label in ROWS)])
+    for suffix, path in several.items():
+        assert len(task(path.rename(path.with_suffix(suffix)), held_out=0).train_set()) == len(ROWS)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

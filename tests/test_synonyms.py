@@ -99,6 +99,21 @@ OPTIONS = {
     "comm --transport gloo": "samestep comm has no option --transport; it is one of samestep comm demo; ",
     "check x.yaml --world 8": "no option --world; it is one of samestep train; `samestep check --help`",
     "train x.yaml --log_interval 8": "every step stands in metrics.jsonl",
+    "train x.yaml --dry": "no option --dry; here it is --dry-run",
+    "train x.yaml --print": "no option --print; did you mean --print-config or --print-variables? ",
+    "train x.yaml --acept-data-change": "no option --acept-data-change; did you mean --accept-data-change? ",
+    "train --config x.yaml": "no option --config; the job file stands by itself, without an option before it",
+    "train x.yaml --overwrite": "samestep train has no option --overwrite; here it is --force",
+    "compare x.yaml --overwrite_output_dir": "has no option --overwrite_output_dir; here it is --force",
+    "launch --standalone x.py": "no option --standalone; hosts meet in a store of samestep's own, and without hosts ",
+    "launch --rdzv-backend c10d x.py": "no option --rdzv-backend; hosts meet in a store of samestep's own",
+    "launch --rdzv-endpoint a:29500 x.py": "no option --rdzv-endpoint; here it is --master-addr",
+    "train x.yaml --rai auto": "no option --rai; did you mean --ray? ",
+    "train x.yaml --lay auto": "no option --lay; did you mean --layout? ",
+    "train x.yaml --foo auto": "samestep train has no option --foo; `samestep train --help` lists those that it has",
+    "launch --ray= x.py": "argument --ray: the value is empty; write one, or leave the option out; ",
+    "launch --include= x.py": "argument --include: the value is empty; ",
+    "train x.yaml --place=": "argument --place: the value is empty; ",
     "train x.yaml more": 'samestep train takes no "more"; `samestep train --help` says what it takes',
     "trian x.yaml": 'samestep has no command "trian"; did you mean "train"? there are init, train, ',
     "--verbose 3 train": "samestep has no option --verbose; there is nothing to set",
@@ -113,6 +128,24 @@ def test_an_unknown_option_or_command_is_answered_by_the_one_that_is_meant(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert OPTIONS[words] in said(words, capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("jobs/first.yml", "jobs/first.yaml"),
+        ("jobs/first", "jobs/first.yaml"),
+        ("jobs/frist.yaml", "jobs/first.yaml"),
+    ],
+)
+def test_a_missing_job_file_is_answered_by_the_one_that_is_there(
+    name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / meant).write_text("recipe: {task: regression}\n", encoding="utf-8")
+    assert said(f"train {name}", capsys) == f'no job file {name}; did you mean "{meant}"?'
+    assert said("train jobs/other.yaml", capsys) == "no job file jobs/other.yaml"
 
 
 FILES = {

@@ -35,6 +35,12 @@ FILES = {
         '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}'
     ),
     "stage.json": '{"zero_optimization": {"stage": 4}}',
+    "zero_list.json": '{"train_batch_size": 8, "zero_optimization": []}',
+    "zero_text.json": '{"train_batch_size": 8, "zero_optimization": ""}',
+    "large.json": (
+        '{"train_batch_size": 999999999, "train_micro_batch_size_per_gpu": 500000000, '
+        '"gradient_accumulation_steps": 4}'
+    ),
     "half.json": '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}',
     "word.json": '{"train_batch_size": "many"}',
     "section.json": '{"optimizer": "AdamW"}',
@@ -82,6 +88,11 @@ MISTAKES = {
     "ds.json --to deepspeed": r'layout "zero1x": fsdp \(shard\) has no size and the number of processes is not known',
     "identity.json": r"train_batch_size is 10, and .* 2 x gradient_accumulation_steps 2 = 4 does not divide it",
     "stage.json": r"zero_optimization\.stage 4; it can be 0, 1, 2 or 3",
+    "zero_list.json": r"zero_optimization is \[\]; it should be a section",
+    "zero_text.json": r"zero_optimization is ''; it should be a section",
+    "large.json": r"2000000000 does not divide it; .* so make their product smaller",
+    "-- torchrun": r"the command line: torchrun: the following arguments are required: training_script",
+    "-- python": r"no file python; a command is translated behind --",
     "half.json": r"enables fp16 and bf16; use one of them",
     "word.json": r"word\.json: train_batch_size is 'many'; it should be a whole number of 1 or more",
     "section.json": r"optimizer is 'AdamW'; it should be a section",

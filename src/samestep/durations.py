@@ -11,15 +11,20 @@ import re
 from samestep.errors import UserError
 from samestep.limits import LEAST_SECONDS, MOST_SECONDS
 
-# What a message asks for in place of a wrong time.
-WANTED = "seconds above 0, or a time such as 90s, 10m or 1h, from 1 ms to 366 days"
+EXAMPLES = "a time such as 90s, 10m or 1h"
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 # As Python writes numbers, without a sign; then the unit.
 _DURATION = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([smh]?)", re.ASCII)
 
 
-def parse_duration(given: str | float) -> float | None:
+def wanted(least: float = LEAST_SECONDS) -> str:
+    """What a message asks for in place of a wrong time."""
+    shortest = f"{least * 1000:g} ms" if least < 1 else duration_text(least)
+    return f"seconds above 0, or {EXAMPLES}, from {shortest} to {MOST_SECONDS / 86400:.0f} days"
+
+
+def parse_duration(given: str | float, least: float = LEAST_SECONDS) -> float | None:
     """The seconds of a number or a text such as 90, 90s, 1.5m or 2h; None if it is none within the limits."""
     if isinstance(given, str):
         match = _DURATION.fullmatch(given.strip())
@@ -31,7 +36,7 @@ def parse_duration(given: str | float) -> float | None:
             seconds = float(given)
         except OverflowError:  # a whole number of hundreds of digits
             return None
-    return seconds if LEAST_SECONDS <= seconds <= MOST_SECONDS else None
+    return seconds if least <= seconds <= MOST_SECONDS else None
 
 
 def has_unit(text: str) -> bool:
@@ -57,7 +62,7 @@ def seconds(text: str) -> float:
     """The seconds of an option's value; argparse puts the option's name before the message."""
     found = parse_duration(text)
     if found is None:
-        raise argparse.ArgumentTypeError(f'"{text}" is no time; use {WANTED}')
+        raise argparse.ArgumentTypeError(f'"{text}" is no time; use {wanted()}')
     return found
 
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 
 from samestep.input_files import wrong_path
-from samestep.limits import MOST, MOST_FACTOR, MOST_LAYERS, MOST_LR, MOST_RANKS, MOST_SEED, MOST_WIDTH
+from samestep.limits import LEAST_REAL, MOST, MOST_FACTOR, MOST_LAYERS, MOST_LR, MOST_RANKS, MOST_SEED, MOST_WIDTH
 
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
@@ -30,12 +30,30 @@ def _usable(value: Any) -> Any:
     return value
 
 
+def _no_null_as_text(value: Any) -> Any:
+    """Refuse the word None, with which Python's users mean null: it would be the name of a file."""
+    if value == "None":
+        raise PydanticCustomError("path_wanted", "Input should be null, or ./None for a file of that name")
+    return value
+
+
+def _of_float32(value: float) -> float:
+    """Refuse a number above 0 that float32 takes for 0, or nearly: nothing would be trained, in silence."""
+    if 0 < value < LEAST_REAL:
+        raise PydanticCustomError(
+            "too_small",
+            "Input should be at least {least}, which is about the smallest of float32",
+            {"least": LEAST_REAL},
+        )
+    return value
+
+
 def broken_rule(key: str, message: str) -> PydanticCustomError:
     """Build the error of a validator for values that are invalid in combination; `key` is one of them."""
     return PydanticCustomError("broken_rule", "{message}", {"key": key, "message": message})
 
 
-FilePath = Annotated[Path, AfterValidator(_usable)]
+FilePath = Annotated[Path, BeforeValidator(_no_null_as_text), AfterValidator(_usable)]
 PathText = Annotated[str, AfterValidator(_usable)]  # a path, or a word in its place
 Whole = Annotated[int, BeforeValidator(_no_switch)]
 Real = Annotated[float, BeforeValidator(_no_switch)]
@@ -45,9 +63,10 @@ Ranks = Annotated[Whole, Gt(0), Le(MOST_RANKS)]
 Layers = Annotated[Whole, Gt(0), Le(MOST_LAYERS)]
 Width = Annotated[Whole, Gt(0), Le(MOST_WIDTH)]  # of a layer, or heads
 Seed = Annotated[Whole, Ge(0), Lt(MOST_SEED + 1)]
-Rate = Annotated[Real, Gt(0), Le(MOST_LR)]
+Rate = Annotated[Real, Gt(0), Le(MOST_LR), AfterValidator(_of_float32)]
 Decay = Annotated[Real, Ge(0), Le(1000)]  # of weights
-Factor = Annotated[Real, Gt(0), Le(MOST_FACTOR)]
+Factor = Annotated[Real, Gt(0), Le(MOST_FACTOR), AfterValidator(_of_float32)]
+Epsilon = Annotated[Real, Gt(0), Le(1), AfterValidator(_of_float32)]
 Least = Annotated[Real, Ge(0), Le(MOST_FACTOR)]  # 0 or more
 Fraction = Annotated[Real, Ge(0), Le(1)]
 Beta = Annotated[Real, Ge(0), Lt(1)]

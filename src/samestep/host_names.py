@@ -5,7 +5,7 @@ A name reaches command lines of ssh and srun, and messages on a terminal.
 
 import ipaddress
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from samestep.errors import UserError
 from samestep.limits import MOST_HOSTS
@@ -36,12 +36,13 @@ def _wrong_with(name: str) -> str | None:
         return "it begins with a dash, as an option does"
     if "@" in name:
         return "a user's name is no part of it; OpenSSH's configuration has the user (User)"
-    if _NAME.fullmatch(name) or _is_address(name):
+    if _NAME.fullmatch(name) or is_address(name):
         return None
     return "a name has letters, digits, dots, dashes and underscores, and no others"
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Whether a text is an IPv4 or IPv6 address, without brackets."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -54,6 +55,14 @@ def check_count(hosts: int, where: str) -> None:
     """Raise UserError for more hosts than any job has."""
     if hosts > MOST_HOSTS:
         raise UserError(f"{where} names {hosts:,} hosts, and a job has {MOST_HOSTS:,} at most")
+
+
+def check_once(names: Sequence[str], where: str) -> None:
+    """Raise UserError for a host that a list names twice: it would count as two."""
+    if len(set(names)) < len(names):
+        seen: set[str] = set()
+        twice = next(name for name in names if name in seen or seen.add(name))
+        raise UserError(f"{where} names {twice} twice; name each host once")
 
 
 def checked_hosts(names: Iterable[str], where: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ Every path of a command's option is read by `path_option`, every small file by `
 import argparse
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,15 +30,31 @@ _KINDS: Mapping[str, Callable[[int], bool]] = {
 }
 
 
+# Of what is no file here; `Path` makes one slash of two.
+_ADDRESS = re.compile(
+    r"(s3[an]?|gs|gcs|az|abfss?|adls?|wasbs?|hdfs|dbfs|oss|cosn?|obs|https?|s?ftp|hf|file)://?", re.IGNORECASE
+)
+
+
 def wrong_path(text: str) -> str | None:
-    """Why a text can't be the path of a file or folder; None if it can."""
+    """Why a text can't be the path of a file or folder, and what to do; None if it can."""
+    if (scheme := _ADDRESS.match(text)) is not None:
+        do = (
+            "write the path alone" if scheme[1].lower() == "file" else "copy it here, or mount it, and write its path"
+        )
+        return f"it is an address, and files are read and written on this machine; {do}"
     if "\0" in text:
         return "it has the character NUL, which no path has"
     if len(os.fsencode(text)) > _LONGEST_PATH:
-        return f"it is longer than the {_LONGEST_PATH} bytes that a path may have"
+        return f"it is longer than the {_LONGEST_PATH} bytes that a path may have; use a shorter one"
     if any(len(os.fsencode(name)) > _LONGEST_NAME for name in text.split("/")):
-        return f"a name in it is longer than the {_LONGEST_NAME} bytes that a file's may have"
+        return f"a name in it is longer than the {_LONGEST_NAME} bytes that a file's may have; use a shorter one"
     return None
+
+
+def short_path(text: str) -> str:
+    """A wrong path as it stands in a message, never long."""
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def path_option(text: str) -> Path:
@@ -45,7 +62,7 @@ def path_option(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("the path is empty; name a file or a folder")
     if wrong := wrong_path(text):
-        raise argparse.ArgumentTypeError(f'"{text[:60]}...": {wrong}; use a shorter one')
+        raise argparse.ArgumentTypeError(f'"{short_path(text)}": {wrong}')
     return Path(text)
 
 
@@ -57,7 +74,7 @@ def bytes_of(
     `missing`: the message where there is no such file; `folder`: what is wanted where it is a folder.
     """
     if wrong := wrong_path(str(file)):
-        raise UserError(f"{str(file)[:60]!r}...: {wrong}")
+        raise UserError(f"{short_path(str(file))!r}: {wrong}")
     try:
         waits = str(file).startswith(_OPEN_ALREADY)
         _refuse_what_is_no_file(file, folder, may_be_pipe=waits)

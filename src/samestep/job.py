@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -9,9 +10,18 @@ from pydantic import AfterValidator, BeforeValidator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from samestep.durations import WANTED, has_unit, parse_duration
+from samestep.durations import EXAMPLES, has_unit, parse_duration, wanted
 from samestep.field_types import STRICT, Count, FilePath, PathText, Positive, Ranks, Real, Whole
-from samestep.limits import MOST, MOST_RANKS, MOST_RESTARTS, MOST_SECONDS, MOST_THREADS, MOST_WORKERS
+from samestep.limits import (
+    LEAST_PATIENCE,
+    LEAST_SECONDS,
+    MOST,
+    MOST_RANKS,
+    MOST_RESTARTS,
+    MOST_SECONDS,
+    MOST_THREADS,
+    MOST_WORKERS,
+)
 from samestep.ranks import DeviceChoice
 from samestep.recipe import Recipe
 
@@ -19,26 +29,29 @@ TensorRole = Literal["column", "row", "vocabulary", "whole"]
 ExpertRole = Literal["split", "whole"]
 
 
-def _seconds(value: Any) -> Any:
-    """A time as seconds: 90, or text such as 90s, 1.5m, 2h."""
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        return value
-    found = parse_duration(value)
-    if found is None:
-        raise PydanticCustomError("duration_wanted", "Input should be {wanted}", {"wanted": WANTED})
-    return found
+def _seconds_from(least: float) -> BeforeValidator:
+    """Read a time of at least so long as seconds: 90, or text such as 90s, 1.5m, 2h."""
+
+    def seconds(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            return value
+        found = parse_duration(value, least)
+        if found is None:
+            raise PydanticCustomError("duration_wanted", "Input should be {wanted}", {"wanted": wanted(least)})
+        return found
+
+    return BeforeValidator(seconds)
 
 
-def _interval(text: str) -> str:
+def _interval(value: Any) -> str:
     """A time with its unit, as text."""
-    if parse_duration(text) is None or not has_unit(text):
-        raise PydanticCustomError("duration_wanted", "Input should be a time such as 90s, 10m or 1h")
-    return text
+    if not isinstance(value, str) or parse_duration(value) is None or not has_unit(value):
+        raise PydanticCustomError("duration_wanted", "Input should be {examples}", {"examples": EXAMPLES})
+    return value
 
 
-Duration = Annotated[Real, Gt(0), Le(MOST_SECONDS), BeforeValidator(_seconds)]
-# Ranks publish where they are several times a second, and end within tenths of one.
-_Patience = Annotated[Duration, Ge(0.1)]
+Duration = Annotated[Real, Gt(0), Le(MOST_SECONDS), _seconds_from(LEAST_SECONDS)]
+_Patience = Annotated[Real, Gt(0), Le(MOST_SECONDS), _seconds_from(LEAST_PATIENCE)]
 Fault = Literal["kill", "raise", "hang", "oom", "nan", "slow", "deadlock", "abort"]
 
 
@@ -60,12 +73,21 @@ def _one_or_more(value: Any) -> Any:
     return [value] if isinstance(value, (Mapping, Inject)) else value
 
 
+def _which_checkpoint(value: Any) -> Any:
+    """Refuse true and false, which YAML makes of yes and no, and what else is no text."""
+    if not isinstance(value, (str, Path)):
+        raise PydanticCustomError(
+            "checkpoint_wanted", "Input should be never, auto, last, or the path of a checkpoint (last: the newest)"
+        )
+    return str(value)
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Checkpointing:
     """When a training's state is saved, where, and which of it the training begins with."""
 
     # A number of steps, or a time such as "30s", "10m", "2h"; None: after the last step alone.
-    every: Positive | Annotated[str, AfterValidator(_interval)] | None = None
+    every: Positive | Annotated[str, BeforeValidator(_interval)] | None = None
     keep: Positive = 3  # the last so many stay
     best: str | None = None  # a metric of the evaluations; the checkpoint with its best value stays as well
     best_is: Literal["highest", "lowest"] = "highest"
@@ -79,7 +101,7 @@ class Checkpointing:
     only_trained: bool | None = None
     # auto: go on from the last one in the folder, if any; last: from that, refused where there is none; a path: from
     # that one.
-    resume: PathText = "never"
+    resume: Annotated[PathText, BeforeValidator(_which_checkpoint)] = "never"
     accept_data: bool = False  # go on with other data than those of the checkpoint
 
 
@@ -87,6 +109,10 @@ def _section_if_true(value: Any) -> Any:
     """`true` as a section of defaults, and `false` as none."""
     if isinstance(value, bool):
         return {} if value else None
+    if value is not None and not isinstance(value, (Mapping, Profiling)):
+        raise PydanticCustomError(
+            "section_wanted", "Input should be true, or a section such as {example}", {"example": "{steps: 5}"}
+        )
     return value
 
 

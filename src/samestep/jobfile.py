@@ -1,5 +1,6 @@
 """Job files: YAML to a Job and back, with the line or the flag that each value came from."""
 
+import difflib
 import re
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,7 +19,7 @@ from samestep.job import Job
 from samestep.plausibility import implausible
 from samestep.recipe import NamedOptimizer
 from samestep.synonyms import meaning_of
-from samestep.validation import explain, shown
+from samestep.validation import TAGS, dotted_keys, explain, keys_at, shown
 from samestep.variables import NAMED, Expanded, held, hide_from_messages, without_values
 from samestep.yaml_loader import MERGE, DuplicateKeyError, RefusedError, YamlLoader, parse_yaml, yaml_mistake
 
@@ -28,10 +29,11 @@ Keys = tuple[str, ...]
 class LoadedJob:
     """A job, the file it was read from, and the source of each value."""
 
-    def __init__(self, job: Job, file: Path, sources: Mapping[Keys, str]) -> None:
+    def __init__(self, job: Job, file: Path, sources: Mapping[Keys, str], remarks: Sequence[str] = ()) -> None:
         self.job = job
         self.file = file
         self.sources = dict(sources)
+        self.remarks = tuple(remarks)  # on values of the file that an override left out
 
 
 def load(file: Path, overrides: Sequence[tuple[str, str, str]] = ()) -> LoadedJob:
@@ -40,8 +42,12 @@ def load(file: Path, overrides: Sequence[tuple[str, str, str]] = ()) -> LoadedJo
     Raises UserError that names the file, the line and the key of each mistake.
     """
     values, sources = _read(file)
+    of_file = dict(sources)
+    switched: list[str] = []
     for key, text, source in overrides:
-        _override(values, sources, key, text, source)
+        path, value = _parsed(key, text, source)
+        switched += _leave_out(values, sources, of_file, path, value, source)
+        _override(values, sources, path, value, source)
 
     def place(path: Keys) -> str:
         """Return the source of a value for a message: its own line, or that of the section around it."""
@@ -61,7 +67,7 @@ def load(file: Path, overrides: Sequence[tuple[str, str, str]] = ()) -> LoadedJo
     if job.name is None:
         job = _named(job, file.stem)
         sources[("name",)] = "the file's name"
-    return LoadedJob(_as_written(_resolve_paths(job, file), values), file, sources)
+    return LoadedJob(_as_written(_resolve_paths(job, file), values), file, sources, switched)
 
 
 def _with_variables(value: Any, path: Keys, environ: Mapping[str, str], place: Callable[[Keys], str]) -> Any:
@@ -137,7 +143,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
     """Parse a job file; return its values, and the line of each. Raises UserError with file and line."""
     if (what := _OTHER_FILES.get(file.suffix.lower())) is not None:
         raise UserError(f"a job file is wanted, and {file} is {what.format(file=file)}")
-    text = text_of(file, missing=f"no job file {file}", folder=f"a job file{_job_in(file)}")
+    text = text_of(file, missing=f"no job file {file}{_like(file)}", folder=f"a job file{_job_in(file)}")
     sources: dict[Keys, str] = {}
     try:
         reader = YamlLoader(text)
@@ -165,6 +171,18 @@ def _job_in(folder: Path) -> str:
     except (OSError, ValueError):
         return ""
     return f", such as {jobs[0]}" if jobs else ""
+
+
+def _like(file: Path) -> str:
+    """The job file next to a missing one that may have been meant: with another ending, or a similar name."""
+    try:
+        names = sorted(each.name for each in file.parent.iterdir() if each.suffix in (".yaml", ".yml"))
+    except (OSError, ValueError):
+        return ""
+    stem = file.stem if file.suffix.lower() in (".yaml", ".yml") else file.name
+    same = [name for name in names if Path(name).stem == stem]
+    near = same or difflib.get_close_matches(file.name, names, n=1, cutoff=0.8)
+    return f'; did you mean "{file.with_name(near[0])}"?' if near else ""
 
 
 def _by_themselves(value: Any) -> Any:
@@ -201,14 +219,12 @@ def _merged(reader: YamlLoader, node: yaml.MappingNode) -> dict[str, tuple[yaml.
     return found
 
 
-def _override(values: dict[str, Any], sources: dict[Keys, str], key: str, text: str, source: str) -> None:
-    """Set a dotted key to the value of a flag or variable, over the file's."""
+def _parsed(key: str, text: str, source: str) -> tuple[Keys, Any]:
+    """The path of a dotted key, and the value of a flag or variable. Raises UserError for what is neither."""
     path = tuple(key.split("."))
-    if len(path) < 2 or path[0] not in ("recipe", "run") or not all(path):
-        meaning = meaning_of(key.rpartition(".")[2])
-        instead = f"; {meaning.as_key()}" if meaning is not None and meaning.key != key else ""
+    if path != ("name",) and (len(path) < 2 or path[0] not in ("recipe", "run") or not all(path)):
         raise UserError(
-            f'{source}: "{key}" must be a dotted key below recipe or run, such as recipe.optimizer.lr{instead}'
+            f'{source}: "{key}" must be a dotted key below recipe or run, such as recipe.optimizer.lr{_whole(key)}'
         )
     try:
         value = parse_yaml(text)
@@ -218,6 +234,54 @@ def _override(values: dict[str, Any], sources: dict[Keys, str], key: str, text: 
         raise UserError(f"{source}: {error.problem}") from None
     except yaml.YAMLError:
         value = text
+    return path, value
+
+
+def _leave_out(
+    values: dict[str, Any],
+    sources: dict[Keys, str],
+    of_file: Mapping[Keys, str],
+    path: Keys,
+    value: Any,
+    source: str,
+) -> list[str]:
+    """Take the file's keys out of a section that becomes another one, such as adamw's betas out of an sgd.
+
+    What both kinds of section have stays. Returns a remark that says what was left out, or none.
+    """
+    tag = next((tag for tag in TAGS if path[-1] == tag or (isinstance(value, dict) and tag in value)), None)
+    if tag is None:
+        return []
+    path, kind = (path[:-1], value) if path[-1] == tag else (path, value[tag])
+    here: Any = values
+    for part in path:
+        here = here.get(part) if isinstance(here, dict) else None
+    if not isinstance(here, dict) or here.get(tag) == kind:
+        return []
+    before, after = keys_at(Job, path, values), keys_at(Job, path, _with(values, path, {tag: kind}))
+    gone = [
+        key
+        for key in here
+        if key in before and key not in after and of_file.get((*path, key)) == sources.get((*path, key))
+    ]
+    for key in gone:
+        del here[key]
+        for deeper in [known for known in sources if known[: len(path) + 1] == (*path, key)]:
+            del sources[deeper]
+    places = ", ".join(f"{key} ({of_file[*path, key]})" for key in gone)
+    return [f"{source}: {'.'.join(path)} has no {places}, which is left out"] if gone else []
+
+
+def _with(values: Mapping[str, Any], path: Keys, section: Any) -> dict[str, Any]:
+    """A copy of nested values with another section at a path."""
+    if not path:
+        return section
+    return {**values, path[0]: _with(values.get(path[0]) or {}, path[1:], section)}
+
+
+def _override(values: dict[str, Any], sources: dict[Keys, str], path: Keys, value: Any, source: str) -> None:
+    """Set a key to a value over the file's."""
+    key = ".".join(path)
     here = values
     for depth, part in enumerate(path[:-1], start=1):
         if here.get(part) is None:
@@ -235,6 +299,17 @@ def _override(values: dict[str, Any], sources: dict[Keys, str], key: str, text: 
         if not isinstance(value, dict) or deeper[len(path)] in value:
             del sources[deeper]
     _set_source(value, path, source, sources)
+
+
+def _whole(key: str) -> str:
+    """What a key without its section, or of another tool, is called as a whole, for a message."""
+    ends = sorted(
+        (known for known in dotted_keys(Job) if known.endswith(f".{key}")), key=lambda known: known.count(".")
+    )
+    if ends:
+        return f"; here it is {ends[0]}"
+    meaning = meaning_of(key.rpartition(".")[2])
+    return f"; {meaning.as_key()}" if meaning is not None and meaning.key != key else ""
 
 
 def _set_source(value: Any, path: Keys, source: str, sources: dict[Keys, str]) -> None:

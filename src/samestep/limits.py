@@ -30,8 +30,10 @@ MOST_PORT = 65535
 MOST_ID = 2**32 - 1  # of what others have numbered: jobs, steps, tasks
 MOST_SECONDS = 366 * 24 * 3600.0
 LEAST_SECONDS = 1e-3  # below it a limit would pass before a process could do anything
+LEAST_PATIENCE = 0.1  # seconds; ranks publish where they are several times a second, and end within tenths of one
 MOST_LR = 1e4
 MOST_FACTOR = 1e9  # of other real numbers: norms, factors of a loss, differences of a metric
+LEAST_REAL = 1.2e-38  # of what must be above 0: float32 has no smaller number with all its digits
 
 _DIGITS = 40  # more than any limit has; Python needs minutes for a number of millions of digits
 

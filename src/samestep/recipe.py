@@ -1,11 +1,13 @@
 """Recipe: what is trained. Everything that decides the result, and nothing about how it is spread."""
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Len
 from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from samestep.communication import Communication, OneBitAdam, ZeroOneAdam
 from samestep.errors import closest
@@ -14,6 +16,7 @@ from samestep.field_types import (
     Beta,
     Count,
     Decay,
+    Epsilon,
     Factor,
     Fraction,
     Least,
@@ -36,7 +39,7 @@ class AdamW:
     name: Literal["adamw"] = "adamw"
     lr: Rate = 3e-4
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: Annotated[Real, Gt(0), Le(1)] = 1e-8
+    eps: Epsilon = 1e-8
     weight_decay: Decay = 0.01
     decay_all: bool = False  # also biases and norms, which take no decay otherwise
     # How the two averages of matrices and tables are kept from step to step: as they are, or rounded.
@@ -204,6 +207,15 @@ class EarlyStop:
     min_delta: Least = 0.0  # by how much more than this an evaluation must be better
 
 
+def _task(value: Any) -> Any:
+    """Refuse what no task is named by; classes of tasks are not known here."""
+    if isinstance(value, (Mapping, list, tuple, bool, int, float)) or value is None:
+        raise PydanticCustomError(
+            "task_wanted", "Input should be the name of a task, file.py:ClassName, or a samestep.Task"
+        )
+    return value
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
     """What is trained: task, data, seed, global batch, length, optimizer, schedule, clipping, precision, messages.
@@ -212,7 +224,7 @@ class Recipe:
     `args` are handed to the task's class.
     """
 
-    task: Any
+    task: Annotated[Any, BeforeValidator(_task)]
     data: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     args: dict[str, Any] = field(default_factory=dict)

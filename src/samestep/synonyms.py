@@ -200,6 +200,15 @@ _ROWS: Sequence[tuple[str, Meaning]] = (
         "run_name experiment_name exp_name job_name",
         Meaning(key="name", options=("--job-id",), note="beside recipe and run"),
     ),
+    (
+        "overwrite overwrite_output_dir exist_ok",
+        Meaning(key="run.overwrite", options=("--force",)),
+    ),
+    ("dry dryrun fast_dev_run sanity_check", Meaning(options=("--dry-run",))),
+    (
+        "config config_path config_yaml cfg conf job job_file yaml",
+        Meaning(note="the job file stands by itself, without an option before it: samestep train JOB.yaml"),
+    ),
     ("verbose log_level debug", Meaning(note="there is nothing to set; samestep doctor RUN_FOLDER reads a run")),
     # ranks and hosts
     (
@@ -215,8 +224,14 @@ _ROWS: Sequence[tuple[str, Meaning]] = (
     ("nnodes num_nodes num_machines nodes n_nodes node_count", Meaning(options=("--num-nodes",))),
     ("node_rank machine_rank node_id", Meaning(options=("--node-rank",))),
     (
-        "master_addr master_address main_process_ip rdzv_endpoint rdzv_backend dist_url init_method rendezvous",
-        Meaning(options=("--master-addr",)),
+        "master_addr master_address main_process_ip rdzv_endpoint dist_url init_method rendezvous",
+        Meaning(options=("--master-addr",), note="and --master-port has the port"),
+    ),
+    (
+        "rdzv_backend rdzv_conf rdzv_configuration standalone",
+        Meaning(
+            note="hosts meet in a store of samestep's own, and without hosts there is only this machine; leave it out"
+        ),
     ),
     ("master_port main_process_port rdzv_port", Meaning(options=("--master-port",))),
     ("rdzv_id job_id", Meaning(options=("--job-id",))),

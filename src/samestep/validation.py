@@ -1,8 +1,9 @@
 """From pydantic's errors to one line a mistake: where it is, what was given, what to use instead."""
 
 import pathlib
+import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -41,6 +42,8 @@ _WANTED = {
     "model_attributes_type": "a section of keys and values",
 }
 _SHOULD = "; it should be "
+_NULLS = ("none", "nil")  # words of other languages for YAML's null
+_POWER = re.compile(r"\d{1,9}(?:\.\d{1,9})?[eE]\+?\d{1,2}", re.ASCII)  # a number with an exponent
 _OF_KEYS = ("unexpected_keyword_argument", "extra_forbidden", "invalid_key")
 
 # Keys of other files, which people write into a job's.
@@ -65,11 +68,14 @@ def explain(
     wanted: dict[str, list[str]] = {}  # by what is said of the value; each kind that a value may be has its own say
     for detail in error.errors(include_url=False):
         path = _path_in(given, detail)
-        sentence = _sentence(detail, prefix + path, _keys_at(schema, path[:-1], given))
+        sentence = _sentence(detail, prefix + path, keys_at(schema, path[:-1], given))
         if _WANTED.get(detail["type"]) == _WANTED["dict_type"] and isinstance(detail["input"], str):
             sentence += _example(detail["input"], _schemas_at(schema, path, given))
         said, _, what = f"{place(prefix + path)}{sentence}".partition(_SHOULD)
         wanted.setdefault(said, []).append(what)
+        absent = detail["input"] is False or str(detail["input"]).lower() in _NULLS
+        if what and absent and "null" not in what and _may_be_null(schema, path, given):
+            wanted[said].append("null for none")
     return "\n".join(said + _SHOULD * any(what) + ", or ".join(dict.fromkeys(what)) for said, what in wanted.items())
 
 
@@ -136,10 +142,18 @@ def _sentence(detail: Any, path: Path, known: Sequence[str]) -> str:
         limit = context.get("min_length", context.get("max_length"))
         message = f"should have {'at least' if kind == 'too_short' else 'at most'} {limit} items"
     elif kind in _WANTED:
-        message = f"should be {_WANTED[kind]}"
+        message = f"should be {_WANTED[kind]}{_in_digits(kind, detail['input'])}"
     elif kind == "literal_error" and (value := value_of(detail["input"])) and f"'{value}'" in context["expected"]:
         return f"{name} is {shown(detail['input'])}; here it is {value}"
     return f"{name} is {shown(detail['input'])}; it {message}"
+
+
+def _in_digits(kind: str, value: Any) -> str:
+    """How a whole number is written that is given as a text such as 1e2, which is no number in YAML 1.1."""
+    if kind != "int_parsing" or not isinstance(value, str) or not _POWER.fullmatch(value.strip()):
+        return ""
+    number = float(value)
+    return f", such as {int(number)}" if number.is_integer() else ""
 
 
 def _meant(name: str) -> str | None:
@@ -184,16 +198,33 @@ def _path_in(given: Any, detail: Any) -> Path:
 
 def _example(word: str, schemas: Sequence[Any]) -> str:
     """An example of a section, for a word in place of one whose `name` or `kind` says which it is."""
-    tags = [f for each in schemas if is_dataclass(each) for f in fields(each) if f.name in _TAGS]
+    tags = [f for each in schemas if is_dataclass(each) for f in fields(each) if f.name in TAGS]
     tags = [tag for tag in tags if isinstance(tag.default, str)]
     tag = next((tag for tag in tags if tag.default == word), tags[0] if tags else None)
     return "" if tag is None else f", such as {{{tag.name}: {tag.default}}}"
 
 
-def _keys_at(schema: Any, path: Path, given: Any) -> list[str]:
+def keys_at(schema: Any, path: Path, given: Any) -> list[str]:
     """The keys that may stand at `path` below a dataclass."""
     here = _schemas_at(schema, path, given)
     return [field.name for field in fields(here[0])] if here and is_dataclass(here[0]) else []
+
+
+def dotted_keys(schema: Any, prefix: Path = ()) -> Iterator[str]:
+    """Every key that may stand below a dataclass, with those of the sections in it."""
+    for name, hint in get_type_hints(schema, include_extras=True).items():
+        yield ".".join((*prefix, name))
+        for section in _dataclasses(hint, None):
+            yield from dotted_keys(section, (*prefix, name))
+
+
+def _may_be_null(schema: Any, path: Path, given: Any) -> bool:
+    """Whether the key at `path` may be null."""
+    sections = _schemas_at(schema, path[:-1], given)
+    hint = get_type_hints(sections[0], include_extras=True).get(path[-1]) if sections and path else None
+    while get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    return type(None) in get_args(hint)
 
 
 def _schemas_at(schema: Any, path: Path, given: Any) -> list[Any]:
@@ -222,7 +253,7 @@ def _dataclasses(hint: Any, value: Any) -> list[Any]:
         return _dataclasses(get_args(hint)[0], value)
     if get_origin(hint) in (typing.Union, UnionType):
         found = [cls for argument in get_args(hint) for cls in _dataclasses(argument, value)]
-        wanted = [value.get(key) for key in _TAGS] if isinstance(value, Mapping) else [None, None]
+        wanted = [value.get(key) for key in TAGS] if isinstance(value, Mapping) else [None, None]
         tagged = [cls for cls in found if _tag_of(cls) in wanted]
         others = [cls for cls in found if _tag_of(cls) is MISSING]  # those that take any name
         return tagged or (others if wanted != [None, None] else found) or found
@@ -230,8 +261,8 @@ def _dataclasses(hint: Any, value: Any) -> list[Any]:
 
 
 # The keys that say which of several sections one is.
-_TAGS = ("name", "kind")
+TAGS = ("name", "kind")
 
 
 def _tag_of(schema: Any) -> Any:
-    return next((f.default for f in fields(schema) if f.name in _TAGS), None)
+    return next((f.default for f in fields(schema) if f.name in TAGS), None)

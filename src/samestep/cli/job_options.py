@@ -106,7 +106,10 @@ def load(
             if value == BARE and flag in _BARE_FLAGS:
                 key, value = _BARE_FLAGS[flag]
             overrides.append((key, value, f"--{flag}"))
-    return jobfile.load(file or options.job, [*overrides, *also])
+    loaded = jobfile.load(file or options.job, [*overrides, *also])
+    for remark in loaded.remarks if is_main() else ():
+        print(f"samestep: {remark}", file=sys.stderr)
+    return loaded
 
 
 def prepare(job: "Job", options: argparse.Namespace) -> None:

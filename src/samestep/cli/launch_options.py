@@ -231,7 +231,14 @@ def _own_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _text(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the value is empty; write one, or leave the option out")
+    return text
+
+
 _PARSERS: Mapping[Kind, Callable[[str], Any]] = {
+    "text": _text,
     "path": path_option,
     "hosts": WholeNumber(most=MOST_RANKS),
     "node-rank": WholeNumber(least=0, most=MOST_RANKS - 1),

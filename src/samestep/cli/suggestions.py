@@ -49,9 +49,22 @@ def _instead(word: str, own: Sequence[str], parser: argparse.ArgumentParser) -> 
             return meaning.note
     elif "--set" in own and word.lstrip("-").startswith(("recipe.", "run.")):
         return f"use --set {word.lstrip('-')}=VALUE"
-    near = difflib.get_close_matches(word, own, n=1, cutoff=0.7)
-    if near:
-        return f"did you mean {near[0]}? `{parser.prog} --help` lists those that it has"
+    if near := _near(word, own):
+        return f"did you mean {near}? `{parser.prog} --help` lists those that it has"
+    return None
+
+
+def _near(word: str, own: Sequence[str]) -> str | None:
+    """The options that begin with a word, as --dry-run does with --dry, else the one that looks most like it.
+
+    Where the first letter differs, the rest must be nearly the same: --dry is no --ray.
+    """
+    begun = [flag for flag in own if flag.startswith(f"{word}-")]
+    if begun and word.startswith("--"):
+        return " or ".join(begun)
+    for cutoff, near in ((0.7, [flag for flag in own if flag[:3] == word[:3]]), (0.8, own)):
+        if close := difflib.get_close_matches(word, near, n=1, cutoff=cutoff):
+            return close[0]
     return None
 
 

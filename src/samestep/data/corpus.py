@@ -50,11 +50,11 @@ def read(source: str, where: str) -> list[str]:
 def _files(path: Path, source: str, where: str) -> list[Path]:
     """List the files of a path, sorted. Raises UserError if there are none, or the path is not .txt."""
     if path.is_dir():
-        files = sorted(path.glob(f"*{_SUFFIX}"))
+        files = sorted(file for file in path.glob("*") if file.suffix.lower() == _SUFFIX)
         if not files:
             raise UserError(f"{where} is {source}: no {_SUFFIX} files in that folder")
         return files
-    if path.suffix == _SUFFIX:
+    if path.suffix.lower() == _SUFFIX:
         return [path]
     if path.exists():
         raise UserError(f"{where} is {source}; use a file that ends in {_SUFFIX}, or a folder of such files")

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from samestep.errors import UserError
-from samestep.input_files import wrong_path
+from samestep.input_files import short_path, wrong_path
 
 PREFIX = "package:"
 
@@ -15,7 +15,7 @@ def locate(path: str, where: str) -> Path:
     `where` is the key that gives the path. Raises UserError where the package is not installed.
     """
     if wrong := wrong_path(path):
-        raise UserError(f'{where} is "{path[:60]}...": {wrong}')
+        raise UserError(f'{where} is "{short_path(path)}": {wrong}')
     if not path.startswith(PREFIX):
         try:
             return Path(path).expanduser()

@@ -103,13 +103,21 @@ def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         if not line.strip():
             continue
         try:
-            record = parse_json(line)
+            record = parse_json(line, object_pairs_hook=lambda pairs, place=f"{path}:{number}": _once(place, pairs))
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{number}: not JSON at column {error.colno}: {error.msg}") from None
         if not isinstance(record, dict):
             raise UserError(f'{path}:{number}: {_shown(line)} is no object; use {{"text": ..., "label": ...}}')
         check_columns(f"{path}:{number}", record)
         yield number, record
+
+
+def _once(place: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a line. Raises UserError for a key of a sample that stands twice, of which one would be lost."""
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in _COLUMNS if names.count(name) > 1), None):
+        raise UserError(f"{place}: {twice} stands {names.count(twice)} times; keep one of them")
+    return dict(pairs)
 
 
 def _separated_records(path: Path, separator: str, called: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -124,7 +132,7 @@ def _separated_records(path: Path, separator: str, called: str) -> Iterator[tupl
         while (row := _next(rows)) is not None:
             if header is None:
                 header = [name.strip() for name in row]
-                check_columns(f"{path}:{number}", dict.fromkeys(header))
+                _check_header(f"{path}:{number}", header, separator)
             elif row:
                 if len(row) != len(header):
                     raise UserError(
@@ -143,6 +151,19 @@ def _separated_records(path: Path, separator: str, called: str) -> Iterator[tupl
             f"{path}:{number}: not {path.suffix[1:].upper()}: {why}; a text that begins with a double quote must "
             "stand in double quotes, and its own be doubled"
         ) from None
+
+
+def _check_header(place: str, header: Sequence[str], separator: str) -> None:
+    """Raise UserError for a column that stands twice, of which one would be lost, and for a file without a header."""
+    if twice := next((name for name in _COLUMNS if header.count(name) > 1), None):
+        raise UserError(f"{place}: the column {twice} stands {header.count(twice)} times; rename all but one")
+    try:
+        check_columns(place, dict.fromkeys(header))
+    except UserError as error:
+        if {name.lower() for name in header} & set(_COLUMNS) or len(header) != len(_COLUMNS):
+            raise
+        first = separator.join(_COLUMNS).replace("\t", "TAB")
+        raise UserError(f"{error}, or put a first line {first} above this one, if it is a sample") from None
 
 
 def _next(rows: Any) -> list[str] | None:
@@ -291,8 +312,8 @@ def read_source(source: str, where: str) -> LabelledTexts:
     if source in SOURCES:
         return pkgutil.resolve_name(SOURCES[source])()
     path = locate(source, where)
-    if path.suffix in READERS:
-        return pkgutil.resolve_name(READERS[path.suffix])(path)
+    if (reader := READERS.get(path.suffix.lower())) is not None:
+        return pkgutil.resolve_name(reader)(path)
     if path.exists():
         raise UserError(f"{where} is {source}; use a file that ends in {known_suffixes()}")
     raise UserError(f'{where} is "{source}"; {closest(source, SOURCES)}, or a path to a {known_suffixes()} file')

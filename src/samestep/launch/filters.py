@@ -89,6 +89,8 @@ def _parse(cluster: Cluster, flag: str, text: str) -> dict[int, set[int]]:
         name, colon, slots = part.strip().rpartition(":") if _numbered(part) else (part.strip(), "", "")
         if not name or (colon and not _SLOTS.fullmatch(slots)):
             raise UserError(f'{flag} "{text}": "{part}" names no slots of a host; {_FORM}')
+        if len(several := re.split(r"[\s,;]+", part.strip())) > 1 and not colon:
+            raise UserError(f'{flag} "{text}": hosts are separated by @; write "{"@".join(several)}"')
         index = _index(cluster, name, f'{flag} "{text}"')
         host = cluster.hosts[index]
         numbers = {int(number) for number in slots.split(",")} if colon else set()

@@ -27,8 +27,8 @@ from samestep.ranks import DeviceChoice
 if TYPE_CHECKING:
     from samestep.run_folder import RunPlace
 
-# How an option is written on the command line. "words" are those of a command, split as a shell does; "nodes" are
-# MIN:MAX; a "flag" has no value.
+# How an option is written on the command line. A "text" is not empty; "words" are those of a command, split as a
+# shell does; "nodes" are MIN:MAX; a "flag" has no value.
 Kind = Literal[
     "text", "path", "words", "nodes", "hosts", "node-rank", "ranks", "restarts", "threads", "port", "seconds", "flag"
 ]

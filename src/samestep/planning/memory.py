@@ -50,59 +50,61 @@ def fits(memory: Sequence[RankMemory], device: Device) -> bool:
 
 
 def memory_of(job: PlannedJob, layout: Layout, micro_batch: int) -> list[RankMemory]:
-    """The memory of every pipeline rank, first to last."""
+    """The memory of every pipeline rank, first to last.
+
+    Activations are those of one micro-batch in one layer, times the rank's layers, times the micro-batches whose
+    backward has not run yet (`in_flight`): under 1F1B, stage s of p holds p - s of them. A search asks for thousands
+    of layouts, so what ranks have in common is computed once.
+    """
+    model = job.model
     owner = pipeline_events.owners(layout.schedule, layout.pipeline, layout.stages_a_rank)
     if layout.pipeline == 1:
         owner = [0]
     micro_batches = max(1, ceil(job.global_batch / (layout.data_ranks * micro_batch)))
-    layers = layers_of_stages(job.model.layers, len(owner))
-    return [_rank(job, layout, micro_batch, micro_batches, rank, owner, layers) for rank in range(layout.pipeline)]
+    layers = layers_of_stages(model.layers, len(owner))
+    counts = [0] * layout.pipeline
+    for stage, rank in enumerate(owner):
+        counts[rank] += layers[stage]
+    kept = kept_activations(model, micro_batch, layout, job.software, job.precision)
+    recomputed = 0.0
+    if layout.recompute != "none":
+        recomputed = whole_activations(model, micro_batch, layout, job.software, job.precision) - kept
+    # Logits in 16 bits and in fp32, and their gradient in 16 bits.
+    logits = micro_batch * ceil(model.seq / layout.context) * ceil(model.vocab / layout.tensor) * 8.0
+    buffers = _RUNTIME + _gathered(model, layout, job.software)
+    held: dict[tuple[int, bool, bool], tuple[float, float, float]] = {}
+    found = []
+    for rank, count in enumerate(counts):
+        part = count, rank == owner[0], rank == owner[-1]
+        if part not in held:
+            held[part] = _held(job, layout, *part)
+        # Layers times micro-batches, since a rank with several stages holds different numbers of each.
+        at_once = in_flight(layout, micro_batches, rank, tuple(layers))
+        activations = at_once * kept + recomputed
+        if layout.offloads("activations"):
+            activations -= max(at_once - 2, 0) * kept
+        found.append(_rank_memory(held[part], activations + (logits if rank == owner[-1] else 0.0), buffers))
+    return found
 
 
-def _rank(
-    job: PlannedJob,
-    layout: Layout,
-    micro_batch: int,
-    micro_batches: int,
-    rank: int,
-    owner: Sequence[int],
-    layers: Sequence[int],
-) -> RankMemory:
-    """Bytes of one pipeline rank. `owner`: the rank of each stage; `layers`: the number of layers of each stage.
-
-    Activations are those of one micro-batch in one layer, times the rank's layers, times the micro-batches whose
-    backward has not run yet (`in_flight`): under 1F1B, stage s of p holds p - s of them.
-    """
-    model = job.model
-    own = [index for index, at in enumerate(owner) if at == rank]
-    count = sum(layers[index] for index in own)
-    shared, experts = held_parameters(model, layout, count, first=0 in own, last=len(owner) - 1 in own)
+def _held(job: PlannedJob, layout: Layout, layers: int, first: bool, last: bool) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer state of a pipeline rank with so many layers."""
+    shared, experts = held_parameters(job.model, layout, layers, first=first, last=last)
     # Parameters outside experts are sharded over the expert axis as well.
     of_shared = state_bytes(shared, layout, job.software, further=layout.expert)
     of_experts = state_bytes(experts, layout, job.software)
     weights, gradients, state = (one + other for one, other in zip(of_shared, of_experts, strict=True))
-    gradients, state = gradients * model.trained, state * model.trained
-    kept = kept_activations(model, micro_batch, layout, job.software, job.precision)
-    # Layers times micro-batches, since a rank with several stages holds different numbers of each.
-    at_once = in_flight(layout, micro_batches, rank, tuple(layers))
-    activations = at_once * kept
-    rows = micro_batch * ceil(model.seq / layout.context)
-    if layout.recompute != "none":
-        activations += whole_activations(model, micro_batch, layout, job.software, job.precision) - kept
-    if layout.offloads("activations"):
-        activations -= max(at_once - 2, 0) * kept
-    ends = 0.0
-    if len(owner) - 1 in own:
-        # Logits in 16 bits and in fp32, and their gradient in 16 bits.
-        ends += rows * ceil(model.vocab / layout.tensor) * 8.0
-    buffers = _RUNTIME + _gathered(model, layout, job.software)
-    total = weights + gradients + state + activations + ends
+    return weights, gradients * job.model.trained, state * job.model.trained
+
+
+def _rank_memory(held: tuple[float, float, float], activations: float, buffers: float) -> RankMemory:
+    weights, gradients, state = held
     return RankMemory(
         parameters=weights,
         gradients=gradients,
         optimizer=state,
-        activations=activations + ends,
-        buffers=buffers + _FRAGMENTS * total,
+        activations=activations,
+        buffers=buffers + _FRAGMENTS * (weights + gradients + state + activations),
     )
 
 

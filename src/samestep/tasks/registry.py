@@ -17,7 +17,7 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserErro
 from pydantic_core import ArgsKwargs
 
 from samestep.errors import UserError
-from samestep.input_files import wrong_path
+from samestep.input_files import short_path, wrong_path
 from samestep.limits import divisors
 from samestep.recipe import Recipe
 from samestep.tasks import TASKS
@@ -74,7 +74,7 @@ def _is_whole_task(value: Any) -> bool:
 def import_file(path: Path, key: str = "recipe.task") -> ModuleType:
     """The module of a user's file. Raises UserError, about the key that names it, where it can't be imported."""
     if wrong := wrong_path(str(path)):
-        raise UserError(f"{key} is {str(path)[:60]!r}...: {wrong}")
+        raise UserError(f"{key} is {short_path(str(path))!r}: {wrong}")
     if not path.is_file():
         raise UserError(f"{key}: no file {path}")
     # A name of its own for every path, so that two files called task.py don't meet; and the same name in

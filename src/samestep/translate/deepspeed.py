@@ -10,7 +10,7 @@ from samestep.engines.deepspeed.keys import OFFLOADS, SIZES, bf16_key, precision
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.limits import divisors
+from samestep.limits import MOST, divisors
 from samestep.recipe import Recipe
 from samestep.translate.base import (
     ConfigReader,
@@ -214,11 +214,12 @@ def _contradiction(batch: int, micro: int | None, accumulation: int | None, data
     ]
     product = (micro or 1) * (accumulation or 1) * (data or 1)
     near = [product * n for n in sorted({max(1, batch // product), batch // product + 1})]
+    fitting = [size for size in ([product] if data and micro and accumulation else near) if size <= MOST]
+    fix = f"use a batch of {' or '.join(map(str, fitting))}" if fitting else "make their product smaller"
     return UserError(
         f"train_batch_size is {batch}, and {' x '.join(filter(None, parts))} = {product} "
         f"{'is not that' if data and micro and accumulation else 'does not divide it'}; train_batch_size = "
-        "train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks, so use a batch of "
-        f"{' or '.join(map(str, [product] if data and micro and accumulation else near))}"
+        f"train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks, so {fix}"
     )
 
 

@@ -30,7 +30,7 @@ class ReadTorchrun(ConfigReader):
     title = "a torchrun command"
 
     def recognises(self, given: Any) -> bool:
-        return isinstance(given, str) and any(_is_launch(line) for line in _lines(given))
+        return isinstance(given, str) and calls_launcher(given)
 
     def read(self, given: Any, asked: GivenSizes) -> Draft:
         if not isinstance(given, str):
@@ -57,6 +57,11 @@ class ReadTorchrun(ConfigReader):
         script = shlex.join([options.training_script, *options.training_script_args])
         draft.remark(script, None, "the script's model, data and arguments go into a task and its recipe")
         return draft
+
+
+def calls_launcher(text: str) -> bool:
+    """Whether a command in a text is one of PyTorch's launchers."""
+    return any(_is_launch(line) for line in _lines(text))
 
 
 def _lines(text: str) -> list[list[str]]:

@@ -20,13 +20,14 @@ from samestep.engines.config_file import (
     yaml_of,
 )
 from samestep.errors import UserError, closest
+from samestep.input_files import wrong_path
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.translate.accelerate import ReadAccelerate, WriteAccelerate
 from samestep.translate.base import ConfigReader, ConfigWriter, Draft, GivenSizes, Written
 from samestep.translate.deepspeed import ReadDeepSpeed, WriteDeepSpeed
 from samestep.translate.sagemaker import ReadSageMaker
-from samestep.translate.torchrun import ReadTorchrun
+from samestep.translate.torchrun import ReadTorchrun, calls_launcher
 
 READERS: Mapping[str, ConfigReader] = {
     "accelerate": ReadAccelerate(),
@@ -54,7 +55,7 @@ class Source:
 
 
 def source_of(words: Sequence[str]) -> Source:
-    """Read the source: one word is a file, or - for standard input; several are a command.
+    """Read the source: one word is a file, - for standard input, or a launcher; several are a command.
 
     Raises UserError if it can't be read.
     """
@@ -68,6 +69,8 @@ def source_of(words: Sequence[str]) -> Source:
     if words[0] == STANDARD_INPUT:
         return Source(name="standard input", content=_content("standard input", sys.stdin.read()))
     file = Path(words[0])
+    if calls_launcher(words[0]) and (wrong_path(words[0]) or not file.exists()):
+        return Source(name="the command line", content=words[0])
     return Source(
         name=str(file),
         content=_content(str(file), config_text(file, hint="; a command is translated behind --")),

@@ -37,7 +37,7 @@ def zero_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(section, bool):
         size = {"allgather_bucket_size": config["allgather_size"]} if section and "allgather_size" in config else {}
         return {"stage": int(section), **size}
-    if not section:
+    if section is None:
         return {}
     if not isinstance(section, Mapping):  # the caller reports that a section is wanted
         return section

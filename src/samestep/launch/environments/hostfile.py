@@ -4,14 +4,16 @@ import re
 from pathlib import Path
 
 from samestep.errors import UserError
-from samestep.host_names import check_count, check_host, quoted
+from samestep.host_names import check_count, check_host, is_address, quoted
 from samestep.input_files import text_of
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Read, which
 from samestep.limits import MOST_RANKS_A_HOST, read_whole
 
 # A name, an IPv4 address, or an IPv6 address in brackets; then slots, as MPICH and Horovod write them. None starts
 # with a dash, which ssh would take for an option.
-_HOST = re.compile(r"(?:(?P<name>\w[\w.-]*)|\[(?P<address>[0-9A-Fa-f:.]+)\])(?::(?P<slots>\d+))?", re.ASCII)
+_HOST = re.compile(
+    r"(?:(?P<name>\w[\w.-]*)|\[(?P<address>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\])(?::(?P<slots>\d+))?", re.ASCII
+)
 _FORM = "use a line such as worker-1 slots=4"
 
 
@@ -65,7 +67,8 @@ def _line(words: list[str], place: str) -> tuple[str, int]:
     """The name and the slots of a line."""
     match = _HOST.fullmatch(words[0])
     if match is None:
-        raise UserError(f"{place}: {quoted(words[0])} is no host; {_FORM}")
+        form = f"write an IPv6 address in brackets: [{words[0]}]" if is_address(words[0]) else _FORM
+        raise UserError(f"{place}: {quoted(words[0])} is no host; {form}")
     check_host(match["name"] or match["address"], place)
     counts = {} if match["slots"] is None else {"slots": _count(match["slots"], words[0], place)}
     for word in words[1:]:

@@ -83,6 +83,7 @@ def _slots(pod: PyTorchJobPod, given: PlaceInputs) -> tuple[int, Slots]:
 
 
 _NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,51}[a-z0-9])?", re.ASCII)  # pods append "-worker-12"; 63 characters in all
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*", re.ASCII)  # host, port, path, tag and digest
 _CONTAINER = "pytorch"  # the container name that the operator looks for
 _GPU = "nvidia.com/gpu"
 
@@ -101,11 +102,13 @@ class PyTorchJobSpec:
 
 
 def manifest(wish: PyTorchJobSpec) -> str:
-    """Build the manifest as YAML. Raises UserError for a name that Kubernetes doesn't accept."""
+    """Build the manifest as YAML. Raises UserError for a name or an image that Kubernetes doesn't accept."""
     if not _NAME.fullmatch(wish.name):
         raise UserError(
             f'--job-id "{wish.name}" is no name of a PyTorchJob; up to 53 small letters, digits and dashes are'
         )
+    if not _IMAGE.fullmatch(wish.image):
+        raise UserError(f'--image "{wish.image[:80]}" is no image; write such as registry.example/team/name:tag')
     elastic = wish.fewest != wish.most
     ranks = str(wish.num_procs or "auto")
     spec: dict[str, Any] = {"nprocPerNode": ranks, "runPolicy": {"cleanPodPolicy": "Running"}}

@@ -10,7 +10,7 @@ from math import prod
 
 from samestep import environment
 from samestep.errors import UserError
-from samestep.host_names import check_count, check_host, quoted, shown
+from samestep.host_names import check_count, check_host, check_once, quoted, shown
 from samestep.launch.environments.base import (
     Cluster,
     FoundCluster,
@@ -57,6 +57,7 @@ def host_names(variable: str, text: str) -> list[str]:
         for numbers in product(*map(_padded, choices)):
             name = "".join(word for pair in zip(plain, [*numbers, ""], strict=True) for word in pair)
             names.append(check_host(name, variable))
+    check_once(names, variable)
     return names
 
 
