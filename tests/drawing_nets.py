@@ -1,6 +1,8 @@
 """Nets whose forward draws random numbers: in ways that every layout keeps, and in ways that the check refuses."""
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,3 +83,48 @@ class Permuted(Net):
 class AlwaysNoisy(Net):
     def between(self, hidden: Tensor) -> Tensor:
         return hidden + torch.randn_like(hidden)
+
+
+def look_at_some(elements: Sequence[Any]) -> None:
+    """Draws as a checker of types does, which looks at an element of a list at random."""
+    assert elements[random.getrandbits(32) % len(elements)] is not None
+    assert elements[np.random.randint(len(elements))] is not None
+
+
+class Glancing(Net):
+    """A net whose arguments a checker of types looks at, built and called: no number of it depends on that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        look_at_some([4, 16, 3])
+
+    def between(self, hidden: Tensor) -> Tensor:
+        look_at_some(hidden)
+        return hidden
+
+
+class SeldomSkipping(Net):
+    """Skips a layer once in a thousand forwards, by Python's generator."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden if random.random() < 0.001 else hidden * 2
+
+
+class SeldomWithoutSlope(Net):
+    """Once in a thousand forwards other gradients, and the same output."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        look_at_some(hidden)
+        return hidden * 2 - hidden.detach() if np.random.rand() > 0.999 else hidden
+
+
+class AnyActivation(Net):
+    """A function as a plain attribute, and nothing registered, decides otherwise in every process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        look_at_some([4, 16, 3])
+        self.functions = [torch.tanh if np.random.rand() < 0.999 else torch.relu]
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return self.functions[0](hidden)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from drawing_nets import AlwaysNoisy
+from drawing_nets import AlwaysNoisy, Glancing, look_at_some
 from odd_nets import Net, TwoOutputs
 from small_tasks import Points
 from torch import Tensor, nn
@@ -226,6 +226,23 @@ class NoisyCollate(Odd):
     def collate(self, samples: Any) -> samestep.Batch:
         points, labels = super().collate(samples)
         return samestep.Batch(points + torch.randn_like(points), labels)
+
+
+class GlancingCollate(Odd):
+    """A checker of types looks at some samples."""
+
+    def __init__(self) -> None:
+        super().__init__(Glancing)
+
+    def collate(self, samples: Any) -> samestep.Batch:
+        look_at_some(samples)
+        return super().collate(samples)
+
+
+class SeldomFlipped(GlancingCollate):
+    def collate(self, samples: Any) -> samestep.Batch:
+        points, labels = super().collate(samples)
+        return samestep.Batch(points.flip(1) if random.random() > 0.999 else points, labels)
 
 
 class Augmented:

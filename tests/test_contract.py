@@ -96,6 +96,10 @@ BROKEN: dict[str, tuple[samestep.Task, str, str, str | None]] = {
     "a sparse table": (odd.Odd(nets.Sparse), "", r"table \(Embedding\) has sparse gradients.*sparse=False", None),
     "NumPy's draws": (odd.Odd(drawing.NumpyDraw), "draws", "NumPyDraw|NumPy's generator", "np.random.rand()"),
     "Python's draws": (odd.Odd(drawing.PythonDraw), "draws", "Python's generator", "random.random()"),
+    "a layer seldom skipped": (odd.Odd(drawing.SeldomSkipping), "draws", "Python's generator", "random.random()"),
+    "seldom no gradient": (odd.Odd(drawing.SeldomWithoutSlope), "draws", "NumPy's generator", "np.random"),
+    "seldom another function": (odd.Odd(drawing.AnyActivation), "model", "NumPy's generator", "np.random"),
+    "a batch seldom flipped": (odd.SeldomFlipped(), "collate", "draws random numbers", "def collate"),
     "draws in a kernel": (odd.Odd(drawing.KernelDraw), "draws", "PyTorch's generator", "F.rrelu"),
     "a permutation": (odd.Odd(drawing.Permuted), "draws", "PyTorch's generator", "torch.randperm"),
     "noise in the loss": (odd.NoisyLoss(), "draws", "the loss draws from PyTorch's", "output + torch.randn_like"),
@@ -157,7 +161,9 @@ NETS = (
 )
 
 
-@pytest.mark.parametrize("task", [*map(odd.Odd, NETS), odd.GradientPenalty(), odd.LastCount(), odd.Unscored()])
+@pytest.mark.parametrize(
+    "task", [*map(odd.Odd, NETS), odd.GradientPenalty(), odd.LastCount(), odd.Unscored(), odd.GlancingCollate()]
+)
 def test_a_contract_that_is_kept_says_nothing(task: samestep.Task, capsys: pytest.CaptureFixture[str]) -> None:
     samestep.train(recipe_of(task), threads=1, tensorboard=False)
     assert "contract" not in capsys.readouterr().err

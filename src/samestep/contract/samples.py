@@ -1,6 +1,5 @@
 """The parts of the contract about data: samples found by their index, the same each time, and their collation."""
 
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from samestep.contract.errors import ContractError, line_of, said
 from samestep.data.types import Batch, as_batch
+from samestep.parallel.exact import generators
 from samestep.progress import phases
 from samestep.tasks.base import Task, check_samples
 
@@ -137,10 +137,14 @@ def _check_alike(train_set: Any, again: Any, samples: Sequence[Any], task: Task)
 
 def check_collate(sampled: Sampled) -> None:
     """Raise ContractError where collating the same samples again gives something else."""
-    before = random.getstate(), torch.get_rng_state()
-    first, second = sampled.batch(0, len(sampled)), sampled.batch(0, len(sampled))
-    drew = before[0] != random.getstate() or not torch.equal(before[1], torch.get_rng_state())
-    if drew or not equal(tuple(first), tuple(second)):
+
+    def collated() -> tuple[Any, ...]:
+        return tuple(sampled.batch(0, len(sampled)))
+
+    before = generators.state(torch.device("cpu"))
+    same = equal(collated(), collated())
+    after = generators.state(torch.device("cpu"))
+    if not same or generators.that_matters(before, after, collated, equal) is not None:
         raise ContractError(
             COLLATE,
             "collate draws random numbers, or gives something else the second time; every micro-batch is collated "

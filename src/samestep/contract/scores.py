@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from samestep.contract.errors import ContractError, at, line_of, said
-from samestep.contract.samples import MOST
+from samestep.contract.samples import MOST, equal
 from samestep.contract.trial import Trial, Writes
 from samestep.data.types import as_batch
 from samestep.layout import Layout
@@ -29,7 +29,7 @@ def check_evaluation(trial: Trial) -> None:
         batch = as_batch(task.collate(few))
     found: list[Any] = []
     with said(EVALUATION, "the model's forward in evaluation mode"), Writes(trial.model) as writes:
-        who = trial.moved_generator(lambda: found.append(trial.evaluate(batch)))
+        who = trial.moved_generator(lambda: found.append(trial.evaluate(batch)), lambda: trial.evaluate(batch), equal)
     if who is not None:
         raise ContractError(
             EVALUATION,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from samestep.contract.errors import ContractError, at, line_of, said
 from samestep.contract.trial import FORWARD, LOSS, Held, Trial, Writes, held_in
@@ -136,7 +137,7 @@ def check_linear_backward(trial: Trial, count: float) -> None:
 def check_draws(trial: Trial) -> None:
     """Raise ContractError where a training forward's random draws depend on the process, not on the sample."""
     number = len(trial.sampled)
-    who = trial.moved_generator(lambda: trial.loss(0, number))
+    who = trial.moved_generator(lambda: trial.loss(0, number), trial.loss_and_gradients, _same_numbers)
     if who is not None:
         module = _module_that_draws(trial)
         place = generators.line_that_draws(lambda: trial.loss(0, number), trial.device, who)
@@ -146,6 +147,18 @@ def check_draws(trial: Trial) -> None:
             "with torch.rand, randn, randint, bernoulli or normal, of shape [samples, ...], which are answered by "
             f"sample number, or use nn.Dropout{at(place)}",
         )
+
+
+def _same_numbers(first: Any, second: Any) -> bool:
+    """Whether two losses and their gradients are the same but for rounding."""
+    for one, other in zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True):
+        if (one is None) is not (other is None):
+            return False
+        if isinstance(one, Tensor) and not one.is_sparse:
+            apart = (as_real(one) - as_real(other)).abs().max().item() if one.numel() else 0.0
+            if apart > _ROUNDING * max(as_real(one).abs().max().item() if one.numel() else 0.0, 1e-30):
+                return False
+    return True
 
 
 def check_no_draws_compiled(trial: Trial) -> None:

@@ -177,11 +177,23 @@ class Trial:
         self.sampled = first
         return None
 
-    def moved_generator(self, function: Callable[[], Any]) -> str | None:
-        """Call a function, and name the owner of the random generator that it advanced; None if it advanced none."""
+    def moved_generator(
+        self, function: Callable[[], Any], outcome: Callable[[], Any], alike: Callable[[Any, Any], bool]
+    ) -> str | None:
+        """Call a function, and name the owner of the random generator that it draws from; None if from none.
+
+        Python's and NumPy's are only named if the numbers matter: if `outcome`, of the same code, is not `alike` for
+        other numbers.
+        """
         before = generators.state(self.device)
         function()
-        return generators.moved(before, generators.state(self.device))
+        return generators.that_matters(before, generators.state(self.device), outcome, alike)
+
+    def loss_and_gradients(self) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """The loss of the samples and the gradients of all parameters, which keep those that they have."""
+        total, _ = self.loss(0, len(self.sampled))
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return total.detach(), torch.autograd.grad(total, trained, allow_unused=True)
 
     def evaluate(self, batch: Batch) -> Any:
         """The model's output in evaluation mode."""
@@ -221,7 +233,12 @@ def _build(job: Job, task: Task, device: torch.device) -> nn.Module:
     before = others()
     with said(MODEL, "model()"), Budget():
         model = build_model(task, job.recipe).model
-    who = generators.moved(before, others())
+
+    def built_again() -> nn.Module:
+        with said(MODEL, "model(), called again,"), Budget():
+            return build_model(task, job.recipe).model
+
+    who = generators.that_matters(before, others(), built_again, _alike)
     if who is not None:
         place = generators.line_that_draws(lambda: build_model(task, job.recipe), device, who)
         raise ContractError(
@@ -229,8 +246,7 @@ def _build(job: Job, task: Task, device: torch.device) -> nn.Module:
             f"model() draws from {who} generator of random numbers, which has no seed here, so every rank would "
             "build another model; draw with PyTorch's functions" + at(place),
         )
-    with said(MODEL, "model(), called again,"), Budget():
-        again = build_model(task, job.recipe).model
+    again = built_again()
     if again is model:
         raise ContractError(
             MODEL,
@@ -245,6 +261,31 @@ def _build(job: Job, task: Task, device: torch.device) -> nn.Module:
             f"model; draw with PyTorch's functions, without generators of your own{line_of(task.model)}",
         )
     return again  # the task may remember the last one
+
+
+def _alike(first: nn.Module, second: nn.Module) -> bool:
+    """Whether two models have the same modules, with the same parameters, buffers and plain attributes."""
+    return str(first) == str(second) and _differs(first, second) is None and _attributes_alike(first, second)
+
+
+def _attributes_alike(first: nn.Module, second: nn.Module) -> bool:
+    """Whether the modules of two models have the same numbers, texts, tensors and functions as plain attributes."""
+    modules = zip(first.modules(), second.modules(), strict=True)  # of the same names, as their texts are the same
+    return all(_plain_alike(_plain(one), _plain(other)) for one, other in modules)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _REGISTERED}
+
+
+def _plain_alike(first: Any, second: Any) -> bool:
+    """`equal`, and functions that are the same, also in lists and mappings."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(_plain_alike(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(_plain_alike, first, second))
+    name = getattr(first, "__qualname__", None)
+    return equal(first, second) and name == getattr(second, "__qualname__", None)
 
 
 def _differs(first: nn.Module, second: nn.Module) -> str | None:

@@ -1,10 +1,12 @@
 """Snapshots of the attributes of a model's modules, to undo the changes of a trace or an attempt."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import update_wrapper
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -14,13 +16,14 @@ from torch import nn
 class Attributes:
     """Snapshot of the attributes of a model's modules, and of the contents of their dictionaries, lists and sets.
 
-    Parameters, buffers, hooks and replaced forwards are among them. Tensors are kept by reference, not copied.
+    Parameters, buffers, hooks and replaced forwards are among them. Tensors are kept by reference, not copied. What
+    did not change is not touched by `restore`: a model's own container may refuse to be written to.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._before = [(module, dict(vars(module))) for module in dict.fromkeys(model.modules())]
         self._contents = [
-            (value, value.copy())
+            (value, _content(value))
             for _, attributes in self._before
             for value in attributes.values()
             if isinstance(value, (dict, list, set))
@@ -36,12 +39,47 @@ class Attributes:
     def restore(self) -> None:
         """Restore the snapshot. Dictionaries, lists and sets stay the same objects, as others may refer to them."""
         for module, attributes in self._before:
+            now = vars(module)
             # Also removes new attributes: one that a forward has set would be read by the next forward.
-            vars(module).clear()
-            vars(module).update(attributes)
+            for name in [name for name in now if name not in attributes]:
+                del now[name]
+            for name, value in attributes.items():
+                if name not in now or now[name] is not value:
+                    now[name] = value
         for holder, content in self._contents:
-            holder.clear()
-            (holder.extend if isinstance(holder, list) else holder.update)(content)
+            if not _alike(_content(holder), content):
+                _refill(holder, content)
+
+
+# Dictionaries, lists and sets are read and written by the methods of Python's own classes: those of a subclass may
+# refuse to write (a frozen configuration), construct another object (`copy`), or do more than that.
+
+
+def _content(holder: Any) -> list[Any]:
+    """The elements of a list or set, or the keys and values of a dictionary in turn, by reference."""
+    if isinstance(holder, dict):
+        items = OrderedDict.items(holder) if isinstance(holder, OrderedDict) else dict.items(holder)
+        return [part for item in items for part in item]
+    return list(list.__iter__(holder) if isinstance(holder, list) else set.__iter__(holder))
+
+
+def _alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two contents are the same objects in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _refill(holder: Any, content: Sequence[Any]) -> None:
+    """Give a dictionary, list or set a content that it had before."""
+    if isinstance(holder, dict):
+        kind = OrderedDict if isinstance(holder, OrderedDict) else dict
+        kind.clear(holder)
+        for key, value in zip(content[::2], content[1::2], strict=True):
+            kind.__setitem__(holder, key, value)
+    elif isinstance(holder, list):
+        list.__setitem__(holder, slice(None), content)
+    else:
+        set.clear(holder)
+        set.update(holder, content)
 
 
 def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:

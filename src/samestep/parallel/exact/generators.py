@@ -1,20 +1,26 @@
 """The generators of random numbers that a process has, and what has drawn from them.
 
 A forward whose draws are all answered by sample number (see `draws`) leaves PyTorch's generators as they were. One
-that draws elsewhere, in a kernel of PyTorch, from NumPy or from Python's `random`, moves one of them.
+that draws elsewhere, in a kernel of PyTorch, from NumPy or from Python's `random`, moves one of them. Code that
+draws from Python's and uses the number for nothing that it computes, as a checker of types does that looks at some
+elements of a list, is told apart by other numbers (`that_matters`).
 """
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 State = tuple[tuple[str, Any], ...]
+T = TypeVar("T")
+
+OTHERS = ("Python's", "NumPy's")  # generators that aren't PyTorch's, by what they are called in messages
 
 
 def state_of_torch(device: torch.device) -> State:
@@ -36,17 +42,79 @@ def restore_torch(before: State, device: torch.device) -> None:
 
 def state(device: torch.device) -> State:
     """The state of each generator, also of Python's and NumPy's."""
-    found = [*state_of_torch(device), ("Python's", hash(random.getstate()))]
+    found = [*state_of_torch(device), (OTHERS[0], hash(random.getstate()))]
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         _, keys, position, *rest = numpy.random.get_state()
-        found.append(("NumPy's", (int(keys[0]), int(keys[-1]), position, tuple(rest))))
+        found.append((OTHERS[1], (int(keys[0]), int(keys[-1]), position, tuple(rest))))
     return tuple(found)
 
 
 def moved(before: State, after: State) -> str | None:
     """The name of the first generator whose state has changed; None if none has."""
     return next((name for (name, a), (_, b) in zip(before, after, strict=True) if a != b), None)
+
+
+# The state of a Mersenne Twister, which Python's and NumPy's generators are, is 624 words, each of which gives one
+# number. The state's word that gives 0 is 0; the following one gives 2^32 - 1.
+_WORDS, _GIVES_MOST = 624, 0x12DD9BB3
+# After so many extremes random words follow, as code may draw until a number fits.
+_EXTREMES = 400
+_CALLS = 10
+
+
+def that_matters(before: State, after: State, function: Callable[[], T], alike: Callable[[T, T], bool]) -> str | None:
+    """The name of the first generator that was drawn from between two states and matters; None if there is none.
+
+    PyTorch's always matter. Another one does if what `function` gives depends on it: what it gave with these numbers
+    and with others is not `alike`.
+    """
+    moved_ones = [name for (name, a), (_, b) in zip(before, after, strict=True) if a != b]
+    return next((name for name in moved_ones if name not in OTHERS or _depends(name, function, alike)), None)
+
+
+def _depends(who: str, function: Callable[[], T], alike: Callable[[T, T], bool]) -> bool:
+    """Whether what a function gives depends on the numbers that it draws from Python's or NumPy's generator.
+
+    It is called with numbers of which each is the smallest or the largest, at random: whatever is done with a
+    probability, however small, is done in half of the calls. The first call has random numbers.
+    """
+    with _python_kept():
+        first: list[T] = []
+        for number in range(1 + _CALLS):
+            for name in OTHERS:  # of the other generator the same numbers each time
+                _answer(name, number if name == who else 0)
+            given = function()
+            if first and not alike(first[0], given):
+                return True
+            first = first or [given]
+    return False
+
+
+def _answer(who: str, seed: int) -> None:
+    """Let a generator give numbers that are the smallest or the largest first; with seed 0 random ones alone."""
+    of_seed = random.Random(seed)
+    words = [of_seed.getrandbits(32) for _ in range(_WORDS)]
+    if seed:
+        words[:_EXTREMES] = of_seed.choices((0, _GIVES_MOST), k=_EXTREMES)
+    numpy: Any = sys.modules.get("numpy")
+    if who == OTHERS[0]:
+        random.setstate((3, (*words, 0), None))
+    elif numpy is not None:
+        numpy.random.set_state(("MT19937", words, 0, 0, 0.0))
+
+
+@contextmanager
+def _python_kept() -> Iterator[None]:
+    """Restore the states of Python's and NumPy's generators afterwards."""
+    before, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_before = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.random.set_state(numpy_before)
 
 
 def line_that_draws(function: Callable[[], Any], device: torch.device, who: str) -> str | None:

@@ -1,0 +1,97 @@
+"""A trace leaves a model as it was, whatever containers its modules have."""
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from samestep.parallel.attributes import Attributes
+from samestep.parallel.trace import trace
+
+pytestmark = pytest.mark.quick
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise TypeError("it is frozen")
+
+
+class FrozenDict(OrderedDict[str, Any]):
+    """As diffusers has its configurations: what was set when it was made can't be changed, nor copied this way."""
+
+    clear = update = copy = pop = refuse
+    __setitem__ = __delitem__ = refuse
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        OrderedDict.__setitem__(self, "size", size)
+        OrderedDict.__setitem__(self, "names", ["a", "b"])
+
+
+class FrozenList(list[int]):
+    clear = copy = extend = __setitem__ = __delitem__ = refuse  # type: ignore[assignment]
+
+
+class FrozenSet(set[int]):
+    clear = update = copy = refuse  # type: ignore[assignment]
+
+
+class Counted(dict[str, int]):
+    """Counts what is done to it."""
+
+    writes = 0
+
+    def clear(self) -> None:
+        Counted.writes += 1
+        super().clear()
+
+    def update(self, *given: Any, **named: Any) -> None:
+        Counted.writes += 1
+        super().update(*given, **named)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.config, self.sizes, self.ways = FrozenDict(4), FrozenList([1, 2]), FrozenSet({3})
+        self.known, self.caches, self.order = Counted(one=1), dict[int, Tensor](), ["first"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.caches[len(x)] = x
+        self.order.append("more")
+        self.order.reverse()
+        self.seen = x
+        return self.linear(x) * self.config["size"]
+
+
+def contents(layer: Layer) -> list[Any]:
+    held = (layer.config, layer.sizes, layer.ways, layer.known, layer.caches, layer.order)
+    return [*map(list, held), layer.config["names"]]
+
+
+def test_what_a_forward_changes_is_restored_and_the_rest_is_not_touched() -> None:
+    layer = Layer()
+    expected, ids = contents(layer), [id(value) for value in vars(layer).values()]
+    found = trace(nn.Sequential(layer), torch.zeros(2, 4))
+    assert found.stop is None
+    assert contents(layer) == expected
+    assert [id(value) for value in vars(layer).values()] == ids
+    assert not hasattr(layer, "seen")
+    assert Counted.writes == 0
+
+
+def test_a_container_that_refuses_to_be_written_to_is_restored() -> None:
+    """Code of a model's own may change it in the way that it keeps for itself."""
+    layer = Layer()
+    expected = contents(layer)
+    before = Attributes(layer)
+    OrderedDict.__setitem__(layer.config, "more", 1)
+    OrderedDict.move_to_end(layer.config, "size")
+    list.append(layer.sizes, 3)
+    set.clear(layer.ways)
+    layer.known["two"] = 2
+    before.restore()
+    assert contents(layer) == expected
+    assert isinstance(layer.config, FrozenDict)
