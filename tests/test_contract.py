@@ -318,3 +318,65 @@ def test_a_pipeline_is_refused_a_model_that_writes_to_its_parameters_in_evaluati
     assert place is not None
     assert "self.weight.div_(2)" in Path(__file__).read_text(encoding="utf-8").splitlines()[int(place[1]) - 1]
     assert "use dp2 or fsdp2" in message
+
+
+class Padded(samestep.Task):
+    """Translates sequences of unlike lengths: inputs and targets are padded separately."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.pairs = [
+            tuple(torch.randint(1, 7, (length,), generator=generator) for length in lengths)
+            for lengths in (
+                (3, 8),
+                (9, 4),
+                (9, 8),
+                (4, 5),
+                (6, 8),
+                (9, 7),
+                (5, 3),
+                (8, 8),
+                (2, 7),
+                (9, 2),
+                (7, 6),
+                (3, 4),
+            )
+        ]
+
+    def model(self) -> nn.Module:
+        return nets.Translator()
+
+    def train_set(self) -> samestep.Samples:
+        return self.pairs
+
+    def collate(self, samples: Any) -> samestep.Batch:
+        source, target = (nn.utils.rnn.pad_sequence(side, batch_first=True) for side in zip(*samples, strict=True))
+        return samestep.Batch((source, target), target)
+
+    def loss(self, output: Any, batch: samestep.Batch) -> Any:
+        counted = batch.targets != 0
+        terms = nn.functional.cross_entropy(output.mT, batch.targets, reduction="none")
+        return (terms * counted).sum(), counted.sum()
+
+
+@pytest.mark.parametrize(
+    ("task", "forwards"), [(Points(), 5), (Points(held_out=0), 4), (Padded(), 4), (odd.Odd(nets.NormedByBatch), 4)]
+)
+def test_the_check_takes_few_forwards(task: samestep.Task, forwards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four forwards and three backwards, and a forward of the held-out samples where there are any."""
+    counts = {"forward": 0, "backward": 0}
+    build, backward = task.model, torch.Tensor.backward
+
+    def counted_model() -> nn.Module:
+        model = build()
+        model.register_forward_pre_hook(lambda *_: counts.update(forward=counts["forward"] + 1))
+        return model
+
+    def counted_backward(*arguments: Any, **keywords: Any) -> None:
+        counts["backward"] += 1
+        backward(*arguments, **keywords)
+
+    monkeypatch.setattr(task, "model", counted_model)
+    monkeypatch.setattr(torch.Tensor, "backward", counted_backward)
+    check.check_contract(samestep.Job(recipe=recipe_of(task)), task)
+    assert counts == {"forward": forwards, "backward": 3}

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from samestep.contract.coupling import SUM, check_sum_of_parts
+from samestep.contract.coupling import check_sum_of_parts
 from samestep.contract.errors import ContractError, TooLargeError, said
+from samestep.contract.parts import SUM, WholeAndParts, whole_and_parts
 from samestep.contract.samples import COLLATE, DATA, check_collate, take_samples
 from samestep.contract.scores import EVALUATION, check_evaluation
 from samestep.contract.second_gradients import (
@@ -18,6 +19,7 @@ from samestep.contract.second_gradients import (
     can_lack_gradients,
     check_second_gradients,
     gradients_passed,
+    through_blocks,
 )
 from samestep.contract.step import (
     DRAWS,
@@ -25,10 +27,14 @@ from samestep.contract.step import (
     REPEATABLE,
     check_draws,
     check_linear_backward,
-    check_loss,
     check_no_draws_compiled,
-    check_parameters,
+    check_reached,
     check_repeatable,
+    check_total,
+    check_writes,
+    differs_from_first,
+    first_loss,
+    has_batch_norm,
 )
 from samestep.contract.trial import FORWARD, LOSS, MODEL, Trial
 from samestep.engines.native.ordered import check_model as check_ordered
@@ -70,7 +76,8 @@ class ContractFinding:
 def check_contract(job: Job, task: Task) -> None:
     """Raise ContractError for the first part of its contract that a job's task breaks.
 
-    Takes one forward and backward and a few forwards of at most 12 samples in this process, whatever the layout.
+    Takes four forwards and three backwards of at most 12 samples in this process, whatever the layout, and one of
+    held-out samples in evaluation mode; more only to find the cause of what is broken.
     A model that is too large for one process is not checked, which is said on standard error.
     """
     try:
@@ -153,37 +160,66 @@ def _named(turn: Turn | None) -> Iterator[None]:
 
 def _kept_in(trial: Trial) -> Iterator[str]:
     """Check the parts of the contract about a step, or about one turn of it, and yield each that holds."""
-    total, count = check_loss(trial)
-    total = total.detach()  # frees the graph
-    yield FORWARD
-    yield LOSS
-    if not math.isfinite(total.item()):
-        return  # a training skips or reports such steps; their gradients can't be compared
-    check_parameters(trial, count)
+    first = None if _tried(trial) else _loss_in_float32(trial)
+    if first is not None:
+        yield FORWARD
+        yield LOSS
+        if not math.isfinite(first):
+            return  # a training skips or reports such steps; their gradients can't be compared
     layout, engine = Layout.parse(trial.job.run.layout), trial.job.run.engine
-    if can_lack_gradients(layout, engine):
-        check_second_gradients(gradients_passed(trial), layout, engine)
+    passes = can_lack_gradients(layout, engine)
+    taken = whole_and_parts(trial, gradient_calls=passes)
+    if first is None:
+        yield FORWARD
+        yield LOSS
+        if not math.isfinite(first := taken.watched.total.item()):
+            return
+    check_writes(trial, taken.watched.writes)
+    if trial.turn is not None:
+        check_reached(trial.turn, taken.reached)
+    if passes:
+        check_second_gradients(through_blocks(trial, taken.watched.gradient_calls), layout, engine)
     if layout.attention == "ring":
         check_ring(layout, follow(trial.model, trial.sampled.batch(0, 1).inputs))
     yield PARAMETERS
-    check_draws(trial)
+    check_draws(trial, taken.watched.generator)
     if trial.job.run.compile:
         check_no_draws_compiled(trial)
     yield DRAWS
-    yield from _rest(trial, total, count)
+    yield from _rest(trial, taken, first)
 
 
-def _rest(trial: Trial, total: torch.Tensor, count: float) -> Iterator[str]:
-    """Check the parts that need a computed loss, and yield each that holds."""
+def _tried(trial: Trial) -> bool:
+    """Whether the task has run its model in float32 on its own, in a way that shows what a training forward would."""
+    return trial.task.tried_model() and not has_batch_norm(trial.model)
+
+
+def _loss_in_float32(trial: Trial) -> float:
+    """The loss of all samples as a training step takes it, checked; its graph is freed."""
+    total, count = first_loss(trial)
+    check_total(trial, total, count)
+    return total.item()
+
+
+def _rest(trial: Trial, taken: WholeAndParts, loss: float) -> Iterator[str]:
+    """Check the parts that need a computed loss, and yield each that holds. `loss`: of the first forward, a sum."""
 
     def repeatable() -> None:
-        check_repeatable(trial, total)
-        check_linear_backward(trial, count)  # of a forward that is not repeatable, gradients can't be compared
+        if taken.sums.add_up and not differs_from_first(trial, taken.watched.total.item(), loss):
+            return
+        with trial.in_float32():
+            count = check_repeatable(trial)
+            # Of a forward that is not repeatable, gradients can't be compared.
+            check_linear_backward(trial, count)
+
+    def evaluation() -> None:
+        with trial.in_float32():
+            check_evaluation(trial)
 
     parts: tuple[tuple[str, Callable[[], None]], ...] = (
         (REPEATABLE, repeatable),
-        (EVALUATION, lambda: check_evaluation(trial)),
-        (SUM, lambda: check_sum_of_parts(trial)),
+        (EVALUATION, evaluation),
+        (SUM, lambda: check_sum_of_parts(trial, taken)),
     )
     for part, check in parts:
         check()

@@ -1,75 +1,40 @@
 """The part of the contract on which every split rests: the loss of a batch is the sum of the losses of its parts.
 
-12 samples are taken at once and as 5 and 7, forward and backward, in float64. Where the sum, the count or the
-gradient differ, the samples are compared on their way through collate, the model's modules and the loss, so that the
-message names the code that couples them. The gradient shows what the loss does not: a hook that scales gradients by
-the whole batch's, and samples that are coupled in a branch whose weights begin at zero.
+Where the sum, the count or the gradient of `parts` differ, the samples are compared on their way through collate, the
+model's modules and the loss, so that the message names the code that couples them. The gradient shows what the loss
+does not: a hook that scales gradients by the whole batch's, and samples that are coupled in a branch whose weights
+begin at zero.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from samestep.contract.errors import ContractError, line_of, said
+from samestep.contract.errors import ContractError, line_of
+from samestep.contract.parts import SUM, NormCounts, Sums, WholeAndParts, whole_and_parts
 from samestep.contract.trial import Trial
 
-SUM = "sum of parts"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Sums:
-    """Losses and counts of the whole batch, its first part and the rest, and the gradient error by parameter."""
-
-    losses: tuple[float, float, float]
-    counts: tuple[float, float, float]
-    tolerance: float
-    gradient_norm: float  # of the parts
-    apart: Mapping[str, float]  # parameter -> norm of (gradient of the whole batch - gradients of the parts)
-
-    @property
-    def counts_add_up(self) -> bool:
-        """Whether the count of the whole batch is the sum of its parts' counts."""
-        whole, first, rest = self.counts
-        return abs(whole - first - rest) <= 1e-6 * abs(whole)
-
-    @property
-    def losses_add_up(self) -> bool:
-        """Whether the loss of the whole batch is the sum of its parts' losses, up to rounding."""
-        whole, first, rest = self.losses
-        # Written so that NaN does not pass.
-        return abs(whole - first - rest) <= self.tolerance * max(abs(first) + abs(rest), abs(whole))
-
-    @property
-    def gradients_add_up(self) -> bool:
-        """Whether gradients add up. Non-finite ones pass: they can't be compared, and a training stops at them."""
-        found, norm = math.hypot(*self.apart.values()), self.gradient_norm
-        return not math.isfinite(found + norm) or found <= 10 * self.tolerance * norm
-
-
-def check_sum_of_parts(trial: Trial) -> None:
+def check_sum_of_parts(trial: Trial, taken: WholeAndParts) -> None:
     """Raise ContractError where a batch's loss, count or gradient isn't the sum of its parts', and say why."""
-    number, cut = len(trial.sampled), trial.sampled.cut
-    if number < 2:
+    if len(trial.sampled) < 2:
         return
-    _check_batch_norms(trial, number, cut)
-    _check_sums(trial)
+    _check_batch_norms(trial, taken.batch_norms)
+    _check_sums(trial, taken.sums)
     for sampled in trial.sampled.shorter_in_others():
         with trial.of(sampled):
-            _check_sums(trial)
+            _check_sums(trial, whole_and_parts(trial, gradient_calls=False).sums)
 
 
-def _check_sums(trial: Trial) -> None:
+def _check_sums(trial: Trial, sums: Sums) -> None:
     """Raise ContractError for a loss that is no sum over samples, saying what couples them."""
+    if sums.add_up:
+        return
     number, cut = len(trial.sampled), trial.sampled.cut
     with trial.without_batch_statistics():
-        sums = _in_float64(trial, number, cut)
-        if sums.counts_add_up and sums.losses_add_up and sums.gradients_add_up:
-            return
         if sums.counts_add_up and (coupled := _coupled(trial, sums, number, cut)) is not None:
             raise ContractError(SUM, coupled)
         if sums.counts_add_up and sums.losses_add_up:
@@ -77,91 +42,18 @@ def _check_sums(trial: Trial) -> None:
     raise ContractError(SUM, _loss_at_fault(trial, sums, number, cut))
 
 
-def _check_batch_norms(trial: Trial, number: int, cut: int) -> None:
+def _check_batch_norms(trial: Trial, norms: Mapping[str, NormCounts]) -> None:
     """Raise ContractError where a batch norm includes padding in its statistics, which differs between groups."""
-    counts: dict[str, list[float]] = {}
-    norms = {
-        name: module
-        for name, module in trial.model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-    }
-    if not norms:
-        return
-
-    def counter(name: str) -> Any:
-        """Return a hook that counts the elements per feature of a batch norm's input."""
-
-        def count(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            given = arguments[0]
-            counts[name][-1] += given.numel() / given.shape[1]
-
-        return count
-
-    without_graph = trial.without_graph  # found out by a forward, which is not to be counted
-    handles = [module.register_forward_pre_hook(counter(name)) for name, module in norms.items()]
-    try:
-        for first, last in ((0, number), (0, cut), (cut, number)):
-            for name in norms:
-                counts.setdefault(name, []).append(0)
-            with without_graph():
-                trial.output(first, last)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for name, (whole, first, rest) in counts.items():
-        if whole != first + rest and not whole == first == rest:  # the latter: it takes no samples
+    number, cut = len(trial.sampled), trial.sampled.cut
+    for name, counts in norms.items():
+        if not counts.add_up:
             raise ContractError(
                 SUM,
-                f"{name or 'the model'} ({type(norms[name]).__name__}) takes its statistics over {whole:g} numbers a "
-                f"feature for {number} samples, and over {first:g} + {rest:g} for {cut} and {number - cut} of them: "
-                "padding counts there, and is as long as the longest sample of a group; pad all samples to one "
-                f"length, or use layer norm{line_of(trial.task.collate)}",
+                f"{name or 'the model'} ({type(counts.module).__name__}) takes its statistics over {counts.whole:g} "
+                f"numbers a feature for {number} samples, and over {counts.first:g} + {counts.rest:g} for {cut} and "
+                f"{number - cut} of them: padding counts there, and is as long as the longest sample of a group; pad "
+                f"all samples to one length, or use layer norm{line_of(trial.task.collate)}",
             )
-
-
-def _in_float64(trial: Trial, number: int, cut: int) -> Sums:
-    """The sums in float64; in float32 where the model has operators without float64."""
-    try:
-        trial.widen()
-        return _sums(trial, number, cut)
-    except ContractError:
-        trial.narrow()
-        return _sums(trial, number, cut)
-
-
-def _sums(trial: Trial, number: int, cut: int) -> Sums:
-    """Compute loss, count and gradients of two parts of a batch and of the whole, in float64.
-
-    The whole's gradient is taken with the opposite sign into what the parts have left: what remains (`apart`) is the
-    difference, parameter by parameter.
-    """
-    parameters = {name: each for name, each in trial.model.named_parameters() if each.requires_grad}
-    trial.model.zero_grad()
-    norms: list[float] = []
-    found: list[tuple[float, float]] = []
-    # The gradient of the whole batch is subtracted from the accumulated gradients of the parts, which leaves zero.
-    parts = ((0, cut), (cut, number))
-    losses = chain(trial.losses_of_parts(parts), trial.losses_of_parts([(0, number)]))
-    for (first, last), sign, (total, count) in zip((*parts, (0, number)), (1, 1, -1), losses, strict=True):
-        if total.requires_grad:
-            with said(SUM, f"backward of samples {first} to {last - 1}"):
-                (sign * total).backward()
-        found.append((total.item(), count))
-        norms.append(math.hypot(*_norms(parameters).values()))
-    apart = _norms(parameters)
-    trial.model.zero_grad()
-    (first, rest, whole), size = found, norms[0] + norms[1]
-    return Sums(
-        losses=(whole[0], first[0], rest[0]),
-        counts=(whole[1], first[1], rest[1]),
-        tolerance=trial.tolerance,
-        gradient_norm=size,
-        apart=apart,
-    )
-
-
-def _norms(parameters: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: each.grad.norm().item() for name, each in parameters.items() if each.grad is not None}
 
 
 def _backward_at_fault(trial: Trial, sums: Sums, number: int, cut: int) -> str:

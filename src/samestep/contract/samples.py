@@ -37,7 +37,7 @@ class Sampled:
         with said(COLLATE, f"collate of samples {first} to {last - 1}"):
             return as_batch(self.task.collate(self.samples[first:last]))
 
-    def ordered(self, size: Sequence[int], cut: int) -> "Sampled":
+    def ordered(self, size: Sequence[Any], cut: int) -> "Sampled":
         """The same samples in the order of their sizes; those of one size as they are."""
         order = sorted(range(len(self)), key=lambda place: size[place])
         return replace(
@@ -76,7 +76,26 @@ def _sampled(task: Task, samples: Sequence[Any], indices: Sequence[int]) -> Samp
     except ContractError:  # collate needs several samples
         return sampled
     sampled = replace(sampled, sizes=[_sizes(batch) for batch in batches])
-    return sampled.ordered([sum(_sizes(batch[:1])) for batch in batches], cut)
+    size = [sum(_sizes(batch[:1])) for batch in batches]
+    shorter = _shorter_in_all(sampled.sizes)
+    if not shorter:
+        return sampled.ordered(size, cut)
+    # Those that are shorter in every tensor come first, so that one order shows padding in any of them.
+    return sampled.ordered([(place not in shorter, size[place]) for place in range(number)], min(len(shorter), cut))
+
+
+def _shorter_in_all(sizes: Sequence[Sequence[int]]) -> set[int]:
+    """The samples that are smaller than the largest in every tensor whose sizes differ; empty if there are none."""
+    if len({len(sample) for sample in sizes}) > 1:
+        return set()
+    longest = [max(tensor) if min(tensor) < max(tensor) else None for tensor in zip(*sizes, strict=True)]
+    if not any(longest):
+        return set()
+    return {
+        place
+        for place, sample in enumerate(sizes)
+        if all(most is None or size < most for size, most in zip(sample, longest, strict=True))
+    }
 
 
 def _sizes(parts: Iterable[Any]) -> list[int]:

@@ -68,7 +68,7 @@ _LIMITS = (
 
 
 @dataclass(frozen=True)
-class _Taken:
+class GradientCall:
     """One call of torch.autograd.grad."""
 
     outputs: Sequence[Tensor]
@@ -76,12 +76,12 @@ class _Taken:
     twice: bool
 
 
-class _Calls(TorchFunctionMode):
+class GradientCalls(TorchFunctionMode):
     """Records the calls of torch.autograd.grad."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.taken: list[_Taken] = []
+        self.taken: list[GradientCall] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -92,7 +92,7 @@ class _Calls(TorchFunctionMode):
                 [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
                 for given in (args[0], args[1] if len(args) > 1 else kwargs.get("inputs"))
             )
-            self.taken.append(_Taken(outputs, inputs, bool(kwargs.get("create_graph"))))
+            self.taken.append(GradientCall(outputs, inputs, bool(kwargs.get("create_graph"))))
         return func(*args, **kwargs)
 
 
@@ -108,13 +108,18 @@ class GradientThroughBlocks:
 
 def gradients_passed(trial: Trial) -> list[GradientThroughBlocks]:
     """Record the gradients that one forward and loss of a task take through blocks."""
-    with _Calls() as calls:
+    with GradientCalls() as calls:
         trial.loss(0, len(trial.sampled))
+    return through_blocks(trial, calls.taken)
+
+
+def through_blocks(trial: Trial, calls: Sequence[GradientCall]) -> list[GradientThroughBlocks]:
+    """Select the calls of torch.autograd.grad, recorded in a forward and loss, that go through the model's blocks."""
     blocks = with_forward(find_blocks(trial.model))
     names = {id(module): name for name, module in trial.model.named_modules()}
     turn = "" if trial.turn is None else f" of turn {trial.turn.name}"
     found = []
-    for taken in calls.taken:
+    for taken in calls:
         if passed := _blocks_between(taken, blocks):
             found.append(
                 GradientThroughBlocks(
@@ -145,7 +150,7 @@ def check_second_gradients(passed: Sequence[GradientThroughBlocks], layout: Layo
                 )
 
 
-def _blocks_between(taken: _Taken, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+def _blocks_between(taken: GradientCall, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the blocks with parameters on the graph's paths from the outputs to the inputs, in their order."""
     owner = {id(parameter): block for block in blocks for parameter in block.parameters()}
     leaves = {id(each) for each in taken.inputs if each.grad_fn is None}

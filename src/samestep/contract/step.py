@@ -1,14 +1,13 @@
 """The parts of the contract about one step: its loss, the parameters behind it, its draws, and that it repeats."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from samestep.contract.errors import ContractError, at, line_of, said
+from samestep.contract.errors import ContractError, at, line_of
 from samestep.contract.trial import FORWARD, LOSS, Held, Trial, Writes, held_in
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.exact import generators
@@ -22,24 +21,32 @@ _OF_TASK = " of the task"
 # Tolerance between two runs of one forward in float32: kernels may sum in another order.
 _ROUNDING = 1e-5
 
+# Relative difference between a loss in float32 and in float64 above which the forward is looked at again.
+_SURELY_OTHER = 1e-3
+
 # Eight ranks scale the loss by eight, and divide the summed gradients by eight. A power of two rounds nothing.
-_TIMES = 8
+TIMES = 8
 _NOT_LINEAR = 1e-3
 
 
-def check_loss(trial: Trial) -> tuple[Tensor, float]:
-    """Take one training forward and its loss. Raises ContractError where the loss can't be trained with."""
-    number = len(trial.sampled)
+def first_loss(trial: Trial) -> tuple[Tensor, float]:
+    """Take a training forward of all samples; return its loss and count. Other samples are taken if none counts."""
     try:
-        total, count = trial.loss(0, number)
+        total, count = trial.loss(0, len(trial.sampled))
         if count == 0 and (others := trial.elsewhere()) is not None:
-            total, count = others
+            return others
+        return total, count
     except ContractError as error:
         # A layer that isn't registered with the model is not moved to its device and dtype.
         lost = next(unregistered(trial.model), None)
         if error.part == FORWARD and lost is not None:
             raise _not_registered(trial, *lost) from error
         raise
+
+
+def check_total(trial: Trial, total: Tensor, count: float) -> None:
+    """Raise ContractError for a sum and count, of all samples of a trial, that can't be trained with."""
+    number = len(trial.sampled)
     where = line_of(trial.loss_function)
     if not total.requires_grad:
         raise ContractError(
@@ -57,27 +64,20 @@ def check_loss(trial: Trial) -> tuple[Tensor, float]:
             f"the count of samples 0 to {number - 1} is {count:g}; give how many terms the sum is over, "
             f"above 0{where}",
         )
-    return total, count
 
 
-def check_parameters(trial: Trial, count: float) -> None:
-    """Raise ContractError where the forward writes to parameters, backward fails, or it reaches unregistered ones."""
-    total = _without_writes(trial)
+def check_registered(trial: Trial, total: Tensor) -> None:
+    """Raise ContractError where a loss, with its graph, depends on parameters that the model doesn't register."""
     own = {id(parameter) for parameter in trial.model.parameters()}
     for leaf in _leaves(total):
         if id(leaf) not in own and (isinstance(leaf, nn.Parameter) or id(leaf) in trial.plain_leaves):
             held = (*_held(trial.model), *_held_by_task(trial.task))
             name, holder = next(((name, holder) for name, holder, each in held if each is leaf), ("a parameter", ""))
             raise _not_registered(trial, name, holder)
-    with said(PARAMETERS, "backward"):
-        total.backward(torch.tensor(_scale(trial, count), dtype=total.dtype, device=total.device))
-    if trial.turn is not None:
-        _check_reached(trial, trial.turn)
 
 
-def _check_reached(trial: Trial, turn: Turn) -> None:
+def check_reached(turn: Turn, reached: Sequence[str]) -> None:
     """Raise ContractError where a turn's loss reaches none of the parameters that the turn steps."""
-    reached = [name for name, each in trial.model.named_parameters() if each.grad is not None]
     if not any(turn.steps(name) for name in reached):
         found = ", ".join([*reached[:3], *(["..."] if len(reached) > 3 else [])]) or "no parameter at all"
         raise ContractError(
@@ -88,10 +88,8 @@ def _check_reached(trial: Trial, turn: Turn) -> None:
         )
 
 
-def _without_writes(trial: Trial) -> Tensor:
-    """Compute the loss of a training forward. Raises ContractError if the forward writes to a parameter."""
-    with Writes(trial.model) as writes:
-        total, _ = trial.loss(0, len(trial.sampled))
+def check_writes(trial: Trial, writes: Writes) -> None:
+    """Raise ContractError if a training forward has written to a parameter."""
     if writes.written is not None:
         owner = trial.model.get_submodule(writes.written.rpartition(".")[0])
         raise ContractError(
@@ -101,10 +99,9 @@ def _without_writes(trial: Trial) -> Tensor:
             "value without writing it back, as torch.nn.utils.parametrizations do, a buffer for a moving average, "
             f"and max_norm=None for a table{at(writes.line)}",
         )
-    return total
 
 
-def _scale(trial: Trial, count: float) -> float:
+def loss_scale(trial: Trial, count: float) -> float:
     """Return the power of two nearest to the factor by which one process's step scales a sample's loss."""
     return 2.0 ** round(math.log2(len(trial.sampled) / count / trial.job.recipe.batch))
 
@@ -113,31 +110,36 @@ def check_linear_backward(trial: Trial, count: float) -> None:
     """Raise ContractError where a loss scaled by 8 does not give gradients scaled by 8.
 
     Ranks and micro-batches scale the loss by different factors and sum the gradients, so gradients can't be clamped
-    on the way. The gradients of `check_parameters` are compared with new ones.
+    on the way.
     """
-    before = {name: parameter.grad for name, parameter in trial.model.named_parameters()}
-    trial.model.zero_grad()
-    total, _ = trial.loss(0, len(trial.sampled))
-    total.backward(torch.tensor(_TIMES * _scale(trial, count), dtype=total.dtype, device=total.device))
-    for name, parameter in trial.model.named_parameters():
-        small, large = before[name], parameter.grad
-        if small is None or large is None or small.is_sparse or large.is_sparse:
+    scale = loss_scale(trial, count)
+    before = _gradients(trial, scale)
+    after = _gradients(trial, TIMES * scale)
+    for name, small in before.items():
+        large = after.get(name)
+        if large is None or small.is_sparse or large.is_sparse:
             continue
-        expected = as_real(small) * _TIMES
+        expected = as_real(small) * TIMES
         apart, most = (as_real(large) - expected).abs().max().item(), expected.abs().max().item()
         if math.isfinite(apart) and math.isfinite(most) and apart > _NOT_LINEAR * max(most, 1e-30):
             raise ContractError(
                 PARAMETERS,
-                f"of a loss {_TIMES} times as large, the gradient of {name} is not {_TIMES} times as large: a hook "
+                f"of a loss {TIMES} times as large, the gradient of {name} is not {TIMES} times as large: a hook "
                 "or an autograd.Function changes gradients by their size, and a rank or a micro-batch has only a "
                 f"part of a gradient; use recipe.clip to limit its norm{line_of(type(trial.model))}",
             )
 
 
-def check_draws(trial: Trial) -> None:
-    """Raise ContractError where a training forward's random draws depend on the process, not on the sample."""
+def _gradients(trial: Trial, scale: float) -> dict[str, Tensor]:
+    """The gradients of one forward's loss, scaled, by parameter."""
+    trial.model.zero_grad()
+    (trial.loss(0, len(trial.sampled))[0] * scale).backward()
+    return {name: each.grad for name, each in trial.model.named_parameters() if each.grad is not None}
+
+
+def check_draws(trial: Trial, who: str | None) -> None:
+    """Raise ContractError where a training forward's draws depend on the process: `who` is the generator's owner."""
     number = len(trial.sampled)
-    who = trial.moved_generator(lambda: trial.loss(0, number), trial.loss_and_gradients, _same_numbers)
     if who is not None:
         module = _module_that_draws(trial)
         place = generators.line_that_draws(lambda: trial.loss(0, number), trial.device, who)
@@ -149,7 +151,7 @@ def check_draws(trial: Trial) -> None:
         )
 
 
-def _same_numbers(first: Any, second: Any) -> bool:
+def same_numbers(first: Any, second: Any) -> bool:
     """Whether two losses and their gradients are the same but for rounding."""
     for one, other in zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True):
         if (one is None) is not (other is None):
@@ -162,10 +164,7 @@ def _same_numbers(first: Any, second: Any) -> bool:
 
 
 def check_no_draws_compiled(trial: Trial) -> None:
-    """Raise ContractError where a model to be compiled draws: compiled blocks draw from their own generator."""
-    trial.dropout.notes = True
-    trial.loss(0, len(trial.sampled))
-    trial.dropout.notes = False
+    """Raise ContractError where a model to be compiled has drawn: compiled blocks draw from their own generator."""
     if trial.dropout.answered:
         name, what = trial.dropout.answered[0]
         raise ContractError(
@@ -176,8 +175,24 @@ def check_no_draws_compiled(trial: Trial) -> None:
         )
 
 
-def check_repeatable(trial: Trial, total: Tensor) -> None:
-    """Raise ContractError where the same samples give a different loss the second time."""
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether a model takes statistics of its batches."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def differs_from_first(trial: Trial, loss: float, first: float) -> bool:
+    """Whether a loss in float64 is another than the very first call's in float32, beyond what rounding explains.
+
+    Batch norms take their running statistics in one of the two, so that their models' losses can't be compared.
+    """
+    if has_batch_norm(trial.model):
+        return False
+    return not abs(loss - first) <= _SURELY_OTHER * max(abs(first), 1e-30)
+
+
+def check_repeatable(trial: Trial) -> float:
+    """Raise ContractError where the same samples give a different loss the second time; return the loss's count."""
+    total, count = trial.loss(0, len(trial.sampled))
     again, _ = trial.loss(0, len(trial.sampled))
     if abs(again.item() - total.item()) > _ROUNDING * max(abs(total.item()), 1e-30):
         raise ContractError(
@@ -186,6 +201,7 @@ def check_repeatable(trial: Trial, total: Tensor) -> None:
             f"forward or the loss keeps something from call to call{line_of(type(trial.model).forward)}; a step may "
             "run its forward any number of times, so keep state in the task's data or in buffers alone",
         )
+    return count
 
 
 def _leaves(total: Tensor) -> Iterator[Tensor]:

@@ -100,6 +100,18 @@ class Trial:
         }
         self._context = nullcontext
 
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Switch to float32 within the block, as a training step is taken."""
+        wide = self.dtype == torch.float64
+        if wide:
+            self.narrow()
+        try:
+            yield
+        finally:
+            if wide:
+                self.widen()
+
     @property
     def tolerance(self) -> float:
         """The relative tolerance for rounding; coupled samples differ in their first digits.
@@ -139,14 +151,13 @@ class Trial:
         if not self.coupled:
             yield from (self.loss(first, last) for first, last in parts)
             return
-        with self.without_graph():
-            outputs, batches = zip(*(self.output(first, last) for first, last in parts), strict=True)
-        outputs = [map_tensors(Tensor.detach, output) for output in outputs]
+        outputs, batches = zip(*(self.output(first, last) for first, last in parts), strict=True)
+        detached = [map_tensors(Tensor.detach, output) for output in outputs]
         rows = [CallRows(numbers=torch.arange(first, last)) for first, last in parts]
         with said(LOSS, "the loss of parts of the samples", of=self.loss_function), self._context():
-            found = self._coupling.of_parts(outputs, batches, rows)
-        for (first, last), each in zip(parts, found, strict=True):
-            total, count = each.of(self.output(first, last)[0])
+            losses = self._coupling.of_parts(detached, batches, rows)
+        for output, loss in zip(outputs, losses, strict=True):
+            total, count = loss.of(output)
             yield total, float(count)
 
     @cached_property

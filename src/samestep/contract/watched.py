@@ -1,0 +1,44 @@
+"""One training forward and its loss, watched for all that the contract asks of a forward."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from samestep.contract.second_gradients import GradientCall, GradientCalls
+from samestep.contract.step import first_loss, same_numbers
+from samestep.contract.trial import Trial, Writes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """A loss of the first samples, with its graph, and what computing it did besides."""
+
+    total: Tensor  # 0-dim
+    count: float
+    writes: Writes  # to parameters
+    gradient_calls: Sequence[GradientCall]  # of torch.autograd.grad; empty unless asked for
+    generator: str | None  # the generator of random numbers that it advanced
+
+
+def watch(trial: Trial, *, gradient_calls: bool) -> Watched:
+    """Take a training forward and loss of all samples of a trial.
+
+    `gradient_calls`: also record calls of torch.autograd.grad. The modules that draw are in `trial.dropout.answered`.
+    """
+    losses: list[tuple[Tensor, float]] = []
+    calls = GradientCalls()
+    trial.dropout.notes = True
+    try:
+        with ExitStack() as watchers:
+            writes = watchers.enter_context(Writes(trial.model))
+            if gradient_calls:
+                watchers.enter_context(calls)
+            generator = trial.moved_generator(
+                lambda: losses.append(first_loss(trial)), trial.loss_and_gradients, same_numbers
+            )
+    finally:
+        trial.dropout.notes = False
+    ((total, count),) = losses
+    return Watched(total=total, count=count, writes=writes, gradient_calls=calls.taken, generator=generator)
