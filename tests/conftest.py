@@ -159,9 +159,11 @@ def no_training_takes_a_folder_in_the_current_one(
     note = notes / os.environ.get("PYTEST_XDIST_WORKER", "alone")
     notes.mkdir(exist_ok=True)
     note.write_text(request.node.nodeid, encoding="utf-8")
-    before = _runs()
+    # By its whole path: a test's change of folder may still hold when this fixture ends.
+    runs = request.config.rootpath / "runs"
+    before = _within(runs)
     yield
-    left = _runs() - before
+    left = _within(runs) - before
     running = [file.read_text(encoding="utf-8") for file in notes.iterdir()] if left else []
     for folder in left:
         shutil.rmtree(folder, ignore_errors=True)
@@ -170,8 +172,8 @@ def no_training_takes_a_folder_in_the_current_one(
         pytest.fail(f"{folders} came to be during one of {tests}; give its trainings a folder")
 
 
-def _runs() -> set[Path]:
-    return set(Path("runs").iterdir()) if Path("runs").is_dir() else set()
+def _within(folder: Path) -> set[Path]:
+    return set(folder.iterdir()) if folder.is_dir() else set()
 
 
 @pytest.fixture(autouse=True)

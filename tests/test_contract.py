@@ -350,7 +350,9 @@ class Padded(samestep.Task):
         return self.pairs
 
     def collate(self, samples: Any) -> samestep.Batch:
-        source, target = (nn.utils.rnn.pad_sequence(side, batch_first=True) for side in zip(*samples, strict=True))
+        source, target = (
+            nn.utils.rnn.pad_sequence(list(side), batch_first=True) for side in zip(*samples, strict=True)
+        )
         return samestep.Batch((source, target), target)
 
     def loss(self, output: Any, batch: samestep.Batch) -> Any:
