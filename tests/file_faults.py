@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,18 +55,46 @@ def shim(place: Path) -> Path:
     return library
 
 
-def run_cases(library: Path, cases: Sequence[Case], *, seconds: float) -> list[Outcome]:
-    """Run the cases one after another, in one program."""
-    done = subprocess.run(
-        [sys.executable, __file__],
-        input="".join(json.dumps(asdict(case)) + "\n" for case in cases),
-        env={**os.environ, "LD_PRELOAD": str(library)},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
-    assert done.returncode == 0, done.stderr
-    return [Outcome(**json.loads(line)) for line in done.stdout.splitlines()]
+class FaultyTrainings:
+    """The program that trains under faults: started once, since PyTorch's import takes longer than many cases."""
+
+    def __init__(self, library: Path, errors: Path) -> None:
+        """`library`: the shim. `errors`: a file for the program's own standard error."""
+        self._errors = errors
+        with errors.open("wb") as stream:
+            self._program = subprocess.Popen(
+                [sys.executable, __file__],
+                env={**os.environ, "LD_PRELOAD": str(library)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                text=True,
+            )
+
+    def __enter__(self) -> "FaultyTrainings":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the program, also in the middle of a case."""
+        self._program.kill()
+        self._program.communicate()
+
+    def run(self, cases: Sequence[Case], *, seconds: float) -> list[Outcome]:
+        """Run the cases one after another. A program that takes longer is killed."""
+        assert self._program.stdin is not None
+        assert self._program.stdout is not None
+        limit = threading.Timer(seconds, self._program.kill)
+        limit.start()
+        outcomes = []
+        try:
+            for case in cases:
+                print(json.dumps(asdict(case)), file=self._program.stdin, flush=True)
+                line = self._program.stdout.readline()
+                assert line, (case, self._errors.read_text(encoding="utf-8"))
+                outcomes.append(Outcome(**json.loads(line)))
+        finally:
+            limit.cancel()
+        return outcomes
 
 
 def _train(case: Mapping[str, Any], faults: ctypes.CDLL) -> None:
@@ -114,7 +143,9 @@ def _forked(case: Mapping[str, Any], faults: ctypes.CDLL) -> Outcome:
 
 
 def main() -> None:
-    import torch.distributed.checkpoint  # noqa: F401  # once, for all forks
+    # Once, for all forks. The first step of an optimizer imports PyTorch's compiler, in most of a second.
+    import torch._dynamo
+    import torch.distributed.checkpoint  # noqa: F401
 
     import samestep.api  # noqa: F401
 

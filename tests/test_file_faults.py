@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from file_faults import STEPS, Case, Outcome, run_cases, shim
+from file_faults import STEPS, Case, FaultyTrainings, Outcome, shim
 from lost_writes import Disk, operations_in
 
 from samestep.checkpoint.folder import fault_of, read_info
@@ -25,15 +25,17 @@ _EACH = 40  # every how many operations a fast test tries
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shim(tmp_path_factory.mktemp("shim"))
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyTrainings]:
+    place = tmp_path_factory.mktemp("shim")
+    with FaultyTrainings(shim(place), place / "errors") as trainings:
+        yield trainings
 
 
 class Undisturbed:
     """A training without faults: its weights, how many operations it takes, and its state half-way."""
 
-    def __init__(self, library: Path, place: Path) -> None:
-        place.mkdir(parents=True, exist_ok=True)
+    def __init__(self, trainings: FaultyTrainings, place: Path) -> None:
+        self.trainings = trainings
         self.record = place / "operations"
         self.folder, self.half = place / "undisturbed", place / "half"
         cases = [
@@ -42,7 +44,7 @@ class Undisturbed:
             Case(folder=str(self.half), steps=STEPS - 1),
             Case(folder=str(place / "resumed"), copy_of=str(self.half)),
         ]
-        outcomes = run_cases(library, cases, seconds=_SECONDS)
+        outcomes = trainings.run(cases, seconds=_SECONDS)
         assert [outcome.code for outcome in outcomes] == [0, 0, 0, 0], outcomes
         _, self.operations, _, self.resumed_operations = (outcome.operations for outcome in outcomes)
         self.weights = (self.folder / MODEL_FILE).read_bytes()
@@ -50,8 +52,8 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    return Undisturbed(library, tmp_path_factory.mktemp("trained"))
+def undisturbed(trainings: FaultyTrainings, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(trainings, tmp_path_factory.mktemp("trained"))
 
 
 def check_complete(folder: Path) -> None:
@@ -61,7 +63,6 @@ def check_complete(folder: Path) -> None:
 
 
 def try_all(
-    library: Path,
     undisturbed: Undisturbed,
     place: Path,
     *,
@@ -81,7 +82,7 @@ def try_all(
     ]
     again = [Case(folder=case.folder) for case in faulty]
     cases = [case for pair in zip(faulty, again, strict=True) for case in pair]
-    outcomes = run_cases(library, cases, seconds=seconds)
+    outcomes = undisturbed.trainings.run(cases, seconds=seconds)
     assert len(outcomes) == len(cases)
     for case, first, second in zip(faulty, outcomes[::2], outcomes[1::2], strict=True):
         folder = Path(case.folder)
@@ -92,11 +93,10 @@ def try_all(
         yield case, first
 
 
-def kills(library: Path, undisturbed: Undisturbed, place: Path, *, every: int, seconds: float = _SECONDS) -> None:
+def kills(undisturbed: Undisturbed, place: Path, *, every: int, seconds: float = _SECONDS) -> None:
     for resumed in (False, True):
         tried = list(
             try_all(
-                library,
                 undisturbed,
                 place / f"{resumed}",
                 kind="kill",
@@ -108,37 +108,41 @@ def kills(library: Path, undisturbed: Undisturbed, place: Path, *, every: int, s
         assert all(outcome.code == -9 for _, outcome in tried)
 
 
-def test_a_kill_before_an_operation(library: Path, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    kills(library, undisturbed, tmp_path, every=_EACH)
+def test_a_kill_before_an_operation(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    kills(undisturbed, tmp_path, every=_EACH)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_kill_before_every_operation(library: Path, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    kills(library, undisturbed, tmp_path, every=1, seconds=600)
+def test_a_kill_before_every_operation(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    kills(undisturbed, tmp_path, every=1, seconds=600)
 
 
-def short_writes(library: Path, undisturbed: Undisturbed, place: Path, *, every: int, seconds: float) -> None:
-    tried = try_all(library, undisturbed, place, kind="short", every=every, seconds=seconds)
+def short_writes(undisturbed: Undisturbed, place: Path, *, every: int, seconds: float) -> None:
+    tried = try_all(undisturbed, place, kind="short", every=every, seconds=seconds)
     assert all(outcome.code == 0 for _, outcome in tried)
 
 
-def test_a_short_write_or_read(library: Path, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    short_writes(library, undisturbed, tmp_path, every=_EACH, seconds=_SECONDS)
+def test_a_short_write_or_read(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    short_writes(undisturbed, tmp_path, every=_EACH, seconds=_SECONDS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_short_write_or_read(library: Path, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    short_writes(library, undisturbed, tmp_path, every=1, seconds=600)
+def test_every_short_write_or_read(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    short_writes(undisturbed, tmp_path, every=1, seconds=600)
 
 
 def errors(
-    library: Path, undisturbed: Undisturbed, place: Path, *, number: int, every: int, seconds: float = _SECONDS
+    undisturbed: Undisturbed,
+    place: Path,
+    *,
+    number: int,
+    every: int,
+    seconds: float = _SECONDS,
 ) -> None:
     for resumed in (False, True):
         for case, outcome in try_all(
-            library,
             undisturbed,
             place / f"{resumed}",
             kind="error",
@@ -157,15 +161,15 @@ ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC}
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_of_an_operation(name: str, library: Path, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    errors(library, undisturbed, tmp_path, number=ERRORS[name], every=_EACH)
+def test_an_error_of_an_operation(name: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    errors(undisturbed, tmp_path, number=ERRORS[name], every=_EACH)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_of_every_operation(name: str, library: Path, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    errors(library, undisturbed, tmp_path, number=ERRORS[name], every=1, seconds=900)
+def test_an_error_of_every_operation(name: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    errors(undisturbed, tmp_path, number=ERRORS[name], every=1, seconds=900)
 
 
 def intact_step(run: Path) -> int:
