@@ -3,16 +3,18 @@
 Nothing waits for a writer, reads a device without end, or fills the memory.
 """
 
+import json
 import os
 import socket
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import pytest
 from fuzzing import command
 
 from samestep.errors import UserError
-from samestep.input_files import bytes_of, parse_json, path_option, text_of, wrong_path
+from samestep.input_files import bytes_of, parse_json, path_option, read_all, text_of, wrong_path
 
 pytestmark = pytest.mark.quick
 
@@ -152,6 +154,15 @@ def test_a_pipe_of_the_shell_and_an_empty_device_are_read(place: Path) -> None:
         bytes_of(place / "binary", most=255)
 
 
+@pytest.mark.parametrize("most", [None, 100])
+def test_a_file_without_an_end_is_told(most: int | None) -> None:
+    """As /proc/kmsg, whose messages would be lost to who reads them: a pipe that isn't waited for, with a writer."""
+    read, write = os.pipe2(os.O_NONBLOCK)
+    told = r"^kmsg can't be read: it has no end, and nothing to read now; a file is wanted$"
+    with FileIO(read) as stream, FileIO(write, "w"), pytest.raises(UserError, match=told):
+        read_all(stream, Path("kmsg"), most=most)
+
+
 def test_marks_of_the_beginning_and_ends_of_lines(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
@@ -187,7 +198,24 @@ def test_an_address_is_no_path(words: str, place: Path) -> None:
     assert "it is an address, and files are read and written on this machine" in command(words.split())
 
 
-def test_json_beyond_what_python_reads_is_no_json() -> None:
-    for text in ("[" * 100_000, "1" * 5000, "{", '{"a": ' * 50_000):
-        with pytest.raises(ValueError, match=r"nested too deep|thousands of digits|Expecting"):
-            parse_json(text)
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 100_000, "nested too deep"),
+        ('{"a": ' * 50_000, "nested too deep"),
+        ('{"a": [-' + "1" * 5000 + "]}", "thousands of digits"),
+        ("{", "Expecting"),
+    ],
+)
+def test_json_beyond_what_python_reads_is_no_json(text: str, reason: str) -> None:
+    with pytest.raises(json.JSONDecodeError, match=reason):
+        parse_json(text)
+
+
+def test_an_error_of_a_hook_is_its_own() -> None:
+    def refuse(_: object) -> None:
+        raise ValueError("not such a section")
+
+    with pytest.raises(ValueError, match=r"^not such a section$"):
+        parse_json('{"a": 1}', object_pairs_hook=refuse)
+    assert parse_json('{"a": [1, -2, 1.5, 1e400]}') == {"a": [1, -2, 1.5, float("inf")]}

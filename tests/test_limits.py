@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic.dataclasses import is_pydantic_dataclass
 
 import samestep
-from samestep import durations, jobfile
+from samestep import api, durations, jobfile
 from samestep.cli.main import _parser, main
 from samestep.cli.suggestions import subparsers
 from samestep.errors import LayoutError, UserError
@@ -214,6 +214,67 @@ def test_settings_that_can_not_be_meant_together_are_refused(text: str, tmp_path
     message = refusal(write(tmp_path, f"recipe:\n  {{task: regression, {text}}}\n"))
     assert TOGETHER[text] in message
     assert message.startswith("job.yaml:2: ")
+
+
+# What the messages of `TOGETHER` tell to do.
+MENDED = {
+    "steps: 10, schedule: {warmup: 11}": ("steps: 10, schedule: {warmup: 10}", "steps: 10, schedule: {warmup: 0.1}"),
+    "steps: 10, groups: [{parameters: '*', schedule: {warmup: 20}}]": (
+        "steps: 10, groups: [{parameters: '*', schedule: {warmup: 10}}]",
+    ),
+    "steps: 10, communication: {kind: one-bit-adam, warmup: 10}": (
+        "steps: 10, communication: {kind: one-bit-adam, warmup: 9}",
+    ),
+    "steps: 10, communication: {kind: powersgd}": ("steps: 10, communication: {kind: powersgd, start: 9}",),
+    "steps: 10, communication: {kind: local-sgd, start: 30}": (
+        "steps: 10, communication: {kind: local-sgd, start: 9}",
+    ),
+    "steps: 10, evaluation: {every: 20, at_end: false}": (
+        "steps: 10, evaluation: {every: 10, at_end: false}",
+        "steps: 10, evaluation: {every: 20, at_end: true}",
+    ),
+    "steps: 10, evaluation: {every: 10}, early_stop: {metric: loss}": (
+        "steps: 10, evaluation: {every: 9}, early_stop: {metric: loss}",
+        "steps: 10, evaluation: {every: 10}",
+    ),
+    "optimizer: {lr: 10, weight_decay: 0.1}": ("optimizer: {lr: 10, weight_decay: 0.0999}",),
+    "optimizer: {name: sgd, lr: 2, weight_decay: 0.9}": ("optimizer: {name: sgd, lr: 2, weight_decay: 0.499}",),
+    "schedule: {final: 0.1}": ("schedule: {final: 0.1, decay: cosine}", "schedule: {}"),
+}
+
+
+def test_what_the_messages_tell_is_taken(tmp_path: Path) -> None:
+    assert MENDED.keys() == TOGETHER.keys()
+    for text in (text for mended in MENDED.values() for text in mended):
+        jobfile.load(write(tmp_path, f"recipe:\n  {{task: regression, {text}}}\n"))
+
+
+# The same where the number of steps follows from the data: 64 samples in batches of 16, 2 epochs.
+OF_THE_DATA = {
+    "recipe.schedule.warmup": ("9", "is 9 steps, and the training has 8, so", "8"),
+    "recipe.groups": ("[{parameters: '*', schedule: {warmup: 9}}]", ".0.schedule.warmup is 9 steps", "[]"),
+    "recipe.communication": (
+        "{kind: powersgd}",
+        ".start is 10, and the training has 8 steps, so it would never begin",
+        "{kind: powersgd, start: 7}",
+    ),
+    "run.checkpoint.memory": ("8", "is 8 and the training has 8 steps, so no copy would be made", "7"),
+}
+
+
+@pytest.mark.parametrize("key", OF_THE_DATA)
+def test_they_are_held_against_the_steps_that_the_data_give(key: str, tmp_path: Path) -> None:
+    wrong, message, mended = OF_THE_DATA[key]
+    (tmp_path / "report.json").write_text("{}", encoding="utf-8")  # of an earlier run, which nothing removes
+    args = "args: {samples: 64, held_out: 8}, batch: 16, epochs: 2"
+    run = f"{{layout: dp2, device: cpu, check: false, folder: {tmp_path}, overwrite: true, max_restarts: 1}}"
+    file = write(tmp_path, f"recipe: {{task: regression, {args}}}\nrun: {run}\n")
+    with pytest.raises(UserError) as caught:
+        api.train_job(jobfile.load(file, [(key, wrong, "--set")]).job)
+    assert key in str(caught.value)
+    assert message in str(caught.value)
+    assert (tmp_path / "report.json").exists()
+    api.check_job(jobfile.load(file, [(key, mended, "--set")]).job)
 
 
 def test_a_shortened_recipe_has_nothing_that_would_begin_after_its_end(tmp_path: Path) -> None:

@@ -137,6 +137,8 @@ def test_no_value_of_a_strangers_is_believed_or_a_traceback(
     del kinds["large"]  # seconds in all; tests/test_signed_store.py has it
     if two_hosts.secret is not None:
         kinds["another key's"] = None
+        for name in ("wrong types", "a number", "deep"):  # as the truncated one, they have no signature to look at
+            del kinds[name]
     for name, value in kinds.items():
         for number, key in enumerate(keys):
             content = value if value is not None else first[keys[number - 1]]

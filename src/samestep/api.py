@@ -113,10 +113,10 @@ def train_job(job: Job) -> TrainResult:
         _warn_of_restarts(job, task)
     # After all other checks: `run.overwrite` removes an earlier run, which a job that is refused must not do.
     with folder_held(job, round_) as (job, held):
-        found = _trained(job, layout, held)
-    if isinstance(found, Exception):  # the same on all ranks, which have ended in good order
-        raise found
-    return found
+        outcome = _trained(job, layout, held)
+    if isinstance(outcome, Exception):  # the same on all ranks, which have ended in good order
+        raise outcome
+    return outcome
 
 
 def _warn_of_restarts(job: Job, task: Task) -> None:
@@ -368,13 +368,13 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
                 check_layout_splits(layout, text)
                 preflight(settled, layout, task)
                 place = Path(folder) / str(number)
-                mine = _on_ranks(rank_tasks.bits_rank, settled, layout, steps, place, job.run.threads)
+                bits = _on_ranks(rank_tasks.bits_rank, settled, layout, steps, place, job.run.threads)
             except UserError as error:
                 rows.append(BitsRow(layout=text, reason=str(error)))
             except RankFailedError as error:
                 rows.append(BitsRow(layout=text, failure=str(error)))
             else:
-                rows.append(compare_bits(text, mine, known))
+                rows.append(compare_bits(text, bits, known))
     return rows
 
 

@@ -1,7 +1,8 @@
-"""Reads files that users name: one that can't be read, is no file, or is far too large is one message.
+"""Reads files that anybody may have put there: one that can't be read, is no file, or is too large is one message.
 
-Every path of a command's option is read by `path_option`, every small file by `text_of` or `bytes_of`, and JSON by
-`parse_json`. None of them waits for a writer that never comes, or reads a device without end.
+Every path of a command's option is read by `path_option`, every small file that a user names by `text_of` or
+`bytes_of`, and JSON by `parse_json`. All files are opened by `opened`, those of a checkpoint too
+(`samestep.checkpoint.plain_files`): it waits for no writer that never comes, and opens no device without end.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from samestep.errors import UserError
 from samestep.sizes import decimal_size
 
 MOST_BYTES = 64 * 2**20  # of a file of settings; data and weights have their own readers
+_AT_ONCE = 1 << 20  # bytes
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, on Linux
 
 # Pipes that a shell makes for <(command), and standard input, have a writer.
@@ -66,55 +69,87 @@ def path_option(text: str) -> Path:
     return Path(text)
 
 
+def opened(file: Path, *, wanted: str = "a file", links: bool = True) -> FileIO:
+    """Open a file for reading, unbuffered. /dev/null is an empty one.
+
+    Raises OSError where it can't be opened, and UserError for what is no file. `wanted`: what the message asks for in
+    its place; `links`: whether it may be a symbolic link.
+    """
+    waits = links and str(file).startswith(_OPEN_ALREADY)
+    _check_kind(file, file.stat(follow_symlinks=links), wanted, may_be_pipe=waits)
+    # Between the two looks the file may have become another one: no wait for a pipe's writer, and no link.
+    flags = (0 if waits else os.O_NONBLOCK) | (0 if links else os.O_NOFOLLOW)
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        _check_kind(file, os.fstat(descriptor), wanted, may_be_pipe=waits)
+        return FileIO(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _check_kind(file: Path, status: os.stat_result, wanted: str, *, may_be_pipe: bool) -> None:
+    """Raise UserError for a folder or a link, and for what would be waited for or read without end."""
+    mode = status.st_mode
+    if stat.S_ISDIR(mode):
+        raise UserError(f"{file} is a folder; {wanted} is wanted")
+    if stat.S_ISLNK(mode):
+        raise UserError(f"{file} is a symbolic link, which may lead out of its folder; put a copy in its place")
+    kind = next((kind for kind, is_it in _KINDS.items() if is_it(mode)), None)
+    if kind is None or (may_be_pipe and stat.S_ISFIFO(mode)) or os.path.samestat(status, Path(os.devnull).stat()):
+        return
+    raise UserError(f"{file} is {kind}; {wanted} is wanted")
+
+
+def read_all(stream: FileIO, file: Path, *, most: int | None, wanted: str = "a file") -> bytes:
+    """The content of a file that `opened` gave. Raises OSError, and UserError for more than `most` bytes."""
+    size = os.fstat(stream.fileno()).st_size
+    if most is not None and size > most:
+        raise UserError(f"{file} has {decimal_size(size)}; such a file may have {decimal_size(most)}")
+    content = stream.readall() if most is None else _up_to(stream, most + 1)
+    if content is None:  # as of /proc/kmsg
+        raise UserError(f"{file} can't be read: it has no end, and nothing to read now; {wanted} is wanted")
+    if most is not None and len(content) > most:
+        raise UserError(f"{file} has more than {decimal_size(most)}; such a file may have {decimal_size(most)}")
+    return content
+
+
+def _up_to(stream: FileIO, most: int) -> bytes | None:
+    """The content of a file, or its first `most` bytes; None where there is nothing to read now, and no end."""
+    content = bytearray()
+    while len(content) < most:
+        block = stream.read(min(_AT_ONCE, most - len(content)))
+        if block is None:
+            return None
+        if not block:
+            break
+        content += block
+    return bytes(content)
+
+
 def bytes_of(
-    file: Path, *, missing: str | None = None, folder: str = "a file", most: int | None = MOST_BYTES
+    file: Path, *, missing: str | None = None, wanted: str = "a file", most: int | None = MOST_BYTES
 ) -> bytes:
     """The content of a file. Raises UserError if it can't be read, or has more than `most` bytes.
 
-    `missing`: the message where there is no such file; `folder`: what is wanted where it is a folder.
+    `missing`: the message where there is no such file; `wanted`: what it asks for where it is no file.
     """
     if wrong := wrong_path(str(file)):
         raise UserError(f"{short_path(str(file))!r}: {wrong}")
     try:
-        waits = str(file).startswith(_OPEN_ALREADY)
-        _refuse_what_is_no_file(file, folder, may_be_pipe=waits)
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | (0 if waits else os.O_NONBLOCK))
-        with os.fdopen(descriptor, "rb") as stream:
-            size = os.fstat(descriptor).st_size
-            content = b"" if most is not None and size > most else stream.read(-1 if most is None else most + 1)
-        if content is None:  # the system has nothing to read now, as of /proc/kmsg
-            raise UserError(f"{file} can't be read: it has no end; {folder} is wanted")
+        with opened(file, wanted=wanted) as stream:
+            return read_all(stream, file, most=most, wanted=wanted)
     except FileNotFoundError:
         raise UserError(missing or f"{file}: no such file") from None
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror}") from None
-    if most is not None and max(size, len(content)) > most:
-        told = decimal_size(size) if size > most else f"more than {decimal_size(most)}"
-        raise UserError(f"{file} has {told}; such a file may have {decimal_size(most)}")
-    return content
-
-
-def _refuse_what_is_no_file(file: Path, folder: str, *, may_be_pipe: bool) -> None:
-    """Raise UserError for a folder, and for what would be waited for or read without end. /dev/null is empty."""
-    mode = file.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise UserError(f"{file} is a folder; {folder} is wanted")
-    kind = kind_of(mode)
-    if kind is None or (may_be_pipe and stat.S_ISFIFO(mode)) or file == Path(os.devnull):
-        return
-    raise UserError(f"{file} is {kind}; {folder} is wanted")
-
-
-def kind_of(mode: int) -> str | None:
-    """What a path with this mode is, if it is neither a file nor a folder nor a link."""
-    return next((kind for kind, is_it in _KINDS.items() if is_it(mode)), None)
 
 
 def text_of(
     file: Path,
     *,
     missing: str | None = None,
-    folder: str = "a file",
+    wanted: str = "a file",
     most: int | None = MOST_BYTES,
     newlines: bool = True,
     nul: bool = False,
@@ -124,7 +159,7 @@ def text_of(
     `newlines`: each end of a line becomes a newline. `nul`: the character NUL is taken, which shows a file of
     UTF-16 or UTF-32, or a binary one, elsewhere.
     """
-    content = bytes_of(file, missing=missing, folder=folder, most=most)
+    content = bytes_of(file, missing=missing, wanted=wanted, most=most)
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise UserError(f"{file} is UTF-16; save it as UTF-8")
     if not nul and (place := content.find(b"\0")) >= 0:
@@ -138,13 +173,22 @@ def text_of(
     return text.replace("\r\n", "\n").replace("\r", "\n") if newlines else text
 
 
+class _TooManyDigitsError(Exception):
+    """A whole number is longer than Python reads."""
+
+
 def parse_json(text: str, **options: Any) -> Any:
     """The value of a text in JSON. Raises json.JSONDecodeError, also where Python raises something else."""
     try:
-        return json.loads(text, **options)
-    except json.JSONDecodeError:
-        raise
+        return json.loads(text, parse_int=_whole, **options)
     except RecursionError:
         raise json.JSONDecodeError("values are nested too deep", text, 0) from None
-    except ValueError:  # more digits than Python turns into a number
+    except _TooManyDigitsError:
         raise json.JSONDecodeError("a number has thousands of digits", text, 0) from None
+
+
+def _whole(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:
+        raise _TooManyDigitsError from None

@@ -143,7 +143,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
     """Parse a job file; return its values, and the line of each. Raises UserError with file and line."""
     if (what := _OTHER_FILES.get(file.suffix.lower())) is not None:
         raise UserError(f"a job file is wanted, and {file} is {what.format(file=file)}")
-    text = text_of(file, missing=f"no job file {file}{_like(file)}", folder=f"a job file{_job_in(file)}")
+    text = text_of(file, missing=f"no job file {file}{_like(file)}", wanted=f"a job file{_job_in(file)}")
     sources: dict[Keys, str] = {}
     try:
         reader = YamlLoader(text)

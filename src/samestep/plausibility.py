@@ -6,6 +6,7 @@ Commands that shorten a job, to drill it, take `shortened`.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from samestep.communication import LocalSGD, OneBitAdam, PowerSGD
 from samestep.errors import UserError
@@ -17,75 +18,85 @@ Finding = tuple[Keys, str]  # a key, and what is wrong with its value
 
 
 def implausible(job: Job) -> Iterator[Finding]:
-    """What can't be meant, with the key of the value to change."""
-    yield from _lengths(job)
+    """What can't be meant, with the key of the value to change. `check_lengths` has what needs the data's length."""
+    if job.recipe.steps is not None:
+        yield from _lengths(job, job.recipe.steps)
     yield from _rates(job)
-    yield from _copies(job)
 
 
 def check_plausible(job: Job) -> None:
     """Raise UserError for the first setting that can't be meant."""
-    for path, what in implausible(job):
+    _raise_first(implausible(job))
+
+
+def check_lengths(job: Job, samples: int) -> None:
+    """Raise UserError for what begins or happens after the last step. `samples`: in the training set."""
+    _raise_first(_lengths(job, job.recipe.total_steps(-(-samples // job.recipe.batch))))
+
+
+def _raise_first(findings: Iterator[Finding]) -> None:
+    for path, what in findings:
         raise UserError(f"{'.'.join(path)} {what}")
 
 
-def _lengths(job: Job) -> Iterator[Finding]:
-    """What begins or happens after the last step."""
+def _of_groups_too(recipe: Recipe, name: str) -> Iterator[tuple[Keys, Any]]:
+    """A setting of the recipe, and of those groups that have their own, each with its key."""
+    yield ("recipe", name), getattr(recipe, name)
+    for index, group in enumerate(recipe.groups):
+        if (own := getattr(group, name)) is not None:
+            yield ("recipe", "groups", str(index), name), own
+
+
+def _lengths(job: Job, steps: int) -> Iterator[Finding]:
+    """What begins or happens after the last of so many steps."""
     recipe = job.recipe
-    if recipe.steps is None:  # known once the data are read: `wrong_warmup` is asked again
-        return
-    schedules = {("recipe", "schedule"): recipe.schedule}
-    schedules |= {
-        ("recipe", "groups", str(index), "schedule"): group.schedule
-        for index, group in enumerate(recipe.groups)
-        if group.schedule is not None
-    }
-    for path, schedule in schedules.items():
-        if wrong := wrong_warmup(schedule, recipe.steps):
-            yield (*path, "warmup"), wrong
-    late = f"and recipe.steps is {recipe.steps}, so it would never begin; use fewer"
+    has = f"recipe.steps is {steps}" if recipe.steps is not None else f"the training has {steps} steps"
+    for path, schedule in _of_groups_too(recipe, "schedule"):
+        if schedule.warmup >= 1 and schedule.warmup > steps:
+            yield (
+                (*path, "warmup"),
+                f"is {schedule.warmup:g} steps, and the training has {steps}, so the full rate would never be "
+                f"reached; use {steps} or fewer, or a fraction such as 0.1",
+            )
+    late = f"and {has}, so it would never begin; use fewer"
     communication = recipe.communication
-    if isinstance(communication, OneBitAdam) and communication.warmup >= recipe.steps:
+    if isinstance(communication, OneBitAdam) and communication.warmup >= steps:
         yield ("recipe", "communication", "warmup"), f"is {communication.warmup}, {late}"
-    if isinstance(communication, (PowerSGD, LocalSGD)) and communication.start >= recipe.steps:
+    if isinstance(communication, (PowerSGD, LocalSGD)) and communication.start >= steps:
         yield ("recipe", "communication", "start"), f"is {communication.start}, {late}"
+    checkpoint = job.run.checkpoint
+    if checkpoint is not None and checkpoint.memory is not None and checkpoint.memory >= steps:
+        yield (
+            ("run", "checkpoint", "memory"),
+            f"is {checkpoint.memory} and {has}, so no copy would be made before the end; use fewer steps from one "
+            "copy to the next",
+        )
+    yield from _evaluations(recipe, steps, has)
+
+
+def _evaluations(recipe: Recipe, steps: int, has: str) -> Iterator[Finding]:
+    """Evaluations that come too late for anything."""
     every = recipe.evaluation.every
     if every is None:
         return
-    if recipe.early_stop is not None and every >= recipe.steps:
+    if recipe.early_stop is not None and every >= steps:
         yield (
             ("recipe", "evaluation", "every"),
-            f"is {every} and recipe.steps is {recipe.steps}, so early_stop would look at no evaluation before the "
-            "end; evaluate more often, or leave early_stop out",
+            f"is {every} and {has}, so early_stop would look at no evaluation before the end; evaluate more often, "
+            "or leave early_stop out",
         )
-    elif every > recipe.steps and not recipe.evaluation.at_end:
+    elif every > steps and not recipe.evaluation.at_end:
         yield (
             ("recipe", "evaluation", "every"),
-            f"is {every}, recipe.steps is {recipe.steps}, and at_end is false, so nothing would be evaluated; use "
-            f"{recipe.steps} or less, or at_end: true",
+            f"is {every}, {has}, and at_end is false, so nothing would be evaluated; use {steps} or less, or "
+            "at_end: true",
         )
-
-
-def wrong_warmup(schedule: Schedule, steps: int) -> str | None:
-    """What is wrong with a warm-up in a training of so many steps; None if nothing is."""
-    if schedule.warmup < 1 or schedule.warmup <= steps:
-        return None
-    return (
-        f"is {schedule.warmup:g} steps, and the training has {steps}, so the full rate would never be reached; use "
-        f"{steps} or fewer, or a fraction such as 0.1"
-    )
 
 
 def _rates(job: Job) -> Iterator[Finding]:
     """Weights that a step of decay would turn around, and a final rate without a way to it."""
     recipe = job.recipe
-    optimizers = {("recipe", "optimizer"): recipe.optimizer}
-    optimizers |= {
-        ("recipe", "groups", str(index), "optimizer"): group.optimizer
-        for index, group in enumerate(recipe.groups)
-        if group.optimizer is not None
-    }
-    for path, optimizer in optimizers.items():
+    for path, optimizer in _of_groups_too(recipe, "optimizer"):
         if isinstance(optimizer, (AdamW, SGD)) and optimizer.lr * optimizer.weight_decay >= 1:
             yield (
                 (*path, "weight_decay"),
@@ -97,17 +108,6 @@ def _rates(job: Job) -> Iterator[Finding]:
             ("recipe", "schedule", "final"),
             f"is {recipe.schedule.final:g} and decay is none, which keeps the rate; use decay: linear or cosine, or "
             "leave final out",
-        )
-
-
-def _copies(job: Job) -> Iterator[Finding]:
-    """Copies in memory of which the training makes none."""
-    checkpoint, steps = job.run.checkpoint, job.recipe.steps
-    if checkpoint is not None and checkpoint.memory is not None and steps is not None and checkpoint.memory >= steps:
-        yield (
-            ("run", "checkpoint", "memory"),
-            f"is {checkpoint.memory} and recipe.steps is {steps}, so no copy would be made before the end; use fewer "
-            "steps from one copy to the next",
         )
 
 

@@ -13,6 +13,7 @@ from samestep.launch.device import check_devices, device_of
 from samestep.launch.environments.registry import check_not_alone
 from samestep.layout import Layout
 from samestep.parallel.offload.memory import check_offload_folder
+from samestep.plausibility import check_lengths
 from samestep.progress import phases
 from samestep.tasks import TASKS
 from samestep.tasks.base import Task, check_data
@@ -66,5 +67,7 @@ def _check_task(job: Job, engine: Engine, layout: Layout, task: Task) -> None:
     checks.check_task_needs(job, engine, layout, task)
     check_turns_optimizers(turns_of(task), job, layout)
     check_average_start(recipe, len(task.train_set()))
+    if recipe.steps is None:
+        check_lengths(job, len(task.train_set()))
     EarlyStopper(recipe.early_stop).check(task)
     engine.check_task(task, layout, run.engine_config)

@@ -90,7 +90,7 @@ def checked(schema: Any, values: Mapping[str, Any], *, prefix: Path = ()) -> Any
 def checked_file(schema: Any, path: pathlib.Path, what: str) -> Any:
     """A dataclass made from a YAML file of `what`. Raises UserError that names the file and each mistake."""
     wrong = f"no YAML file of {what}"
-    text = text_of(path, missing=f"{path}: {wrong}: no such file", folder="a file")
+    text = text_of(path, missing=f"{path}: {wrong}: no such file", wanted="a file")
     try:
         values = parse_yaml(text)
     except (yaml.YAMLError, RecursionError) as error:

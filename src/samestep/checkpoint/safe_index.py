@@ -95,7 +95,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     file = folder / METADATA_FILE
     try:
-        found = _IndexUnpickler(io.BytesIO(read_plain(file, _MOST_BYTES))).load()
+        metadata = _IndexUnpickler(io.BytesIO(read_plain(file, _MOST_BYTES))).load()
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint: it has no {METADATA_FILE}") from None
     except CheckpointError:
@@ -104,18 +104,18 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(
             f"{file} is damaged or no index of a checkpoint: {one_line(error) or type(error).__name__}"
         ) from None
-    if not isinstance(found, Metadata):
-        raise CheckpointError(f"{file} is no index of a checkpoint: it holds a {type(found).__name__}")
-    if fault := _fault_of(found):
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{file} is no index of a checkpoint: it holds a {type(metadata).__name__}")
+    if fault := _fault_of(metadata):
         raise CheckpointError(f"{file} is damaged: {fault}")
-    found.storage_meta = index.StorageMeta()  # nothing of it is needed
-    return found
+    metadata.storage_meta = index.StorageMeta()  # nothing of it is needed
+    return metadata
 
 
-def _fault_of(found: Metadata) -> str | None:
+def _fault_of(metadata: Metadata) -> str | None:
     """What in an index can't be; None where its values have the types that an index has."""
-    described, stored = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
-    found.planner_data = getattr(found, "planner_data", None)
+    described, stored = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
+    metadata.planner_data = getattr(metadata, "planner_data", None)
     if not isinstance(described, dict) or not isinstance(stored, dict):
         return "it lists no tensors"
     for name, each in described.items():

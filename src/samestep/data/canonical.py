@@ -86,40 +86,40 @@ class Canonical:
 
     def hashed(self, value: Any) -> Hashed:
         """The hashes of a value, each [16]."""
-        found = _Hashes()
-        self._add(found, value)
-        return found.result()
+        hashes = _Hashes()
+        self._add(hashes, value)
+        return hashes.result()
 
     def digest(self, value: Any) -> bytes:
         """The exact hash of a value [16]."""
         return self.hashed(value).exact
 
-    def _add(self, found: _Hashes, value: Any) -> None:
+    def _add(self, hashes: _Hashes, value: Any) -> None:
         """Add a value to a hash: a letter for its kind, then its contents with their length."""
         if value is None or isinstance(value, (bool, np.bool_)):
-            found.update(b"n" if value is None else b"b1" if value else b"b0")
+            hashes.update(b"n" if value is None else b"b1" if value else b"b0")
         elif isinstance(value, torch.Tensor):
-            self._add_tensor(found, value)
+            self._add_tensor(hashes, value)
         elif isinstance(value, (np.ndarray, np.generic)):
-            self._add_array(found, np.asarray(value))
+            self._add_array(hashes, np.asarray(value))
         elif isinstance(value, Enum):
-            _add_part(found, b"e", f"{type(value).__qualname__}.{value.name}".encode())
+            _add_part(hashes, b"e", f"{type(value).__qualname__}.{value.name}".encode())
         elif isinstance(value, int):
-            _add_part(found, b"i", str(value).encode() if abs(value) < 2**63 else hex(value).encode())
+            _add_part(hashes, b"i", str(value).encode() if abs(value) < 2**63 else hex(value).encode())
         elif isinstance(value, (float, complex)):
-            found.update(b"f")
+            hashes.update(b"f")
             numbers = (complex(value).real, complex(value).imag)
-            found.add_reals(struct.pack("<dd", *numbers), np.array(numbers))
+            hashes.add_reals(struct.pack("<dd", *numbers), np.array(numbers))
         elif isinstance(value, (bytes, bytearray, memoryview)):
-            _add_part(found, b"y", bytes(value))
+            _add_part(hashes, b"y", bytes(value))
         elif isinstance(value, (str, PurePath)):
-            self._add_text(found, value)
+            self._add_text(hashes, value)
         elif isinstance(value, _BY_TEXT):
-            _add_part(found, b"r", repr(value).encode())
+            _add_part(hashes, b"r", repr(value).encode())
         else:
-            self._add_holder(found, value)
+            self._add_holder(hashes, value)
 
-    def _add_text(self, found: _Hashes, value: str | PurePath) -> None:
+    def _add_text(self, hashes: _Hashes, value: str | PurePath) -> None:
         """Add a text, or the name and contents of the file that it leads to."""
         text = str(value)
         if isinstance(value, PurePath) or (text.startswith("/") and len(text) < _LONGEST_PATH and "\n" not in text):
@@ -128,28 +128,28 @@ class Canonical:
                 if file.is_file():
                     with file.open("rb") as stream:
                         content = stream.read(_MOST_OF_FILE)
-                    _add_part(found, b"p", f"{file.name} {file.stat().st_size}".encode())
-                    _add_part(found, b"y", content)
+                    _add_part(hashes, b"p", f"{file.name} {file.stat().st_size}".encode())
+                    _add_part(hashes, b"y", content)
                     return
             text = value.name if isinstance(value, PurePath) else text
-        _add_part(found, b"s", text.encode("utf-8", "surrogatepass"))
+        _add_part(hashes, b"s", text.encode("utf-8", "surrogatepass"))
 
-    def _add_array(self, found: _Hashes, array: NDArray[Any]) -> None:
+    def _add_array(self, hashes: _Hashes, array: NDArray[Any]) -> None:
         """Add an array: its type, its shape, and its values in C's order, little-endian."""
         if array.dtype.hasobject:
-            _add_part(found, b"o", f"{array.shape}".encode())
-            self._add_each(found, array.ravel().tolist())
+            _add_part(hashes, b"o", f"{array.shape}".encode())
+            self._add_each(hashes, array.ravel().tolist())
             return
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        _add_part(found, b"a", f"{array.dtype} {array.shape}".encode())
-        _add_numbers(found, array)
+        _add_part(hashes, b"a", f"{array.dtype} {array.shape}".encode())
+        _add_numbers(hashes, array)
 
-    def _add_tensor(self, found: _Hashes, tensor: torch.Tensor) -> None:
+    def _add_tensor(self, hashes: _Hashes, tensor: torch.Tensor) -> None:
         """Add a tensor: its type, its shape, and its values; a sparse one as a dense one."""
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.dtype in _OF_NUMPY:
             array = tensor.numpy(force=True)
-            _add_part(found, b"t", f"{tensor.dtype} {array.shape}".encode())
-            _add_numbers(found, array)
+            _add_part(hashes, b"t", f"{tensor.dtype} {array.shape}".encode())
+            _add_numbers(hashes, array)
             return
         try:
             plain = tensor.detach()
@@ -157,82 +157,82 @@ class Canonical:
             plain = plain.as_subclass(torch.Tensor).cpu()
             raw = plain.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
         except (RuntimeError, NotImplementedError, TypeError):  # of a kind without values in memory
-            self._note(found, tensor)
+            self._note(hashes, tensor)
             return
-        _add_part(found, b"t", f"{plain.dtype} {tuple(plain.shape)}".encode())
+        _add_part(hashes, b"t", f"{plain.dtype} {tuple(plain.shape)}".encode())
         if plain.is_floating_point() or plain.is_complex():
             reals = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
-            found.add_reals(raw.tobytes(), reals.reshape(-1).double().numpy())
+            hashes.add_reals(raw.tobytes(), reals.reshape(-1).double().numpy())
         else:
-            _add_part(found, b"y", raw.tobytes())
+            _add_part(hashes, b"y", raw.tobytes())
 
-    def _add_holder(self, found: _Hashes, value: Any) -> None:
+    def _add_holder(self, hashes: _Hashes, value: Any) -> None:
         """Add what holds other values."""
         if id(value) in self._open:
-            found.update(b"@")
+            hashes.update(b"@")
             return
         if len(self._open) >= _DEEPEST:
-            self._note(found, value)
+            self._note(hashes, value)
             return
         self._open.append(id(value))
         try:
-            self._add_inside(found, value)
+            self._add_inside(hashes, value)
         finally:
             self._open.pop()
 
-    def _add_inside(self, found: _Hashes, value: Any) -> None:
+    def _add_inside(self, hashes: _Hashes, value: Any) -> None:
         """Add the values that another one holds."""
         if isinstance(value, (list, tuple)):
-            found.update(b"l")
-            self._add_each(found, value)
+            hashes.update(b"l")
+            self._add_each(hashes, value)
         elif isinstance(value, Mapping):
-            found.update(b"d")
+            hashes.update(b"d")
             items = sorted(((self.digest(key), inner) for key, inner in value.items()), key=itemgetter(0))
-            self._add_each(found, items)
+            self._add_each(hashes, items)
         elif isinstance(value, Set):
-            found.update(b"u")
-            self._add_each(found, sorted(map(self.digest, value)))
+            hashes.update(b"u")
+            self._add_each(hashes, sorted(map(self.digest, value)))
         elif (module := type(value).__module__.partition(".")[0]) == "PIL" and hasattr(value, "tobytes"):
-            _add_part(found, b"g", f"{value.mode} {value.size} {value.getpalette()}".encode())
-            _add_part(found, b"y", value.tobytes())
+            _add_part(hashes, b"g", f"{value.mode} {value.size} {value.getpalette()}".encode())
+            _add_part(hashes, b"y", value.tobytes())
         elif module == "pandas" and hasattr(value, "to_dict"):
-            self._add(found, value.to_dict())
+            self._add(hashes, value.to_dict())
         elif module == "pyarrow" and hasattr(value, "as_py"):
-            self._add(found, value.as_py())
+            self._add(hashes, value.as_py())
         elif isinstance(value, type) or (attributes := _attributes(value)) is None:
-            self._note(found, value)
+            self._note(hashes, value)
         else:
-            _add_part(found, b"c", type(value).__qualname__.encode())
-            self._add(found, attributes)
+            _add_part(hashes, b"c", type(value).__qualname__.encode())
+            self._add(hashes, attributes)
 
-    def _add_each(self, found: _Hashes, values: Any) -> None:
+    def _add_each(self, hashes: _Hashes, values: Any) -> None:
         """Add each value of a sequence, and how many they are."""
-        found.update(len(values).to_bytes(8, "little"))
+        hashes.update(len(values).to_bytes(8, "little"))
         for each in values:
-            self._add(found, each)
+            self._add(hashes, each)
 
-    def _note(self, found: _Hashes, value: Any) -> None:
+    def _note(self, hashes: _Hashes, value: Any) -> None:
         """Add the type of what has no hash, and note it."""
         name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         self.unknown.add(name)
-        _add_part(found, b"?", name.encode())
+        _add_part(hashes, b"?", name.encode())
 
 
-def _add_part(found: _Hashes, kind: bytes, raw: bytes) -> None:
+def _add_part(hashes: _Hashes, kind: bytes, raw: bytes) -> None:
     """Add bytes with their kind and length, so that "ab", "c" and "a", "bc" differ."""
-    found.update(kind + len(raw).to_bytes(8, "little"))
-    found.update(raw)
+    hashes.update(kind + len(raw).to_bytes(8, "little"))
+    hashes.update(raw)
 
 
-def _add_numbers(found: _Hashes, array: NDArray[Any]) -> None:
+def _add_numbers(hashes: _Hashes, array: NDArray[Any]) -> None:
     """Add the values of an array: complex ones as their real parts, then their imaginary ones."""
     if array.dtype.kind == "f":
-        found.add_reals(array.tobytes(), array.ravel().astype(np.float64))
+        hashes.add_reals(array.tobytes(), array.ravel().astype(np.float64))
     elif array.dtype.kind == "c":
         both = np.concatenate([np.real(array).ravel(), np.imag(array).ravel()])
-        found.add_reals(both.tobytes(), both.astype(np.float64))
+        hashes.add_reals(both.tobytes(), both.astype(np.float64))
     else:
-        _add_part(found, b"y", array.tobytes())
+        _add_part(hashes, b"y", array.tobytes())
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

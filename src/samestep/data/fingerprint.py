@@ -281,12 +281,12 @@ def _projected(
     """
     rows = np.arcsinh(rows)
     columns = np.arange(start, start + rows.shape[1]) % width % _COLUMNS
-    found = np.zeros((_SUMS + 1, _COLUMNS))
+    sums = np.zeros((_SUMS + 1, _COLUMNS))
     with np.errstate(over="ignore", invalid="ignore"):
         weighted = (weights.T @ rows) * _position_weights()[:, : rows.shape[1]]  # [sums, positions]
         for number, values in enumerate([*weighted, (rows * rows).sum(axis=0)]):
-            found[number] = np.bincount(columns, weights=values, minlength=_COLUMNS)
-    return found
+            sums[number] = np.bincount(columns, weights=values, minlength=_COLUMNS)
+    return sums
 
 
 class _Look:

@@ -258,7 +258,7 @@ def _has_ended(file: Path, successor: Owner, silence: _Silence) -> bool:
 def _is_silent(file: Path, first: SeenLease, silence: _Silence) -> bool:
     """Wait until a lease has stayed as it was first seen for its limit; False where it is another one now."""
     limit = first.owner.limit if first.owner is not None else LIMIT
-    said = False
+    announced = False
     while True:
         seen = read(file)
         if seen is None or _owner_id(seen) != _owner_id(first):
@@ -268,15 +268,15 @@ def _is_silent(file: Path, first: SeenLease, silence: _Silence) -> bool:
             raise FolderInUseError(_in_use(file.parent, seen.owner), file.parent)
         if silent >= limit:
             break
-        if not said:
+        if not announced:
             holder = str(first.owner) if first.owner is not None else f"an owner that can't be read from {file.name}"
             _say(
                 f"{shown(file.parent)} is held by {holder}, which may have ended: waits up to {limit:g} s for a sign "
                 "of life, and takes the folder over if none comes"
             )
-        said = True
+        announced = True
         time.sleep(_LOOK)
-    if said:
+    if announced:
         _say(
             f"{shown(file.parent)}: no sign of life of its owner in {limit:g} s; this training takes the folder over"
         )

@@ -22,7 +22,7 @@ from samestep.data.order import SampleOrder
 from samestep.data.types import First, Samples, as_batch
 from samestep.engines.base import Loss, OptimizerOf, Skipping, StepReport, TurnTaking
 from samestep.engines.registry import resolve as resolve_engine
-from samestep.errors import InterruptedJobError, NonFiniteError, NotSavedError, UserError
+from samestep.errors import InterruptedJobError, NonFiniteError, NotSavedError
 from samestep.fault_tolerance.nonfinite import NonFinite, left_out
 from samestep.fault_tolerance.policy import again
 from samestep.fault_tolerance.rank import RankSupervision
@@ -31,7 +31,6 @@ from samestep.launch.world import World
 from samestep.layout import Layout
 from samestep.parallel.deferred_init import InitialModel, build_recorded
 from samestep.parallel.parallel_model import Details, Findings
-from samestep.plausibility import wrong_warmup
 from samestep.profiling.breakdown import Profile
 from samestep.profiling.profiler import FOLDER as PROFILE_FOLDER
 from samestep.profiling.profiler import StepProfiler
@@ -421,8 +420,6 @@ def _prepare(training: Training, job: Job, supervision: RankSupervision) -> None
         supervision.ask_seldom()
     supervision.pace.elsewhere = trainer.elsewhere_seconds
     supervision.check(training.total_steps)
-    if job.recipe.steps is None and (wrong := wrong_warmup(job.recipe.schedule, training.total_steps)):
-        raise UserError(f"recipe.schedule.warmup {wrong}")
 
 
 def _finish(
