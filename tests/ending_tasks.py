@@ -32,6 +32,8 @@ class Ending(Unscored):
             os._exit(int(name))
         if kind == "sys.exit":
             sys.exit(int(name))
+        if kind == "raise":
+            raise KeyboardInterrupt
         # The server that ranks are forked from is their parent.
         os.kill(os.getppid() if kind == "server" else os.getpid(), signal.Signals[name])
         time.sleep(60)  # until it is ended

@@ -20,6 +20,7 @@ from torch import nn
 
 import samestep
 from samestep import CheckpointError, NotSavedError, UserError
+from samestep.checkpoint.save import Saver, total_bytes
 from samestep.cli.main import main
 
 TESTS = Path(__file__).parent
@@ -137,6 +138,22 @@ def test_synchronous_saving_writes_the_same(tmp_path: Path) -> None:
     assert one.losses == other.losses
     resumed = train(tmp_path / "resumed", checkpoint={"resume": str(other.folder / "checkpoints" / "step-5")})
     assert resumed.losses == one.losses[5:]
+
+
+def test_the_room_that_a_checkpoint_takes_counts_what_its_file_says_of_each_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    write = Saver._write
+
+    def watched(self: Saver, pieces: Any, info: Any) -> None:
+        counted.append(total_bytes(pieces, self._group))
+        write(self, pieces, info)
+
+    monkeypatch.setattr(Saver, "_write", watched)
+    folder = train(tmp_path / "run", checkpoint={}).folder
+    (file,) = (folder / "checkpoints" / "step-10").glob("*.distcp")
+    assert 0.9 * file.stat().st_size <= counted[0] <= file.stat().st_size
 
 
 # -- what is damaged

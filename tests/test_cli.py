@@ -105,6 +105,10 @@ MISTAKES = {
         "train good.yaml --layout dp4 --set recipe.batch=3",
         r"a batch of 3 leaves some of its 4 data ranks without a sample; use a batch of 4 or more",
     ),
+    "an option of an axis that is not there": (
+        "train good.yaml --layout dp2|stages=2",
+        r'layout "dp2 stages=2": stages=2 is of pp \(pipeline\), and the layout has none; write such as pp2 beside',
+    ),
     "half precision on a CPU": (
         "train good.yaml --layout dp2 --set recipe.precision=fp16",
         r"recipe\.precision is fp16, .* bf16 or fp32",
@@ -174,6 +178,17 @@ def check_message(errors: str, message: str) -> None:
     assert errors.count("\n") == 1
     assert "Traceback" not in errors
     assert re.search(message, errors), errors
+
+
+def test_a_batch_of_more_samples_than_there_are_is_told_before_processes_start(
+    place: Path, no_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "good.yaml", "--layout", "dp2", "--folder", "run", "--set"]
+    for batch, told in ((100000, True), (8, False)):
+        with pytest.raises(StartedError):
+            main([*words, f"recipe.batch={batch}"])
+        error = capsys.readouterr().err
+        assert (f"samestep: recipe.batch is {batch}, and there are " in error) == told, error
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

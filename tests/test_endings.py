@@ -41,7 +41,16 @@ def failure(folder: Path, how: str, layout: str = "dp2", **run: Any) -> samestep
     [
         ("os._exit 0", "its process ended with exit code 0 while the other ranks still needed it"),
         ("signal SIGTERM", "ended by SIGTERM: somebody told it to end"),
-        pytest.param("sys.exit 0", r"the training called sys\.exit\(0\) before its end", marks=slow),
+        pytest.param(
+            "sys.exit 0",
+            r"^the training called sys\.exit\(0\) before its end, at .*ending_tasks\.py:\d+; raise an error",
+            marks=slow,
+        ),
+        pytest.param(
+            "raise KeyboardInterrupt",
+            r"^the rank raised KeyboardInterrupt before its end, at .*ending_tasks\.py:\d+; raise an error",
+            marks=slow,
+        ),
         pytest.param("os._exit 7", "its process ended with exit code 7 and gave no reason", marks=slow),
         pytest.param("signal SIGKILL", r"SIGKILL: by the kernel if memory ran out .*, or by somebody", marks=slow),
         pytest.param("signal SIGBUS", r"ended by SIGBUS: .* /dev/shm is full, of whose .* are free now", marks=slow),

@@ -2,17 +2,21 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from samestep import jobfile
+from samestep import jobfile, subprocess_group
 from samestep.cli.main import main
 from samestep.comparison.results import explain
+from samestep.drill.drill import Runs
 from samestep.handwritten import FAILED, REFUSED
+from samestep.job import Checkpointing
 from samestep.subprocess_group import CommandOutcome
+from samestep.tuning.tune import TrialError, _Trials
 from samestep.variables import Expanded, hide_from_messages, without_values
 
 SECRET = "s3cr3t \"ü'\\/+&%"
@@ -149,6 +153,53 @@ def test_texts_that_the_checks_made_plain_are_as_they_were_written(tmp_path: Pat
     assert isinstance(job.recipe.task, Expanded)
     assert jobfile.plain(job.recipe, written=True)["task"] == "${SECRET}:Points"
     assert str(task) not in repr(job)
+
+
+@pytest.mark.quick
+def test_a_job_file_that_is_written_for_a_run_has_the_names_and_is_the_same_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PART", "first-of-two")
+    given, elsewhere = tmp_path / "given", tmp_path / "elsewhere"
+    (given / "data").mkdir(parents=True)
+    elsewhere.mkdir()
+    (given / "data" / "first-of-two.csv").touch()
+    text = """
+recipe:
+  task: text-classification
+  data: {source: "data/${PART}.csv"}
+  args: {note: "${SECRET}", several: ["a ${SECRET} b", 5], plain: "no ${"}
+  optimizer: {lr: 2.0e-3}
+run: {folder: "runs/${SECRET}", inject: {rank: 0, step: 1, fault: kill, seconds: 1m}}
+"""
+    (given / "job.yaml").write_text(text, encoding="utf-8")
+    job = jobfile.load(given / "job.yaml").job
+    written = jobfile.to_run(job)
+    assert holds(written) == []
+    assert "first-of-two" not in written
+    (elsewhere / "other.yaml").write_text(written, encoding="utf-8")
+    read = jobfile.load(elsewhere / "other.yaml").job
+    assert read == job
+    assert read.recipe.args["several"] == [f"a {SECRET} b", 5]
+
+
+@pytest.mark.quick
+def test_tune_and_drill_write_the_names_into_the_job_files_of_their_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = jobfile.load(job_with("recipe.args.note", "${SECRET}", tmp_path)).job
+    job = replace(job, run=replace(job.run, checkpoint=Checkpointing()))
+    monkeypatch.setattr(subprocess_group, "run", lambda *_, **__: CommandOutcome(code=1, seconds=1.0, output=""))
+    (tmp_path / "tune").mkdir()
+    (tmp_path / "drill").mkdir()
+    with pytest.raises(TrialError):
+        _Trials(tmp_path / "tune", 3, 10.0).seconds(job, {})
+    Runs(job=job, place=tmp_path / "drill", time_limit=10.0, step=1, rank=0).train("run")
+    files = [tmp_path / "tune/1/job.yaml", tmp_path / "drill/run.yaml"]
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert "${SECRET}" in text
+        assert holds(text) == []
 
 
 @pytest.mark.quick

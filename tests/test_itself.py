@@ -44,7 +44,7 @@ def job(tmp_path: Path) -> str:
         (["--dropout"], "single"),
         (["--precision", "fp64"], "single"),
         (["--reference-device", "cpu"], "single"),  # where the other side is as well
-        (["--layout", "single schedule=gpipe"], "single schedule=gpipe"),
+        (["--layout", "single schedule=gpipe"], None),  # refused before
         (["--set", "run.group_by_length=true"], "single"),
     ],
 )

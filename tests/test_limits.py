@@ -6,7 +6,7 @@ import inspect
 import pkgutil
 import typing
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -14,13 +14,13 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import pytest
 from annotated_types import Le, Lt
 from job_files import refusal, write
-from pydantic import ValidationError
 from pydantic.dataclasses import is_pydantic_dataclass
 
 import samestep
 from samestep import api, durations, jobfile
 from samestep.cli.main import _parser, main
 from samestep.cli.suggestions import subparsers
+from samestep.communication import PowerSGD
 from samestep.errors import LayoutError, UserError
 from samestep.job import Job
 from samestep.launch import device, rank_entry
@@ -288,8 +288,49 @@ def test_a_shortened_recipe_has_nothing_that_would_begin_after_its_end(tmp_path:
     assert list(implausible(short)) == []
 
 
+def test_what_is_built_in_python_is_refused_in_one_message(tmp_path: Path) -> None:
+    for make, message in (
+        (lambda: samestep.Recipe(task="x", batch=0), "Recipe: batch is 0; it should be greater than 0"),
+        (
+            lambda: samestep.Recipe(task=3),
+            "Recipe: task is 3; it should be the name of a task, file.py:ClassName, or",
+        ),
+        (lambda: samestep.Recipe(), "Recipe: task is missing"),  # type: ignore[call-arg]
+        (lambda: samestep.Recipe("x"), "Recipe('x'): its fields are given by name, as NAME=VALUE"),  # type: ignore
+        (
+            lambda: samestep.Recipe(task="x", optimizer={"lr": -1}, seed=-1),  # type: ignore[arg-type]
+            "Recipe: seed is -1; it should be greater than or equal to 0\n"
+            "Recipe: optimizer.lr is -1; it should be greater than 0",
+        ),
+        (lambda: samestep.AdamW(lr=-1), "AdamW: lr is -1; it should be greater than 0"),
+        (
+            lambda: samestep.Checkpointing(every="soon"),
+            "Checkpointing: every is 'soon'; it should be a whole number, or a time such as 90s, 10m or 1h",
+        ),
+        (lambda: PowerSGD(rank=0), "PowerSGD: rank is 0; it should be greater than 0"),
+        (lambda: replace(samestep.Run(), threads=0), "Run: threads is 0; it should be greater than 0"),
+        (
+            lambda: samestep.train(samestep.Recipe(task="x"), layut="dp2"),
+            'unknown key "run.layut"; did you mean "layout"?',
+        ),
+    ):
+        with pytest.raises(UserError) as caught:
+            make()
+        assert str(caught.value).startswith(message)
+    for call in (samestep.train, samestep.verify, samestep.dry_run, samestep.check):
+        with pytest.raises(UserError) as caught:
+            call("job.yaml")  # type: ignore[arg-type]
+        assert (
+            "recipe is 'job.yaml'; it should be a section of keys and values, in Python a samestep.Recipe ("
+            in str(caught.value)
+        )
+    # As the message says.
+    job = jobfile.load(write(tmp_path, "recipe: {task: regression, batch: 8}\n")).job
+    assert samestep.Job(recipe=job.recipe).recipe.batch == 8
+
+
 def test_python_is_held_to_the_same() -> None:
-    with pytest.raises(ValidationError, match="less than or equal to 256"):
+    with pytest.raises(UserError, match=r"^Run: workers is 1000; it should be less than or equal to 256$"):
         samestep.Run(workers=1000)
     with pytest.raises(UserError, match=r"recipe.schedule.warmup is 11 steps"):
         samestep.train(samestep.Recipe(task="regression", steps=3, schedule=samestep.Schedule(warmup=11)))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from small_tasks import Points
 from torch import Tensor, nn
 from turn_tasks import Gan, Unlike
@@ -187,5 +186,5 @@ def test_what_a_refusal_recommends_can_be_had(settings: dict[str, Any], tmp_path
 
 
 def test_parameters_of_more_digits_need_no_copy() -> None:
-    with pytest.raises(ValidationError, match="precision is fp32; use bf16"):
+    with pytest.raises(samestep.UserError, match="precision is fp32; use bf16"):
         recipe(precision="fp32")

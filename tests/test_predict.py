@@ -56,7 +56,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     other = ["--set", "recipe.evaluation.batch=1", "--set", "recipe.data.held_out=0.5"]
     assert main(["evaluate", str(job), "--checkpoint", str(tmp_path / "run"), *other]) == 0
     told = capsys.readouterr().err.splitlines()
-    assert told == ["samestep: the checkpoint was trained otherwise: recipe.data.held_out is 0.5, and was None"]
+    assert told == ["samestep: the checkpoint was trained otherwise: recipe.data.held_out is 0.5, and was not given"]
 
 
 def test_texts(tmp_path: Path) -> None:

@@ -146,6 +146,17 @@ def test_a_proof_tells_its_phases_and_its_json_is_whole(tmp_path: Path, capfd: p
     ), printed.err
 
 
+@pytest.mark.slow
+def test_the_lines_of_a_command_begin_with_its_name_also_in_the_steps_of_a_proof(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with progress_every("30s"):
+        assert main(["check", str(job_file(tmp_path)), "--layouts", "dp2"]) == 0
+    told = capfd.readouterr().err.splitlines()
+    assert not [line for line in told if line.startswith("verify")]
+    assert in_order(told, r"check: one process: step 1/2, .*", "check: ranks: layout 1 of 1, dp2"), told
+
+
 def test_data_that_take_long_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     task = tmp_path / "late.py"
     task.write_text(

@@ -13,7 +13,7 @@ from samestep.errors import UserError
 from samestep.recipe import Recipe
 from samestep.tasks import TASKS
 from samestep.tasks.base import Task
-from samestep.tasks.registry import resolve
+from samestep.tasks.registry import import_file, resolve
 from samestep.tasks.regression import Regression
 
 pytestmark = pytest.mark.quick
@@ -214,7 +214,6 @@ KNOWN = ", ".join(sorted(TASKS))
         ("own.py", f'recipe.task is "own.py"; known: {KNOWN}, or path/to/file.py:ClassName'),
         ("own.txt:Own", f'recipe.task is "own.txt:Own"; known: {KNOWN}, or path/to/file.py:ClassName'),
         ("nowhere/own.py:Own", "recipe.task: no file nowhere/own.py"),
-        (3, "recipe.task is 3; it must be a name, file.py:ClassName or a samestep.Task"),
         (Regression, f"recipe.task is {Regression!r}; it must be a name, file.py:ClassName or a samestep.Task"),
     ],
 )
@@ -324,6 +323,20 @@ def test_an_import_that_fails_inside_a_library_names_both_places(tmp_path: Path)
     assert ", at own.py:3, raised at " in message
     assert "decoder.py:" in message
     assert "\n" not in message
+
+
+def test_a_function_of_a_task_imports_its_neighbours_whatever_the_current_folder(tmp_path: Path) -> None:
+    name = "neighbour_of_" + tmp_path.name.replace("-", "_")
+    (tmp_path / f"{name}.py").write_text("NUMBER = 7\n", encoding="utf-8")
+    file = tmp_path / "own.py"
+    text = f"def late():\n    import {name}\n    return {name}.NUMBER\n"
+    file.write_text(text, encoding="utf-8")
+    before = list(sys.path)
+    try:
+        assert import_file(file).late() == 7
+        assert sys.path == [*before, str(tmp_path)]  # at the end, where it hides no other module
+    finally:
+        sys.path[:] = before
 
 
 def test_a_file_mended_after_a_failure_is_read_again(own: Path) -> None:

@@ -171,6 +171,20 @@ def test_another_file_of_the_same_contents_is_the_same_source(job: Path, capfd: 
     assert "recipe.args" not in capfd.readouterr().err
 
 
+def test_a_task_file_of_another_name_is_the_same_task_if_its_code_is(
+    job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.move(job.parent / "task.py", job.parent / "renamed.py")
+    job.write_text(job.read_text(encoding="utf-8").replace("task.py:", "renamed.py:"), encoding="utf-8")
+    assert resume(job) == 0
+    assert "recipe.task" not in capfd.readouterr().err
+    change = (job.parent / "renamed.py").read_text(encoding="utf-8").replace("cross_entropy(", "cross_entropy(1 * ")
+    (job.parent / "third.py").write_text(change, encoding="utf-8")
+    job.write_text(job.read_text(encoding="utf-8").replace("renamed.py:", "third.py:"), encoding="utf-8")
+    assert resume(job, "--set", "recipe.steps=6") == 2
+    assert "the checkpoint is of another training: recipe.task is " in capfd.readouterr().err
+
+
 CODE = {
     "the loss doubled": ("task.py", "return nn.functional.cross_entropy", "return 2 * nn.functional.cross_entropy"),
     "another activation": ("own_nets.py", "GELU", "ReLU"),

@@ -13,7 +13,14 @@ from samestep.contract.second_gradients import GradientThroughBlocks, can_lack_g
 from samestep.display.schedule_svg import draw_schedule
 from samestep.engines import registry as engines
 from samestep.engines.checks import check_layout
-from samestep.errors import InterruptedJobError, NonFiniteError, NotSavedError, RankFailedError, UserError
+from samestep.errors import (
+    InterruptedJobError,
+    NonFiniteError,
+    NotSavedError,
+    RankFailedError,
+    UserError,
+    ended_by_code,
+)
 from samestep.fault_tolerance.lease import Held
 from samestep.fault_tolerance.policy import again, needs_ranks, restart_begins_at_zero, shrink
 from samestep.fault_tolerance.rank import RankSupervision, Round
@@ -110,6 +117,7 @@ def train_job(job: Job) -> TrainResult:
     fork_server.start_early(job)
     if first:
         _check_contract(job, layout, task)
+        _warn_of_batch(job, task)
         _warn_of_restarts(job, task)
     # After all other checks: `run.overwrite` removes an earlier run, which a job that is refused must not do.
     with folder_held(job, round_) as (job, held):
@@ -117,6 +125,19 @@ def train_job(job: Job) -> TrainResult:
     if isinstance(outcome, Exception):  # the same on all ranks, which have ended in good order
         raise outcome
     return outcome
+
+
+def _warn_of_batch(job: Job, task: Task) -> None:
+    """Print a line, in the process that starts the ranks or on rank 0, where no step can have the batch's samples."""
+    ranks = environment.ranks()
+    batch, samples = job.recipe.batch, len(task.train_set())
+    if batch > samples and (ranks is None or ranks.rank == 0):
+        print(
+            f"samestep: recipe.batch is {batch}, and there are {samples} samples to train on, so each step is of all "
+            f"{samples}; use a batch of {samples} or fewer for more steps in an epoch",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _warn_of_restarts(job: Job, task: Task) -> None:
@@ -184,7 +205,7 @@ def _train_rank(
         try:
             result = fit_with_rollbacks(job, resolve_task(job.recipe), world, layout, supervision)
         except SystemExit as end:  # it would be taken for the training's own end
-            raise RuntimeError(f"the training called sys.exit({end.code}) before its end") from end
+            raise RankFailedError(world.rank, ended_by_code(end, "the training")) from None
         except (InterruptedJobError, NonFiniteError) as error:  # all ranks handle it, and leave the group in order
             return error
         except NotSavedError as error:
@@ -492,4 +513,4 @@ def _call(function: Callable[..., Any], job: Job, layout: Layout, *arguments: An
     if job.run.threads is None and environment.asked_threads() is None:
         threads = min(threads, *(each.threads for each in own))  # of NUMA nodes one may have fewer cores
     job = replace(job, run=replace(job.run, threads=threads))
-    return rank_tasks.on_its_cores, (own, function, job, layout, *arguments)
+    return rank_tasks.on_its_cores, (own, phases.work("") or None, function, job, layout, *arguments)

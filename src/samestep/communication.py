@@ -11,8 +11,10 @@ from pydantic.dataclasses import dataclass
 
 from samestep.field_types import STRICT, Beta, Count, Fraction, Positive, Rate, Whole, broken_rule
 from samestep.limits import MOST_WIDTH
+from samestep.validation import tells_mistakes
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Bf16:
     """Gradients are averaged in bfloat16: half the bytes of float32, 8 bits of precision."""
@@ -20,6 +22,7 @@ class Bf16:
     kind: Literal["bf16"] = "bf16"
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Fp16:
     """Gradients are averaged in float16: half the bytes of float32, 11 bits of precision, nothing below 6e-8."""
@@ -27,6 +30,7 @@ class Fp16:
     kind: Literal["fp16"] = "fp16"
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PowerSGD:
     """Gradients of matrices are averaged as products of two thin ones (Vogels et al. 2019, algorithm 1)."""
@@ -37,6 +41,7 @@ class PowerSGD:
     error_feedback: bool = True  # what was left out is added to the next gradient
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OneBitAdam:
     """Adam, and after a warm-up its momentum in one bit a number, its variance frozen (Tang et al. 2021)."""
@@ -45,6 +50,7 @@ class OneBitAdam:
     warmup: Positive = 100  # steps of plain Adam, in which the variance settles
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ZeroOneAdam:
     """Adam with one bit a number, a variance that is seldom renewed, and local steps (Lu et al. 2022)."""
@@ -56,6 +62,7 @@ class ZeroOneAdam:
     local_most: Positive = 16  # most steps from one message to the next
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LocalSGD:
     """Every rank takes steps of its own, and parameters are averaged (Stich 2019; `start`: Lin et al. 2020)."""
@@ -65,6 +72,7 @@ class LocalSGD:
     start: Count = 0  # steps before that, with an average after each
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DiLoCo:
     """Local steps, and an outer optimizer with Nesterov momentum on their average (Douillard et al. 2023).

@@ -132,6 +132,13 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {one_line(error)}" + (f", at {place}" if place else "")
 
 
+def ended_by_code(end: BaseException, what: str) -> str:
+    """Tell in one line that the user's code ended `what` by sys.exit() or KeyboardInterrupt, which are no errors."""
+    how = f"called sys.exit({end.code})" if isinstance(end, SystemExit) else f"raised {type(end).__name__}"
+    place = place_of(end)
+    return f"{what} {how} before its end" + (f", at {place}" if place else "") + "; raise an error that says why"
+
+
 def place_of(error: BaseException) -> str | None:
     """Return the innermost line of the user's code in an error's traceback, as file:line.
 

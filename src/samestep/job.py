@@ -24,6 +24,7 @@ from samestep.limits import (
 )
 from samestep.ranks import DeviceChoice
 from samestep.recipe import Recipe
+from samestep.validation import tells_mistakes
 
 TensorRole = Literal["column", "row", "vocabulary", "whole"]
 ExpertRole = Literal["split", "whole"]
@@ -55,6 +56,7 @@ _Patience = Annotated[Real, Gt(0), Le(MOST_SECONDS), _seconds_from(LEAST_PATIENC
 Fault = Literal["kill", "raise", "hang", "oom", "nan", "slow", "deadlock", "abort"]
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Inject:
     """A fault that a rank commits in a step, for tests and drills."""
@@ -82,6 +84,7 @@ def _which_checkpoint(value: Any) -> Any:
     return str(value)
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Checkpointing:
     """When a training's state is saved, where, and which of it the training begins with."""
@@ -116,6 +119,7 @@ def _section_if_true(value: Any) -> Any:
     return value
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Profiling:
     """Which steps of a training are profiled on every rank, and where the profile goes."""
@@ -131,6 +135,7 @@ def _on_or_off(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Run:
     """How a recipe is run; nothing in here changes the result."""
@@ -206,11 +211,23 @@ def _name(text: str) -> str:
     return text
 
 
+def _no_file(value: Any) -> Any:
+    """Refuse the path of a job file, which `samestep.train` and others don't read."""
+    if isinstance(value, (str, Path)):
+        raise PydanticCustomError(
+            "recipe_wanted",
+            "Input should be a section of keys and values, in Python a samestep.Recipe (samestep.jobfile.load reads "
+            "a job file)",
+        )
+    return value
+
+
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Job:
     """A recipe and how it is run."""
 
-    recipe: Recipe
+    recipe: Annotated[Recipe, BeforeValidator(_no_file)]
     run: Run = field(default_factory=Run)
     name: Annotated[str, AfterValidator(_name)] | None = (
         None  # of the run's folder; None: the job file's name, or the task's

@@ -113,7 +113,7 @@ def _named(job: Job, name: str) -> Job:
     """The job with a file's name, or "job" where no run's folder can be called so."""
     try:
         return replace(job, name=name)
-    except ValidationError:
+    except UserError:
         return replace(job, name="job")
 
 
@@ -126,6 +126,26 @@ def dump(loaded: LoadedJob, *, written: bool = False) -> str:
     _dump(plain(loaded.job, written=written), (), loaded.sources, lines)
     width = min(48, max(len(line) for line, _ in lines))
     return "\n".join(f"{line:<{width}}  # {source}" if source else line for line, source in lines)
+
+
+def to_run(job: Job) -> str:
+    """Format a job as YAML for a run on this machine.
+
+    Texts keep `${NAME}` as in the job file, since the variables may hold secrets; the run expands them again.
+    """
+    values = _reexpanded(plain(job), plain(job, written=True), environment.snapshot())
+    return yaml.dump(values, Dumper=_Writer, allow_unicode=True, sort_keys=False, width=sys.maxsize)
+
+
+def _reexpanded(value: Any, written: Any, environ: Mapping[str, str]) -> Any:
+    """The written form of each text in `value` that the run's variables make the same text again."""
+    if isinstance(value, dict):
+        return {key: _reexpanded(inner, written[key], environ) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_reexpanded(*both, environ) for both in zip(value, written, strict=True)]
+    if not isinstance(value, str):
+        return value
+    return written if NAMED.sub(lambda name: environ.get(name[1], ""), written) == value else value
 
 
 # What other files that are taken for a job file are, and what to do with them.
@@ -342,7 +362,7 @@ def _resolve_paths(job: Job, file: Path) -> Job:
         if not re.search(r"[./]", text) or not _exists(candidate):
             return text
         found = str(candidate) + (":" + rest if colon else "")
-        return Expanded(found, text.written) if isinstance(text, Expanded) else found
+        return Expanded(found, str(base / text.written)) if isinstance(text, Expanded) else found
 
     task = next_to_job(recipe.task)
     data = {key: next_to_job(value) if key in _PATH_KEYS else value for key, value in recipe.data.items()}

@@ -133,6 +133,7 @@ class Layout:
         Raises LayoutError where the text can't be read or the sizes don't fit `processes`.
         """
         values, unsized = _read(text)
+        _check_options(text, values, unsized)
         if unsized is not None:
             if processes is None:
                 raise LayoutError(
@@ -310,6 +311,25 @@ def _read(text: str) -> tuple[dict[str, int | str], str | None]:
                 f"give one of them a size, such as {_SHORT[axis]}2"
             )
     return values, without_size
+
+
+_OF_PIPELINES = ("schedule", "stages", "balance")
+
+
+def _check_options(text: str, values: Mapping[str, int | str], unsized: str | None) -> None:
+    """Raise LayoutError for an option of pipelines in a text without one: it would do nothing.
+
+    What needs the tensor or the context axis is refused with the engine's other limits.
+    """
+    if "pipeline" in values or unsized == "pipeline":
+        return
+    plain = {field.name: field.default for field in fields(Layout)}
+    for option in _OF_PIPELINES:
+        if values.get(option, plain[option]) != plain[option]:
+            raise LayoutError(
+                f'layout "{text}": {option}={values[option]} is of {axis_in_words("pipeline")}, and the layout has '
+                f"none; write such as pp2 beside it, or leave {option}= out"
+            )
 
 
 def _expand(parts: Sequence[str]) -> list[str]:

@@ -54,6 +54,11 @@ def joined(job: Job) -> Iterator[World]:
         yield world
 
 
+def _title(otherwise: str, what: object) -> str:
+    """What a rank's lines begin with: the command that the user called, and what of it this is."""
+    return f"{phases.work(otherwise)}: {what}"
+
+
 def dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
     """On a rank: build, take one step, and report what it held."""
     with phases.running(f"dry run: {layout}"), joined(job) as world:
@@ -117,19 +122,19 @@ def time_steps(job: Job, task: Task, world: World, layout: Layout, steps: int) -
 
 def time_steps_rank(job: Job, layout: Layout, steps: int) -> Sequence[StepTiming]:
     """On a rank: how long steps take, of all ranks (seconds)."""
-    with phases.running(f"time steps: {layout}"), joined(job) as world:
+    with phases.running(_title("time steps", layout)), joined(job) as world:
         return time_steps(job, resolve_task(job.recipe), world, layout, steps)
 
 
 def verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:
     """On a rank: hold the layout's steps against the reference, which rank 0 has."""
-    with phases.running(f"verify: {layout}"), joined(job) as world:
+    with phases.running(_title("verify", layout)), joined(job) as world:
         return hold_against(job, resolve_task(job.recipe), world, layout, steps, known if world.rank == 0 else None)
 
 
 def find_rank(job: Job, layout: Layout, steps: int, looked: Looked) -> Departure | None:
     """On a rank: look for the first module whose steps depart."""
-    with phases.running(f"verify: {layout}, again"), joined(job) as world:
+    with phases.running(_title("verify", f"{layout}, again")), joined(job) as world:
         return find(job, resolve_task(job.recipe), world, layout, steps, looked if world.rank == 0 else None)
 
 
@@ -145,7 +150,7 @@ def verify_rank_many(
 ) -> list[tuple[Proof | str, float]]:
     """Verify several layouts in turn; return each proof, or why it was refused, with its seconds."""
     found: list[tuple[Proof | str, float]] = []
-    with phases.running("verify: ranks"), joined(job) as world:
+    with phases.running(_title("verify", "ranks")), joined(job) as world:
         task, findings = resolve_task(job.recipe), Findings()  # reading the data may take longer than a proof
         for number, layout in enumerate(layouts, 1):
             began = time.perf_counter()
@@ -157,9 +162,10 @@ def verify_rank_many(
     return found
 
 
-def on_its_cores(own: Sequence[Binding], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a rank that this process started, bound to the rank's cores."""
+def on_its_cores(own: Sequence[Binding], work: str | None, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a rank that this process started for a command, bound to the rank's cores."""
     ranks = environment.ranks()
     assert ranks is not None
     bind(own[ranks.local_rank])
-    return function(*arguments)
+    with phases.working(work):
+        return function(*arguments)

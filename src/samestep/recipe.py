@@ -28,10 +28,12 @@ from samestep.field_types import (
     broken_rule,
 )
 from samestep.limits import MOST, MOST_WIDTH
+from samestep.validation import tells_mistakes
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2)."""
@@ -46,6 +48,7 @@ class AdamW:
     state: Literal["full", "bf16", "8bit"] = "full"
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SGD:
     """Stochastic gradient descent with momentum (Sutskever et al. 2013)."""
@@ -67,6 +70,7 @@ class SGD:
 SHORT_NAMES = ("adamw", "sgd")
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class NamedOptimizer:
     """Any optimizer: a class or function that takes parameters, or groups of them, and gives a torch.optim.Optimizer.
@@ -111,6 +115,7 @@ Optimizer = Annotated[
 ]
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Schedule:
     """Learning rate by step: a linear warm-up, then a decay to `final` times the optimizer's rate."""
@@ -134,6 +139,7 @@ def _one_or_several(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Group:
     """Parameters that are trained otherwise than the rest: by their names, and by how many dimensions they have."""
@@ -155,6 +161,7 @@ class Group:
         return self
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Average:
     """An exponential moving average of the weights, which is what is evaluated and exported.
@@ -168,6 +175,7 @@ class Average:
     every: Positive = 1  # steps from one change to the next
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Evaluation:
     """When and how the held-out samples are looked at."""
@@ -184,6 +192,7 @@ def _one_or_more(value: Any) -> Any:
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LoRA:
     """Low-rank adapters, which are trained, in the task's model, which stays as it is (Hu et al. 2021)."""
@@ -197,6 +206,7 @@ class LoRA:
     also_train: Patterns = ()  # modules that are trained whole, such as a new output layer
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EarlyStop:
     """When a training ends before its last step: once evaluations have not become better for a while."""
@@ -216,6 +226,7 @@ def _task(value: Any) -> Any:
     return value
 
 
+@tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
     """What is trained: task, data, seed, global batch, length, optimizer, schedule, clipping, precision, messages.

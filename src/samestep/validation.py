@@ -5,8 +5,9 @@ import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
 from types import UnionType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -19,6 +20,7 @@ from samestep.variables import expanded_in, without_values
 from samestep.yaml_loader import parse_yaml, yaml_mistake
 
 Path = tuple[str, ...]
+_T = TypeVar("_T")
 
 
 # What to use instead, by pydantic's name of the mistake, in the words of somebody who writes YAML.
@@ -85,6 +87,23 @@ def checked(schema: Any, values: Mapping[str, Any], *, prefix: Path = ()) -> Any
         return TypeAdapter(schema).validate_python(values)
     except ValidationError as error:
         raise UserError(explain(error, values, schema, prefix=prefix)) from None
+
+
+def tells_mistakes(cls: type[_T]) -> type[_T]:
+    """Class decorator of a dataclass that users build in Python: its constructor raises UserError, not pydantic's."""
+    init = cls.__init__
+
+    @wraps(init)
+    def explained(self: _T, *positional: Any, **values: Any) -> None:
+        if positional:
+            raise UserError(f"{cls.__name__}({shown(positional[0])}): its fields are given by name, as NAME=VALUE")
+        try:
+            init(self, **values)
+        except ValidationError as error:
+            raise UserError(explain(error, values, cls, place=lambda path: f"{cls.__name__}: ")) from None
+
+    cls.__init__ = explained  # type: ignore[method-assign]
+    return cls
 
 
 def checked_file(schema: Any, path: pathlib.Path, what: str) -> Any:

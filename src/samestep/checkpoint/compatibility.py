@@ -26,6 +26,8 @@ from samestep.parallel.state_shards import MODEL, Piece
 # saved of it, must stay.
 _MAY_CHANGE = ("steps", "epochs", "optimizer", "schedule", "clip", "precision", "dropout", "evaluation", "early_stop")
 _STAYS_OF_OPTIMIZER = ("optimizer.name", "optimizer.state")
+_ABSENT = object()  # in place of the value of a key that a recipe doesn't have
+_OF_CODE = ("task", "optimizer.name")  # may name something in a user's file
 _BEFORE_THE_KEY = {"optimizer.state": "full"}  # the value in effect for recipes saved before the key existed
 
 
@@ -35,9 +37,7 @@ def differences(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str
         return []
     before, now = _both(saved, recipe)
     return [
-        f"recipe.{key} is {now.get(key)}, and was {before.get(key)}"
-        for key in dict.fromkeys([*before, *now])
-        if before.get(key) != now.get(key)
+        _difference(key, before, now) for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)
     ]
 
 
@@ -46,11 +46,13 @@ def changes(
     recipe: Mapping[str, Any],
     *,
     same: Collection[str] = (),
+    same_code: bool = False,
     accepted: Collection[str] | None = None,
 ) -> list[str]:
     """The changes of a job to the recipe that a checkpoint was saved under, one line for each key.
 
-    `same`: keys whose files have the same contents as then, at whatever path. `accepted`: other data may be named, by
+    `same`: keys whose files have the same contents as then, at whatever path; `same_code`: so have the user's source
+    files, whatever they are called. `accepted`: other data may be named, by
     these keys or below data; None: they may not. Raises CheckpointError if a change would make it another training.
     Without a saved recipe nothing is compared.
     """
@@ -59,9 +61,10 @@ def changes(
     before, now = _both(saved, recipe)
     lines: list[str] = []
     for key in dict.fromkeys([*before, *now]):
-        if key in same or _without_folder(key, before.get(key)) == _without_folder(key, now.get(key)):
+        named = _without_file if same_code else _without_folder
+        if key in same or named(key, before.get(key)) == named(key, now.get(key)):
             continue
-        line = f"recipe.{key} is {now.get(key)}, and was {before.get(key)}"
+        line = _difference(key, before, now)
         of_data = key.startswith("data.")
         may_change = key.partition(".")[0] in _MAY_CHANGE and key not in _STAYS_OF_OPTIMIZER
         if not may_change and (accepted is None or not (of_data or key in accepted)):
@@ -73,9 +76,27 @@ def changes(
     return lines
 
 
+def _difference(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """A key's value now and then, as a job file has it."""
+    return f"recipe.{key} is {_written(key, now)}, and was {_written(key, before)}"
+
+
+def _written(key: str, recipe: Mapping[str, Any]) -> str:
+    value = recipe.get(key, _ABSENT)
+    words = {None: "null", True: "true", False: "false", _ABSENT: "not given"}
+    return words[value] if value is None or isinstance(value, bool) or value is _ABSENT else str(value)
+
+
+def _without_file(key: str, value: Any) -> Any:
+    """The value of a key that names something in a user's file as file.py:Name: the name."""
+    if key in _OF_CODE and isinstance(value, str) and ".py:" in value:
+        return value.rpartition(".py:")[2]
+    return value
+
+
 def _without_folder(key: str, value: Any) -> Any:
     """The value of a key that names something in a user's file as file.py:Name: a folder may lie elsewhere."""
-    if key in ("task", "optimizer.name") and isinstance(value, str) and ".py:" in value:
+    if key in _OF_CODE and isinstance(value, str) and ".py:" in value:
         return value.rpartition("/")[2]
     return value
 

@@ -54,6 +54,7 @@ class Compared:
     code: tuple[str, ...] = ()  # the files whose code has changed
     sources: frozenset[str] = frozenset()  # the recipe's keys that name files then and now
     same_sources: frozenset[str] = frozenset()  # those of the same contents, at whatever path
+    same_code: bool = False  # whatever its files are called
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,7 @@ class LearnsFrom:
             notes=tuple(notes),
             code=changed_code(before, code),
             sources=frozenset(sources.keys() & before.sources.keys()),
+            same_code=bool(code) and sorted(code.values()) == sorted(before.code.values()),
             same_sources=frozenset(key for key, digest in sources.items() if before.sources.get(key) == digest),
         )
 

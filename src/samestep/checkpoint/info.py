@@ -47,6 +47,16 @@ def _is_inside(files: Mapping[str, "FileSum"]) -> Mapping[str, "FileSum"]:
     return files
 
 
+def _is_recipe(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raise ValueError for what no recipe is; its other keys are those of the version that saved it."""
+    if not isinstance(recipe.get("task", ""), str):
+        raise ValueError("its task is no text")
+    for section in ("data", "model", "args"):
+        if not isinstance(recipe.get(section, {}), Mapping):
+            raise ValueError(f"its {section} is no section of keys and values")
+    return recipe
+
+
 _Text = Annotated[str, Strict()]
 _Number = Annotated[float, Strict()]  # also NaN and infinity, which metrics may be
 _Step = Annotated[int, Strict(), Ge(0), Le(_MOST_STEPS)]
@@ -73,7 +83,9 @@ class Info:
     layout: _Text
     processes: Annotated[int, Strict(), Ge(0), Le(_MOST_PROCESSES)]
     engine: _Text
-    recipe: Mapping[str, Any]  # as in the job file; empty for a custom training loop
+    recipe: Annotated[
+        Mapping[_Text, Any], AfterValidator(_is_recipe)
+    ]  # as in the job file; empty for a custom training loop
     scaler: Mapping[str, _Number] = field(default_factory=dict)  # state of the loss scaler, under fp16
     metrics: Mapping[str, _Number] = field(default_factory=dict)  # of the evaluation after this step
     extra: Mapping[str, Any] = field(default_factory=dict)  # values that a custom training loop saved along

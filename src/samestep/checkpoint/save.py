@@ -54,6 +54,8 @@ _WRITERS = ("PytorchStreamWriter", "inline_container")
 # Bytes of a folder in memory that copies leave free, at least and at most: for the semaphores of a restart, and for
 # what NCCL and loader workers share. Between these it is a quarter of the whole.
 _KEPT_FREE, _MOST_KEPT_FREE = 16 << 20, 1 << 30
+# Bytes of a file that a tensor takes beside its values: what torch.save writes of one, without the index of all.
+_OF_A_TENSOR = 1500
 # Called on each leader when a checkpoint is complete.
 Saved = Callable[[Path, Info], None]
 
@@ -362,8 +364,11 @@ class Saver:
 
 
 def total_bytes(pieces: Mapping[str, Piece], group: dist.ProcessGroup) -> int:
-    """Return the bytes of the whole tensors that all ranks' pieces are of; every rank must call."""
-    here = {name: math.prod(piece.shape) * piece.dtype.itemsize for name, piece in pieces.items()}
+    """Return the bytes that a checkpoint of all ranks' pieces takes at least; every rank must call.
+
+    They are those of the whole tensors, and of what the files say of each: with many small ones that is most of it.
+    """
+    here = {name: math.prod(piece.shape) * piece.dtype.itemsize + _OF_A_TENSOR for name, piece in pieces.items()}
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, here, group=group)
     return sum({name: size for sizes in gathered for name, size in sizes.items()}.values())

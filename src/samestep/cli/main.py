@@ -41,6 +41,8 @@ from samestep.errors import (
     RankFailedError,
     StartError,
     UserError,
+    ended_by_code,
+    place_of,
 )
 from samestep.progress import phases
 from samestep.variables import without_values
@@ -119,6 +121,11 @@ def _run(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("samestep: interrupted", file=sys.stderr)
         return 130
+    except SystemExit as end:
+        if place_of(end) is None:  # of argparse, after --help
+            raise
+        print(f"samestep: {ended_by_code(end, 'code of the job')}", file=sys.stderr)
+        return 1
     except (OSError, RuntimeError, MemoryError) as error:
         reason = file_errors.refused(error) if isinstance(error, OSError) else file_errors.reached_limit(error)
         if reason is None:

@@ -23,7 +23,7 @@ from samestep.api import train_job
 from samestep.comparison.methods import SAMESTEP, ComparedMethod
 from samestep.errors import NonFiniteError, RankFailedError, UserError
 from samestep.job import Job
-from samestep.jobfile import LoadedJob, dump
+from samestep.jobfile import to_run
 from samestep.layout import Layout
 from samestep.progress import phases
 from samestep.subprocess_group import CommandOutcome
@@ -39,7 +39,7 @@ def run_method(method: ComparedMethod, job: Job, place: Path, *, limit: float) -
     if is_forked(method):
         return folder, run_forked(job, folder, limit=limit)
     file = place / "job.yaml"
-    file.write_text(dump(LoadedJob(job, file, {})) + "\n", encoding="utf-8")
+    file.write_text(to_run(job), encoding="utf-8")
     command = method.start.command(file, folder, Layout.parse(job.run.layout).size)
     return folder, subprocess_group.run(command, limit=limit)
 

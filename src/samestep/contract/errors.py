@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.errors import UserError, place_of, shown
+from samestep.errors import UserError, ended_by_code, place_of, shown
 from samestep.launch.memory import available_memory
 from samestep.sizes import binary_size
 
@@ -77,6 +77,8 @@ def said(part: str, what: str, of: Any = None) -> Iterator[None]:
         where = at(place) if place is not None or of is None else line_of(of)
         given = where if place is None or place not in str(error) else ""
         raise ContractError(part, str(error) + given, complete=True) from error
+    except SystemExit as error:
+        raise ContractError(part, ended_by_code(error, what)) from error
     except Exception as error:
         reason = " ".join(str(error).strip().partition("\n")[0].split()) or "no message"
         place = at(place_of(error))

@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from samestep import subprocess_group
 from samestep.job import Job
-from samestep.jobfile import plain
+from samestep.jobfile import to_run
 from samestep.run_folder import FAULTS_FILE, METRICS_FILE, MODEL_FILE, REPORT_FILE, json_lines
 
 Meanwhile = Callable[[subprocess.Popen[bytes], Path], None]
@@ -74,7 +72,7 @@ class Runs:
         checkpoint = replace(settings, resume=resume)
         job = replace(self.job, run=replace(self.job.run, folder=folder, checkpoint=checkpoint, **run))
         file = self.place / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(plain(job), allow_unicode=True), encoding="utf-8")
+        file.write_text(to_run(job), encoding="utf-8")
         outcome = subprocess_group.run(
             [sys.executable, "-m", "samestep", "train", str(file)],
             limit=self.time_limit,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from samestep import environment, file_errors, streams
-from samestep.errors import USERS_MISTAKE, NotSavedError, UserError
+from samestep.errors import USERS_MISTAKE, NotSavedError, RankFailedError, UserError, ended_by_code
 from samestep.launch import failure, fork_server, rank_entry
 from samestep.launch.affinity import BindChoice, check_choice, chosen, this_machine
 from samestep.launch.fork_server import end_with_parent, end_with_starter
@@ -151,6 +151,14 @@ def run_call(file: str, environ: Mapping[str, str]) -> Any:
         _end(USERS_MISTAKE)
     except NotSavedError as error:  # it says all, and its traceback is samestep's own
         _tell(str(error))
+        _end(1)
+    except RankFailedError as error:
+        _tell(error.reason)
+        time.sleep(_AFTER_YOU)
+        _end(1)
+    except (SystemExit, KeyboardInterrupt) as end:  # the user's code's: a signal ends a rank at once, or is kept
+        _tell(ended_by_code(end, "the rank"))
+        time.sleep(_AFTER_YOU)
         _end(1)
     except BaseException as error:
         _tell(file_errors.reached_limit(error) or traceback.format_exc())

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from samestep import environment
@@ -210,10 +211,15 @@ def _takes(descriptor: int) -> bool:
 _writer: Writer | None = None
 
 
+# The command that the user called, or the function: lines of what it does inside begin with its name.
+_work: ContextVar[str | None] = ContextVar("work", default=None)
+
+
 def _forget() -> None:
     """In a forked process: it has no thread that writes, and is another part of the job."""
     global _writer
     _writer = None
+    _work.set(None)
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -224,12 +230,35 @@ def writer() -> Writer | None:
     return _writer if _writer is not None and _writer.is_usable else None
 
 
+def work(otherwise: str) -> str:
+    """Return the name of the command that runs, such as check, which takes the steps of verify; else `otherwise`."""
+    return _work.get() or otherwise
+
+
+@contextmanager
+def working(name: str | None) -> Iterator[None]:
+    """Context of a part of a command's work, in a process that the command has started."""
+    token = _work.set(name)
+    try:
+        yield
+    finally:
+        _work.reset(token)
+
+
 @contextmanager
 def running(title: str) -> Iterator[None]:
     """Context of the work of this process, or of a part of it with a title of its own, such as a bar or a rank.
 
-    The outermost one reads the interval, and starts the thread. Raises UserError for an interval that is none.
+    The outermost one names the work, reads the interval, and starts the thread. Raises UserError for an interval that
+    is none.
     """
+    with working(work(title.partition(":")[0])), _titled(title):
+        yield
+
+
+@contextmanager
+def _titled(title: str) -> Iterator[None]:
+    """Context in which lines have this title, by a thread that is started where there is none."""
     global _writer
     if _writer is not None:
         found = writer()
@@ -256,7 +285,7 @@ def running(title: str) -> Iterator[None]:
 @contextmanager
 def command(title: str) -> Iterator[None]:
     """Context of a function that users call as well as commands, whose title stays where one is around it."""
-    with nullcontext() if _writer is not None else running(title):
+    with working(work(title)), nullcontext() if _writer is not None else running(title):
         yield
 
 

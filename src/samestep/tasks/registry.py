@@ -100,7 +100,11 @@ def import_file(path: Path, key: str = "recipe.task") -> ModuleType:
 
 @contextmanager
 def _folder_on_path(path: Path) -> Iterator[None]:
-    """Put a task's folder on sys.path, so that its file imports its neighbours as a script does."""
+    """Put a task's folder on sys.path, so that its file imports its neighbours as a script does.
+
+    While the file is imported the folder stands first. Then it stays at the end, for imports inside functions: there
+    it hides no module of another name that PyTorch imports late.
+    """
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
@@ -108,6 +112,8 @@ def _folder_on_path(path: Path) -> Iterator[None]:
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def _line_of(error: BaseException, path: Path) -> str:

@@ -240,7 +240,8 @@ class Checkpoints:
         if not accepts:
             refuse_other_data(compared, loader.folder, ACCEPT)
         accepted = compared.sources if accepts else None
-        for change in changes(loader.info.recipe, self._recipe, same=compared.same_sources, accepted=accepted):
+        kept = {"same": compared.same_sources, "same_code": compared.same_code}
+        for change in changes(loader.info.recipe, self._recipe, **kept, accepted=accepted):
             self._session.warn(f"{change}; the training goes on with the new value")
         for line in told(compared, loader):
             self._session.warn(line)

@@ -75,7 +75,7 @@ REASONS = {
 
 def unsaid(job: Job, said: Collection[str]) -> list[str]:
     """A remark for each key that differs from its default and is not in the written file."""
-    given = {"recipe": (job.recipe, Recipe(task=job.recipe.task)), "run": (job.run, Run())}
+    given = {"recipe": (job.recipe, Recipe(task="")), "run": (job.run, Run())}
     remarks = []
     for section, (own, plain) in given.items():
         for field in fields(own):

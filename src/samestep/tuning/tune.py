@@ -15,7 +15,7 @@ from samestep.contract.check import check_contract
 from samestep.durations import check_seconds
 from samestep.errors import RankFailedError, UserError, closest
 from samestep.job import Job
-from samestep.jobfile import LoadedJob, dump
+from samestep.jobfile import to_run
 from samestep.limits import MOST_REPEATS, check_whole
 from samestep.progress import phases
 from samestep.progress.bars import Bar
@@ -228,7 +228,7 @@ class _Trials:
         place = self._folder / str(self._count)
         place.mkdir()
         file, folder = place / "job.yaml", place / "run"
-        file.write_text(dump(LoadedJob(self._short(job), file, {})) + "\n", encoding="utf-8")
+        file.write_text(to_run(self._short(job)), encoding="utf-8")
         train = [sys.executable, "-m", "samestep", "train", str(file), "--folder", str(folder)]
         before = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
         outcome = subprocess_group.run([*before, *train], limit=self._time_limit)

@@ -111,7 +111,12 @@ def take(training: Training, steps: int, title: str, after: Callable[[StepReport
     grad_norms: list[float] = []
     model = getattr(training.session.trainer, "model", None)
     with (
-        Bar(f"verify: {title}", min(steps, training.total_steps), shown=training.session.is_main, unit="step") as bar,
+        Bar(
+            f"{phases.work('verify')}: {title}",
+            min(steps, training.total_steps),
+            shown=training.session.is_main,
+            unit="step",
+        ) as bar,
         watched(model if isinstance(model, nn.Module) else None) as gradients,
     ):
         for _, report in training.steps(stop=steps):
