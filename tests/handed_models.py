@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 import samestep
 
@@ -175,3 +177,108 @@ def handed(build: Callable[[], nn.Module], rows: Any, collator: Any = None, **mo
     """A model with values of its own, as one that was loaded, and its data as a table, held-out rows among them."""
     more = {"eval_data": Table(rows[:7]), **more}
     return samestep.tasks.HuggingFace(model=seeded(build), data=Table(rows), collator=collator, **more)
+
+
+class ShiftedAndMasked(nn.Module):
+    """Its loss is a mean over labels that have a token before them, and that a mask keeps, as Qwen2-Audio's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> SequenceClassifierOutput:
+        logits = self.head(self.table(input_ids))
+        kept = attention_mask[:, 1:] != 0
+        loss = F.cross_entropy(logits[:, :-1][kept], labels[:, 1:][kept])
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def labelled_padding(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Padding has labels, and the mask alone keeps it out."""
+    batch = padded(rows)
+    return {**batch, "labels": batch["input_ids"].clone()}
+
+
+class OfPatches(nn.Module):
+    """Takes the patches of all images in one tensor, as Qwen2-VL does, and how many each image has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, CLASSES)
+
+    def forward(self, patches: Tensor, sizes: Tensor, labels: Tensor) -> SequenceClassifierOutput:
+        parts = torch.stack([part.mean(0) for part in self.layer(patches).tanh().split(sizes.tolist())])
+        return SequenceClassifierOutput(loss=F.cross_entropy(parts, labels), logits=parts)
+
+
+def patch_rows(count: int = 30) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"patches": torch.randn(2 + i % 3, 4, generator=generator), "label": i % CLASSES} for i in range(count)]
+
+
+def joined(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """[patches of all rows, 4], with the number of each row's."""
+    return {
+        "patches": torch.cat([row["patches"] for row in rows]),
+        "sizes": torch.tensor([len(row["patches"]) for row in rows]),
+        "labels": torch.tensor([row["label"] for row in rows]),
+    }
+
+
+class Detector(nn.Module):
+    """Its labels are a list of mappings, and its loss is a mean over boxes, as Conditional DETR's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 4)
+
+    def forward(self, pixel_values: Tensor, labels: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        places = self.layer(pixel_values[:, :, :2, :2].flatten(1))  # [samples, 4]
+        apart = [(each["boxes"] - place).abs().sum() for place, each in zip(places, labels, strict=True)]
+        return {"loss": torch.stack(apart).sum() / sum(len(each["boxes"]) for each in labels), "places": places}
+
+
+def box_rows(count: int = 30) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    boxes = [torch.rand(1 + i % 3, 4, generator=generator) for i in range(count)]
+    return [{**row, "boxes": each} for row, each in zip(pictures(count), boxes, strict=True)]
+
+
+def box_mappings(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    pixels = torch.stack([row["pixel_values"] for row in rows])
+    return {"pixel_values": pixels, "labels": [{"boxes": row["boxes"]} for row in rows]}
+
+
+class Denoiser(nn.Module):
+    """Gives no loss, as the models of diffusers: what it takes for the noise in a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
+        self.time = nn.Embedding(10, 6)
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> dict[str, Tensor]:
+        return {"sample": self.layers(sample + self.time(timestep))}
+
+
+def noisy_rows(count: int = 30) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "sample": torch.randn(6, generator=generator),
+            "timestep": i % 10,
+            "noise": torch.randn(6, generator=generator),
+        }
+        for i in range(count)
+    ]
+
+
+def noise_sum(output: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    return F.mse_loss(output["sample"], batch["noise"], reduction="sum"), batch["noise"].numel()
+
+
+def several_sums(output: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+    """Terms of unlike counts: the noise's elements, and the samples of the first five times."""
+    early = batch["timestep"] < 5
+    return {"noise": noise_sum(output, batch), "early": (output["sample"][early].square().sum(), int(early.sum()))}

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,6 +39,7 @@ from samestep.ranks import DeviceChoice
 from samestep.recipe import Recipe
 from samestep.run_folder import SCHEDULE_FILE
 from samestep.tasks.base import Task
+from samestep.tasks.registry import knowing
 from samestep.tasks.registry import resolve as resolve_task
 from samestep.training.checkpointing import check_place
 from samestep.training.fit import fit_with_rollbacks
@@ -121,7 +123,7 @@ def train_job(job: Job) -> TrainResult:
         _warn_of_restarts(job, task)
     # After all other checks: `run.overwrite` removes an earlier run, which a job that is refused must not do.
     with folder_held(job, round_) as (job, held):
-        outcome = _trained(job, layout, held)
+        outcome = _trained(job, layout, task, held)
     if isinstance(outcome, Exception):  # the same on all ranks, which have ended in good order
         raise outcome
     return outcome
@@ -172,17 +174,18 @@ def _of_round(job: Job, round_: Round) -> Job:
 
 
 def _trained(
-    job: Job, layout: Layout, held: Held | None
+    job: Job, layout: Layout, task: Task, held: Held | None
 ) -> TrainResult | InterruptedJobError | NonFiniteError | NotSavedError:
     """Train in this process where it is a rank already or one rank is enough; else start ranks, with restarts."""
     if environment.ranks() is not None or not needs_ranks(job, layout):
-        return _train_rank(job, layout, held=held)
+        with knowing(task.tried_facts()):
+            return _train_rank(job, layout, held=held)
     assert job.run.folder is not None
 
     def call(job: Job, layout: Layout) -> local.Call:
-        return _call(_train_rank, job, layout, None, held)
+        return _call(_train_rank, job, layout, task, None, held)
 
-    return local.train(job, layout, job.run.folder, call=call, shrink=_shrunk)
+    return local.train(job, layout, job.run.folder, call=call, shrink=partial(_shrunk, task=task))
 
 
 def _train_rank(
@@ -220,13 +223,13 @@ def _train_rank(
         return result
 
 
-def _shrunk(job: Job, layout: Layout) -> tuple[Job, Layout] | None:
+def _shrunk(job: Job, layout: Layout, task: Task) -> tuple[Job, Layout] | None:
     """Return the job with the largest smaller layout that passes the preflight checks; None if there is none."""
     for candidate in shrink(layout, job.run.min_processes):
         found = replace(job, run=replace(job.run, layout=str(candidate), processes=None, inject=()))
         try:
             found, settled = _settled(found)
-            preflight(found, settled)
+            preflight(found, settled, task)
         except UserError:
             continue
         return replace(found, run=replace(found.run, inject=job.run.inject)), settled
@@ -237,8 +240,8 @@ def _shrunk(job: Job, layout: Layout) -> tuple[Job, Layout] | None:
 def dry_run_job(job: Job) -> Sequence[Usage]:
     """Measure what each rank of a job holds and sends. In a process that is already a rank, run that rank's part."""
     job, layout = _settled(job)
-    preflight(job, layout)
-    return _on_ranks(rank_tasks.dry_run_rank, job, layout)
+    task = preflight(job, layout)
+    return _on_ranks(rank_tasks.dry_run_rank, job, layout, task)
 
 
 @phases.command("dry run")
@@ -246,16 +249,18 @@ def dry_run_layouts(job: Job, layouts: Sequence[str]) -> dict[str, Sequence[Usag
     """Run `dry_run_job` under each layout; refused layouts map to the reason. Ranks start once for each size."""
     found: dict[str, Sequence[Usage] | str] = {}
     fitting: dict[str, Layout] = {}
+    task: Task | None = None
     for text in layouts:
         try:
             settled, layout = _settled(job, Layout.parse(text, job.run.processes if unsized(text) else None))
-            preflight(settled, layout)
+            task = preflight(settled, layout, task)
         except UserError as error:
             found[text] = str(error)
         else:
             fitting[text] = layout
     for size in dict.fromkeys(layout.size for layout in fitting.values()):
-        found |= _usages(job, {text: each for text, each in fitting.items() if each.size == size})
+        assert task is not None  # of the layouts that fit
+        found |= _usages(job, {text: each for text, each in fitting.items() if each.size == size}, task)
     return found
 
 
@@ -263,8 +268,8 @@ def dry_run_layouts(job: Job, layouts: Sequence[str]) -> dict[str, Sequence[Usag
 def time_steps_job(job: Job, *, steps: int = 6) -> Sequence[StepTiming]:
     """Time steps on each rank (seconds), and report what each held: ranks start, and write nothing."""
     job, layout = _settled(job)
-    preflight(job, layout)
-    return _on_ranks(rank_tasks.time_steps_rank, job, layout, steps)
+    task = preflight(job, layout)
+    return _on_ranks(rank_tasks.time_steps_rank, job, layout, task, steps)
 
 
 @phases.command("dry run")
@@ -313,12 +318,12 @@ def verify_job(
         known = None
         if ranks is None or ranks.rank == 0:
             known = reference(job, task, steps, Path(folder), device=reference_device)
-        proof: Proof = _on_ranks(rank_tasks.verify_rank, job, layout, steps, known)
+        proof: Proof = _on_ranks(rank_tasks.verify_rank, job, layout, task, steps, known)
         if ranks is not None or proof.same_step or proof.communication is not None or proof.nonfinite:
             return proof
         with phases.phase("looking for the step and the module that depart"):
             looked = look(job, task, steps, Path(folder))
-        return replace(proof, departure=_on_ranks(rank_tasks.find_rank, job, layout, steps, looked))
+        return replace(proof, departure=_on_ranks(rank_tasks.find_rank, job, layout, task, steps, looked))
 
 
 @phases.command("verify")
@@ -331,17 +336,19 @@ def verify_layouts(
     precision: str | None = None,
     held_out: int | None = None,
     reference_device: DeviceChoice = "auto",
+    task: Task | None = None,
 ) -> list[MatrixRow]:
     """Compare each layout's first steps with those of one process, which takes its steps once for all layouts.
 
-    `held_out` is how many held-out samples are evaluated, None: all; `reference_device` as for `verify_job`. A layout
-    that this job can't have is a row with the reason. Raises UserError for what is wrong with the job.
+    `held_out` is how many held-out samples are evaluated, None: all; `reference_device` as for `verify_job`; `task`,
+    the job's, is built unless given. A layout that this job can't have is a row with the reason. Raises UserError for
+    what is wrong with the job.
     """
     if job.run.engine_config is not None:
         raise UserError("--layouts goes without run.engine_config, which is for one layout; use --layout")
     if environment.ranks() is not None:
         raise UserError("--layouts starts its own processes; start it without a launcher")
-    task = preflight(_alone(job), Layout())
+    task = preflight(_alone(job), Layout(), task)
     _check_contract(_alone(job), Layout(), task, dropout=dropout)
     passed: Sequence[GradientThroughBlocks] | None = None
     job = proof_job(job, dropout=dropout, precision=precision)
@@ -352,7 +359,7 @@ def verify_layouts(
             layout = Layout.parse(text, job.run.processes if unsized(text) else None)
             settled, layout = _settled(job, layout)
             check_other_side(settled, layout, text=text, precision=precision, reference_device=reference_device)
-            preflight(settled, layout)
+            preflight(settled, layout, task)
             if can_lack_gradients(layout, job.run.engine):
                 passed = find_gradients_passed(_alone(job), task) if passed is None else passed
                 check_second_gradients(passed, layout, job.run.engine)
@@ -363,7 +370,8 @@ def verify_layouts(
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
         known = reference(job, task, steps, Path(folder), held_out=held_out, device=reference_device)
         for size in dict.fromkeys(layout.size for layout in fitting.values()):
-            rows |= _rows(job, {text: each for text, each in fitting.items() if each.size == size}, steps, known)
+            of_size = {text: each for text, each in fitting.items() if each.size == size}
+            rows |= _rows(job, of_size, task, steps, known)
     return [rows[text] for text in layouts]
 
 
@@ -382,14 +390,14 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
     _check_contract(alone, single, task)
     rows: list[BitsRow] = []
     with TemporaryDirectory(prefix="samestep-bits-") as folder:
-        known = _on_ranks(rank_tasks.bits_rank, alone, single, steps, Path(folder) / "single", job.run.threads)
+        known = _on_ranks(rank_tasks.bits_rank, alone, single, task, steps, Path(folder) / "single", job.run.threads)
         for number, text in enumerate(layouts):
             try:
                 settled, layout = _settled(job, Layout.parse(text, job.run.processes if unsized(text) else None))
                 check_layout_splits(layout, text)
                 preflight(settled, layout, task)
                 place = Path(folder) / str(number)
-                bits = _on_ranks(rank_tasks.bits_rank, settled, layout, steps, place, job.run.threads)
+                bits = _on_ranks(rank_tasks.bits_rank, settled, layout, task, steps, place, job.run.threads)
             except UserError as error:
                 rows.append(BitsRow(layout=text, reason=str(error)))
             except RankFailedError as error:
@@ -399,15 +407,15 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
     return rows
 
 
-def _rows(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, MatrixRow]:
+def _rows(job: Job, layouts: Mapping[str, Layout], task: Task, steps: int, known: Reference) -> dict[str, MatrixRow]:
     """Verify layouts of one world size with one start of ranks; after a failure, with a start for each layout."""
     try:
-        return _in_one_start(job, layouts, steps, known)
+        return _in_one_start(job, layouts, task, steps, known)
     except (UserError, RankFailedError) as error:
         if len(layouts) > 1:
             rows: dict[str, MatrixRow] = {}
             for text, layout in layouts.items():
-                rows |= _rows(job, {text: layout}, steps, known)
+                rows |= _rows(job, {text: layout}, task, steps, known)
             return rows
         # The job has passed with one process, so a UserError is about the layout.
         (text,), message = layouts, str(error)
@@ -418,24 +426,27 @@ def _rows(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference)
         return {text: row}
 
 
-def _usages(job: Job, layouts: Mapping[str, Layout]) -> dict[str, Sequence[Usage] | str]:
+def _usages(job: Job, layouts: Mapping[str, Layout], task: Task) -> dict[str, Sequence[Usage] | str]:
     """Dry-run layouts of one world size with one start of ranks; after a failure, with a start for each layout."""
     try:
-        found = _on_ranks(rank_tasks.dry_run_rank_many, job, next(iter(layouts.values())), list(layouts.values()))
+        size = next(iter(layouts.values()))
+        found = _on_ranks(rank_tasks.dry_run_rank_many, job, size, task, list(layouts.values()))
     except (UserError, RankFailedError) as error:
         if len(layouts) == 1:
             return dict.fromkeys(layouts, str(error))
         apart: dict[str, Sequence[Usage] | str] = {}
         for text, layout in layouts.items():
-            apart |= _usages(job, {text: layout})
+            apart |= _usages(job, {text: layout}, task)
         return apart
     return dict(zip(layouts, found, strict=True))
 
 
-def _in_one_start(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, MatrixRow]:
+def _in_one_start(
+    job: Job, layouts: Mapping[str, Layout], task: Task, steps: int, known: Reference
+) -> dict[str, MatrixRow]:
     """Verify several layouts of one world size with one start of ranks, which takes longer than the steps."""
     size = next(iter(layouts.values()))
-    proofs = _on_ranks(rank_tasks.verify_rank_many, job, size, list(layouts.values()), steps, known)
+    proofs = _on_ranks(rank_tasks.verify_rank_many, job, size, task, list(layouts.values()), steps, known)
     rows: dict[str, MatrixRow] = {}
     for text, (found, seconds) in zip(layouts, proofs, strict=True):
         if isinstance(found, Proof):
@@ -499,18 +510,23 @@ def _check_contract(job: Job, layout: Layout, task: Task, *, dropout: bool = Tru
             check_contract(replace(job, recipe=recipe, run=replace(job.run, layout=str(layout))), task)
 
 
-def _on_ranks(function: Callable[..., Any], job: Job, layout: Layout, *arguments: Any) -> Any:
-    """Call a function on every rank: here if this process is a rank or the only one, else on ranks started here."""
+def _on_ranks(function: Callable[..., Any], job: Job, layout: Layout, task: Task, *arguments: Any) -> Any:
+    """Call a function on every rank: here if this process is a rank or the only one, else on ranks started here.
+
+    `task` is the job's, whose facts the ranks get.
+    """
     if environment.ranks() is not None or layout.size == 1:
-        return function(job, layout, *arguments)
-    return local.start(*_call(function, job, layout, *arguments), layout.size)
+        with knowing(task.tried_facts()):
+            return function(job, layout, *arguments)
+    return local.start(*_call(function, job, layout, task, *arguments), layout.size)
 
 
-def _call(function: Callable[..., Any], job: Job, layout: Layout, *arguments: Any) -> local.Call:
+def _call(function: Callable[..., Any], job: Job, layout: Layout, task: Task, *arguments: Any) -> local.Call:
     """Return the call for each rank of a layout on this host: the function, on the rank's cores and threads."""
     threads = threads_of(layout.size, job.run.threads)
     own = bindings(this_machine(), layout.size, job.run.bind)
     if job.run.threads is None and environment.asked_threads() is None:
         threads = min(threads, *(each.threads for each in own))  # of NUMA nodes one may have fewer cores
     job = replace(job, run=replace(job.run, threads=threads))
-    return rank_tasks.on_its_cores, (own, phases.work("") or None, function, job, layout, *arguments)
+    work = phases.work("") or None
+    return rank_tasks.on_its_cores, (own, work, task.tried_facts(), function, job, layout, *arguments)

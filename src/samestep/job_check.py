@@ -96,7 +96,9 @@ def check_layouts(job: Job, layouts: Sequence[str] | None = None) -> CheckResult
         layouts = (*LAYOUTS, EXPERTS) if _has_experts(alone, task) else LAYOUTS
     seen = replace(alone, run=replace(alone.run, check=False))
     return CheckResult(
-        job=name, contract=contract, layouts=verify_layouts(seen, layouts, steps=_STEPS, held_out=_HELD_OUT)
+        job=name,
+        contract=contract,
+        layouts=verify_layouts(seen, layouts, steps=_STEPS, held_out=_HELD_OUT, task=task),
     )
 
 

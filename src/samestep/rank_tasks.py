@@ -26,6 +26,7 @@ from samestep.layout import Layout
 from samestep.parallel.parallel_model import Findings
 from samestep.progress import phases
 from samestep.tasks.base import Task
+from samestep.tasks.registry import knowing
 from samestep.tasks.registry import resolve as resolve_task
 from samestep.training.fit import Training, try_out
 from samestep.training.usage import Usage
@@ -162,10 +163,15 @@ def verify_rank_many(
     return found
 
 
-def on_its_cores(own: Sequence[Binding], work: str | None, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a rank that this process started for a command, bound to the rank's cores."""
+def on_its_cores(
+    own: Sequence[Binding], work: str | None, facts: Any, function: Callable[..., Any], *arguments: Any
+) -> Any:
+    """Call a function in a rank that this process started for a command, bound to the rank's cores.
+
+    `facts` are those of the job's task, found in the process that started the rank.
+    """
     ranks = environment.ranks()
     assert ranks is not None
     bind(own[ranks.local_rank])
-    with phases.working(work):
+    with phases.working(work), knowing(facts):
         return function(*arguments)

@@ -129,6 +129,21 @@ class Task(ABC):
         """The configuration and the tokenizer of a transformers model; None where the model is another one."""
         return None
 
+    def tried_facts(self) -> Any:
+        """What `check` has found by trying the model, in values that can be pickled; None: nothing.
+
+        It is found once a job, and handed to the task of each rank (`take_facts`).
+        """
+        return None
+
+    def take_facts(self, facts: Any) -> None:
+        """Take what `tried_facts` gave for a task of the same arguments."""
+        assert facts is None, "a task that finds facts must take them"
+
+    def held_out_tried(self) -> bool:
+        """Whether `check` has run the model on held-out samples in evaluation mode already."""
+        return False
+
     def check(self) -> None:
         """Raise UserError for what is wrong with the data, before any process starts."""
         if len(self.train_set()) == 0:

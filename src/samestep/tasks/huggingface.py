@@ -12,16 +12,17 @@ from torch.utils.data import DataLoader
 
 from samestep.data.types import Batch, Samples
 from samestep.errors import UserError, described
-from samestep.tasks.base import Task, check_samples
-from samestep.tasks.losses import Gather, alone
-from samestep.tasks.model_facts import ModelFacts, model_facts, same_tensors
-from samestep.tasks.model_loss import computed_in, copied, loss_of
+from samestep.progress import phases
+from samestep.tasks.base import Task, check_samples, sum_and_count
+from samestep.tasks.first_rows import chosen_rows
+from samestep.tasks.losses import Gather, SeveralLosses, alone, of_whole_batch
+from samestep.tasks.model_facts import ModelFacts, built_of, model_facts
+from samestep.tasks.model_loss import NoFitError, computed_in, copied, loss_of
 from samestep.tasks.prediction import Prediction, of_classes
 
 if TYPE_CHECKING:
     from samestep.tasks.metrics import Metric
 
-_FIRST = 4  # rows on which the model is tried
 _COUNT = "count"  # of the loss's terms, among a batch's targets
 
 
@@ -31,8 +32,10 @@ class HuggingFace(Task):
     `model` is an nn.Module, or a function without arguments that builds one, called under the recipe's seed. Its
     forward takes the keys that `collator` makes of rows, labels among them, and returns a `loss` that is a mean.
     `data` and `eval_data` are lists of rows, torch's data sets or those of Hugging Face's `datasets`. `collator` goes
-    from rows to a mapping of tensors; without one, rows are stacked. What the loss is a mean over is found by trying
-    the model on the first rows, once; `count`, a function from a collated mapping to a number, says it instead.
+    from rows to a mapping of tensors, or of lists and mappings of such; without one, rows are stacked. What the loss
+    is a mean over is found by trying the model on a few rows, once; `count`, a function from a collated mapping to a
+    number, says it instead. `loss`, a function of the model's output and the collated mapping, gives the sum and the
+    count of a loss of the user's own, or with `loss_weights` a mapping of the terms' names to such pairs.
     """
 
     def __init__(
@@ -43,11 +46,19 @@ class HuggingFace(Task):
         collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
         eval_data: Samples | None = None,
         count: "Callable[[Mapping[str, Any]], Tensor | int] | None" = None,
+        loss: Callable[..., Any] | None = None,
+        loss_weights: Mapping[str, float] | None = None,
     ) -> None:
         _check_model(model)
-        for name, function in (("collator", collator), ("count", count)):
+        for name, function in (("collator", collator), ("count", count), ("loss", loss)):
             if function is not None and not callable(function):
                 raise UserError(f"{name}= is a {type(function).__name__}; use a function")
+        if loss is not None and count is not None:
+            raise UserError(
+                "loss= and count= are both given, and loss= gives the count with its sum; leave count= out"
+            )
+        if loss is None and loss_weights:
+            raise UserError("loss_weights= is given without loss=, whose terms it names; give both")
         _check_data(data, "data=")
         if eval_data is not None:
             _check_data(eval_data, "eval_data=")
@@ -56,6 +67,8 @@ class HuggingFace(Task):
         self._eval_data = eval_data
         self._collator = collator
         self._count = count
+        self._own_loss = None if loss is None else _OwnLoss(loss)
+        self._weights = dict(loss_weights or {})
 
     def __getstate__(self) -> dict[str, Any]:
         """State sent to the ranks, with all that trying the model has found."""
@@ -75,6 +88,20 @@ class HuggingFace(Task):
         for rows, where in ((self._data, "data="), (self._eval_data, "eval_data=")):
             if isinstance(rows, list):
                 _check_rows(rows, where, facts)
+
+    def tried_facts(self) -> ModelFacts:
+        """What trying the model has found."""
+        return self._facts
+
+    def take_facts(self, facts: Any) -> None:
+        """Know a model's facts without trying it."""
+        if isinstance(facts, ModelFacts):
+            self.__dict__.update(_facts=facts)
+
+    def held_out_tried(self) -> bool:
+        """Whether the model has been tried on held-out rows, and nobody's code but ours scores them."""
+        own = {name: getattr(type(self), name) is getattr(HuggingFace, name) for name in ("scores", "metrics")}
+        return self._facts.held_out and all(own.values())
 
     def model(self) -> nn.Module:
         """A copy of the model that was given, or a new one of the function."""
@@ -99,18 +126,31 @@ class HuggingFace(Task):
         return [len(self._data[index]["input_ids"]) for index in range(len(self._data))]
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        """The collator's mapping as the model's inputs; labels and the number of the loss's terms as targets."""
+        """The collator's mapping as the model's inputs; labels and the number of the loss's terms as targets.
+
+        For a loss of the user's own the targets are what the model doesn't take.
+        """
         facts = self._facts
-        inputs = {key: value for key, value in self._collated(samples).items() if facts.takes(key)}
-        count = self._count(inputs) if self._count is not None else facts.count(inputs)
+        collated = self._collated(samples)
+        inputs = {key: value for key, value in collated.items() if facts.takes(key)}
+        if self._own_loss is not None:
+            return Batch(inputs, {key: value for key, value in collated.items() if key not in inputs})
+        count = self._count(inputs) if self._count is not None else facts.count(inputs, len(samples))
         facts.check(inputs)
         labels = {name: inputs[name] for name in facts.labels}
         return Batch(inputs, {**labels, _COUNT: int(count)})
 
     @property
     def loss(self) -> Callable[..., tuple[Tensor, int]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The model's own loss as a sum and a count; one that takes `gather` where it compares the samples."""
+        """The loss as a sum and a count; one that takes `gather` where it compares the samples."""
+        if self._own_loss is not None:
+            return self._own_loss
         return self._own_mean if self._facts.contrast is None else self._contrast
+
+    @property
+    def loss_weights(self) -> Mapping[str, float]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The weights of the terms of the user's own loss, where it has several."""
+        return self._weights
 
     def _contrast(self, output: Any, batch: Batch, gather: Gather = alone) -> tuple[Tensor, int]:
         """The contrastive loss of a batch's samples, held against those of the global batch."""
@@ -133,7 +173,8 @@ class HuggingFace(Task):
 
         if (contrast := self._facts.contrast) is not None:
             return {f"{rows}_to_{columns}": Nearest(turned=turned) for turned, (rows, columns) in contrast.directions}
-        return {"loss": ColumnMean(0)} | ({"accuracy": ColumnMean(1)} if self._facts.classes else {})
+        names = [*(self._weights or ("loss",)), *(("accuracy",) if self._facts.classes else ())]
+        return {name: ColumnMean(column) for column, name in enumerate(names)}
 
     def scores(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """A batch's sums and the counts that they are to be divided by: of the loss, and of right labels.
@@ -143,10 +184,17 @@ class HuggingFace(Task):
         if (contrast := self._facts.contrast) is not None:
             first, second = contrast.embeddings
             return output[first], output[second]
-        loss, count = self.loss(output, batch)
-        right, labels = self._right(output, batch) if self._facts.classes else (0, 0)
-        sums = torch.stack([loss.detach().double().cpu(), torch.tensor(float(right), dtype=torch.float64)])
-        return sums[None], torch.tensor([[count, labels]])  # both [1, 2]
+        loss = of_whole_batch(self.loss)
+        if self._weights:
+            pairs = [*SeveralLosses(loss, self._weights).terms(output, batch).values()]
+        else:
+            pairs = [sum_and_count(loss(output, batch))]
+        if self._facts.classes:
+            right, labels = self._right(output, batch)
+            pairs.append((torch.tensor(float(right)), labels))
+        sums = torch.stack([total.detach().double().cpu() for total, _ in pairs])
+        counts = torch.tensor([float(count) for _, count in pairs], dtype=torch.float64)
+        return sums[None], counts[None]  # both [1, terms]
 
     def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
         """Each sample's likeliest class and its probability, or those of its labels; else what the model gives.
@@ -162,7 +210,9 @@ class HuggingFace(Task):
             raise UserError(
                 f"{type(output).__name__} has no logits to predict from; write a task of your own with `predictions`"
             )
-        labels = batch.targets[self._facts.labels[0]]
+        labels = {**batch.inputs, **batch.targets}.get(next(iter(self._facts.labels), ""))
+        if not isinstance(labels, Tensor) or len(labels) != len(logits):
+            return [{"prediction": row} for row in logits.tolist()]
         if not self._facts.classes:
             return [
                 {"prediction": row, "target": target}
@@ -200,36 +250,60 @@ class HuggingFace(Task):
                 "model's forward to tensors"
             )
         for key, value in collated.items():
-            if isinstance(value, (list, tuple)) or type(value).__module__ == "numpy":
+            if (inside := _no_tensor_in(value)) is not None:
                 raise UserError(
-                    f"the collator gave a {type(value).__name__} as {key}; use tensors (a tokenizer gives them with "
-                    'return_tensors="pt")'
+                    f"the collator gave a {inside} as {key}; use tensors (a tokenizer gives them with "
+                    'return_tensors="pt"), or lists and mappings of tensors'
                 )
         return collated
 
     @cached_property
     def _facts(self) -> ModelFacts:
-        """Try the model on the first rows; each process that builds the task by itself repeats it."""
-        rows = [self._data[index] for index in range(min(_FIRST, len(self._data)))]
-        rows = rows * 2 if len(rows) == 1 else rows
-        try:
-            inputs, again = self._collated(rows), self._collated(rows)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"the collator fails on the first rows ({described(error)}); use rows of the keys and shapes that it "
-                "takes"
-            ) from error
-        if not same_tensors(inputs, again):
-            name = getattr(self._collator, "__name__", type(self._collator).__name__)
-            raise UserError(
-                f"the collator ({name}) gives another batch for the same rows: it draws at random; "
-                "use one that doesn't (such as mlm=False), on rows that were masked or changed beforehand"
-            )
-        with torch.random.fork_rng(devices=[]):
+        """Try the model on a few rows; ranks receive the result."""
+        with phases.phase("trying the model on a few rows", once="facts"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return model_facts(self._model, inputs, self._count)
+            built = built_of(self._model)
+            return self._found(built)
+
+    def _found(self, built: nn.Module) -> ModelFacts:
+        """Try a model on rows, and on others where it can't take those: a wrong row is named by other checks."""
+        name = getattr(self._collator, "__name__", type(self._collator).__name__)
+        refusal: UserError | None = None
+        for chosen in chosen_rows(self._data, self._eval_data, self._collated, name):
+            try:
+                return model_facts(
+                    built,
+                    chosen,
+                    is_new=built is not self._model,
+                    count=self._count,
+                    own_loss=self._own_loss is not None,
+                )
+            except NoFitError:
+                raise
+            except UserError as error:
+                refusal = error
+        assert refusal is not None  # rows have been chosen
+        raise refusal
+
+
+class _OwnLoss:
+    """A loss of the user's, called with the collated mapping. Its line and its parameters are those of the user's."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__wrapped__ = function
+
+    def __call__(self, output: Any, batch: Batch, **gather: Gather) -> Any:
+        return self.__wrapped__(output, {**batch.inputs, **batch.targets}, **gather)
+
+
+def _no_tensor_in(value: Any) -> str | None:
+    """What stands in the place of tensors in a collated value: a list of numbers, an array; None where none does."""
+    if type(value).__module__ == "numpy":
+        return type(value).__name__
+    if isinstance(value, (list, tuple)) and any(isinstance(each, (bool, int, float)) for each in value):
+        return type(value).__name__
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return next((wrong for each in inside if (wrong := _no_tensor_in(each)) is not None), None)
 
 
 def _check_rows(rows: list[Any], where: str, facts: ModelFacts) -> None:

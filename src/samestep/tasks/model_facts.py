@@ -2,15 +2,18 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samestep.data.loader import to_device
 from samestep.errors import UserError
 from samestep.tasks.contrastive import RETURN_LOSS, Contrast, find_contrast
-from samestep.tasks.model_loss import IGNORED, Terms, at_rest, check_answers, copied, find_terms
+from samestep.tasks.first_rows import Chosen
+from samestep.tasks.loss_terms import IGNORED, Part, Terms, check_answers
+from samestep.tasks.model_loss import COUNT, FoundTerms, NoFitError, Parts, copied, find_terms
 
 _LARGE = 200_000_000  # parameters
 
@@ -22,9 +25,11 @@ class ModelFacts:
     accepted: frozenset[str] | None  # names that its forward takes; None: any
     labels: Sequence[str]  # names of the inputs that are labels
     terms: Terms | None  # what the loss is a mean over; None: counted by the user's function
-    classes: int | None  # number of classes, if the first labels are classes with logits
-    names: Sequence[str]  # of the classes
+    doubtful: Sequence[tuple[Terms, int, int]] = ()  # what it may be instead, so many to so many of `terms`
+    classes: int | None = None  # number of classes, if the first labels are classes with logits
+    names: Sequence[str] = ()  # of the classes
     contrast: Contrast | None = None  # the contrastive loss, if the model has one
+    held_out: bool = False  # whether the model was called on held-out rows
 
     def takes(self, key: str) -> bool:
         """Whether the model's forward takes an input of this name."""
@@ -45,12 +50,26 @@ class ModelFacts:
         for label in (labels.max(), labels.min()) if labels.numel() else ():
             self.check_label(int(label), self.labels[0])
 
-    def count(self, inputs: Mapping[str, Any]) -> int:
-        """How many terms the loss of a batch has."""
+    def count(self, inputs: Mapping[str, Any], rows: int) -> int:
+        """How many terms the loss of a batch of so many rows has. Raises UserError where it can't be told."""
         if self.contrast is not None:
-            return next(len(value) for value in inputs.values() if isinstance(value, Tensor) and value.ndim)
+            return rows
         assert self.terms is not None
-        return self.terms.count(inputs)
+        count = self.terms.count(inputs, rows)
+        if self.terms.kind == "pieces" and not count:
+            # Models divide by 1 then, so the sum that the mean was made of can't be told from the mean.
+            raise UserError(
+                f"a batch of {rows} rows has nothing in {self.terms.label}, by whose number the model divides its "
+                "loss; use rows that have something there, or loss=, a function of the model's output and the batch"
+            )
+        for other, of_other, of_this in self.doubtful:
+            if other.count(inputs, rows) * of_this != count * of_other:
+                raise UserError(
+                    f"the loss may be a mean over {_named(self.terms)} or over {_named(other)}, of which all rows "
+                    f"that were looked at before the training had as many, and {rows} rows of it have {count} and "
+                    f"{other.count(inputs, rows)}; use {COUNT}"
+                )
+        return count
 
     def check_label(self, label: int, where: str) -> None:
         """Raise UserError for a class that the model doesn't have."""
@@ -70,45 +89,99 @@ class ModelFacts:
 
 
 def model_facts(
-    model: nn.Module | Callable[[], nn.Module], collated: Mapping[str, Any], count: Callable[[Any], Any] | None
+    built: nn.Module, chosen: Chosen, *, is_new: bool, count: Callable[[Any], Any] | None, own_loss: bool
 ) -> ModelFacts:
-    """Try a model on a few collated rows. Raises UserError where it can't be trained on them."""
+    """Try a model on a few rows. Raises UserError where it can't be trained on them.
+
+    `is_new`: nobody else has the model, so that it may be changed meanwhile. With a loss of the user's own nothing is
+    tried: what the model takes is read from its forward.
+    """
+    accepted = _accepted(built)
+    parts = _of_model(chosen.parts, accepted)
+    labels = _labels(built, parts.whole.inputs)
+    name = type(built).__name__
+    if not any(_has_tensors(value) for value in parts.whole.inputs.values()):
+        raise UserError(f"the collator gave nothing that {name} takes; use names that its forward has")
+    if own_loss:
+        return ModelFacts(accepted=accepted, labels=labels, terms=None)
+    found, contrast = _tried(built, parts, labels, count, is_new=is_new)
+    classes = None if contrast is not None else _classes(parts.first, labels, found)
+    id2label = getattr(getattr(built, "config", None), "id2label", None) or {}
+    return ModelFacts(
+        accepted=accepted,
+        labels=labels,
+        terms=found.terms,
+        doubtful=found.doubtful,
+        classes=classes,
+        names=[str(id2label.get(number, number)) for number in range(classes or 0)],
+        contrast=contrast,
+        held_out=chosen.held_out and contrast is None,
+    )
+
+
+def _labels(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
+    """The names of the inputs that are labels: tensors, or lists with an entry for each sample."""
     from transformers.utils.generic import find_labels
 
-    built = _built(model)
-    accepted = _accepted(built)
-    inputs = {key: value for key, value in collated.items() if accepted is None or key in accepted}
-    known = find_labels(type(built)) or ["labels"]
-    labels = [name for name in known if isinstance(inputs.get(name), Tensor) and inputs[name].ndim]
-    name = type(built).__name__
-    if not any(isinstance(value, Tensor) and value.ndim for value in inputs.values()):
-        raise UserError(f"the collator gave no tensor that {name} takes, but {', '.join(collated) or 'nothing'}")
-    try:
-        # Float64 shows terms that are small; not every operator has it.
-        terms, classes, contrast = _tried(_wide(built), inputs, labels, count)
-    except UserError:
-        terms, classes, contrast = _tried(_on_cpu(built), inputs, labels, count)
-    id2label = getattr(getattr(built, "config", None), "id2label", None) or {}
-    names = [str(id2label.get(number, number)) for number in range(classes or 0)]
-    return ModelFacts(accepted=accepted, labels=labels, terms=terms, classes=classes, names=names, contrast=contrast)
+    known = find_labels(type(model)) or ["labels"]
+    return [
+        name
+        for name in known
+        if isinstance(inputs.get(name), (list, tuple)) or (isinstance(inputs.get(name), Tensor) and inputs[name].ndim)
+    ]
+
+
+def _of_model(parts: Parts, accepted: frozenset[str] | None) -> Parts:
+    """The rows without what the model doesn't take."""
+
+    def kept(part: Part) -> Part:
+        return replace(
+            part, inputs={key: value for key, value in part.inputs.items() if accepted is None or key in accepted}
+        )
+
+    return Parts(
+        whole=kept(parts.whole), first=kept(parts.first), rest=kept(parts.rest), alone=[*map(kept, parts.alone)]
+    )
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether a value, or what is in it, is a tensor with elements by sample, or an object that may have some."""
+    return bool(value.ndim) if isinstance(value, Tensor) else not isinstance(value, (bool, int, float, str))
 
 
 def _tried(
-    model: nn.Module, inputs: Mapping[str, Any], labels: Sequence[str], count: Any
-) -> tuple[Terms | None, int | None, Contrast | None]:
-    """Over what a model's own loss is a mean, how many classes it has, or that it is contrastive."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    inputs = {
-        key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for key, value in inputs.items()
-    }
+    built: nn.Module, parts: Parts, labels: Sequence[str], count: Any, *, is_new: bool
+) -> tuple[FoundTerms, Contrast | None]:
+    """Over what a model's own loss is a mean, or that it is contrastive: in float32, and where that doesn't tell in
+    float64, which shows terms that are small."""
+    model, parts = _on_cpu(built, is_new=is_new), _in(parts, torch.float32)
+    nothing = FoundTerms(terms=None)
     try:
-        terms = find_terms(model, inputs, labels, count)
-    except UserError:
-        if (contrast := _contrast(model, inputs)) is None or count is not None:
+        return find_terms(model, parts, labels, count), None
+    except UserError as error:
+        if count is None and (contrast := _contrast(model, parts.whole.inputs)) is not None:
+            return nothing, contrast
+        if not isinstance(error, NoFitError) or sum(p.numel() for p in built.parameters()) > _LARGE:
             raise
-        return None, None, contrast
-    return terms, _classes(model, inputs, labels[0], terms) if labels else None, None
+        refusal = error
+    model, parts = copied(model).double(), _in(parts, torch.float64)
+    try:
+        return find_terms(model, parts, labels, count), None
+    except NoFitError:
+        if count is None and (contrast := _contrast(model, parts.whole.inputs)) is not None:
+            return nothing, contrast
+        raise
+    except UserError:  # it has no float64
+        raise refusal from None
+
+
+def _in(parts: Parts, dtype: torch.dtype) -> Parts:
+    """The rows that the model is called on, with real numbers of one kind."""
+
+    def cast(part: Part) -> Part:
+        return replace(part, inputs=to_device(part.inputs, torch.device("cpu"), dtype))
+
+    return replace(parts, whole=cast(parts.whole), first=cast(parts.first), rest=cast(parts.rest))
 
 
 def _contrast(model: nn.Module, inputs: Mapping[str, Any]) -> Contrast | None:
@@ -121,16 +194,7 @@ def _contrast(model: nn.Module, inputs: Mapping[str, Any]) -> Contrast | None:
         return None
 
 
-def same_tensors(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Whether two collated batches hold the same tensors."""
-    return first.keys() == second.keys() and all(
-        torch.equal(value, second[key])
-        for key, value in first.items()
-        if isinstance(value, Tensor) and isinstance(second[key], Tensor)
-    )
-
-
-def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+def built_of(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """Return the model, given or built. Raises UserError for one on the meta device or without parameters."""
     built = model if isinstance(model, nn.Module) else model()
     if not isinstance(built, nn.Module):
@@ -143,19 +207,13 @@ def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     return built
 
 
-def _on_cpu(model: nn.Module) -> nn.Module:
-    """Return the model on the CPU in float32, copied only if necessary."""
+def _on_cpu(model: nn.Module, *, is_new: bool) -> nn.Module:
+    """Return the model on the CPU in float32: itself where nobody else has it, or a copy would be large."""
     tensors = [*model.parameters(), *model.buffers()]
     if all(t.device.type == "cpu" and (t.dtype == torch.float32 or not t.is_floating_point()) for t in tensors):
-        return model
+        is_large = sum(parameter.numel() for parameter in model.parameters()) > _LARGE
+        return model if is_new or is_large else copied(model)
     return copied(model).to("cpu", torch.float32)
-
-
-def _wide(model: nn.Module) -> nn.Module:
-    """A copy in float64; the model in float32 where copies would be large."""
-    if sum(parameter.numel() for parameter in model.parameters()) > _LARGE:
-        return _on_cpu(model)
-    return copied(model).to("cpu", torch.float64)
 
 
 def _accepted(model: nn.Module) -> frozenset[str] | None:
@@ -167,13 +225,26 @@ def _accepted(model: nn.Module) -> frozenset[str] | None:
     return None if takes_any and "labels" not in named and len(named) < 2 else named
 
 
-def _classes(model: nn.Module, inputs: Mapping[str, Any], label: str, terms: Terms | None) -> int | None:
+def _classes(part: Part, labels: Sequence[str], found: FoundTerms) -> int | None:
     """Count the classes of the labels; None if labels are no classes, or have no logits."""
-    labels = inputs[label]
-    if labels.is_floating_point() or (terms is not None and terms.kind == "samples" and labels.ndim > 1):
+    target = part.inputs[labels[0]] if labels else None
+    if not isinstance(target, Tensor) or target.is_floating_point() or found.logits is None:
         return None
-    with at_rest(model), torch.no_grad():
-        logits = getattr(model(**inputs), "logits", None)
-    if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape or logits.shape[-1] < 2:
+    if found.terms is not None and found.terms.kind == "samples" and target.ndim > 1:
         return None
-    return logits.shape[-1]
+    if list(found.logits[:-1]) != list(target.shape) or found.logits[-1] < 2:
+        return None
+    return found.logits[-1]
+
+
+def _named(terms: Terms) -> str:
+    """What a loss is a mean over, in words."""
+    names = {
+        "labels": f"{terms.label} other than {terms.ignored}",
+        "shifted": f"{terms.label} other than {terms.ignored} that have a token before them",
+        "marked": f"what {terms.label} marks",
+        "positions": f"answers of {terms.label} within the text",
+        "pieces": f"the entries of {terms.label}",
+        "samples": "samples",
+    }
+    return names[terms.kind] + (f" where {terms.mask} is 1" if terms.mask is not None else "")

@@ -1,11 +1,14 @@
-"""Over how many terms a model's own loss is a mean: found by trying a copy of the model on a few samples.
+"""Over how many terms a model's own loss is a mean: found by trying the model on a few rows of the user's.
 
-Models of transformers return the mean of their loss, and each kind means another thing by it: over samples, over
-labels that are not masked, over those that have a token before them. A step needs the sum and the count. So the model
-is called on a few samples together and on each of them alone, with labels masked unevenly, and each candidate is held
-against what came out: the right one is that for which
+A step needs the sum and the count. So the model is called on a few rows together and on two parts of them, each put
+together by the user's collator, and each candidate of `loss_terms` is held against what came out: the right one is
+that for which
 
-    mean(all) * count(all)  =  mean(first) * count(first) + mean(second) * count(second) + ...
+    mean(whole) * count(whole)  =  mean(first) * count(first) + mean(rest) * count(rest)
+
+Where the rows can't tell the candidates apart, since each has as many labels as the others, labels are left out: a
+mean over labels is then that of the rows that keep theirs. What the model makes of such labels is no fact about it
+but where it is exactly that; a failure or a NaN says nothing.
 
 Where none fits, the loss is not a mean over its samples' terms (contrastive losses, losses with a balancing term of
 experts), and no split of a batch could give it.
@@ -13,66 +16,60 @@ experts), and no split of a batch could give it.
 
 import inspect
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from samestep.errors import UserError, described, index_errors_explained
-
-IGNORED = -100  # the label that transformers' losses leave out
+from samestep.tasks.loss_terms import IGNORED, POSITIONS, Inputs, Part, Terms, candidates, proportional
 
 # Of a mean of size 1 or more. A wrong count is off by 1e-3 or more; a term that couples samples may be small.
 _TOLERANCES = {torch.float64: 2e-6, torch.float32: 2e-5}  # models that cast inside have float32's digits in both
 
-_POSITIONS = ("start_positions", "end_positions")  # of an answer in a text
+_CLEARLY = 30  # times the error of the best candidate, from which another one doesn't fit
+_LEAST = 16  # times the rounding of one number, which several may reach
 
-_OUT_OF_REACH = 1 << 20  # a position behind every text
+COUNT = "count=, a function from a collated batch to the number of its loss's terms"
+_OWN = "loss=, a function of the model's output and the collated batch that gives a sum and a count"
 
-Inputs = Mapping[str, Any]
+
+class NoFitError(UserError):
+    """No candidate fits the loss, or more than one does: other digits, or a loss of two towers, may."""
 
 
-@dataclass(frozen=True)
-class Terms:
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The rows on which a model is tried: all together, and cut in two."""
+
+    whole: Part
+    first: Part
+    rest: Part
+    alone: Sequence[Part] = ()  # these and more rows, each alone: their terms are counted, without the model
+
+    @property
+    def counted(self) -> Sequence[Part]:
+        """All that tells candidates apart."""
+        return self.whole, self.first, self.rest, *self.alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundTerms:
     """What a loss is a mean over."""
 
-    kind: Literal["labels", "shifted", "attended", "positions", "samples"]
-    label: str = "labels"  # the tensor that is counted
-    ignored: int = IGNORED
-
-    def count(self, inputs: Inputs) -> int:
-        """How many terms the loss of a batch has."""
-        labels = inputs[self.label]
-        if self.kind == "samples":
-            return len(labels)
-        if self.kind == "attended":
-            return int(labels.sum())
-        if self.kind == "positions":
-            return int(_answered(inputs, self.label).sum())
-        if self.kind == "shifted":
-            labels = labels[..., 1:]
-        return int((labels != self.ignored).sum())
-
-
-def _answered(inputs: Inputs, label: str) -> Tensor:
-    """Which samples have their answer within the text. [samples]"""
-    length = next(value.shape[1] for key, value in inputs.items() if key in ("input_ids", "inputs_embeds"))
-    return inputs[label].flatten() < length
-
-
-def check_answers(inputs: Inputs) -> None:
-    """Raise UserError where only one end of an answer is in the text: the two ends' means have other counts then."""
-    first, second = (_answered(inputs, name) for name in _POSITIONS)
-    if not torch.equal(first, second):
-        raise UserError(
-            "an answer has one of start_positions and end_positions within its text and the other behind it; use "
-            "positions that are both within the text, or both behind it"
-        )
+    terms: Terms | None  # None: what the user's function counts
+    # What it may be instead, which had that many terms to so many of `terms` in all rows that were counted.
+    doubtful: Sequence[tuple[Terms, int, int]] = ()
+    logits: Sequence[int] | None = None  # the shape of the first part's logits, if the model gives such
 
 
 def loss_of(output: Any) -> Any:
@@ -102,196 +99,304 @@ def computed_in(model: nn.Module) -> Iterator[Tensor]:
         yield from (leaf for leaf in pytree.tree_leaves(attributes) if isinstance(leaf, Tensor) and not leaf.is_leaf)
 
 
-def find_terms(model: nn.Module, inputs: Inputs, labels: Sequence[str], given: Any = None) -> Terms | None:
-    """What the model's loss is a mean over, or None where it is over what `given` counts.
+def find_terms(model: nn.Module, parts: Parts, labels: Sequence[str], given: Any = None) -> FoundTerms:
+    """What the model's loss is a mean over.
 
-    `inputs` are a few samples, and `labels` the names of those tensors in them that the loss is held against; there
-    may be none. Raises UserError where no count fits.
+    `labels` are the names of the inputs that the loss is held against; there may be none. `given` is the user's own
+    count. Raises UserError where the model can't be called, and NoFitError where no count fits, or several do.
     """
-    size = len(inputs[_counted(inputs, labels)])
+    trial = _Trial(model=model, parts=parts, labels=labels)
     with at_rest(model):
-        first = _mean(model, inputs, "the first rows")
-        if not math.isfinite(first):
-            raise UserError(
-                f"{_name(model)} gives a loss of {first} for the first rows; use rows with labels that count, and a "
-                "model of finite weights"
-            )
-        if _mean(model, inputs, "the first rows") != first:
-            raise UserError(
-                f"{_name(model)} gives another loss for the same rows in evaluation mode: it draws at random; use a "
-                "model whose forward draws nothing but dropout"
-            )
-        trials = [_trial(model, inputs, size)]
-        for variant in _variants(model, inputs, labels):
-            with suppress(UserError):  # the model can't take these labels, which are not the user's
-                trials.append(_trial(model, variant, size))
-    tolerance = _TOLERANCES[next(p.dtype for p in model.parameters() if p.is_floating_point())]
-    if given is not None:
-        # Only the rows as they are: the user's function may not know of masked labels, which the variants have.
-        if _fits([int(given(part)) for part in trials[0].parts], trials[0], tolerance):
-            return None
-        raise UserError(f"count=: the loss of {_name(model)} is no mean over as many terms; {_fix(model, trials)}")
-    fitting = [
-        terms
-        for terms in _candidates(model, inputs, labels)
-        if all(_fits([terms.count(part) for part in trial.parts], trial, tolerance) for trial in trials)
-    ]
-    if not fitting:
-        raise UserError(
-            f"the loss of {_name(model)} is no mean over its samples, its labels or its tokens, so a batch's loss "
-            f"can't be put together from parts; {_fix(model, trials)}"
-        )
-    counts = {terms: [terms.count(part) for trial in trials for part in trial.parts] for terms in fitting}
-    best = fitting[0]
-    for other in fitting[1:]:
-        if not _proportional(counts[best], counts[other]):
-            raise UserError(
-                f"the loss of {_name(model)} may be a mean over several things, which the first rows don't tell "
-                "apart; use count=, a function from a collated batch to the number of its loss's terms"
-            )
-    return best
+        if given is not None:
+            _check_given(trial, given)
+            return FoundTerms(terms=None, logits=_shape(trial.of("first").logits))
+        counts = _counts(candidates(model, parts.whole.inputs, labels), parts)
+        one_for_all = all(proportional(one, other) for one, other in pairwise(counts.values()))
+        fitting = _settled_by_labels(trial, list(counts)) if one_for_all else []
+        fitting = (_matching_logits(trial, fitting) or fitting) if fitting else _fitting(trial, counts)
+        best, *others = fitting
+    doubtful = [(other, sum(counts[other]), sum(counts[best])) for other in others]
+    return FoundTerms(terms=best, doubtful=doubtful, logits=_shape(trial.of("first").logits))
 
 
-@dataclass(frozen=True)
+def _shape(logits: Tensor | None) -> Sequence[int] | None:
+    return None if logits is None else tuple(logits.shape)
+
+
+def _counts(tried: Sequence[Terms], parts: Parts) -> dict[Terms, list[int]]:
+    """The number of terms of every part, by candidate; without those that some rows can't be counted by."""
+    found: dict[Terms, list[int]] = {}
+    for terms in tried:
+        try:
+            counts = [terms.of(part) for part in parts.counted]
+        except (KeyError, IndexError, TypeError, AttributeError, RuntimeError):
+            continue
+        if counts[0]:
+            found[terms] = counts
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Forward:
+    """What a forward gave."""
+
+    mean: float
+    logits: Tensor | None
+    terms: Sequence[str]  # of a loss that is made up of several, their names
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """Mean losses of some samples together, then of each alone."""
+    """A model and the parts on which it is called, each at most once."""
 
-    parts: Sequence[Inputs]
-    means: Sequence[float]
+    model: nn.Module
+    parts: Parts
+    labels: Sequence[str]
+    known: dict[str, _Forward] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
 
-def _trial(model: nn.Module, inputs: Inputs, size: int) -> _Trial:
-    """Call the model on all `size` samples together, then on each alone."""
-    parts = [inputs, *(_slice(inputs, index, size) for index in range(size))]
-    return _Trial(parts, [_mean(model, part, "one of the first rows alone") for part in parts])
+    @property
+    def tolerance(self) -> float:
+        return _TOLERANCES[self._dtype]
 
+    @property
+    def epsilon(self) -> float:
+        return torch.finfo(self._dtype).eps
 
-def _fits(counts: Sequence[int], trial: _Trial, tolerance: float) -> bool:
-    """Whether mean * count of all samples is the sum over each sample alone, up to rounding."""
-    sums = [mean * count if count else 0.0 for mean, count in zip(trial.means, counts, strict=True)]
-    if not counts[0] or not all(map(math.isfinite, sums)):
-        return False
-    size = sum(abs(part) + count for part, count in zip(sums[1:], counts[1:], strict=True))
-    return abs(sums[0] - sum(sums[1:])) <= tolerance * size
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
 
+    def of(self, name: str) -> _Forward:
+        """The forward of the whole, the first part or the rest. Raises UserError where the model has no loss."""
+        if name not in self.known:
+            part: Part = getattr(self.parts, name)
+            self.known[name] = _forward(self.model, part.inputs, part.what)
+        return self.known[name]
 
-def _proportional(first: Sequence[int], second: Sequence[int]) -> bool:
-    """Whether two counts are proportional, so that a step is the same with either."""
-    return all(one * second[0] == other * first[0] for one, other in zip(first, second, strict=True))
-
-
-def _candidates(model: nn.Module, inputs: Inputs, labels: Sequence[str]) -> Iterator[Terms]:
-    """What the loss may be a mean over, the more usual first: labels, shifted labels, samples, attended tokens."""
-    for name in labels:
-        if inputs[name].is_floating_point():
-            continue
-        if name in _POSITIONS:
-            yield Terms("positions", name)
-            continue
-        for number in _ignored_by(model):
-            yield Terms("labels", name, number)
-            if inputs[name].ndim > 1:
-                yield Terms("shifted", name, number)
-    yield Terms("samples", _counted(inputs, labels))
-    if _has_mask(inputs):
-        yield Terms("attended", "attention_mask")
-
-
-def _counted(inputs: Inputs, labels: Sequence[str]) -> str:
-    """Return the tensor whose length is the number of samples."""
-    return labels[0] if labels else next(name for name, value in inputs.items() if _has_samples(value))
-
-
-def _has_samples(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
-
-
-def _has_mask(inputs: Inputs) -> bool:
-    """Whether padding is marked by an attention mask [samples, tokens]."""
-    mask = inputs.get("attention_mask")
-    return isinstance(mask, Tensor) and mask.ndim == 2 and not mask.is_floating_point()
+    def without_labels(self, *, also_first: bool) -> float | None:
+        """The mean of all rows of which the rest has no label that counts; None where it has none, or labels can't
+        be left out. `also_first`: nor has the first token of each row."""
+        inputs = dict(self.parts.whole.inputs)
+        kept = self.parts.first.rows
+        for name in self.labels:
+            label = inputs[name]
+            if not isinstance(label, Tensor) or label.is_floating_point() or name in POSITIONS:
+                return None
+            if not label.ndim or len(label) != self.parts.whole.rows or label.dtype in (torch.bool, torch.uint8):
+                return None
+            inputs[name] = label = label.clone()
+            label[kept:] = IGNORED
+            if also_first and label.ndim > 1:
+                label[..., 0] = IGNORED
+        try:
+            mean = _forward(self.model, inputs, "labels that are left out").mean
+        except Exception:  # the model can't take these labels, which are not the user's
+            return None
+        return mean if math.isfinite(mean) else None
 
 
-def _ignored_by(model: nn.Module) -> list[int]:
-    """Labels that losses leave out: the usual one, and those of a model's configuration."""
-    config = getattr(model, "config", None)
-    others = (getattr(config, key, None) for key in ("semantic_loss_ignore_index", "pad_token_id"))
-    return list(dict.fromkeys((IGNORED, *(value for value in others if isinstance(value, int)))))
+def _settled_by_labels(trial: _Trial, tried: Sequence[Terms]) -> list[Terms]:
+    """What the loss is a mean over, by leaving labels out, where every candidate has as many terms in every row.
 
-
-def _variants(model: nn.Module, inputs: Inputs, labels: Sequence[str]) -> Iterator[Inputs]:
-    """The samples with labels masked unevenly, in ways that tell the candidates apart."""
-    whole = [name for name in labels if not inputs[name].is_floating_point()]
-    if set(whole) & set(_POSITIONS):
-        behind = {name: inputs[name].clone() for name in whole}
-        for positions in behind.values():
-            positions[-1] = _OUT_OF_REACH
-        yield {**inputs, **behind}
-    elif whole:
-        for ignored in _ignored_by(model):
-            for fill in (False, True):
-                yield {**inputs, **{name: _masked(inputs[name], ignored, fill) for name in whole}}
-    if _has_mask(inputs):
-        mask = inputs["attention_mask"].clone()
-        mask[-1, 2:] = 0
-        yield {**inputs, "attention_mask": mask}
-
-
-def _masked(labels: Tensor, ignored: int, fill: bool) -> Tensor:
-    """Mask labels so that each sample keeps more than the previous one; the first sample's first label is kept.
-
-    `fill`: replace masked labels by a value first, so that more candidates can be distinguished.
+    Takes a forward of the first part, and one or two of the whole. Empty where that doesn't tell.
     """
-    if labels.ndim == 1:
-        return torch.cat([labels[:-1], labels.new_tensor([ignored])])
-    valid = labels[(labels >= 0) & (labels != ignored)]
-    filled = torch.where((labels >= 0) & (labels != ignored), labels, valid[0]) if fill and len(valid) else labels
-    rates = torch.linspace(0.3, 0.9, len(labels)).reshape(-1, *[1] * (labels.ndim - 1))
-    keep = torch.rand(labels.shape, generator=torch.Generator().manual_seed(int(fill))) < rates
-    keep[:, 0], keep[0, 0], keep[:, 1:2] = False, True, True
-    return filled.masked_fill(~keep, ignored)
+    of_labels = [terms for terms in tried if terms.of_labels and terms.ignored == IGNORED]
+    if len(tried) == 1 or not of_labels:
+        return []
+    mean = trial.of("first").mean
+    for kind in ("shifted", "labels"):
+        of_kind = [terms for terms in of_labels if terms.kind == kind]
+        if not of_kind:
+            continue
+        without = trial.without_labels(also_first=kind == "shifted")
+        if without is not None and abs(without - mean) <= trial.tolerance * (abs(mean) + 1):
+            return of_kind
+    return []
 
 
-def _mean(model: nn.Module, inputs: Inputs, what: str) -> float:
-    """The model's own loss for a batch. Raises UserError where it gives none."""
+def _fitting(trial: _Trial, counts: Mapping[Terms, Sequence[int]]) -> list[Terms]:
+    """The candidates whose parts add up to the whole. Raises UserError where there is none."""
+    whole = trial.of("whole").mean
+    if not math.isfinite(whole):
+        raise NoFitError(
+            f"{trial.name} gives a loss of {whole} for {trial.parts.whole.what}; use rows with labels that "
+            "count, and a model of finite weights"
+        )
+    errors = {terms: _error(each[:3], trial) for terms, each in counts.items()}
+    best = min(errors, key=lambda terms: errors[terms], default=None)
+    if best is None or errors[best] > trial.tolerance:
+        raise NoFitError(_misfit(trial))
+    # A new model gives all tokens almost the same loss, and a wrong count is then off by little, but far more than
+    # rounding is.
+    most = max(_CLEARLY * errors[best], _LEAST * trial.epsilon)
+    fitting = [terms for terms, error in errors.items() if error <= most]
+    if matching := _matching_logits(trial, fitting):
+        return matching
+    if not all(proportional(counts[fitting[0]], counts[other]) for other in fitting):
+        raise NoFitError(
+            f"the loss of {trial.name} may be a mean over several things, which a few rows don't tell apart; use "
+            f"{COUNT}"
+        )
+    if len({terms.of_labels for terms in fitting}) > 1:  # the rows have a label for each of the other things
+        without = trial.without_labels(also_first=False)
+        if without is not None:
+            mean = trial.of("first").mean
+            of_labels = abs(without - mean) <= trial.tolerance * (abs(mean) + 1)
+            fitting = [terms for terms in fitting if terms.of_labels == of_labels]
+    return fitting
+
+
+def _check_given(trial: _Trial, given: Any) -> None:
+    """Raise UserError where the user's count is not the loss's."""
+    parts = (trial.parts.whole, trial.parts.first, trial.parts.rest)
+    if _error([int(given(part.inputs)) for part in parts], trial) > trial.tolerance:
+        raise NoFitError(f"count=: the loss of {trial.name} is no mean over as many terms; {_advice(trial)}")
+
+
+def _error(counts: Sequence[int], trial: _Trial) -> float:
+    """By how much mean * count of the whole is not the sum of the parts', of the size of all that is added."""
+    means = [trial.of(name).mean for name in ("whole", "first", "rest")]
+    sums = [mean * count if count else 0.0 for mean, count in zip(means, counts, strict=True)]
+    if not counts[0] or not all(map(math.isfinite, sums)):
+        return math.inf
+    size = sum(abs(part) + count for part, count in zip(sums[1:], counts[1:], strict=True))
+    return abs(sums[0] - sum(sums[1:])) / size
+
+
+def _matching_logits(trial: _Trial, fitting: Sequence[Terms]) -> list[Terms]:
+    """The candidates of labels by which the cross-entropy of the logits is the model's mean."""
+    part, given = trial.parts.first, trial.of("first")
+    found: list[Terms] = []
+    for terms in fitting:
+        logits, labels = given.logits, part.inputs.get(terms.label)
+        if not terms.of_labels or logits is None or not isinstance(labels, Tensor) or labels.is_floating_point():
+            continue
+        if logits.shape[:-1] != labels.shape or logits.shape[-1] < 2:
+            continue
+        if terms.mask is not None:
+            labels = labels.masked_fill(part.inputs[terms.mask] == 0, terms.ignored)
+        if terms.kind == "shifted":
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        flat = logits.reshape(-1, logits.shape[-1]).double()
+        mean = F.cross_entropy(flat, labels.reshape(-1).long(), ignore_index=terms.ignored)
+        if abs(mean - given.mean) <= trial.tolerance * (abs(given.mean) + 1):
+            found.append(terms)
+    return found
+
+
+def _forward(model: nn.Module, inputs: Inputs, what: str) -> _Forward:
+    """A forward with the model's own loss. Raises UserError where it gives none, or draws."""
+    name = type(model).__name__
+    before = _generators()
     try:
-        with torch.no_grad(), index_errors_explained(f"{_name(model)} on {what}"):
+        with torch.no_grad(), index_errors_explained(f"{name} on {what}"):
             output = model(**inputs)
     except UserError:
         raise
     except Exception as error:
         raise UserError(
-            f"{_name(model)} fails on {what} ({described(error)}); use rows or a collator whose keys and "
-            "shapes its forward takes"
+            f"{name} fails on {what} ({described(error)}); use rows or a collator whose keys and shapes its forward "
+            "takes"
         ) from error
-    loss = loss_of(output)
+    if _generators() != before:
+        raise UserError(
+            f"{name} draws random numbers in evaluation mode: it draws at random; use a model whose forward draws "
+            "nothing but dropout"
+        )
+    logits = getattr(output, "logits", None)
+    several = getattr(output, "loss_dict", None)
+    return _Forward(
+        mean=_mean(model, inputs, output),
+        logits=logits if isinstance(logits, Tensor) else None,
+        terms=list(several) if isinstance(several, Mapping) else (),
+    )
+
+
+def _generators() -> tuple[Any, ...]:
+    """The states of all generators of random numbers on the CPU."""
+    numpys: Any = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), hash(random.getstate()), numpys[1].tobytes(), numpys[2]
+
+
+def _mean(model: nn.Module, inputs: Inputs, output: Any) -> float:
+    """The loss in a model's output. Raises UserError where there is none."""
+    loss, name = loss_of(output), type(model).__name__
     if not isinstance(loss, Tensor):
-        takes = [
-            name for name in inspect.signature(model.forward).parameters if "label" in name or name in _POSITIONS
-        ]
-        fix = f"rows or a collator with {' and '.join(takes)}" if takes else "a model with a head that has one"
-        raise UserError(f"{_name(model)} gives no loss for {', '.join(inputs)}; use {fix}")
+        takes = [key for key in inspect.signature(model.forward).parameters if "label" in key or key in POSITIONS]
+        absent = [key for key in takes if key not in inputs]
+        fix = f"rows or a collator with {' and '.join(absent)}" if absent else "a model with a head that has one"
+        raise UserError(f"{name} gives no loss for {', '.join(inputs)}; use {fix}, or {_OWN}")
     if loss.numel() != 1:
-        raise UserError(f"{_name(model)} gives a loss of shape {list(loss.shape)}; use a model whose loss is a mean")
+        raise UserError(
+            f"{name} gives a loss of shape {list(loss.shape)}; use a model whose loss is a mean, or {_OWN}"
+        )
     if getattr(output, "aux_loss", None) is not None:  # may be too small next to the rest to be seen
         raise UserError(
-            f"the loss of {_name(model)} has a term that balances experts over a batch, which can't be put together "
-            "from parts; use output_router_logits=False"
+            f"the loss of {name} has a term that balances experts over a batch, which can't be put together from "
+            "parts; use output_router_logits=False"
         )
     return float(loss)
 
 
-def _fix(model: nn.Module, trials: Sequence[_Trial]) -> str:
-    """Return the remedy for a loss that no count fits, as the end of a message."""
-    config = getattr(model, "config", None)
+def _misfit(trial: _Trial) -> str:
+    """Say why no candidate fits."""
+    again = _forward(trial.model, trial.parts.whole.inputs, trial.parts.whole.what)
+    if again.mean != trial.of("whole").mean:
+        return (
+            f"{trial.name} gives another loss for the same rows in evaluation mode: it draws at random; use a model "
+            "whose forward draws nothing but dropout"
+        )
+    begin = f"the loss of {trial.name} is no mean over its samples, its labels, its tokens or what a mask marks"
+    if _depends_on_others(trial):
+        return (
+            f"{begin}: its logits for {trial.parts.first.rows} rows are others where these are padded with "
+            f"{trial.parts.rest.rows} more, so padding counts in the model; use a collator that pads all rows to one "
+            "length, or pass the mask that keeps padding out"
+        )
+    return f"{begin}, so a batch's loss can't be put together from parts; {_advice(trial)}"
+
+
+def _depends_on_others(trial: _Trial) -> bool:
+    """Whether the logits of the first part are others in the whole, whose rows are longer."""
+    rows, one, other = trial.parts.first.rows, trial.of("first").logits, trial.of("whole").logits
+    if one is None or other is None or one.ndim != other.ndim or len(one) != rows or not one.is_floating_point():
+        return False
+    longer = any(
+        isinstance(value, Tensor) and value.shape[1:] != trial.parts.first.inputs[key].shape[1:]
+        for key, value in trial.parts.whole.inputs.items()
+    )
+    sizes = [slice(min(pair)) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
+    mine, theirs = one[:, *sizes].double(), other[:rows, *sizes].double()
+    if mine.ndim > 2:  # those of padding itself may differ
+        mine, theirs = mine[:, 0], theirs[:, 0]
+    return longer and bool((mine - theirs).abs().max() > 50 * trial.tolerance * mine.abs().max())
+
+
+def _advice(trial: _Trial) -> str:
+    """The remedy for a loss that no count fits, as the end of a message."""
+    whole, first, rest = (trial.of(name) for name in ("whole", "first", "rest"))
+    config = getattr(trial.model, "config", None)
     if getattr(config, "ctc_loss_reduction", None) == "sum":
         return 'use ctc_loss_reduction="mean", since this is a sum'
-    if abs(trials[0].means[0] - sum(trials[0].means[1:])) <= 1e-5 * abs(trials[0].means[0]):
+    if abs(whole.mean - first.mean - rest.mean) <= 1e-5 * abs(whole.mean):
         return "use a mean, since this is a sum"
+    if whole.terms:
+        named = ", ".join(whole.terms[:6]) + (", ..." if len(whole.terms) > 6 else "")
+        return (
+            f"it is made up of {named}, each with a count of its own; use {_OWN} for each of its terms, which "
+            "loss_weights= names, or count= where they have one"
+        )
+    gather = "(output, batch, gather) where it compares samples"
+    slack = 10 * trial.tolerance * (abs(whole.mean) + 1)
+    if min(first.mean, rest.mean) - slack <= whole.mean <= max(first.mean, rest.mean) + slack:
+        return f"use {COUNT}, where it is a mean over something else, or {_OWN}, {gather}"
     return (
-        "write a task of your own (samestep.Task) with a loss that is a sum over samples, or, where it compares "
-        "samples as contrastive losses do, def loss(self, output, batch, gather) with the rows of the whole batch: "
-        "all_embeds = gather(output.image_embeds)"
+        f"{whole.mean:.6g} for {trial.parts.whole.rows} rows lies outside {first.mean:.6g} and {rest.mean:.6g} for "
+        f"{trial.parts.first.rows} and {trial.parts.rest.rows} of them, so no count= fits; use {_OWN}, {gather}"
     )
 
 
@@ -316,15 +421,3 @@ def at_rest(model: nn.Module) -> Iterator[None]:
                 parameter.zero_()
         for module in training:
             module.training = True
-
-
-def _slice(inputs: Inputs, index: int, size: int) -> Inputs:
-    """One sample of a batch, whose tensors have samples first."""
-    return {
-        key: value[index : index + 1] if isinstance(value, Tensor) and value.ndim and len(value) == size else value
-        for key, value in inputs.items()
-    }
-
-
-def _name(model: nn.Module) -> str:
-    return type(model).__name__

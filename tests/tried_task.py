@@ -1,0 +1,39 @@
+"""A model that is handed over by a job file, and notes each of its builds and forwards in a file."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import handed_models
+import torch
+import transformers
+
+from samestep.tasks import HuggingFace
+
+
+class Noting(transformers.GPT2LMHeadModel):
+    """Notes the process, and whether it trains, evaluates, or is on one device alone."""
+
+    file = Path()
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        with self.file.open("a") as notes:
+            kind = "train" if self.training else "evaluate"
+            notes.write(f"{os.getpid()} {kind} {'graph' if torch.is_grad_enabled() else 'none'}\n")
+        return super().forward(*arguments, **keywords)
+
+
+class Tried(HuggingFace):
+    """Texts of one length, whose labels are all there (`even`), or of unlike ones."""
+
+    def __init__(self, *, notes: str, even: bool) -> None:
+        rows = handed_models.texts(20)
+        if even:
+            rows = [{**row, "input_ids": (row["input_ids"] * 3)[:6]} for row in rows]
+
+        def build() -> Noting:
+            Noting.file = Path(notes)
+            sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 24, "vocab_size": handed_models.VOCABULARY}
+            return Noting(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+
+        super().__init__(model=build, data=rows[:14], collator=handed_models.next_words, eval_data=rows[14:])
