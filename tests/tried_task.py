@@ -1,4 +1,4 @@
-"""A model that is handed over by a job file, and notes each of its builds and forwards in a file."""
+"""A model that is handed over by its class's name, and notes each of its forwards in a file."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from samestep.tasks import HuggingFace
 
 
 class Noting(transformers.GPT2LMHeadModel):
-    """Notes the process, and whether it trains, evaluates, or is on one device alone."""
+    """Notes the process, and whether it trains, and with a graph."""
 
     file = Path()
 
@@ -26,14 +26,16 @@ class Noting(transformers.GPT2LMHeadModel):
 class Tried(HuggingFace):
     """Texts of one length, whose labels are all there (`even`), or of unlike ones."""
 
-    def __init__(self, *, notes: str, even: bool) -> None:
+    def __init__(self, *, notes: str, even: bool = False, held_out: bool = True) -> None:
         rows = handed_models.texts(20)
         if even:
-            rows = [{**row, "input_ids": (row["input_ids"] * 3)[:6]} for row in rows]
+            rows = [{"input_ids": (row["input_ids"] * 3)[:6], "label": 1} for row in rows]
 
         def build() -> Noting:
             Noting.file = Path(notes)
-            sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 24, "vocab_size": handed_models.VOCABULARY}
-            return Noting(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+            sizes: dict[str, Any] = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 24}
+            config = transformers.GPT2Config(**sizes, vocab_size=handed_models.VOCABULARY, eos_token_id=2)
+            return Noting(config)
 
-        super().__init__(model=build, data=rows[:14], collator=handed_models.next_words, eval_data=rows[14:])
+        others = rows[14:] if held_out else None
+        super().__init__(model=build, data=rows[:14], collator=handed_models.next_words, eval_data=others)

@@ -302,7 +302,7 @@ def _forward(model: nn.Module, inputs: Inputs, what: str) -> _Forward:
             f"{name} fails on {what} ({described(error)}); use rows or a collator whose keys and shapes its forward "
             "takes"
         ) from error
-    if _generators() != before:
+    if _generators() != before and not _same_again(model, inputs, output):
         raise UserError(
             f"{name} draws random numbers in evaluation mode: it draws at random; use a model whose forward draws "
             "nothing but dropout"
@@ -314,6 +314,14 @@ def _forward(model: nn.Module, inputs: Inputs, what: str) -> _Forward:
         logits=logits if isinstance(logits, Tensor) else None,
         terms=list(several) if isinstance(several, Mapping) else (),
     )
+
+
+def _same_again(model: nn.Module, inputs: Inputs, output: Any) -> bool:
+    """Whether other draws give the same loss, as those of an order do that nothing depends on."""
+    with torch.no_grad():
+        again = model(**inputs)
+    one, other = _mean(model, inputs, output), _mean(model, inputs, again)
+    return abs(one - other) <= _TOLERANCES[torch.float32] * abs(one)
 
 
 def _generators() -> tuple[Any, ...]:
