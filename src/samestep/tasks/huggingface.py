@@ -69,6 +69,7 @@ class HuggingFace(Task):
         self._count = count
         self._own_loss = None if loss is None else _OwnLoss(loss)
         self._weights = dict(loss_weights or {})
+        self._known: ModelFacts | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """State sent to the ranks, with all that trying the model has found."""
@@ -96,7 +97,7 @@ class HuggingFace(Task):
     def take_facts(self, facts: Any) -> None:
         """Know a model's facts without trying it."""
         if isinstance(facts, ModelFacts):
-            self.__dict__.update(_facts=facts)
+            self._known = facts
 
     def held_out_tried(self) -> bool:
         """Whether the model has been tried on held-out rows, and nobody's code but ours scores them."""
@@ -257,9 +258,15 @@ class HuggingFace(Task):
                 )
         return collated
 
-    @cached_property
+    @property
     def _facts(self) -> ModelFacts:
-        """Try the model on a few rows; ranks receive the result."""
+        """What trying the model on a few rows has found; ranks receive it."""
+        if self._known is None:
+            self._known = self._find_facts()
+        return self._known
+
+    def _find_facts(self) -> ModelFacts:
+        """Try the model on a few rows."""
         with phases.phase("trying the model on a few rows", once="facts"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             built = built_of(self._model)
