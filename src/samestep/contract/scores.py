@@ -27,6 +27,9 @@ def check_evaluation(trial: Trial) -> None:
         few = [samples[index] for index in range(min(MOST // 3, len(samples)))]
         samples[len(samples) - 1]
         batch = as_batch(task.collate(few))
+    layout = Layout.parse(trial.job.run.layout)
+    if task.held_out_tried() and layout.pipeline == 1 and trial.job.recipe.early_stop is None:
+        return
     found: list[Any] = []
     with said(EVALUATION, "the model's forward in evaluation mode"), Writes(trial.model) as writes:
         who = trial.moved_generator(lambda: found.append(trial.evaluate(batch)), lambda: trial.evaluate(batch), equal)
@@ -36,7 +39,6 @@ def check_evaluation(trial: Trial) -> None:
             f"the model draws from {who} generator of random numbers in evaluation mode, where every layout would "
             f"draw others; draw only while self.training{line_of(type(trial.model).forward)}",
         )
-    layout = Layout.parse(trial.job.run.layout)
     if writes.written is not None and layout.pipeline > 1:
         raise ContractError(
             EVALUATION,

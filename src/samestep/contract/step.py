@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from samestep.contract.draw_switches import switch_of_draws
 from samestep.contract.errors import ContractError, at, line_of
 from samestep.contract.trial import FORWARD, LOSS, Held, Trial, Writes, held_in
 from samestep.parallel.complex_parameters import as_real
@@ -143,12 +144,25 @@ def check_draws(trial: Trial, who: str | None) -> None:
     if who is not None:
         module = _module_that_draws(trial)
         place = generators.line_that_draws(lambda: trial.loss(0, number), trial.device, who)
+        if (setting := switch_of_draws(trial.model, lambda: _who_draws(trial))) is not None:
+            raise ContractError(
+                DRAWS,
+                f"{module} draws from {who} generator of random numbers, so that every layout would draw others; "
+                f"without it the model draws nothing there: use {setting} in its configuration{at(place)}",
+            )
         raise ContractError(
             DRAWS,
             f"{module} draws from {who} generator of random numbers, so that every layout would draw others; draw "
             "with torch.rand, randn, randint, bernoulli or normal, of shape [samples, ...], which are answered by "
             f"sample number, or use nn.Dropout{at(place)}",
         )
+
+
+def _who_draws(trial: Trial) -> str | None:
+    """The owner of the generator that a training forward advances; None if it advances none."""
+    before = generators.state(trial.device)
+    trial.loss(0, len(trial.sampled))
+    return generators.moved(before, generators.state(trial.device))
 
 
 def same_numbers(first: Any, second: Any) -> bool:

@@ -99,6 +99,10 @@ class HuggingFace(Task):
         if isinstance(facts, ModelFacts):
             self._known = facts
 
+    def tried_model(self) -> bool:
+        """Whether the model's own loss has been computed in float32; one of the user's has not."""
+        return self._own_loss is None
+
     def held_out_tried(self) -> bool:
         """Whether the model has been tried on held-out rows, and nobody's code but ours scores them."""
         own = {name: getattr(type(self), name) is getattr(HuggingFace, name) for name in ("scores", "metrics")}
