@@ -74,8 +74,8 @@ def checked_hosts(names: Iterable[str], where: str) -> Iterator[str]:
 
 def shown(value: object) -> str:
     """A wrong value as it stands in a message: with its control characters written out, and never long."""
-    found = repr(value)
-    return found if len(found) <= _SHOWN else f"{found[: _SHOWN - 3]}..."
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def quoted(text: str) -> str:

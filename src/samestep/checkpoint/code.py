@@ -74,10 +74,10 @@ def _users_file(module: Any) -> Path | None:
 
 def _reached(modules: Mapping[Path, ModuleType | None]) -> dict[Path, str]:
     """The hash of each file, and of those that they import, files of the user all."""
-    waiting, found = list(modules.items()), dict[Path, str]()
-    while waiting and len(found) < _MOST_FILES:
+    waiting, hashes = list(modules.items()), dict[Path, str]()
+    while waiting and len(hashes) < _MOST_FILES:
         file, module = waiting.pop(0)
-        if file in found:
+        if file in hashes:
             continue
         try:
             raw = file.read_bytes()[:_MOST_BYTES]
@@ -85,12 +85,12 @@ def _reached(modules: Mapping[Path, ModuleType | None]) -> dict[Path, str]:
             continue
         try:
             tree = ast.parse(raw)
-            found[file] = _digest(tree)
+            hashes[file] = _digest(tree)
         except (SyntaxError, ValueError, RecursionError):
-            found[file] = hashlib.sha256(raw).hexdigest()[:32]
+            hashes[file] = hashlib.sha256(raw).hexdigest()[:32]
             continue
         waiting += _imported(tree, file, module)
-    return found
+    return hashes
 
 
 def _imported(tree: ast.Module, file: Path, module: ModuleType | None) -> Iterator[tuple[Path, ModuleType | None]]:

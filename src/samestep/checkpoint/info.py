@@ -189,10 +189,10 @@ def _of_bytes(raw: bytes) -> tuple[Info, bool]:
 def _check_sum(raw: bytes) -> None:
     """Raise ValueError unless the bytes end in the sum of those before."""
     end = len(raw) - _LENGTH_OF_LAST_LINE
-    found = _HIDDEN_SUM.fullmatch(raw, max(0, end))
-    if found is None:
+    match = _HIDDEN_SUM.fullmatch(raw, max(0, end))
+    if match is None:
         raise ValueError("the sum of itself is missing at its end")
-    if hashlib.sha256(raw[:end]).hexdigest().encode() != found[1]:
+    if hashlib.sha256(raw[:end]).hexdigest().encode() != match[1]:
         raise ValueError("it is not what was written: the sum of itself differs")
 
 

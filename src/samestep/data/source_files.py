@@ -26,15 +26,15 @@ def sources_of(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
     `sections`: the keys and values below each of these names. Only what can be read is among them.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for section, values in sections.items():
         for key, value in values.items():
             # As in job files: a word without a dot or a slash is a name.
             if isinstance(value, (str, Path)) and re.search(r"[./]", str(value)):
                 digest = digest_of(str(value))
                 if digest is not None:
-                    found[f"{section}.{key}"] = digest
-    return found
+                    digests[f"{section}.{key}"] = digest
+    return digests
 
 
 def digest_of(text: str) -> str | None:
@@ -68,13 +68,13 @@ def _of_folder(folder: Path) -> str | None:
         files.append((file.relative_to(folder).as_posix(), file, file.stat().st_size))
         if len(files) > _MOST_FILES:
             return None
-    found = hashlib.sha256()
+    content = hashlib.sha256()
     by_contents = sum(size for _, _, size in files) <= _WHOLE_FOLDER
     for name, file, size in sorted(files):
-        found.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
+        content.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
         if by_contents:
-            found.update(_content(file))
-    return found.hexdigest()[:32]
+            content.update(_content(file))
+    return content.hexdigest()[:32]
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

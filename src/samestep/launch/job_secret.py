@@ -101,17 +101,17 @@ def _content(file: Path) -> bytes:
         raise UserError(f"{OPTION} {str(file)!r}: {reason}; {_MAKE} FILE makes one, and chmod 600 FILE") from None
 
 
-def _check(file: Path, found: os.stat_result) -> None:
+def _check(file: Path, status: os.stat_result) -> None:
     """Raise UserError for a file that others may read or change."""
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{OPTION} {file} is no regular file; a file with the secret is wanted")
-    if found.st_uid not in (os.geteuid(), 0):
+    if status.st_uid not in (os.geteuid(), 0):
         raise UserError(
-            f"{OPTION} {file} belongs to user {found.st_uid}, who can read and change it; use a copy of your own: "
+            f"{OPTION} {file} belongs to user {status.st_uid}, who can read and change it; use a copy of your own: "
             f"install -m 600 {file} COPY"
         )
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         raise UserError(
-            f"{OPTION} {file} has the mode {stat.S_IMODE(found.st_mode):04o}, so others than its owner may use it; "
+            f"{OPTION} {file} has the mode {stat.S_IMODE(status.st_mode):04o}, so others than its owner may use it; "
             f"chmod 600 {file}"
         )

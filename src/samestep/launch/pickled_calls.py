@@ -50,9 +50,9 @@ class _Pickler(pickle.Pickler):
         super().__init__(stream)
         self.named: dict[int, type[Any] | FunctionType] = {}
 
-    def reducer_override(self, found: Any) -> Any:
-        if isinstance(found, (type, FunctionType)):
-            self.named[id(found)] = found
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)):
+            self.named[id(value)] = value
         return NotImplemented
 
 

@@ -99,14 +99,14 @@ class SignedStore:
         """The same of several keys, with one request where all have a value."""
         if not self.raw.check(list(keys)):
             return [self.read_own(key, form) for key in keys]
-        found: list[Form | None] = []
+        forms: list[Form | None] = []
         for key, stored in zip(keys, self.raw.multi_get(list(keys)), strict=True):
             try:
-                found.append(self.opened(key, stored, form))
+                forms.append(self.opened(key, stored, form))
             except ForeignValueError as error:
                 self.leave_out(error)
-                found.append(None)
-        return found
+                forms.append(None)
+        return forms
 
     def claim(self, key: str, value: Form, form: type[Form]) -> Form:
         """Write a value if there is none, and return the one that is there now. Raises ForeignValueError."""

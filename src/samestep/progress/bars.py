@@ -188,27 +188,27 @@ class _Lines:
     def advance(self, told: str) -> None:
         """Count an item, and write a line if one is due, unless what runs has lines of its own."""
         self.count()
-        if (told or self._unit) and (found := phases.writer()) is not None and found.is_due():
-            self._tell(found, told)
+        if (told or self._unit) and (writer := phases.writer()) is not None and writer.is_due():
+            self._tell(writer, told)
 
     def step(self, loss: float, samples: int, terms: Mapping[str, float]) -> None:
         """Count a step, and write a line if one is due, or it is the first, the last, or newly not finite."""
         self.count()
         self._samples += samples
-        found = phases.writer()
-        if found is None:
+        writer = phases.writer()
+        if writer is None:
             return
         spoilt, self._was_finite = self._was_finite and not math.isfinite(loss), math.isfinite(loss)
         ends = self._done in (self._first + 1, self._total)
-        if spoilt or ends or found.is_due():
+        if spoilt or ends or writer.is_due():
             speed = self._samples / max(self._moved_at - self._told_at, 1e-9)
             self._told_at, self._samples = self._moved_at, 0
-            self._tell(found, f"{_loss(loss, terms)}, {speed:,.{1 if speed < 100 else 0}f} samples/s")
+            self._tell(writer, f"{_loss(loss, terms)}, {speed:,.{1 if speed < 100 else 0}f} samples/s")
 
-    def _tell(self, found: Writer, told: str) -> None:
+    def _tell(self, writer: Writer, told: str) -> None:
         parts = [f"{self._unit}{self.place}", told, f"{clock(self._moved_at - self._began)} elapsed"]
         later = self._done - self._first - 1  # items after the first
         if later > 0 and self._done < self._total:
             left = (self._moved_at - self._first_at) / later * (self._total - self._done)
             parts.append(f"{clock(left)} left")
-        found.news(", ".join(part for part in parts if part))
+        writer.news(", ".join(part for part in parts if part))

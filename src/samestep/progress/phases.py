@@ -261,18 +261,18 @@ def _titled(title: str) -> Iterator[None]:
     """Context in which lines have this title, by a thread that is started where there is none."""
     global _writer
     if _writer is not None:
-        found = writer()
-        if found is None:
+        current = writer()
+        if current is None:
             yield
         else:
-            with found.titled(title):
+            with current.titled(title):
                 yield
         return
     every = _wanted()
     if every is None or not environment.is_first_rank() or environment.bar_file() is not None or on_terminal():
         yield
         return
-    _writer = mine = Writer(every)
+    _writer = created = Writer(every)
     with mine.titled(title), mine.within(mine.state):
         mine.start()
         try:
@@ -305,12 +305,12 @@ def phase(text: str, *, once: str | None = None, others: bool = False) -> Iterat
     `once`: a key for phases that come often, of which at most one an interval has a line. `others`: other processes
     that this one has started write meanwhile.
     """
-    found = writer()
-    if found is None:
+    current = writer()
+    if current is None:
         yield
         return
-    found.say(text, once=once)
-    with found.within(lambda: text, others=others):
+    current.say(text, once=once)
+    with current.within(lambda: text, others=others):
         yield
 
 
@@ -322,18 +322,18 @@ def status(
 
     `text` is called for lines that it still runs, and `since` for when what it names began.
     """
-    found = writer()
-    if found is None:
+    current = writer()
+    if current is None:
         yield
         return
-    with found.within(text, since=since, others=others):
+    with current.within(text, since=since, others=others):
         yield
 
 
 def say(text: str, *, once: str | None = None) -> None:
     """Write a line; `once` as in `phase`."""
-    if (found := writer()) is not None:
-        found.say(text, once=once)
+    if (current := writer()) is not None:
+        current.say(text, once=once)
 
 
 def heard() -> None:
@@ -348,8 +348,8 @@ def muted(descriptor: int | None = None) -> Iterator[None]:
 
     `descriptor`: of the standard error that lines go to meanwhile.
     """
-    if (found := writer()) is None:
+    if (current := writer()) is None:
         yield
     else:
-        with found.muted(descriptor):
+        with current.muted(descriptor):
             yield

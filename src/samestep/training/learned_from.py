@@ -51,16 +51,16 @@ def _handed_over(task: Task) -> Iterator[Any]:
 
 def looked(learns: LearnsFrom, loader: CheckpointLoader | None, group: dist.ProcessGroup) -> Compared:
     """What rank 0 finds, on every rank; all must call it. `group`: a CPU group of all."""
-    found: list[Any] = [None]
+    outcome: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            found = [learns.look(None if loader is None else loader.info.identity)]
+            outcome = [learns.look(None if loader is None else loader.info.identity)]
         except Exception as error:  # raised on all ranks, which would wait for this one
-            found = [error]
-    dist.broadcast_object_list(found, src=0, group=group)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+            outcome = [error]
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 def refuse_other_data(compared: Compared, where: Path, accept: str) -> None:

@@ -71,7 +71,7 @@ def digests_of(model: nn.Module, outputs: Sequence[Tensor]) -> Digests:
 def differing(
     model: nn.Module,
     expected: Digests,
-    found: Digests,
+    digests: Digests,
     group: dist.ProcessGroup,
     *,
     summed: Collection[str],
@@ -83,20 +83,20 @@ def differing(
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     size = sum(float(digests[0].square().sum()) for digests in expected.values()) ** 0.5
-    sums = _sums(parameters, found, [name for name in parameters if name in summed], group)
+    sums = _sums(parameters, digests, [name for name in parameters if name in summed], group)
     wrong: list[str] = []
     for name, parameter in parameters.items():
         cut = (slices or {}).get(name)
         dim, eps = 0 if cut is None else cut.dim, torch.finfo(parameter.dtype).eps
-        mine = sums[name] if name in sums else _digest(parameter, found.get(name), dim)
-        target, norm = torch.zeros_like(mine), 0.0
+        own = sums[name] if name in sums else _digest(parameter, digests.get(name), dim)
+        target, norm = torch.zeros_like(own), 0.0
         if name in expected:
             whole = expected[name][dim]
             norm = float(whole.norm())
-            target = whole if cut is None else torch.cat([whole[first:last] for first, last in cut.mine])
+            target = whole if cut is None else torch.cat([whole[first:last] for first, last in cut.own])
         # Gradients that are zero but for rounding, as of biases that all scores share, are held against all others.
         allowed = eps**0.25 * norm + 10 * eps**0.75 * size
-        if float((mine.to(target) - target).norm()) > allowed:
+        if float((own.to(target) - target).norm()) > allowed:
             wrong.append(name)
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, wrong, group=group)
@@ -104,15 +104,15 @@ def differing(
 
 
 def _sums(
-    parameters: Mapping[str, nn.Parameter], found: Digests, names: Sequence[str], group: dist.ProcessGroup
+    parameters: Mapping[str, nn.Parameter], digests: Digests, names: Sequence[str], group: dist.ProcessGroup
 ) -> dict[str, Tensor]:
     """Sums over the ranks of the digests along the first dimension."""
     if not names:
         return {}
-    mine = [_digest(parameters[name], found.get(name), 0).double() for name in names]
-    flat = torch.cat(mine).to(parameters[names[0]].device)
+    own = [_digest(parameters[name], digests.get(name), 0).double() for name in names]
+    flat = torch.cat(own).to(parameters[names[0]].device)
     dist.all_reduce(flat, group=group)
-    return dict(zip(names, flat.split([len(each) for each in mine]), strict=True))
+    return dict(zip(names, flat.split([len(each) for each in own]), strict=True))
 
 
 def _digest(parameter: nn.Parameter, digests: Sequence[Tensor] | None, dim: int) -> Tensor:

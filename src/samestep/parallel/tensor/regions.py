@@ -111,18 +111,18 @@ class _Graph:
 
     def order(self, roots: Iterable[Node], stops: Collection[Node] = ()) -> list[Node]:
         """The nodes from which the roots are computed, each after its inputs; nothing before `stops`."""
-        found: list[Node] = []
+        nodes: list[Node] = []
         seen = set[Node]()
         waiting = [(root, False) for root in roots]
         while waiting:
             node, ended = waiting.pop()
             if ended:
-                found.append(node)
+                nodes.append(node)
             elif node not in seen:
                 seen.add(node)
                 waiting.append((node, True))
                 waiting += [] if node in stops else [(before, False) for before in self.inputs(node)]
-        return found
+        return nodes
 
     @cached_property
     def roots(self) -> list[Node]:
@@ -131,28 +131,28 @@ class _Graph:
     @cached_property
     def regions(self) -> Mapping[Node, frozenset[int]]:
         """For each node of the forward the units on whose slices it is; empty for one that every rank has whole."""
-        found: dict[Node, frozenset[int]] = {}
+        regions: dict[Node, frozenset[int]] = {}
         for node in self.order(self.roots):
             joined = self.joined.get(node)
             if joined is not None:
-                found[node] = joined.region
+                regions[node] = joined.region
             else:
-                of_inputs = (found.get(before, frozenset()) for before in self.inputs(node))
-                found[node] = self.sliced.get(node, frozenset()).union(*of_inputs)
-        return found
+                of_inputs = (regions.get(before, frozenset()) for before in self.inputs(node))
+                regions[node] = self.sliced.get(node, frozenset()).union(*of_inputs)
+        return regions
 
     @cached_property
     def fed(self) -> set[Node]:
         """The nodes that are computed from samples: from what modules make of them, and from inputs of columns."""
-        found = {node for joined in self.joined.values() if joined.mark == _ENTRY for node in joined.inputs}
+        entered = {node for joined in self.joined.values() if joined.mark == _ENTRY for node in joined.inputs}
         samples = {seen.identity for call in self.trace.of("") for seen in call.inputs()}
         for call in self.trace.calls:
             if call.name and any(seen.identity in samples for seen in call.inputs()):
-                found.update(seen.source for seen in call.outputs() if seen.source is not None)
+                entered.update(seen.source for seen in call.outputs() if seen.source is not None)
         for node in self.order(self.roots):
-            if any(before in found for before in self.inputs(node)):
-                found.add(node)
-        return found
+            if any(before in entered for before in self.inputs(node)):
+                entered.add(node)
+        return entered
 
     def marks(
         self,
@@ -341,24 +341,24 @@ class _Finder:
 
     def _mixed(self, graph: _Graph, marks: Marks) -> dict[int, str]:
         """The units that use on slices a tensor whose gradient could not be put together afterwards, and why."""
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         direct = self._marks(self.graph, tell_fed=True)
         for name, node in self._nodes.items():
             users = marks.get(node, set())
             if WHOLE in users and name not in self._planned and not self._is_in_stream(name):
                 # Others are behind a tensor that is computed from samples, which is told below.
                 for user in (users & direct[node]) - {WHOLE}:
-                    found.setdefault(
+                    reasons.setdefault(
                         user,
                         f"uses {pattern_of(name)} on slices, where a rank's gradient is a part of the sum, and it is "
                         "also used elsewhere, where every rank has the whole gradient",
                     )
                 for user in users - {WHOLE}:
-                    found.setdefault(user, _COMBINES)
+                    reasons.setdefault(user, _COMBINES)
         for node in graph.joined:
             for user in marks.get(node, set()) - {WHOLE}:
-                found.setdefault(user, _COMBINES)
-        return found
+                reasons.setdefault(user, _COMBINES)
+        return reasons
 
     def _is_in_stream(self, name: str) -> bool:
         return any(stream.holds(name.rpartition(".")[0]) for stream in self._streams)
@@ -370,7 +370,7 @@ class _Finder:
         """
         unit = self._plan.units[number]
         calls = self._calls[holder_of(unit)]
-        found: tuple[frozenset[Any], set[Node], bool] | None = None
+        entry: tuple[frozenset[Any], set[Node], bool] | None = None
         nodes = set[Node]()
         for call in calls:
             arguments = {*self._sources(call.inputs())} - self._summed_at[number]
@@ -388,10 +388,10 @@ class _Finder:
                 return None
             nodes |= used
             paths = _paths(call, used)
-            if found is not None and (found[0], found[2]) != (paths, enters):
+            if entry is not None and (entry[0], entry[2]) != (paths, enters):
                 return None
-            found = paths, nodes, enters
-        return found
+            entry = paths, nodes, enters
+        return entry
 
 
 def holder_of(unit: Unit) -> str:
