@@ -273,12 +273,12 @@ def _titled(title: str) -> Iterator[None]:
         yield
         return
     _writer = created = Writer(every)
-    with mine.titled(title), mine.within(mine.state):
-        mine.start()
+    with created.titled(title), created.within(created.state):
+        created.start()
         try:
             yield
         finally:
-            mine.stop()
+            created.stop()
             _writer = None
 
 

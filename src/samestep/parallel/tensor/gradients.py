@@ -82,7 +82,7 @@ def differing(
     `summed`: parameters of whose gradients a rank has a part of the sum; `slices`: those of which it has a slice.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    size = sum(float(digests[0].square().sum()) for digests in expected.values()) ** 0.5
+    size = sum(float(of_dims[0].square().sum()) for of_dims in expected.values()) ** 0.5
     sums = _sums(parameters, digests, [name for name in parameters if name in summed], group)
     wrong: list[str] = []
     for name, parameter in parameters.items():
