@@ -93,7 +93,7 @@ def differing(
         if name in expected:
             whole = expected[name][dim]
             norm = float(whole.norm())
-            target = whole if cut is None else torch.cat([whole[first:last] for first, last in cut.own])
+            target = whole if cut is None else torch.cat([whole[first:last] for first, last in cut.mine])
         # Gradients that are zero but for rounding, as of biases that all scores share, are held against all others.
         allowed = eps**0.25 * norm + 10 * eps**0.75 * size
         if float((own.to(target) - target).norm()) > allowed:
