@@ -114,6 +114,27 @@ def test_statistics_are_those_of_the_global_batch(expected: own_loops.Taken) -> 
     )
 
 
+def test_a_pipeline_takes_the_batch_in_one_micro_batch(expected: own_loops.Taken) -> None:
+    cases = [
+        Case(layout="pp2"),
+        Case(layout="pp2 schedule=zbv-zero-bubble"),
+        Case(layout="pp2 schedule=gpipe recompute=full"),
+        Case(layout="pp2", micro_batch=5),
+    ]
+    *right, refused = own_loops.under(cases, Images(samples=28), batch=BATCH, steps=STEPS, ranks=2)
+    for taken in right:
+        assert own_loops.far(taken, expected) < 1e-10
+    assert isinstance(refused, str)
+    assert "a step of 3 micro-batches a rank never has it at once; use run.micro_batch: null" in refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp2 dp2", "pp2 fsdp2", "pp4", "pp2 tp2"])
+def test_a_pipeline_takes_the_statistics_of_all_its_replicas(layout: str, expected: own_loops.Taken) -> None:
+    (taken,) = own_loops.under([Case(layout=layout)], Images(samples=28), batch=BATCH, steps=STEPS, ranks=4)
+    assert own_loops.far(taken, expected) < 1e-10
+
+
 def test_one_process_refuses_micro_batches() -> None:
     with pytest.raises(
         samestep.UserError, match=r"blocks.0.norm \(BatchNorm1d\) takes its statistics from the whole"

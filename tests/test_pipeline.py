@@ -310,13 +310,6 @@ def test_a_pipeline_wants_an_example() -> None:
         )
 
 
-class Normed(Points):
-    """A model whose statistics depend on the samples of a micro-batch."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, self.classes))
-
-
 class Alone:
     """A model's plan, as every rank of a pipeline makes it."""
 
@@ -359,7 +352,6 @@ def test_a_refusal_in_the_ranks_is_one_line() -> None:
     assert message(tasks.Keeping(), "pp2").startswith(
         'layout "pp2": the model can\'t be cut, since last takes a tensor that layers.0 computes'
     )
-    assert "1 (BatchNorm1d) would take its statistics from one micro-batch's samples" in message(Normed(), "pp2")
 
 
 def test_what_a_stage_needs_is_found_in_the_forward() -> None:

@@ -54,6 +54,20 @@ def test_a_schedule_does_everything_once_and_idles_as_its_paper_says(schedule: A
         assert bubble(ideal_times(orders)) == pytest.approx(bubble_formula(layout, count))
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_batch_in_one_piece_is_in_one_stage_at_a_time(schedule: Any, ranks: int) -> None:
+    layout = Layout(pipeline=ranks, schedule=schedule)
+    assert micro_batches(layout, 12, None, undivided=True) == 1
+    assert micro_batches(layout, 12, 2, undivided=True) == 6  # refused in the first step
+    orders = orders_of(schedule, ranks=ranks, stages_a_rank=layout.stages_a_rank, micro_batches=1)
+    done = Counter((a.stage, a.kind) for actions in orders for a in actions)
+    assert done == Counter(itertools.product(range(layout.pipeline * layout.stages_a_rank), "FB"))
+    for rank, actions in enumerate(orders):
+        assert {owners(layout)[a.stage] for a in actions} == {rank}
+    assert bubble(ideal_times(orders)) == pytest.approx(1 - 1 / ranks) == bubble_formula(layout, 1)
+
+
 @pytest.mark.parametrize(
     ("layout", "batch", "micro_batch", "count"),
     [

@@ -263,7 +263,7 @@ OTHER = {
 
 REFUSED: dict[str, tuple[tuple[samestep.Recipe, str, dict[str, Any]], str]] = {
     "nothing to slice": ((recipe(Product()), "tp2", {}), "nothing of Weight can be sliced"),
-    "no tokens": ((recipe(Perceptron()), "tp2 sequence=split", {}), "Sequential has no list of repeated blocks"),
+    "no tokens": ((recipe(Perceptron()), "tp2 sequence=split", {}), "Sequential has neither a list of blocks"),
     "an unknown name": (
         (BERT, "tp2", {"tensor_plan": {"encoder.layers.*": "whole"}}),
         'run.tensor_plan: the model has no linear layer, table or attention called "encoder.layers.*"; it has bert.',

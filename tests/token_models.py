@@ -235,6 +235,76 @@ class Expert(nn.Module):
         return hidden.index_put(chosen, hidden[chosen] + self.feed(hidden[chosen]) * weight[chosen])
 
 
+class Placed(nn.Module):
+    """A layer that adds its own table of positions, from the number of tokens that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner = nn.Parameter(torch.randn(1, TOKENS, WIDTH)), Attending()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden + self.table[:, : hidden.shape[1]])
+
+
+class BatchNormed(nn.Module):
+    """A layer with batch norm, whose statistics are those of all tokens of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.statistics = Attending(), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden) + self.statistics(hidden.transpose(1, 2)).transpose(1, 2)
+
+
+class Dropping(nn.Module):
+    """A norm of its own, with dropout in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.dropout(hidden / hidden.square().mean(-1, keepdim=True).sqrt() * self.scale, 0.3, self.training)
+
+
+class Looped(Stacked):
+    """One layer that is called in a loop, as in ALBERT."""
+
+    def __init__(self) -> None:
+        super().__init__(Attending())
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.embed(words)
+        for _ in range(3):
+            hidden = self.layers[0](hidden)
+        return self.head(hidden)
+
+
+class Choosing(Stacked):
+    """Some tokens, which depend on the words alone, get features that a projection computes for all."""
+
+    def __init__(self) -> None:
+        super().__init__(Attending(), Attending())
+        self.project = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden, chosen = self.embed(words), words % 3 == 0
+        features = self.project(hidden)[chosen]
+        hidden = hidden.masked_scatter(chosen[..., None], features)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+class Dropped(Rolled):
+    """Tokens that move, after a norm that drops some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Dropping()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "stages": lambda: Stacked(*(Stage() for _ in range(2))),
     "rolled": lambda: Stacked(*(Rolled() for _ in range(2))),
@@ -245,6 +315,11 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "summing": Summing,
     "located": Located,
     "tagger": Tagger,
+    "placed": lambda: Stacked(*(Placed() for _ in range(2))),
+    "looped": Looped,
+    "batch norm": lambda: Stacked(*(BatchNormed() for _ in range(2))),
+    "choosing": Choosing,
+    "dropping": lambda: Stacked(*(Dropped() for _ in range(2))),
     "recurrent": lambda: Tagger(whole=True),
     "asking": Asking,
 }

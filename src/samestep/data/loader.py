@@ -102,9 +102,10 @@ class Loader:
         start: int,
         stop: int,
         micro_batch: int | None = None,
-        micro_batches: int | None = None,
+        micro_batches: Callable[[], int | None] = lambda: None,
         workers: int = 0,
     ) -> None:
+        """`micro_batches`: how many a step has, asked when the first begins; None: as many as the samples need."""
         self._samples = samples
         self._collate = collate
         self.order = order
@@ -114,7 +115,7 @@ class Loader:
         self.start = start
         self.stop = stop
         self._micro_batch = micro_batch
-        self._micro_batches = micro_batches  # in every step; None: as many as the samples need
+        self._micro_batches = micro_batches
         self._workers = workers
         self._last: tuple[int, list[Share]] | None = None  # a step and its shares
 
@@ -145,7 +146,7 @@ class Loader:
     def _shares(self, step: int) -> list[Share]:
         """Return the shares of a step, cached because each step asks twice: for its indices and for its batches."""
         if self._last is None or self._last[0] != step:
-            self._last = step, self.order.shares(step, self._place, self._micro_batch, self._micro_batches)
+            self._last = step, self.order.shares(step, self._place, self._micro_batch, self._micro_batches())
         return self._last[1]
 
     def _data_loader(self) -> DataLoader[Any]:

@@ -8,7 +8,6 @@ from samestep.job import Job
 from samestep.job_plan.machine import CAUSES, COMPUTE, Rates, TargetMachine
 from samestep.launch.affinity import threads_of
 from samestep.layout import MESH_AXES, Layout
-from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.planning import collectives, pipeline_events
 from samestep.planning.collectives import RankGroup
 from samestep.planning.hardware import ClusterSpec
@@ -86,7 +85,7 @@ def predict(job: Job, layout: Layout, machine: TargetMachine, ranks: Sequence[Re
         micro_batch=job.run.micro_batch,
         usage=usage,
         fits=held <= machine.memory,
-        parts=_together(job, layout, machine, _every_stage(layout, parts)),
+        parts=_together(job, layout, machine, _every_stage(layout, parts), ranks[0].micro_batches),
     )
 
 
@@ -153,15 +152,14 @@ def _every_stage(layout: Layout, parts: Sequence[Mapping[str, float]]) -> list[M
 
 
 def _together(
-    job: Job, layout: Layout, machine: TargetMachine, stages: Sequence[Mapping[str, float]]
+    job: Job, layout: Layout, machine: TargetMachine, stages: Sequence[Mapping[str, float]], micro_batches: int
 ) -> dict[str, float]:
     """Combine the stages to a step's seconds by cause: simulate the pipeline, and share cores among ranks."""
     compute = [sum(parts[cause] for cause in COMPUTE) for parts in stages]
     worst = dict(stages[max(range(len(stages)), key=lambda stage: sum(stages[stage].values()))])
     busiest = elapsed = max(compute)
     if layout.pipeline > 1:
-        number = micro_batches(layout, job.recipe.batch, job.run.micro_batch)
-        elapsed = _played(layout, compute, number or layout.pipeline)
+        elapsed = _played(layout, compute, micro_batches)
     if machine.cluster is None:
         # At least the work of all ranks divided among the cores.
         threads = threads_of(layout.size, job.run.threads)

@@ -20,12 +20,14 @@ along `replicate` hold the same numbers; along `shard` the same (ZeRO-1) or diff
 `ShardTable` writes that down for each name.
 """
 
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -34,13 +36,13 @@ from samestep.errors import UserError
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks, with_forward
 from samestep.parallel.calls import Trace
-from samestep.parallel.checks import check_asking, check_batch_norm, check_hooks
+from samestep.parallel.checks import check_asking, check_hooks
 from samestep.parallel.chunked_logits import SharedLogits, chunk_logits, share_logits
 from samestep.parallel.compile import check_compile, compile_blocks
 from samestep.parallel.complex_parameters import check_complex
 from samestep.parallel.ddp import GradientExchange, replicate
 from samestep.parallel.exact.batch_buffers import BatchBuffers, find_batch_buffers
-from samestep.parallel.exact.batch_norm import global_batch_norm
+from samestep.parallel.exact.batch_norm import first_batch_norm, global_batch_norm, without_sync
 from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.float64 import in_float64
@@ -127,13 +129,12 @@ class _Spreading:
         self.exchange = exchange
         # Checks and preparations for all steps below; none of them depends on other ranks.
         keep_no_cache(model)
+        without_sync(model)  # a model with them could not be followed on a CPU
         check_complex(model, layout, precision)
         if layout.zero >= 2 or layout.tensor > 1 or layout.pipeline > 1 or layout.expert > 1:
             check_hooks(model, layout)
         if layout.cuts_model or layout.zero or layout.expert > 1:
             _make_contiguous(model)
-        if layout.pipeline > 1:
-            check_batch_norm(model, layout)
         self.joins = find_batch_buffers(model, details.batch_buffers, layout)
         # The table is made of the whole model, whose shapes and names checkpoints and proofs refer to.
         self.parts = ShardTable.of(model, layout, mesh)
@@ -158,6 +159,7 @@ class _Spreading:
         # What pipeline stages are cut by: the shapes of the whole model.
         self.unsliced = without_numbers(model) if layout.pipeline > 1 else model
         self.stages: StagedModel | None = None  # this rank's pipeline stages
+        self.norm: str | None = None  # the batch norm for which a pipeline's step is one micro-batch
         self.shared: SharedExperts | None = None  # what is left of the experts here
 
     def split_tokens(self) -> None:
@@ -203,6 +205,7 @@ class _Spreading:
     def cut_stages(self) -> None:
         """Step 3: keep this rank's stages, with blanks for the rest. Blocks are then those of its own stages."""
         if self.seen is not None and self.layout.pipeline > 1:
+            self.norm = first_batch_norm(self.model)
             self.stages = cut(
                 self.model,
                 self.unsliced,
@@ -215,6 +218,16 @@ class _Spreading:
                 self.forward_context,
             )
             self.blocks = self.stages.blocks
+            self._tell_one_micro_batch()
+
+    def _tell_one_micro_batch(self) -> None:
+        """Report that stages wait for one another where there is batch norm."""
+        if self.norm is not None and self.details.micro_batch is None and dist.get_rank() == 0:
+            said = (
+                f"{self.norm} takes its statistics from the whole batch, so a step is one micro-batch, and one stage "
+                "computes at a time"
+            )
+            print(f'samestep: layout "{self.layout}": {said}', file=sys.stderr, flush=True)
 
     def share_experts(self) -> None:
         """Step 4: keep this rank's experts; tokens travel to them over the expert axis."""
@@ -338,6 +351,7 @@ class _Spreading:
             device=self.device,
             disk=disk,
             bucket_mb=self.details.bucket_mb,
+            undivided=self.norm,
             **self._common(),
         )
 

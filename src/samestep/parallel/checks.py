@@ -24,16 +24,6 @@ def check_hooks(model: nn.Module, layout: Layout) -> None:
             )
 
 
-def check_batch_norm(model: nn.Module, layout: Layout) -> None:
-    """Raise LayoutError for batch norm in a pipeline, of which no rank ever has the whole batch at once."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise LayoutError(
-                f'layout "{layout}": {name} ({type(module).__name__}) would take its statistics from one '
-                "micro-batch's samples, which is another step than one process takes; use group norm"
-            )
-
-
 def check_asking(model: nn.Module, layout: Layout, seen: Trace) -> None:
     """Raise LayoutError if ranks could take different branches of data-dependent control flow.
 

@@ -110,7 +110,7 @@ class _Functions(TorchFunctionMode):
             self._note_attention(*args, **(kwargs or {}))
         if self._values and _asks(name, args):
             # Values of inputs alone, such as whether a mask hides anything, are the same on every rank.
-            if any(self._dataflow.needs_parameters(tensor) for tensor in tensors_in((args, kwargs))):
+            if any(self._dataflow.needs_parameters(tensor) for tensor in _asked(name, args, kwargs or {})):
                 self.asking.setdefault(self._modules()[-1] if self._open else "", name)
             return _answered(func, args, kwargs)
         return _linked(func, attribute, args, kwargs)
@@ -207,6 +207,12 @@ def _asks(name: str, args: Sequence[Any]) -> bool:
     if name == "__getitem__":
         return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in _leaves(args[1:]))
     return name in _ASKING
+
+
+def _asked(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
+    """The tensors whose values such a call asks for: of one that selects elements the mask, not the elements."""
+    selects = name in ("__getitem__", "masked_select", "repeat_interleave")
+    return tensors_in((tuple(args[1:]) if selects else tuple(args), dict(kwargs)))
 
 
 def _leaves(nest: Any) -> list[Any]:

@@ -13,6 +13,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class Rehearsal:
     usage: Usage
     collectives: Sequence[Collectives]
     work: StepWork
+    micro_batches: int = 1  # of a step
 
     def to_json(self) -> dict[str, Any]:
         """A dict of bytes held by kind, collectives by axis, and FLOPs and bytes of operators."""
@@ -203,7 +205,7 @@ def _largest_share(job: Job, task: Task, layout: Layout) -> int:
             start=step,
             stop=step + 1,
             micro_batch=run.micro_batch,
-            micro_batches=micro_batches(layout, recipe.batch, run.micro_batch),
+            micro_batches=partial(micro_batches, layout, recipe.batch, run.micro_batch),
         )
         sizes = [sum(part.numel() for part in tensors_in(tuple(each.batch))) for each in taken.micro_batches]
         elements[index] = max(sum(sizes[first : first + layout.pipeline]) for first in range(len(sizes)))
@@ -236,14 +238,18 @@ class _RehearsedTraining(Training):
         with self._mode:
             super()._prepare(built, details)
 
-    def rehearse(self) -> tuple[Usage, Sequence[Collectives], StepWork]:
-        """Take the first step, which creates the optimizer's state, and measure the step that a training measures."""
+    def rehearse(self) -> tuple[Usage, Sequence[Collectives], StepWork, int]:
+        """Take the first step, which creates the optimizer's state, and measure the step that a training measures.
+
+        Also returns the number of its micro-batches.
+        """
         session, last = self.session, self.measured_step
         batches = session.batches(
             self.samples, batch=self.recipe.batch, collate=self.task.collate, steps=last + 1, lengths=self._lengths
         )
         counted, work = _ByAxis(session.layout), CountedWork()
         usage: Usage | None = None
+        number = 1
         for batch in batches:
             if 0 < batch.step < last:
                 continue
@@ -257,8 +263,9 @@ class _RehearsedTraining(Training):
                     gc.collect()
                     stack.enter_context(new_objects_alone())
                     _, usage = usages.measured(session.trainer, take, counted)
+                    number = len(batch.micro_batches)
         assert usage is not None  # a job has at least one sample, and epochs repeat
-        return usage, counted.found(), work.found()
+        return usage, counted.found(), work.found(), number
 
 
 def _few_of(batch: StepBatch, layout: Layout) -> StepBatch:
@@ -271,9 +278,9 @@ def _rehearse_rank(job: Job, task: Task, layout: Layout, rank: int, mode: Valuel
     """Rehearse one rank, in a world of `layout.size` ranks of which no other exists."""
     world = World(rank=rank, world_size=layout.size, device=torch.device("cpu"), threads=torch.get_num_threads())
     training = _RehearsedTraining(job, task, world, layout, mode, findings)
-    usage, collectives, work = training.rehearse()
+    usage, collectives, work, number = training.rehearse()
     stage = training.session.mesh.coordinate("pipeline")
-    return Rehearsal(rank=rank, stage=stage, usage=usage, collectives=collectives, work=work)
+    return Rehearsal(rank=rank, stage=stage, usage=usage, collectives=collectives, work=work, micro_batches=number)
 
 
 class _ByAxis(Traffic):

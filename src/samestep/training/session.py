@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,6 +54,7 @@ from samestep.launch.world import Transport, World, join
 from samestep.layout import Layout, unsized
 from samestep.parallel.complex_parameters import first_complex
 from samestep.parallel.deferred_init import move
+from samestep.parallel.exact.batch_norm import first_batch_norm
 from samestep.parallel.parallel_model import Details
 from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.parallel.sparse_rows import Choice as SparseRows
@@ -129,6 +131,7 @@ class Session:
         self._average = average
         self.details = details
         self._trainer: Trainer | None = None
+        self._undivided = False  # whether the model needs a rank's samples of a step in one forward
         self._savers: dict[Path, Saver] = {}
         self._leases = ExitStack()  # of the folders with checkpoints, on the main rank
         self._group: ProcessGroup | None = None
@@ -192,6 +195,7 @@ class Session:
         `recipe`: the model's recipe, if it has one.
         """
         self.adapter = facts_of(model, recipe)
+        self._undivided = first_batch_norm(model) is not None
         _check_complex(model, self.engine)
         move(model, self.world.device, parameter_dtype(self._precision, master_weights=self._master_weights))
         if details.example is not None:
@@ -256,12 +260,16 @@ class Session:
             start=start,
             stop=steps if steps is not None else epochs * order.steps_per_epoch,
             micro_batch=self.details.micro_batch,
-            micro_batches=micro_batches(self.layout, batch, self.details.micro_batch),
+            micro_batches=partial(self._micro_batches, batch),
             workers=self._workers,
         )
         if loader.stop > loader.start:
             self._own_data.dealt(samples, collate, self._checkpoint_group, self.warn)
         return loader
+
+    def _micro_batches(self, batch: int) -> int | None:
+        """The number of micro-batches of a step, which is known once the model is."""
+        return micro_batches(self.layout, batch, self.details.micro_batch, undivided=self._undivided)
 
     def save(self, folder: str | Path, *, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Save the training's state after `step` steps into `folder/step-<step>`; every rank must call it.

@@ -21,6 +21,7 @@ from samestep.parallel.recorder import along
 
 # Functions other than attention that may mix tokens.
 MIXES_TOKENS = (
+    "batch_norm",
     "multi_head_attention_forward",
     "conv1d",
     "conv2d",
@@ -32,6 +33,9 @@ MIXES_TOKENS = (
     "pad",
     "roll",
 )
+
+# Those of them that mix tokens in training alone, which a comparison in evaluation mode would not show.
+IN_TRAINING = ("batch_norm", "instance_norm")
 
 # Products that may mix tokens in blocks that call none of the above, such as attention with sinks.
 _PRODUCTS = ("__matmul__", "baddbmm", "bmm", "einsum", "matmul")
@@ -70,6 +74,10 @@ def mixing(call: Call, tokens: int) -> str | None:
     return next((name for name in (*names, *transforms) if call.functions.get(name)), None)
 
 
+def mixes_in_training(call: Call) -> bool:
+    return any(call.functions.get(name) for name in IN_TRAINING)
+
+
 def _mixes(call: Call, tokens: int) -> bool:
     """Whether a module may mix tokens: by such a function, or because it takes tokens as features."""
     return mixing(call, tokens) is not None or any(_token_dim(seen, tokens) == 2 for seen in call.inputs())
@@ -103,6 +111,9 @@ def find_gathered(
         return None
     if not found and not _attends(block):
         found = [each for each in children if _multiplies(each)]
+    # Of an input without a dimension of tokens, such as [batch * tokens, features], they can't get all.
+    if any(mixes_in_training(each) and not any(_token_dim(s, tokens) for s in each.inputs()) for each in found):
+        return None
     cut = {seen.identity for seen in along}
     whole = {seen.identity for seen in block.inputs()} - cut
     batch = block.outputs()[0].shape[0] if block.outputs() and block.outputs()[0].shape else 1

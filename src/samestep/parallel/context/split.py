@@ -194,11 +194,9 @@ class _Splitter:
 
     def _take_token_wise(self, under: Sequence[str]) -> None:
         """Split token-wise modules: first in runs of consecutive ones, then each alone."""
-        (call, *_) = self.trace.of("")
-        samples = next((seen.shape[0] for seen in call.inputs() if seen.shape), 0)
         self.fill()
         with self.precisely():
-            found = find_token_wise(self.model, under, self.trace, samples, self.names())
+            found = find_token_wise(self.model, under, self.trace, self.names())
         apart = [[each] for each in found]
         # In a pipeline, consecutive modules may be in different stages.
         for runs in [apart] if self.layout.pipeline > 1 else [runs_of(found, self.trace), apart]:

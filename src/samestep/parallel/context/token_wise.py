@@ -27,8 +27,7 @@ from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.tensor.vocab_parallel import near
 from samestep.parallel.valueless import with_values
 
-# Functions that mix tokens only in training, which a comparison in evaluation mode would not show.
-_IN_TRAINING = ("batch_norm", "instance_norm")
+_DRAWS_NOTHING = (nn.Linear, nn.LayerNorm, nn.RMSNorm)  # no random numbers, for which positions would count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +43,30 @@ class TokenWise:
 Run = Sequence[TokenWise]  # modules that pass their tokens from one to the next and to no other
 
 
-def find_token_wise(
-    model: nn.Module, under: Sequence[str], trace: Trace, samples: int, apart: Collection[str]
-) -> list[TokenWise]:
-    """The outermost token-wise modules in some modules that multiply matrices, in the order of the model.
+Able = Callable[[str, Sequence[Call]], bool]  # (a module's name, its calls) -> whether its tokens may be split
 
-    `samples`: how many the traced forward was of. `apart`: modules whose tokens are split already.
+
+def multiplies(_: str, calls: Sequence[Call]) -> bool:
+    """Whether a module multiplies matrices in every call, so that computing fewer tokens saves time."""
+    return all(call.flops_after > call.flops_before for call in calls)
+
+
+def find_token_wise(
+    model: nn.Module,
+    under: Sequence[str],
+    trace: Trace,
+    apart: Collection[str],
+    able: Able = multiplies,
+) -> list[TokenWise]:
+    """The outermost token-wise modules in some modules, of those that are `able`, in the order of the model.
+
+    `apart`: modules whose tokens are split already.
     """
+    (whole, *_) = trace.of("")
+    samples = next((seen.shape[0] for seen in whole.inputs() if seen.shape), 0)
     found: dict[str, TokenWise] = {}
     for name in under:
-        for each in _outermost(model.get_submodule(name), name, trace, samples, apart):
+        for each in _outermost(model.get_submodule(name), name, trace, samples, apart, able):
             found[each.name] = each
     while found:  # a parameter that all tokens meet as well would get the gradients of both
         outside = trace.used_outside(model, list(found))
@@ -67,24 +80,23 @@ def find_token_wise(
 
 
 def _outermost(
-    module: nn.Module, name: str, trace: Trace, samples: int, apart: Collection[str]
+    module: nn.Module, name: str, trace: Trace, samples: int, apart: Collection[str], able: Able
 ) -> Iterator[TokenWise]:
     """Yield the outermost token-wise modules of a module: itself, or recursively those of its children."""
     if name in apart:
         return
     calls = trace.of(name)
-    found = _look(module, calls, samples) if name and calls and has_forward(module) else None
+    fit = name and calls and has_forward(module) and able(name, calls)
+    found = _look(module, calls, samples) if fit else None
     if found is not None:
         yield found
         return
     for child_name, child in module.named_children():
-        yield from _outermost(child, f"{name}.{child_name}" if name else child_name, trace, samples, apart)
+        yield from _outermost(child, f"{name}.{child_name}" if name else child_name, trace, samples, apart, able)
 
 
 def _look(module: nn.Module, calls: Sequence[Call], samples: int) -> TokenWise | None:
     """Describe a module's tokens if it is token-wise in every call; otherwise None."""
-    if not all(call.flops_after > call.flops_before for call in calls):
-        return None
     places = {_places(call, samples) for call in calls}
     if len(places) != 1 or None in places:
         return None
@@ -101,8 +113,7 @@ def _places(call: Call, samples: int) -> tuple[int, frozenset[int]] | None:
         return None
     dim = 1 if first.shape[0] == samples else 0
     tokens = first.shape[dim]
-    names = call.functions.keys()
-    if tokens < 2 or mixing(call, tokens) is not None or any(name in names for name in _IN_TRAINING):
+    if tokens < 2 or mixing(call, tokens) is not None:
         return None
     if any(len(leaf.shape) != 3 or leaf.shape[:2] != first.shape[:2] for leaf in outputs.values()):
         return None
@@ -202,7 +213,7 @@ def split_run(model: nn.Module, run: Run, shares: Shares, forward_context: Forwa
     modules = [model.get_submodule(each.name) for each in run]
     for module, each in zip(modules, run, strict=True):
         module.register_forward_pre_hook(_splitting(each, shares, length), with_kwargs=True)
-        if any(True for _ in module.children()):  # a lone linear layer draws nothing
+        if type(module) not in _DRAWS_NOTHING:
             wrap_forward(module, _on_own_tokens(each.dim, length, forward_context))
     modules[-1].register_forward_hook(_gathering(run[-1].dim, shares, length))
 

@@ -34,12 +34,24 @@ BatchNorm = nn.modules.batchnorm._BatchNorm  # BatchNorm1d, 2d, 3d and SyncBatch
 
 def global_batch_norm(model: nn.Module, group: dist.ProcessGroup, forward_context: ForwardContext) -> None:
     """Make every batch norm of a model take its statistics over the ranks of `group`, in training steps."""
+    without_sync(model)
     for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            module.__class__ = _OfAnyDimensions  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(module, BatchNorm):
             run = _forward if type(module).forward is BatchNorm.forward else _own_forward
             wrap_forward(module, partial(run, module, name, group, forward_context))
+
+
+def without_sync(model: nn.Module) -> None:
+    """Replace the class of every SyncBatchNorm by one of a plain batch norm, which computes on any device."""
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.__class__ = _OfAnyDimensions  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def first_batch_norm(model: nn.Module) -> str | None:
+    """A model's first batch norm, which needs a rank's samples of a step in one forward: its name and class."""
+    norms = (_described(name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm))
+    return next(norms, None)
 
 
 @contextmanager
@@ -118,11 +130,15 @@ def _described(name: str, module: nn.Module) -> str:
 def _check_whole(moment: Moment, name: str, module: nn.Module) -> None:
     """Raise UserError if a rank has several micro-batches, as no forward then has all of its samples."""
     if moment.micro_batches > 1:
-        raise UserError(
-            f"{_described(name, module)} takes its statistics from the whole batch, and a step "
-            f"of {moment.micro_batches} micro-batches a rank never has it at once; use run.micro_batch: null, "
-            "group norm or layer norm"
-        )
+        raise divided(_described(name, module), moment.micro_batches)
+
+
+def divided(norm: str, micro_batches: int) -> UserError:
+    """The error for a step of several micro-batches, of which a batch norm has one at a time."""
+    return UserError(
+        f"{norm} takes its statistics from the whole batch, and a step of {micro_batches} micro-batches a rank never "
+        "has it at once; use run.micro_batch: null, group norm or layer norm"
+    )
 
 
 class _BatchNormCalls(TorchFunctionMode, ABC):

@@ -28,6 +28,7 @@ from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch
 from samestep.layout import Layout
 from samestep.parallel.ddp import average_experts, average_gradients, average_what_is_whole
+from samestep.parallel.exact.batch_norm import divided
 from samestep.parallel.fsdp import put_back
 from samestep.parallel.parallel_model import ParallelModel, Term
 from samestep.parallel.pipeline.early_gradients import EarlyGradients
@@ -50,12 +51,17 @@ class Pipeline(ParallelModel):
         mesh: Mesh,
         device: torch.device,
         bucket_mb: float | None = None,
+        undivided: str | None = None,
         **common: Any,
     ) -> None:
-        """`bucket_mb`: size of gradient buckets in MiB; None: 25."""
+        """`bucket_mb`: size of gradient buckets in MiB; None: 25.
+
+        `undivided`: a batch norm of any stage, for which a step has one micro-batch.
+        """
         super().__init__(**common)
         self.timeline = self.times = Timeline(layout, mesh.group("pipeline"), device)
         self.cut = cut
+        self._undivided = undivided
         self._layout = layout
         self._mesh = mesh
         self._last_stage = cut.plan.stages - 1
@@ -76,6 +82,8 @@ class Pipeline(ParallelModel):
         forwards_done: Callable[[], None],
     ) -> None:
         """Run one step of this rank's stages; see the module's docstring."""
+        if self._undivided is not None and len(micro_batches) > 1:
+            raise divided(self._undivided, len(micro_batches))  # on every rank, before one waits for another
         orders = orders_of(
             self._layout.schedule,
             ranks=self._layout.pipeline,

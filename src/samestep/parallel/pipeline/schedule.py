@@ -49,20 +49,27 @@ SCHEDULES: Mapping[str, Rules] = {
 
 def owners(layout: Layout) -> list[int]:
     """The pipeline rank of each stage."""
-    ranks = list(range(layout.pipeline))
-    if SCHEDULES[layout.schedule].turns:
-        return ranks + ranks[::-1]
-    return ranks * layout.stages_a_rank
+    return _owners(layout.schedule, layout.pipeline, layout.stages_a_rank)
 
 
-def micro_batches(layout: Layout, batch: int, micro_batch: int | None) -> int | None:
+def _owners(schedule: str, ranks: int, stages_a_rank: int) -> list[int]:
+    line = list(range(ranks))
+    if SCHEDULES[schedule].turns:
+        return line + line[::-1]
+    return line * stages_a_rank
+
+
+def micro_batches(layout: Layout, batch: int, micro_batch: int | None, *, undivided: bool = False) -> int | None:
     """The number of micro-batches of every step, the same on every rank; None: it depends on the samples.
 
     A pipeline's schedule is made for one number of micro-batches. In steps with fewer samples, some have zero weight.
+    `undivided`: one, unless `micro_batch` asks for more, for models that need a rank's samples in one forward.
     """
     if layout.pipeline == 1:
         return None
     samples = -(-batch // layout.data_ranks)
+    if undivided and micro_batch is None:
+        return 1
     # With 2 p micro-batches, p - 1 of 3 p - 1 slots are idle: a third at most.
     wanted = -(-samples // micro_batch) if micro_batch else min(2 * layout.pipeline, samples)
     # With fewer micro-batches than ranks some stage would always be idle; those without samples have zero weight.
@@ -130,6 +137,8 @@ Orders = Sequence[Sequence[Action]]  # of each pipeline rank
 @lru_cache(maxsize=8)
 def orders_of(schedule: str, *, ranks: int, stages_a_rank: int, micro_batches: int) -> Orders:
     """The actions of every rank. The schedule must support the number of micro-batches."""
+    if micro_batches == 1:
+        return _stage_by_stage(_owners(schedule, ranks, stages_a_rank))
     if schedule == "1f1b":
         return [_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
     from torch.distributed import pipelining
@@ -158,6 +167,16 @@ _SCHEDULES = {
     "interleaved-zero-bubble": ("ScheduleInterleavedZeroBubble", False),
     "zbv-zero-bubble": ("ScheduleZBVZeroBubble", False),
 }
+
+
+def _stage_by_stage(rank_of: Sequence[int]) -> list[list[Action]]:
+    """The order of one micro-batch, under any schedule: the stages forwards, and backwards in reverse."""
+    found: list[list[Action]] = [[] for _ in set(rank_of)]
+    for stage, rank in enumerate(rank_of):
+        found[rank].append(Action(stage=stage, kind="F", micro_batch=0))
+    for stage, rank in reversed([*enumerate(rank_of)]):
+        found[rank].append(Action(stage=stage, kind="B", micro_batch=0))
+    return found
 
 
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:

@@ -168,11 +168,13 @@ def cut(
         if len(ranks) > 1 and parameter.requires_grad:
             of_part = replace(of_part, sum_over=(*of_part.sum_over, groups.of(ranks)))
         parts.table[name] = of_part
-    # Buffers belong to the stages of their unit.
+    # Buffers belong to the stages that call their unit.
     for name in parts.state:
         unit = next((unit for unit in plan.modules if name.startswith(f"{unit}.")), None)
         if name not in parts.table and unit is not None:
-            parts.table[name] = replace(parts.part(name), stages=_ranks(rank_of, plan.modules[unit]))
+            # A stage that holds a unit for its shared parameters alone doesn't update its buffers.
+            stages = plan.stages_of(unit) or plan.modules[unit]
+            parts.table[name] = replace(parts.part(name), stages=_ranks(rank_of, stages))
     here = mesh.coordinate("pipeline")
     mine = [stage for stage, rank in enumerate(rank_of) if rank == here]
     return StagedModel(model, unsliced, plan, mine, device, trace, forward_context)

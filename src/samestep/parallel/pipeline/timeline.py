@@ -127,8 +127,12 @@ def bubble_formula(layout: Layout, micro_batches: int) -> float:
     (p - 1) / (v m + p - 1) (Narayanan et al. 2021, section 2.2.2). Zero bubble: gradients of weights, a third of
     the work, fill what they can, which leaves (p - 1) / (3 v m + p - 1), where m is 2 p - 1 or more for ZBV. Qi et
     al. (2023) count it as none, since they count each rank from its own first action to its own last.
+
+    One micro-batch is in one stage at a time under any of them: (p - 1) / p.
     """
     waiting, work = layout.pipeline - 1, layout.stages_a_rank * micro_batches
+    if micro_batches == 1:
+        return waiting / layout.pipeline
     if SCHEDULES[layout.schedule].splits_backward:
         work *= 3
     return waiting / (work + waiting)

@@ -6,11 +6,13 @@ Also: the outputs of other calls that each call uses, which stages pass on.
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
 from samestep.parallel.blocks import find_blocks, has_forward, with_forward
 from samestep.parallel.calls import Call, Trace
+from samestep.parallel.exact.batch_norm import BatchNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +48,20 @@ def find_layers(model: nn.Module, trace: Trace, stages: int) -> list[str]:
 def _opened(model: nn.Module, calls: "_Calls", layers: Sequence[str]) -> list[str] | None:
     """Replace the most expensive layer that has several parts by its parts; None if no layer has.
 
-    Repeated layers of a custom class are not replaced, as their parts exchange more tensors than the layers do.
+    Of repeated layers of a custom class only those are replaced that have layers in a row themselves, such as the
+    stages of a ConvNeXt; the parts of others exchange more tensors than the layers do.
     """
     for name in sorted(layers, key=calls.flops, reverse=True):
         module = model.get_submodule(name)
         parent = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(parent, (nn.ModuleList, nn.Sequential)) and not isinstance(module, nn.Sequential):
-            continue
+        repeated = isinstance(parent, (nn.ModuleList, nn.Sequential)) and not isinstance(module, nn.Sequential)
         parts = calls.called(with_forward([part for part in module.children() if _has_parameters(part)]))
         single = module
         while len(parts) == 1:  # a wrapper of one part
             single = model.get_submodule(parts[0])
             parts = calls.called(with_forward([part for part in single.children() if _has_parameters(part)]))
         parts = [part for part in parts if len(calls.trace.of(part)) == len(calls.trace.of(name))]
-        if len(parts) > 1:
+        if len(parts) > 1 and (not repeated or calls.in_a_row(parts)):
             at = layers.index(name)
             return [*layers[:at], *parts, *layers[at + 1 :]]
     return None
@@ -85,6 +87,20 @@ class _Calls:
         names = [self._names[id(module)] for module in modules]
         return [name for name in names if name in self._counts]
 
+    def in_a_row(self, names: Iterable[str]) -> bool:
+        """Whether some of these modules are a list in which each takes an output of the one before it."""
+        lists: dict[str, list[Call]] = {}
+        for call in sorted((call for name in names for call in self.trace.of(name)), key=lambda call: call.began):
+            lists.setdefault(call.name.rpartition(".")[0], []).append(call)
+        return any(
+            len(made) > 1
+            and not any(
+                {seen.identity for seen in before.outputs()}.isdisjoint(seen.identity for seen in call.inputs())
+                for before, call in pairwise(made)
+            )
+            for made in lists.values()
+        )
+
     def once(self, names: Iterable[str]) -> list[str]:
         """Replace modules that are called several times by the innermost enclosing module that is called once.
 
@@ -104,8 +120,13 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
+def _has_state(module: nn.Module) -> bool:
+    """Whether a module has parameters, or statistics that its forward updates, and so belongs to a stage."""
+    return _has_parameters(module) or any(isinstance(part, BatchNorm) for part in module.modules())
+
+
 def units_of(model: nn.Module, trace: Trace, layers: Sequence[str]) -> dict[str, nn.Module]:
-    """The units by all of their names: layers, and the largest called modules with parameters that contain no layer.
+    """The units by all of their names: layers, and the largest called modules with a state that contain no layer.
 
     Modules that are never called, and contain no called module, are units as well, since others may use their
     parameters.
@@ -117,7 +138,7 @@ def units_of(model: nn.Module, trace: Trace, layers: Sequence[str]) -> dict[str,
 
     def visit(name: str, module: nn.Module) -> None:
         own = names[id(module)]  # its first name
-        if not _has_parameters(module):
+        if not _has_state(module):
             return
         is_layer = own in layers
         opened = not own or any(layer.startswith(f"{own}.") for layer in layers)

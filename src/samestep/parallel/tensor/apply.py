@@ -10,7 +10,7 @@ one module to those that stay whole.
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,7 @@ from samestep.layout import Layout
 from samestep.parallel import collectives
 from samestep.parallel.attributes import Attributes, wrap_forward
 from samestep.parallel.blocks import are_of_one_kind, with_forward
-from samestep.parallel.calls import Seen, Trace, seen_in
+from samestep.parallel.calls import Call, Seen, Trace, seen_in
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.parallel_model import Findings, WholeModules
 from samestep.parallel.sharding import Part, ShardTable, Slice
@@ -80,30 +80,32 @@ def slice_tensors(
     else:
         # Its errors are raised before those about tokens that can't be split.
         make_plan(model, seen, slicing.repeated, layout.tensor, given=given, tokens_split=True)
-        lists = find_lists(model, slicing.repeated, seen, str(layout))
         try:
-            vocabulary, plan = slicing.apply(lists)
-        except LayoutError:
-            able = [names for names in lists if len(lists) > 1 and slicing.can_have([names])]
-            if not able:
-                raise
-            vocabulary, plan = slicing.apply(able)
-            lists = able
-        _tell_split(model, slicing.repeated, lists, layout)
-    if plan.left_whole and dist.get_rank() == 0:
-        print(f'samestep: layout "{layout}": {_said(plan.left_whole)}', file=sys.stderr, flush=True)
+            vocabulary, plan, lists = slicing.apply_to_lists()
+            _tell_split(model, slicing.repeated, lists, layout)
+        except LayoutError as error:
+            vocabulary, plan = slicing.apply_token_wise(error)
+            _tell(
+                layout, f"tokens are split in {', '.join(dict.fromkeys(map(pattern_of, slicing.token_wise)))} alone"
+            )
+    if plan.left_whole:
+        _tell(layout, _said(plan.left_whole))
     return vocabulary
+
+
+def _tell(layout: Layout, text: str) -> None:
+    """Tell the user something about the layout, from one rank."""
+    if dist.get_rank() == 0:
+        print(f'samestep: layout "{layout}": {text}', file=sys.stderr, flush=True)
 
 
 def _tell_split(model: nn.Module, repeated: Sequence[str], lists: Sequence[Sequence[str]], layout: Layout) -> None:
     """Report where tokens are split, unless they are in all repeated layers."""
     split = {name for names in lists for name in names}
     all_layers = [model.get_submodule(name) for name in repeated]
-    if dist.get_rank() == 0 and any(model.get_submodule(name) not in all_layers for name in split) | (
-        len(split) < len(repeated)
-    ):
+    if any(model.get_submodule(name) not in all_layers for name in split) | (len(split) < len(repeated)):
         where = ", ".join(dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in split))
-        print(f'samestep: layout "{layout}": tokens are split in {where} alone', file=sys.stderr, flush=True)
+        _tell(layout, f"tokens are split in {where} alone")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,7 @@ class _Slicing:
     example: Any
     given: Mapping[str, str] | None
     known: dict[Sequence[Any], WholeModules]  # findings of other rehearsed ranks, by the lists of blocks
+    token_wise: list[str] = field(default_factory=list)  # the modules that got a part of the tokens each by itself
 
     @cached_property
     def _expected(self) -> tuple[Output, Digests | None]:
@@ -147,6 +150,37 @@ class _Slicing:
             return []
         return with_forward([self.model.get_submodule(name) for name in self.repeated])
 
+    def apply_to_lists(self) -> tuple[Vocabulary, TensorPlan, Sequence[Sequence[str]]]:
+        """Slice the model, with tokens split in as many lists of its blocks as possible; also returns these.
+
+        Raises LayoutError if there are none.
+        """
+        lists = find_lists(self.model, self.repeated, self.seen, str(self.parts.layout))
+        try:
+            return *self.apply(lists), lists
+        except LayoutError:
+            able = [names for names in lists if len(lists) > 1 and self.can_have([names])]
+            if not able:
+                raise
+            return *self.apply(able), able
+
+    def apply_token_wise(self, refused: LayoutError) -> tuple[Vocabulary, TensorPlan]:
+        """Slice the model, with tokens split in the modules outside of the slices that take each token by itself.
+
+        Raises `refused`, why the lists of blocks can't be split, if there are no such modules.
+        """
+        if self.parts.layout.context > 1:  # they may have a part of the tokens already
+            raise refused
+        before, table = Attributes(self.model), dict(self.parts.table)
+        try:
+            applied = self.apply([], token_wise=True)
+        except LayoutError:
+            raise refused from None
+        if not self.token_wise:
+            self._take_back(before, table)
+            raise refused
+        return applied
+
     def can_have(self, lists: Sequence[Sequence[str]]) -> bool:
         """Whether the model can be sliced with the tokens of these lists split; leaves the model unchanged."""
         before, table = Attributes(self.model), dict(self.parts.table)
@@ -157,21 +191,23 @@ class _Slicing:
         self._take_back(before, table)
         return True
 
-    def apply(self, lists: Sequence[Sequence[str]]) -> tuple[Vocabulary, TensorPlan]:
+    def apply(self, lists: Sequence[Sequence[str]], *, token_wise: bool = False) -> tuple[Vocabulary, TensorPlan]:
         """Slice all modules that can be sliced, with tokens split in `lists`.
+
+        `token_wise`: and in the modules outside of the slices that take each token by itself.
 
         A rehearsed rank (meta tensors) takes another rank's findings (`known`) and compares nothing. If nothing is
         left to slice, restores the model and raises LayoutError.
         """
         with varied(self.model):
-            return self._apply(lists)
+            return self._apply(lists, token_wise)
 
-    def _apply(self, lists: Sequence[Sequence[str]]) -> tuple[Vocabulary, TensorPlan]:
+    def _apply(self, lists: Sequence[Sequence[str]], token_wise: bool) -> tuple[Vocabulary, TensorPlan]:
         model, layout, group = self.model, self.parts.layout, self.mesh.group("tensor")
         # Ranks that run one forward together: all of them must make the same decision.
         everyone = self.mesh.group("context", "tensor")
         before, table = Attributes(self.model), dict(self.parts.table)
-        key = tuple(map(tuple, lists))
+        key = (*map(tuple, lists), *([token_wise] if token_wise else []))
         known = self.known.get(key)
         expected, gradients = self._expected if known is None else (None, None)
         whole: dict[str, str] = {} if known is None else dict(known.whole)
@@ -207,6 +243,8 @@ class _Slicing:
             vocabulary = Vocabulary(self.mesh.grid["tensor"])
             slicer = _Slicer(model, plan, regions, self.seen, streams, group, self.forward_context, vocabulary)
             failed = self._slice(slicer)
+            if token_wise:
+                self._split_token_wise()
             if known is not None or expected is None:
                 vocabulary.able = known is not None and known.able
                 return vocabulary, plan
@@ -258,6 +296,26 @@ class _Slicing:
         except Exception as error:
             return error
         return None
+
+    def _split_token_wise(self) -> None:
+        """Give each rank a part of the tokens in modules whose parameters, and their gradients, are whole on it."""
+        # They import torch._dynamo, which commands that only check a job don't need.
+        from samestep.parallel.context.shares import Shares
+        from samestep.parallel.context.token_wise import find_token_wise, split_run
+
+        group = self.mesh.group("tensor")
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+
+        def is_whole(module: str, _: Sequence[Call]) -> bool:
+            held = [self.parts.part(names[p]) for p in self.model.get_submodule(module).parameters()]
+            return bool(held) and all(part.slice is None and group not in part.sum_over for part in held)
+
+        found = find_token_wise(self.model, [""], self.seen, (), is_whole)
+        self.token_wise[:] = [each.name for each in found]
+        for each in found:
+            split_run(self.model, [each], Shares(group=group), self.forward_context)
+            for parameter in self.model.get_submodule(each.name).parameters():
+                self.parts.add_sum(names[parameter], group)
 
     def _check_roles(self, refused: Mapping[str, str]) -> None:
         """Raise LayoutError if the user's plan gives a role to a module that can't be sliced."""

@@ -38,7 +38,13 @@ from samestep.parallel.collectives import (
     reduce_scatter_to_region,
     scatter_to_region,
 )
-from samestep.parallel.context.gathered import Gathered, TokenExchange, find_gathered, give_all_tokens
+from samestep.parallel.context.gathered import (
+    Gathered,
+    TokenExchange,
+    find_gathered,
+    give_all_tokens,
+    mixes_in_training,
+)
 from samestep.parallel.context.hidden import keeps_tokens, used_between
 from samestep.parallel.exact.forward_context import ForwardContext, NotesTokens, Portion
 
@@ -54,6 +60,7 @@ class Stream:
         self.total = 0  # tokens over all ranks, in the block that is running
         self.gathered: list[Gathered] = []  # modules in the blocks that get all tokens
         self._group = group
+        self._layout = layout
         self._calls = [_only_call(name, trace, layout) for name in names]
         # The argument of a block, and the leaf of a block's output, that is the hidden state.
         self._key, self._leaf = _find_hidden(self._calls, layout)
@@ -77,12 +84,26 @@ class Stream:
         `slices`: the names of the sliced modules.
         """
         if self.dim != 1:
+            self._check_training(self._calls)
             return
         for block in self._calls:
             hidden = _given(block, self._key)
             tokens = hidden.shape[self.dim]
-            found = find_gathered(block, trace, tokens, hidden, (), attentions=True, handed=self._handed) or []
-            self.gathered += [each for each in found if not any(f"{s}.".startswith(f"{each.name}.") for s in slices)]
+            found = find_gathered(block, trace, tokens, hidden, (), attentions=True, handed=self._handed)
+            if found is None:  # a comparison shows what other functions mix
+                self._check_training([block])
+            self.gathered += [
+                each for each in found or () if not any(f"{s}.".startswith(f"{each.name}.") for s in slices)
+            ]
+
+    def _check_training(self, blocks: Sequence[Call]) -> None:
+        """Raise LayoutError for blocks in which tokens meet in training alone, and that can't get all of them."""
+        for block in blocks:
+            if mixes_in_training(block):
+                raise LayoutError(
+                    f'layout "{self._layout}": {block.name} takes statistics of all tokens, of which a rank has '
+                    "some; use sequence=whole"
+                )
 
     def is_outside(self, name: str, identity: int | None) -> bool:
         """Whether a module's input entered the block whole (a mask, an encoder's output)."""
@@ -228,8 +249,8 @@ def find_lists(model: nn.Module, blocks: Sequence[str], trace: Trace, layout: st
         lists.setdefault(name.rpartition(".")[0], []).append(name)
     if not lists:
         raise LayoutError(
-            f'layout "{layout}": {type(model).__name__} has no list of repeated blocks to split tokens in; use '
-            "sequence=whole"
+            f'layout "{layout}": {type(model).__name__} has neither a list of blocks to split tokens in nor modules '
+            "outside of the slices that take each token by itself; use sequence=whole"
         )
     found: list[list[str]] = []
     refused: LayoutError | None = None
