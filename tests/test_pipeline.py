@@ -15,6 +15,7 @@ import torch.distributed as dist
 from model_tasks import NextWord, Sentences
 from proving import Case, assert_same_steps, prove, same
 from small_tasks import Points, Words
+from token_models import Tokens
 from torch import nn
 
 import samestep
@@ -363,6 +364,15 @@ def test_what_a_stage_needs_is_found_in_the_forward() -> None:
     assert conditioned.modules["condition"] == {0}
     assert conditioned.parameters["position"] == {0}
     assert [conditioned.calls[given.caller].unit for given in conditioned.handed_on[0]] == ["condition", "layers.1"]
+
+
+def test_layers_in_the_stages_of_a_model_are_cut_where_these_are_too_few() -> None:
+    assert [block.name for block in Alone(Tokens(name="stages"), "pp2").plan.blocks] == ["layers.0", "layers.1"]
+    inside = ["layers.0.layers.0", "layers.0.layers.1", "layers.1.layers.0", "layers.1.layers.1"]
+    assert {*inside} <= {block.name for block in Alone(Tokens(name="stages"), "pp4").plan.blocks}
+    # The parts of an ordinary block are no layers in a row.
+    with pytest.raises(samestep.UserError, match="3 pipeline stages for 2 layers; use 2 stages or fewer"):
+        Alone(Tokens(name="placed"), "pp3")
 
 
 def test_the_hidden_state_must_have_a_shape_that_no_value_decides() -> None:
