@@ -36,9 +36,9 @@ SHIPPED = {
 # Unlike models, and what each can't have over two ranks.
 REFUSED: dict[str, tuple[samestep.Task, set[str]]] = {
     "stochastic depth": (odd.Odd(drawing.DropPath), {"tp2 sequence=split", "cp2"}),
-    "batch norm": (odd.Odd(nets.NormedByBatch), {"tp2 sequence=split", "pp2", "cp2"}),
+    "batch norm": (odd.Odd(nets.NormedByBatch), {"tp2 sequence=split", "cp2"}),
     "experts": (odd_models.Odd(name="experts"), {"ep2"}),  # there are three
-    "Swin": (odd_models.Odd(name="swin"), {"tp2 sequence=split"}),
+    "Swin": (odd_models.Odd(name="swin"), set()),
     "BART": (odd_models.Odd(name="bart"), set()),
 }
 

@@ -200,6 +200,7 @@ class _Spreading:
                     example=self.details.example,
                     given=self.details.tensor_plan,
                     findings=self.details.findings,
+                    apart=self.own_tokens,
                 )
 
     def cut_stages(self) -> None:

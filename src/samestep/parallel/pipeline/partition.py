@@ -161,6 +161,8 @@ def _allowed_starts(needs: Needs, calls: Sequence[UnitCall], at: Sequence[int]) 
         for writer in need.hidden:
             taker = calls[reader].unit if reader < len(calls) else "the model's output"
             reason = f"{taker} takes a tensor that {calls[writer].unit} computes and does not return"
+            if taker == calls[writer].unit:
+                reason = f"each call of {taker} takes a tensor that the one before keeps, such as a buffer"
             for start in range(1, len(at)):
                 if writer <= at[start - 1] < reader:
                     refused.setdefault(start, reason)

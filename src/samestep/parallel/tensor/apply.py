@@ -55,13 +55,15 @@ def slice_tensors(
     example: Any,
     given: Mapping[str, str] | None,
     findings: Findings | None = None,
+    apart: Collection[str] = (),
 ) -> Vocabulary:
     """Slice a model in place over the tensor axis, and record the slices in `parts`.
 
     `seen` is the trace of the model's forward of the example. `given` is a user's plan: name or pattern of modules ->
-    role. The sliced model's output for the example is compared with the whole one's. A module at fault is left whole
-    and the rest is sliced again, which is reported on standard error. Raises LayoutError if nothing is left to slice,
-    and if a module fails in the role that `given` gives it.
+    role. `apart`: modules whose tokens are split over other ranks. The sliced model's output for the example is
+    compared with the whole one's. A module at fault is left whole and the rest is sliced again, which is reported on
+    standard error. Raises LayoutError if nothing is left to slice, and if a module fails in the role that `given`
+    gives it.
     """
     layout = parts.layout
     slicing = _Slicing(
@@ -74,6 +76,7 @@ def slice_tensors(
         example=example,
         given=given,
         known={} if findings is None else findings.slices,
+        apart=apart,
     )
     if layout.sequence != "split":
         vocabulary, plan = slicing.apply([])
@@ -120,6 +123,7 @@ class _Slicing:
     forward_context: ForwardContext
     example: Any
     given: Mapping[str, str] | None
+    apart: Collection[str]  # modules whose tokens are split over other ranks
     known: dict[Sequence[Any], WholeModules]  # findings of other rehearsed ranks, by the lists of blocks
     token_wise: list[str] = field(default_factory=list)  # the modules that got a part of the tokens each by itself
 
@@ -169,8 +173,6 @@ class _Slicing:
 
         Raises `refused`, why the lists of blocks can't be split, if there are no such modules.
         """
-        if self.parts.layout.context > 1:  # they may have a part of the tokens already
-            raise refused
         before, table = Attributes(self.model), dict(self.parts.table)
         try:
             applied = self.apply([], token_wise=True)
@@ -310,7 +312,7 @@ class _Slicing:
             held = [self.parts.part(names[p]) for p in self.model.get_submodule(module).parameters()]
             return bool(held) and all(part.slice is None and group not in part.sum_over for part in held)
 
-        found = find_token_wise(self.model, [""], self.seen, (), is_whole)
+        found = find_token_wise(self.model, [""], self.seen, self.apart, is_whole)
         self.token_wise[:] = [each.name for each in found]
         for each in found:
             split_run(self.model, [each], Shares(group=group), self.forward_context)
