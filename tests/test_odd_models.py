@@ -23,7 +23,7 @@ WORKS: Mapping[str, tuple[str, ...]] = {
     "gains": ("fsdp2", "tp2", "tp2 sequence=split", "pp2"),
     "lists": ("fsdp2", "fsdp2 recompute=full"),
     "methods": ("fsdp2",),
-    "used elsewhere": ("fsdp2", "tp2"),
+    "used elsewhere": ("fsdp2", "tp2", "tp2 sequence=split"),
     "by value": ("fsdp2",),
     "experts": ("fsdp2", "tp2", "tp2 sequence=split", "pp2"),
     "transposed": ("fsdp2", "dp2", "zero1x2", "pp2"),
@@ -56,7 +56,7 @@ WORKS: Mapping[str, tuple[str, ...]] = {
     "hidden": ("tp2",),
     "mixed": ("tp2",),
     "reshaped": ("tp2",),
-    "swin": ("pp2", "cp2"),
+    "swin": ("pp2", "cp2", "tp2 sequence=split"),
 }
 # Fast tests prove one model of each kind of oddity under one of its layouts, the first one along every axis.
 FAST: Mapping[str, tuple[str, ...]] = {
@@ -108,7 +108,6 @@ REFUSED: Mapping[str, tuple[str, str, dict[str, Any], str]] = {
         {},
         "layers.0 and the like are not called, so there is none",
     ),
-    "used elsewhere, tokens split": ("used elsewhere", "tp2 sequence=split", {}, "is also used outside of its block"),
     **{
         f"a hook on a gradient, {layout}": ("hooked", layout, {}, "layers.0.up.weight has a hook on its gradient")
         for layout in ("fsdp2", "zero2x2", "tp2", "pp2")
