@@ -38,6 +38,25 @@ def drawn(draw: Callable[[Tensor], Tensor], samples: Tensor, *, step: int = 0, c
     return found
 
 
+@pytest.mark.parametrize("kind", ["rand", "dropout"])
+def test_rows_that_are_joined_draw_what_each_sample_alone_draws(kind: str) -> None:
+    """Samples of unlike numbers of rows, in one first dimension, as the nodes of graphs."""
+    draws = {"rand": torch.rand_like, "dropout": lambda x: nn.functional.dropout(x + 1, 0.5)}
+
+    def of(samples: list[int]) -> Tensor:
+        rows = tuple(1 + number % 3 for number in samples)
+        forward_context, model = ForwardContext(), Draws(draws[kind])
+        same_dropout(model.train(), forward_context)
+        moment = Moment(step=3, samples=torch.tensor(samples), zero_weight=False, splits=((1,) * len(samples), rows))
+        with forward_context.at(moment):
+            return model(torch.zeros(sum(rows), 4))
+
+    together = of([4, 11, 6, 8])  # 2, 3, 1 and 3 rows: 9, and of the first and the third 3, as many as of the second
+    assert torch.equal(together, torch.cat([of([4]), of([11]), of([6]), of([8])]))
+    assert torch.equal(together[[0, 1, 5]], of([4, 6]))
+    assert len(together.unique()) > 1
+
+
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "rand": lambda x: torch.rand(len(x), 3),
     "rand of a size": lambda x: torch.rand((len(x), 3)),

@@ -3,13 +3,17 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from handed_models import OfPatches, Table, joined, patch_rows
+import torch
+from handed_models import OfPatches, Table, joined, patch_rows, pictures
 
 import samestep
 from samestep import api
+from samestep.contract.check import check_contract
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.preflight import preflight
@@ -39,6 +43,37 @@ def test_a_mean_is_found_by_three_forwards_at_most(tmp_path: Path, *, even: bool
     rows = task.train_set()
     batch = task.collate([rows[index] for index in range(3)])
     assert batch.targets["count"] == sum(int((row != -100).sum()) for row in batch.targets["labels"][:, 1:])
+
+
+def test_a_job_takes_six_forwards_before_its_ranks_start(tmp_path: Path) -> None:
+    """Three find what the loss is a mean over, three are the contract's; neither repeats the held-out rows."""
+    file = tmp_path / "notes"
+    job = Job(recipe=recipe_of(file))
+    check_contract(job, api.check_job(job))
+    assert noted(file) == [EVALUATED] * 3 + ["train graph"] * 3
+
+
+class Masking(torch.nn.Module):
+    """Masks its inputs at random where its configuration says so, as SpecAugment in models of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(12, 3)
+        self.config = SimpleNamespace(apply_spec_augment=True, hidden_dropout=0.0, mask_time_prob=0.05, layers=1)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        given = pixel_values[:, :, :2, :2].flatten(1)
+        if self.training and self.config.apply_spec_augment:
+            given = given * torch.from_numpy(np.random.rand(12) < 0.9)
+        logits = self.layer(given)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_draw_that_the_configuration_switches_is_refused_with_its_switch() -> None:
+    task = samestep.tasks.HuggingFace(model=Masking, data=Table(pictures()))
+    job = Job(recipe=samestep.Recipe(task=task, batch=6))
+    with pytest.raises(samestep.UserError, match=r"NumPy's generator.*use apply_spec_augment=False in its config"):
+        check_contract(job, api.check_job(job))
 
 
 def test_facts_that_another_process_has_found_are_taken(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.contract.errors import Budget, ContractError, at, line_of, said
 from samestep.contract.samples import Sampled, equal, take_others
-from samestep.data.loader import Moment, to_device
-from samestep.data.types import Batch
+from samestep.data.loader import Moment, on_device
+from samestep.data.types import Batch, splits_of
 from samestep.engines.precision import Precision
 from samestep.job import Job
 from samestep.parallel.coupled_loss import CallRows, Coupling
@@ -123,10 +123,11 @@ class Trial:
     def output(self, first: int, last: int) -> tuple[Any, Batch]:
         """Run a training forward on samples `first` to `last - 1`; return its output and their batch."""
         batch = self.sampled.batch(first, last)
-        batch = Batch(*(to_device(part, self.device, self.dtype) for part in batch))
+        batch = on_device(batch, self.device, self.dtype)
         numbers = torch.arange(first, last)
         self._restore_buffers()
-        moment = Moment(step=0, samples=numbers, zero_weight=False, seed=self.job.recipe.seed)
+        splits = splits_of(batch, last - first)
+        moment = Moment(step=0, samples=numbers, zero_weight=False, seed=self.job.recipe.seed, splits=splits)
         with (
             said(FORWARD, f"the model's forward of samples {first} to {last - 1}"),
             self._forward_context.at(moment),
@@ -208,7 +209,7 @@ class Trial:
 
     def evaluate(self, batch: Batch) -> Any:
         """The model's output in evaluation mode."""
-        batch = Batch(*(to_device(part, self.device, self.dtype) for part in batch))
+        batch = on_device(batch, self.device, self.dtype)
         self.model.eval()
         try:
             with torch.no_grad(), self._context():

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from samestep.data.order import DataPlace, Indices, SampleOrder, Share
-from samestep.data.types import Batch, Samples, as_batch, missing_sample
+from samestep.data.types import Batch, Samples, as_batch, missing_sample, splits_of
 from samestep.errors import UserError
 
 # Loader workers are forked, PyTorch's default on Linux. The default of a rank that was itself forked from a fork
@@ -38,6 +38,8 @@ class Moment:
     micro_batches: int = 1  # of this step on every rank
     # [samples] their positions in the step's global batch; None: they are the whole batch
     rows: torch.Tensor | None = None
+    # How many rows each sample has in tensors that join the rows of samples in one dimension (`Batch.split`).
+    splits: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +170,7 @@ class Loader:
         self, step: int, batch: Batch, share: Share, micro_batches: int, rows: torch.Tensor
     ) -> MicroBatch:
         return MicroBatch(
-            batch=Batch(*(to_device(part, self._device, self._dtype) for part in batch)),
+            batch=on_device(batch, self._device, self._dtype),
             moment=Moment(
                 step=step,
                 samples=torch.from_numpy(share.samples.copy()),
@@ -176,6 +178,7 @@ class Loader:
                 seed=self.order.seed,
                 micro_batches=micro_batches,
                 rows=rows,
+                splits=splits_of(batch, len(share.samples)),
             ),
         )
 
@@ -252,6 +255,12 @@ def given(loaded: Batch | _Mistake) -> Batch:
     return loaded
 
 
+def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
+    """Move a batch's inputs and targets; how it is split is asked on the CPU."""
+    inputs, targets = (to_device(part, device, dtype) for part in batch[:2])
+    return Batch(inputs, targets, batch.split)
+
+
 def to_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Move the tensors in nested mappings and sequences; real and complex ones also take the model's precision."""
     if isinstance(value, torch.Tensor):
@@ -323,5 +332,6 @@ class Chunks:
     def __iter__(self) -> Iterator[SampleChunk]:
         """Yield this rank's chunks in order; those past the end have zero weight."""
         for number, batch in zip(self._mine, _begun(self._loader), strict=True):
-            parts = (to_device(part, self._device, self._dtype) for part in given(batch))
-            yield SampleChunk(batch=Batch(*parts), zero_weight=number >= self._count)
+            yield SampleChunk(
+                batch=on_device(given(batch), self._device, self._dtype), zero_weight=number >= self._count
+            )

@@ -11,11 +11,14 @@ class Batch(NamedTuple):
     """A batch of collated samples.
 
     `inputs` is what the model is called with: a mapping becomes keywords, a tuple positions, anything else the one
-    argument. `targets` is for the loss and the metrics; the model doesn't see it.
+    argument. `targets` is for the loss and the metrics; the model doesn't see it. `split` says how many rows of a
+    tensor each sample has, in the samples' order, where a model joins the samples' rows in one first dimension, such
+    as the nodes of graphs; a list of such lists where tensors differ in that.
     """
 
     inputs: Any
     targets: Any
+    split: Any = None
 
 
 @runtime_checkable
@@ -69,6 +72,29 @@ def as_batch(collated: Any) -> Batch:
         what = "None" if collated is None else what
         fix = "use samestep.Batch(inputs, targets)"
     raise UserError(f"collate gave {what}; it must give a pair of inputs and targets: {fix}")
+
+
+def splits_of(batch: Batch, samples: int) -> tuple[tuple[int, ...], ...]:
+    """The numbers of rows of a batch's samples, of each kind of tensor. Raises UserError for what is none."""
+    given = batch.split
+    if given is None:
+        return ()
+    several = isinstance(given, (list, tuple)) and len(given) > 0 and not _is_number(given[0])
+    kinds: Any = given if several else [given]
+    found: list[tuple[int, ...]] = []
+    for kind in kinds:
+        numbers = [int(each) for each in kind]
+        if len(numbers) != samples or min(numbers, default=0) < 0:
+            raise UserError(
+                f"the batch's split has {len(numbers)} numbers ({', '.join(map(str, numbers[:6]))}) for {samples} "
+                "samples; use the number of rows of each sample, in the samples' order"
+            )
+        found.append(tuple(numbers))
+    return tuple(found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) or (hasattr(value, "ndim") and value.ndim == 0)
 
 
 def missing_sample(samples: Any, index: int, error: Exception) -> str:

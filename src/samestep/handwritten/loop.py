@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from samestep.data.loader import to_device
+from samestep.data.loader import on_device
 from samestep.data.order import DataPlace, SampleOrder, bounds
 from samestep.data.types import Batch, as_batch
 from samestep.engines.precision import parameter_dtype
@@ -148,7 +148,7 @@ class Loop:
             yield parts, seconds
 
     def _on_device(self, batch: Any) -> Batch:
-        return Batch(*(to_device(part, self.device, self._dtype) for part in as_batch(batch)))
+        return on_device(as_batch(batch), self.device, self._dtype)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16")

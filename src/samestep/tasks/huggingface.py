@@ -35,7 +35,8 @@ class HuggingFace(Task):
     from rows to a mapping of tensors, or of lists and mappings of such; without one, rows are stacked. What the loss
     is a mean over is found by trying the model on a few rows, once; `count`, a function from a collated mapping to a
     number, says it instead. `loss`, a function of the model's output and the collated mapping, gives the sum and the
-    count of a loss of the user's own, or with `loss_weights` a mapping of the terms' names to such pairs.
+    count of a loss of the user's own, or with `loss_weights` a mapping of the terms' names to such pairs. `split`, a
+    function of the collated mapping, gives how many rows each sample has in tensors that join the samples' rows.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class HuggingFace(Task):
         count: "Callable[[Mapping[str, Any]], Tensor | int] | None" = None,
         loss: Callable[..., Any] | None = None,
         loss_weights: Mapping[str, float] | None = None,
+        split: Callable[[Mapping[str, Any]], Any] | None = None,
     ) -> None:
         _check_model(model)
-        for name, function in (("collator", collator), ("count", count), ("loss", loss)):
+        functions = {"collator": collator, "count": count, "loss": loss, "split": split}
+        for name, function in functions.items():
             if function is not None and not callable(function):
                 raise UserError(f"{name}= is a {type(function).__name__}; use a function")
         if loss is not None and count is not None:
@@ -69,6 +72,7 @@ class HuggingFace(Task):
         self._count = count
         self._own_loss = None if loss is None else _OwnLoss(loss)
         self._weights = dict(loss_weights or {})
+        self._split = split
         self._known: ModelFacts | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,12 +142,13 @@ class HuggingFace(Task):
         facts = self._facts
         collated = self._collated(samples)
         inputs = {key: value for key, value in collated.items() if facts.takes(key)}
+        split = None if self._split is None else self._split(collated)
         if self._own_loss is not None:
-            return Batch(inputs, {key: value for key, value in collated.items() if key not in inputs})
+            return Batch(inputs, {key: value for key, value in collated.items() if key not in inputs}, split)
         count = self._count(inputs) if self._count is not None else facts.count(inputs, len(samples))
         facts.check(inputs)
         labels = {name: inputs[name] for name in facts.labels}
-        return Batch(inputs, {**labels, _COUNT: int(count)})
+        return Batch(inputs, {**labels, _COUNT: int(count)}, split)
 
     @property
     def loss(self) -> Callable[..., tuple[Tensor, int]]:  # pyright: ignore[reportIncompatibleMethodOverride]

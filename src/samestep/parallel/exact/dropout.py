@@ -70,6 +70,7 @@ def explicit_attention(
 
 
 _SWITCH_OFF = "use recipe.dropout: false"
+_SPLIT = "where it joins the rows of samples, give samestep.Batch a split with the number of each sample's rows"
 
 
 def same_dropout(model: nn.Module, forward_context: ForwardContext, *, attention: bool = True) -> "Dropout":
@@ -206,7 +207,8 @@ class Dropout(TorchFunctionMode):
         moment = self._moment("draw")
         shape, samples = drawn.shape, len(moment.samples)
         of_step = len(shape) == 0
-        of_samples = not of_step and shape[0] % samples == 0 and (shape[0] == samples or shape[0] > 1)
+        joined = not of_step and _split_of(shape, moment) is not None
+        of_samples = joined or (not of_step and shape[0] % samples == 0 and (shape[0] == samples or shape[0] > 1))
         if not of_step and not of_samples:
             place = place_here()
             raise UserError(
@@ -316,9 +318,13 @@ class Dropout(TorchFunctionMode):
         if of_step:
             step = torch.full([1], key_of("step", moment.seed, moment.step), device=device)
             return draw(split(step, place), [], self._table(0, 1, device)[1])
-        cut = self._by_sample(shape, len(moment.samples))
         # [samples] int64, of step, sample and site.
         keys = split(self._sample_keys(moment, device), place)
+        split_by = _split_of(shape, moment)
+        if split_by is not None:
+            keys, cut = _keys_of_rows(keys, split_by), shape
+        else:
+            cut = self._by_sample(shape, len(moment.samples))
         # For every dimension after the samples its positions in the whole tensor; negative keys of `parts` count from
         # the end.
         rest = [
@@ -340,7 +346,7 @@ class Dropout(TorchFunctionMode):
         raise UserError(
             f"{self._name or 'the model'}: dropout of a tensor of shape {list(shape)}, in which the {samples} "
             f"samples of a micro-batch are not the first dimension, so each element's sample is unknown; "
-            f"{_SWITCH_OFF}"
+            f"{_SPLIT}, or {_SWITCH_OFF}"
         )
 
     def _sample_keys(self, moment: Moment, device: torch.device) -> Tensor:
@@ -383,6 +389,25 @@ def draws_in(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> int
         return 1  # of the function's own body
     drawn = draw_of(func, args, keywords)
     return 0 if drawn is None or 0 in drawn.shape else drawn.streams
+
+
+def _split_of(shape: Sequence[int], moment: Moment) -> tuple[int, ...] | None:
+    """How many rows of a tensor each sample has, where its first dimension joins them; None where it doesn't."""
+    if len(shape) == 0 or shape[0] == len(moment.samples):  # the latter: one row for each
+        return None
+    return next((each for each in moment.splits if sum(each) == shape[0]), None)
+
+
+def _keys_of_rows(keys: Tensor, split_by: Sequence[int]) -> Tensor:
+    """A key for each row of samples with so many rows. [rows], int64
+
+    A sample's first row has the sample's own key, as where each sample has one row and none are joined.
+    """
+    numbers = torch.tensor(split_by, device=keys.device)
+    ends = numbers.cumsum(0)
+    row = torch.arange(sum(split_by), device=keys.device) - (ends - numbers).repeat_interleave(numbers)
+    own = keys.repeat_interleave(numbers)
+    return torch.where(row == 0, own, split(own, row))
 
 
 def _within(parts: Mapping[int, Positions], shape: Sequence[int]) -> bool:
