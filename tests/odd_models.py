@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.fx import symbolic_trace
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -183,6 +184,39 @@ class InPlace(Net):
             hidden += self.shift
             hidden[..., :2].mul_(0.7)
         return F.relu(hidden, inplace=True)
+
+
+class Biased(nn.Module):
+    """Adds its bias to what it is given, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.linspace(0, 1, 12))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden += self.bias
+        return hidden.tanh()
+
+
+class BiasedInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.linear = Biased(), nn.Linear(12, 12)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(self.bias(hidden)) + hidden
+
+
+class WritesToItsInput(Net):
+    """Layers that change what they are given, which is used again afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__(Layer(), Biased(), BiasedInside(), Layer(), Biased())
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden) + hidden
+        return hidden
 
 
 class Rescaled(Net):
@@ -366,6 +400,40 @@ class Cached(Net):
         return super().between(hidden + self.shift + self.tables[words])
 
 
+class Distances(nn.Module):
+    """A bias by position, kept as a buffer from its first use on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slopes", torch.linspace(0.5, 1, 12), persistent=False)
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, words: int) -> Tensor:
+        if self.bias is None or len(self.bias) != words:
+            self.register_buffer("bias", torch.arange(words)[:, None] * self.slopes, persistent=False)
+        return self.bias
+
+
+class Handed(Net):
+    """Layers that are called with a module of the model, which keeps what it has computed, and give another shape."""
+
+    class Layer(Layer):
+        def forward(self, hidden: Tensor, distances: nn.Module) -> tuple[Tensor, Tensor]:
+            hidden = super().forward(hidden + 0.1 * distances(hidden.shape[1]))
+            return hidden, hidden.mean(1)
+
+    def __init__(self) -> None:
+        super().__init__(*(Handed.Layer() for _ in range(3)))
+        self.distances = Distances()
+
+    def between(self, hidden: Tensor) -> Tensor:
+        means = torch.zeros_like(hidden[:, 0])
+        for layer in self.layers:
+            hidden, mean = layer(hidden, distances=self.distances)
+            means = means + mean
+        return hidden + means[:, None]
+
+
 class Hidden(Net):
     """Linears whose features meet in a sum between them, where a trace of modules sees nothing."""
 
@@ -454,6 +522,11 @@ def _parametrized(wrap: Any) -> Callable[[], nn.Module]:
     return lambda: Net(*(Layer(wrap) for _ in range(4)))
 
 
+def _graphs() -> nn.Module:
+    """Layers as torch.fx has them, whose classes have attributes and a construction of their own."""
+    return Net(*(symbolic_trace(Layer()) for _ in range(4)))
+
+
 def _bart() -> nn.Module:
     sizes: dict[str, Any] = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 32}
     for side in ("encoder", "decoder"):
@@ -486,6 +559,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "states": WithStates,
     "passed on": PassedOn,
     "cached": Cached,
+    "handed a module": Handed,
     "hidden": Hidden,
     "gates of words": lambda: Masked("embedding", detached=False),
     "detached gates of words": lambda: Masked("embedding", detached=True),
@@ -507,12 +581,15 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "cancelling": Cancelling,
     "pooled": Pooled,
     "in place": InPlace,
+    "writes to its input": WritesToItsInput,
     "rescaled": Rescaled,
     "reshaped": lambda: Net(*(Reshaped() for _ in range(2))),
     "crossed": lambda: Net(*(Crossed() for _ in range(2))),
     "checkpointed": Checkpointed,
+    "graphs": _graphs,
     "bart": _bart,
     "bart as long": _bart,  # as many tokens in the decoder as in the encoder
+    "bart by chance": _bart,  # only in the first samples
     "bloom": _bloom,
     "swin": _swin,
 }
@@ -539,7 +616,8 @@ class Odd(samestep.Task):
         if self.name == "swin":
             return samestep.Batch({"pixel_values": self.images[chosen]}, words[:, 0] % 3)
         if MODELS[self.name] is _bart:
-            after = words if self.name == "bart as long" else words[:, :6]
+            long = self.name == "bart as long" or (self.name == "bart by chance" and max(chosen) < 4)
+            after = words if long else words[:, :6]
             return samestep.Batch({"input_ids": words, "decoder_input_ids": after, "use_cache": False}, after)
         if self.name == "bloom":
             return samestep.Batch({"input_ids": words, "use_cache": False}, words)

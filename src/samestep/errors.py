@@ -50,6 +50,10 @@ class RankFailedError(Exception):
         return type(self), (self.rank, self.reason)
 
 
+class InternalError(Exception):
+    """samestep itself failed: where, and what to report. It is no refusal, and comes with its traceback."""
+
+
 class HostLostError(Exception):
     """A multi-host job that can't go on here: which host or store was lost, and what to use instead.
 
@@ -150,6 +154,27 @@ def place_of(error: BaseException) -> str | None:
 def place_here() -> str | None:
     """Return the innermost line of the user's code that is running now, as file:line."""
     return _users_line(traceback.extract_stack())
+
+
+# What Python raises where code is wrong. PyTorch's operators raise RuntimeError for tensors that don't fit.
+_BUGS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
+_PASSES_ON = {"__torch_function__", "__torch_dispatch__"}
+
+
+def internal_line(error: BaseException) -> str | None:
+    """The line of samestep's own code that is wrong, as parallel/trace.py:31; None if an error is not samestep's.
+
+    It is if a line of samestep's raised it, other than one that passes on a call of the model's to PyTorch.
+    """
+    own, frames = Path(__file__).parent, traceback.extract_tb(error.__traceback__)
+    if not isinstance(error, _BUGS) or not frames or not Path(frames[-1].filename).is_relative_to(own):
+        return None
+    for frame in reversed(frames):
+        if not Path(frame.filename).is_relative_to(own):
+            break
+        if frame.name in _PASSES_ON:
+            return None
+    return f"{Path(frames[-1].filename).relative_to(own)}:{frames[-1].lineno}"
 
 
 def _users_line(stack: traceback.StackSummary) -> str | None:

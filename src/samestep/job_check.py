@@ -14,7 +14,8 @@ from samestep.progress import phases
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
 from samestep.tasks.turns import turns_of
-from samestep.training.fit import build_model, example_of
+from samestep.training.example import example_of
+from samestep.training.fit import build_model
 from samestep.validation import checked
 from samestep.verification.matrix import MatrixRow
 

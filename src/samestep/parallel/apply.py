@@ -283,6 +283,9 @@ class _Spreading:
         # Gathers are collectives of the data ranks: all must have found the same units, or they would wait for one
         # another.
         units = agreed_units(model, self.blocks, self.seen, self.mesh.data_group)
+        if units.writing and dist.get_rank() == 0:
+            what = f"{', '.join(units.writing)}: changes what it is given in place, so it is gathered with the model"
+            print(f'samestep: layout "{layout}": {what}', file=sys.stderr, flush=True)
         shard(root, units.modules, layout, self.mesh, self.precision, self.forward_context, experts=self.shared.units)
         disk = MappedFile(self.details.offload_folder) if layout.offloads("parameters-disk") else None
         # Filled after sharding: at no time does a rank hold more than its shards and one whole parameter.

@@ -11,17 +11,19 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.utils import _pytree as pytree
 
 
 class Attributes:
-    """Snapshot of the attributes of a model's modules, and of the contents of their dictionaries, lists and sets.
+    """Snapshot of the attributes of all modules of models, and of the contents of their dictionaries, lists and sets.
 
     Parameters, buffers, hooks and replaced forwards are among them. Tensors are kept by reference, not copied. What
     did not change is not touched by `restore`: a model's own container may refuse to be written to.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._before = [(module, dict(vars(module))) for module in dict.fromkeys(model.modules())]
+    def __init__(self, *models: nn.Module) -> None:
+        modules = dict.fromkeys(module for model in models for module in model.modules())
+        self._before = [(module, dict(vars(module))) for module in modules]
         self._contents = [
             (value, _content(value))
             for _, attributes in self._before
@@ -80,6 +82,11 @@ def _refill(holder: Any, content: Sequence[Any]) -> None:
     else:
         set.clear(holder)
         set.update(holder, content)
+
+
+def modules_in(nest: Any) -> list[nn.Module]:
+    """The modules among a call's arguments, which may be no part of the module that is called."""
+    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, nn.Module)]
 
 
 def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:

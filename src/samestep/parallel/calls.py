@@ -37,6 +37,7 @@ class Call:
     functions: Mapping[str, int]  # how often each of PyTorch's functions was called in it, by name
     flops_before: int  # of the forward up to its beginning: products of matrices and convolutions
     flops_after: int  # and up to its end
+    writes: bool = False  # whether it changed an argument in place that needs a gradient
 
     def inputs(self) -> list[Seen]:
         return seen_in((self.arguments, self.keywords))
@@ -65,6 +66,7 @@ class Stop:
 
     modules: tuple[str, ...]  # modules whose forwards were running, outermost first; the last one asked
     reason: str
+    internal: Exception | None = None  # to be raised instead, where samestep's own code is wrong
 
     @property
     def module(self) -> str:
@@ -86,6 +88,7 @@ class Trace:
     draws: Sequence[tuple[int, str, int]] = ()  # of random tensors: position, module whose forward draws, how many
     dataflow: Dataflow = field(default_factory=Dataflow)
     stop: Stop | None = None  # None: the forward was followed to its end
+    decided: bool = False  # whether values of the inputs, or what is no tensor in them, may decide what is called
     # Modules whose own forward asks for values of what is computed from parameters, and by which function, where it
     # was followed with values.
     asking: Mapping[str, str] = field(default_factory=dict)

@@ -32,21 +32,26 @@ from torch.utils import _pytree as pytree
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.parallel.blocks import has_forward
+from samestep.parallel.blocks import has_forward, is_list_of_like
 from samestep.parallel.calls import Trace
 from samestep.parallel.exact.forward_context import ForwardContext
 
 
-def shard_units(model: nn.Module, blocks: Sequence[nn.Module], seen: Trace | None) -> list[nn.Module]:
+def shard_units(
+    model: nn.Module, blocks: Sequence[nn.Module], seen: Trace | None, writing: list[str] | None = None
+) -> list[nn.Module]:
     """The blocks, or parts of them, that can be gathered by themselves, in the order in which they run.
 
     What is in none of them is gathered with the model. `seen` is what the model's forward does: a unit must be
     called, and its parameters must be used in its forward alone. Where the forward was followed to a module that
     decides by values what it calls, its parts are gathered with it, since another rank's samples may want others.
-    Without a trace every block with a forward is taken.
+    Without a trace every block with a forward is taken. `writing`: gets the names of modules that can't be units
+    because they change what they are given in place.
     """
     finder = _Finder(model, seen)
     units = dict.fromkeys(chain.from_iterable(finder.within(block) for block in blocks))
+    if writing is not None:
+        writing += dict.fromkeys(finder.writing)
     return sorted(units, key=finder.began)
 
 
@@ -56,13 +61,15 @@ class Units:
 
     modules: Sequence[nn.Module]
     may_differ: bool  # whether samples may decide which of them run
+    writing: Sequence[str] = ()  # modules that can't be units, since they change what they are given in place
 
 
 def agreed_units(
     model: nn.Module, blocks: Sequence[nn.Module], seen: Trace | None, group: dist.ProcessGroup
 ) -> Units:
     """The units that all ranks of a group have found; every rank asks."""
-    units = shard_units(model, blocks, seen)
+    writing: list[str] = []
+    units = shard_units(model, blocks, seen, writing)
     names = {module: name for name, module in model.named_modules()}
     followed = seen is not None and seen.stop is None
     found: list[tuple[list[str], bool] | None] = [None] * dist.get_world_size(group)
@@ -71,7 +78,7 @@ def agreed_units(
     dist.all_gather_object(found, ([names[unit] for unit in units], followed), group=group)
     everyone = [each for each in found if each is not None]
     modules = [model.get_submodule(name) for name in everyone[0][0] if all(name in theirs for theirs, _ in everyone)]
-    return Units(modules=modules, may_differ=not all(whole for _, whole in everyone))
+    return Units(modules=modules, may_differ=not all(whole for _, whole in everyone), writing=writing)
 
 
 def kept_whole(model: nn.Module) -> set[nn.Parameter]:
@@ -94,6 +101,7 @@ class _Finder:
         self._followed = seen is not None and seen.stop is None
         self._names = {module: name for name, module in model.named_modules()}
         self._parameters = {parameter: name for name, parameter in model.named_parameters()}
+        self.writing: list[str] = []  # modules that aren't units because they change what they are given
         self._began: dict[str, int] = {}
         for call in seen.calls if seen is not None else ():
             self._began.setdefault(call.name, call.began)
@@ -125,12 +133,33 @@ class _Finder:
                 return self._is_like_a_followed_one(module)
         elif name not in self._began:
             return False
+        if self._may_be_chosen(module):
+            return False
+        if any(call.writes for call in self._seen.of(name)):
+            self.writing.append(name)  # FSDP2 gives its units views, which autograd lets nobody change in place
+            return False
         # All uses of each parameter must be within the module's own calls, as it is only gathered there.
         return all(
             name in running
             for parameter in module.parameters()
             for running in self._seen.uses.get(self._parameters[parameter], ())
         )
+
+    def _may_be_chosen(self, module: nn.Module) -> bool:
+        """Whether samples may decide that a module is called, such as the adapter of a language.
+
+        It is if inputs decide something, and it is in a dictionary, or in a list of which some modules were called.
+        Ranks whose samples want different ones would gather different units.
+        """
+        holder = self._model.get_submodule(self._names[module].rpartition(".")[0])
+        if self._seen is None or not self._seen.decided or not isinstance(holder, (nn.ModuleDict, nn.ModuleList)):
+            return False
+        if isinstance(holder, nn.ModuleDict):
+            return is_list_of_like(holder)
+        others = [
+            child for child in holder.children() if has_forward(child) and any(True for _ in child.parameters())
+        ]
+        return self._followed and not all(self._names[child] in self._began for child in others)
 
     def _is_like_a_followed_one(self, module: nn.Module) -> bool:
         """Whether another module of the same class was traced and can be a unit, for modules after a trace's stop."""

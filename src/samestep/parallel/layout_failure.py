@@ -16,17 +16,19 @@ from torch import nn
 
 from samestep.errors import (
     HostLostError,
+    InternalError,
     InterruptedJobError,
     LayoutError,
     NonFiniteError,
     RankFailedError,
     UserError,
     first_line,
+    internal_line,
 )
 from samestep.layout import Layout
 
 # Errors that samestep itself raises.
-_OWN = (UserError, RankFailedError, InterruptedJobError, NonFiniteError, HostLostError)
+_OWN = (UserError, RankFailedError, InterruptedJobError, NonFiniteError, HostLostError, InternalError)
 
 # Errors that the layout does not cause: a lost peer, and exhausted memory.
 _OF_ANOTHER_STAGE = "appears to not have been used in the graph"  # of torch.autograd.grad
@@ -62,6 +64,9 @@ class LayoutFailures:
         except Exception as error:
             if not self._is_of_layout(error):
                 raise
+            if (line := internal_line(error)) is not None:
+                name = _class_of(self._model)
+                raise internal_error(self._layout, name, error, line, _other_layouts(self._layout)) from error
             failure = LayoutError(self._sentence(error))
             failure.on_every_rank = False  # other ranks may not have failed
             raise failure from error
@@ -127,6 +132,16 @@ class LayoutFailures:
             f'layout "{self._layout}": {what} fails when the model is spread so '
             f"({type(error).__name__}: {first_line(error)}{at}); use {_other_layouts(self._layout)}"
         )
+
+
+def internal_error(layout: Layout | None, model: str, error: Exception, line: str, other: str) -> InternalError:
+    """The error for a mistake in samestep's own code: where it is, what to report, and what to use until then."""
+    under = f' layout "{layout}" to' if layout is not None else ""
+    return InternalError(
+        f"samestep itself failed at {line} when it applied{under} {model} ({type(error).__name__}: "
+        f"{first_line(error)}); the model is not to blame: please report this traceback, with the class of the model "
+        f"and the versions of samestep and PyTorch ({torch.__version__}); until it is mended, use {other}"
+    )
 
 
 def failing_module(error: BaseException, names: Mapping[int, str]) -> str:

@@ -308,6 +308,11 @@ class Recorder:
             self._clock.time += 1
             begun = self._open.pop()
             with self._paused():
+                given = {id(tensor): tensor for tensor in tensors_in((arguments, keywords))}
+                writes = any(
+                    tensor.requires_grad and self.dataflow.sources(tensor) != begun.sources.get(key)
+                    for key, tensor in given.items()
+                )
                 self.dataflow.end(begun.began, begun.sources, output, whole=not name)
             seen = self._see(output)
             self.functions.outputs.update(each.identity for each in seen_in(seen))
@@ -322,6 +327,7 @@ class Recorder:
                     functions=self.functions.counts - begun.counts,
                     flops_before=begun.flops,
                     flops_after=self.operators.flops,
+                    writes=writes,
                 )
             )
 

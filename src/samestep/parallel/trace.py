@@ -21,11 +21,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from samestep.errors import UserError, first_line
-from samestep.parallel.attributes import Attributes, forget_results
+from samestep.errors import UserError, first_line, internal_line
+from samestep.parallel.attributes import Attributes, forget_results, modules_in
 from samestep.parallel.blocks import caller_of, is_list_of_like
 from samestep.parallel.calls import Stop, Trace, seen_of
 from samestep.parallel.exact.grouped_product import Followed
+from samestep.parallel.layout_failure import internal_error
 from samestep.parallel.nests import map_tensors, tensors_in
 from samestep.parallel.recorder import Recorder
 from samestep.parallel.unused_parameters import depending
@@ -39,6 +40,8 @@ def trace(model: nn.Module, inputs: Any, followed: Trace | None = None) -> Trace
     found = follow(model, inputs) if followed is None else followed
     if found.stop is not None:
         found = follow_values(model, inputs)
+    if found.stop is not None and found.stop.internal is not None:
+        raise found.stop.internal
     if found.stop is not None:
         where = f"{found.stop.module} ({_kind(model, found.stop.module)})" if found.stop.module else "its own forward"
         raise UserError(
@@ -105,7 +108,8 @@ def _follow(model: nn.Module, inputs: Any, valued: Literal["nothing", "inputs", 
                 stack.enter_context(recorder.operators)
                 functional_call(model, state, arguments, keywords, tie_weights=True)
         except Exception as error:  # whatever a model's own code raises where it finds no values
-            stop = Stop(modules=recorder.running(), reason=f"{type(error).__name__}: {first_line(error)}")
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            stop = Stop(modules=recorder.running(), reason=reason, internal=_internal(model, error))
     return Trace(
         calls=sorted(recorder.calls, key=lambda call: call.began),
         parameters=parameters,
@@ -116,8 +120,22 @@ def _follow(model: nn.Module, inputs: Any, valued: Literal["nothing", "inputs", 
         draws=recorder.functions.draws,
         dataflow=recorder.dataflow.found(),
         stop=stop,
+        decided=valued != "nothing"
+        or any(isinstance(leaf, (str, int)) for leaf in pytree.tree_leaves(_plain(inputs))),
         asking=dict(recorder.functions.asking),
     )
+
+
+def _internal(model: nn.Module, error: Exception) -> Exception | None:
+    """The error to raise for one that is a mistake of samestep's own code; None for the model's."""
+    line = internal_line(error)
+    if line is None:
+        return None
+    failure = internal_error(
+        None, type(model).__name__, error, line, "dp2, zero1x2 or fsdp2, which need no such look"
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def _complete_lists(model: nn.Module) -> Iterator[Any]:
@@ -171,17 +189,19 @@ def _without_log() -> Iterator[None]:
 
 
 @contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
+def _attributes_kept(model: nn.Module, *others: nn.Module) -> Iterator[None]:
     """Restore the attributes of modules that a traced forward has set, such as caches of tensors without values.
 
-    This includes a shared module's parameters, which `functional_call` does not restore.
+    This includes a shared module's parameters, which `functional_call` does not restore. `others`: modules that the
+    model is called with.
     """
-    before = Attributes(model)
+    before = Attributes(model, *others)
     try:
         yield
     finally:
         before.restore()
-        forget_results(model)
+        for each in (model, *others):
+            forget_results(each)
 
 
 def imagine(
@@ -200,6 +220,8 @@ def imagine(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
+        # A buffer or a cache without values would be read in the next forward.
+        stack.enter_context(_attributes_kept(module, *modules_in((arguments, keywords))))
         stack.enter_context(torch.no_grad())
         if computed:
             state = {name: _real(tensor) for name, tensor in _named_tensors(module)}

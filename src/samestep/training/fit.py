@@ -19,7 +19,7 @@ from torch import nn
 
 from samestep.data.loader import StepBatch
 from samestep.data.order import SampleOrder
-from samestep.data.types import First, Samples, as_batch
+from samestep.data.types import First
 from samestep.engines.base import Loss, OptimizerOf, Skipping, StepReport, TurnTaking
 from samestep.engines.registry import resolve as resolve_engine
 from samestep.errors import InterruptedJobError, NonFiniteError, NotSavedError
@@ -37,15 +37,17 @@ from samestep.profiling.profiler import StepProfiler
 from samestep.progress import phases
 from samestep.progress.bars import Bar
 from samestep.recipe import Recipe
-from samestep.tasks.base import InTurn, Task
+from samestep.tasks.base import Task
 from samestep.tasks.losses import with_weights
-from samestep.tasks.turns import StepTurns, Turn, check_parameters, turns_of
+from samestep.tasks.turns import StepTurns, check_parameters, turns_of
 from samestep.training import result as results
 from samestep.training import usage as usages
 from samestep.training.adapters import put_adapters
 from samestep.training.checkpointing import Checkpoints
 from samestep.training.early_stop import Stopped
 from samestep.training.evaluation import switch_off
+from samestep.training.example import example_of
+from samestep.training.in_turn import in_turn
 from samestep.training.learned_from import learns_from
 from samestep.training.loop import StepLog, take_all_steps
 from samestep.training.metrics_log import Records, Tally
@@ -135,7 +137,8 @@ class Training:
         self.total_steps = recipe.total_steps(self.steps_per_epoch)
         self.first_step = 0  # above 0 after resuming from a checkpoint
         # First, since a task may inspect its model here, which has no values while it is recorded.
-        example = example_of(task, self.samples, self.turns)
+        followed = layout.cuts_model or layout.zero > 0 or layout.expert > 1
+        example = example_of(task, self.samples, self.turns, telling=followed)
         with phases.phase("building the model", once="model"):
             built = self._build(recorded=self.session.engine.can_fill(layout))
         check_same_task(self.samples, built.model)
@@ -155,7 +158,8 @@ class Training:
             self._prepare(built, details)
 
     def _build(self, *, recorded: bool) -> InitialModel:
-        return build_model(self.task, self.recipe, recorded=recorded)
+        with in_turn() if self.session.world.world_size > 1 else nullcontext():
+            return build_model(self.task, self.recipe, recorded=recorded)
 
     def _prepare(self, built: InitialModel, details: Details) -> None:
         """Spread the model over the ranks."""
@@ -286,13 +290,6 @@ def build_model(task: Task, recipe: Recipe, *, recorded: bool = False) -> Initia
             check_memory(built.model, "model()")
             materialize(built.model, lambda: example_of(task, task.train_set(), turns_of(task)), "model()")
         return built
-
-
-def example_of(task: Task, samples: Samples, turns: Sequence[Turn]) -> Any:
-    """What the model is called with: the inputs of the first samples."""
-    first = [samples[index] for index in range(min(2, len(samples)))]
-    inputs = as_batch(task.collate(first)).inputs
-    return InTurn(inputs, turns[0].name) if turns else inputs
 
 
 def fit(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from samestep.parallel.attributes import Attributes, evaluating, wrap_forward
+from samestep.parallel.attributes import Attributes, evaluating, modules_in, wrap_forward
 from samestep.parallel.blocks import has_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.collectives import copy_to_region, gather_from_region, scatter_to_region
@@ -137,7 +137,7 @@ def _works_on_each(module: nn.Module, call: Call, which: TokenWise) -> bool:
     tokens = next(leaves[index].shape[which.dim] for index in which.inputs)
     half = tokens // 2
     made: dict[int, Tensor] = {}
-    before = Attributes(module)
+    before = Attributes(module, *modules_in(leaves))
     try:
         with with_values(), torch.no_grad(), torch.random.fork_rng(devices=[]), evaluating(module):
             torch.manual_seed(0)

@@ -21,6 +21,9 @@ from samestep.parallel.trace import imagine
 
 Forward = Callable[..., Any]
 
+# The hooks of every module. A class may have others, of which samestep knows nothing: a GraphModule has lists.
+_HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if name.endswith("_hooks") and value is not None)
+
 
 _IN_PLACE = frozenset(
     {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "idiv"}
@@ -34,7 +37,7 @@ def placeholder_module(module: nn.Module, device: torch.device, forward: Forward
     """
     empty = _shallow(module, type(module).__bases__[0] if is_parametrized(module) else type(module))
     for name, value in vars(module).items():
-        if name.endswith("_hooks"):
+        if name in _HOOKS:
             vars(empty)[name] = _hooks_for_all(value)
         elif isinstance(value, (list, tuple)):  # recurrent layers keep their parameters in a list too
             vars(empty)[name] = pytree.tree_map_only(nn.Parameter, partial(_blank_like, device=device), value)
@@ -66,7 +69,7 @@ def stand_in(module: nn.Module, device: torch.device, forward: Forward, *, held:
         return placeholder_module(module, device, forward)
     standing = _shallow(module, type(module))
     for name, value in vars(module).items():
-        if name.endswith("_hooks"):
+        if name in _HOOKS:
             vars(standing)[name] = _hooks_for_all(value)
     vars(standing)["forward"] = forward
     return standing
@@ -123,7 +126,7 @@ def _blank_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _shallow(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     """A shallow copy of a module; Python's copy fails for parametrized modules."""
-    empty = kind.__new__(kind)
+    empty = object.__new__(kind)  # a GraphModule makes another class in `__new__`, without its forward
     vars(empty).update(vars(module))
     return empty
 
