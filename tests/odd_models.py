@@ -468,6 +468,23 @@ class Mixed(Net):
         return hidden
 
 
+class Chosen(Net):
+    """Adapters in a list beside the layers, of which samples choose by their first word."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Layer() for _ in range(3)))
+        self.adapters = nn.ModuleList(Layer() for _ in range(6))
+
+    def forward(self, words: Tensor) -> Any:
+        hidden = self.between(self.embed(words))
+        kinds = words[:, 0] % len(self.adapters)
+        adapted = hidden.clone()
+        for kind in kinds.unique().tolist():
+            rows = (kinds == kind).nonzero()[:, 0]
+            adapted[rows] = self.adapters[kind](hidden[rows])
+        return self.head(adapted)
+
+
 class Pooled(Net):
     """Layers that take a row a sample."""
 
@@ -559,6 +576,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "states": WithStates,
     "passed on": PassedOn,
     "cached": Cached,
+    "chosen": Chosen,
     "handed a module": Handed,
     "hidden": Hidden,
     "gates of words": lambda: Masked("embedding", detached=False),
