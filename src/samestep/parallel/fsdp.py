@@ -146,20 +146,26 @@ class _Finder:
         )
 
     def _may_be_chosen(self, module: nn.Module) -> bool:
-        """Whether samples may decide that a module is called, such as the adapter of a language.
+        """Whether samples may decide that a module is called, such as the adapter of a language or a part of it.
 
         It is if inputs decide something, and it is in a dictionary, or in a list of which some modules were called.
         Ranks whose samples want different ones would gather different units.
         """
-        holder = self._model.get_submodule(self._names[module].rpartition(".")[0])
-        if self._seen is None or not self._seen.decided or not isinstance(holder, (nn.ModuleDict, nn.ModuleList)):
+        if self._seen is None or not self._seen.decided:
             return False
+        parts = self._names[module].split(".")
+        holders = (self._model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts)))
+        return any(map(self._holds_choices, holders))
+
+    def _holds_choices(self, holder: nn.Module) -> bool:
+        """Whether a module is a dictionary of like modules, or a list of which the forward called some."""
         if isinstance(holder, nn.ModuleDict):
             return is_list_of_like(holder)
-        others = [
-            child for child in holder.children() if has_forward(child) and any(True for _ in child.parameters())
-        ]
-        return self._followed and not all(self._names[child] in self._began for child in others)
+        if not isinstance(holder, nn.ModuleList) or not self._followed:
+            return False
+        choices = [child for child in holder.children() if has_forward(child)]
+        called = [self._names[child] in self._began for child in choices if any(True for _ in child.parameters())]
+        return any(called) and not all(called)
 
     def _is_like_a_followed_one(self, module: nn.Module) -> bool:
         """Whether another module of the same class was traced and can be a unit, for modules after a trace's stop."""
