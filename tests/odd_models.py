@@ -401,7 +401,7 @@ class Cached(Net):
 
 
 class Distances(nn.Module):
-    """A bias by position, kept as a buffer from its first use on."""
+    """A bias by position, which stays in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,8 +409,7 @@ class Distances(nn.Module):
         self.register_buffer("bias", None, persistent=False)
 
     def forward(self, words: int) -> Tensor:
-        if self.bias is None or len(self.bias) != words:
-            self.register_buffer("bias", torch.arange(words)[:, None] * self.slopes, persistent=False)
+        self.register_buffer("bias", torch.arange(words)[:, None] * self.slopes, persistent=False)
         return self.bias
 
 
