@@ -210,7 +210,9 @@ def test_a_job_whose_store_is_written_full_goes_on_or_says_so(tmp_path: Path, ki
     assert not (tmp_path / RAN).exists()
     for code, agent in zip(codes, both, strict=True):
         assert code in (0, 1, 2), agent.text
-        assert "Traceback" not in agent.text
+        # A rank whose store PyTorch can't read any more ends as any failing rank does, with its traceback.
+        own = [line for line in agent.text.splitlines() if not line.startswith("[vm ")]
+        assert "Traceback" not in "\n".join(own)
         assert code == 0 or SAID.search(agent.text) or "lost the job's store" in agent.text, agent.text
     if steps_in(tmp_path / "run") == 20:
         assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=20), rel=1e-9)
