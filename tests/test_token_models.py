@@ -27,6 +27,8 @@ WORKS = (
     ("placed", "tp2 sequence=split"),
     ("looped", "tp2 sequence=split"),
     ("rolled", "tp2 sequence=split"),
+    ("video", "tp2 sequence=split"),
+    ("cached", "pp2"),
     ("batch norm", "cp2"),
     ("batch norm", "tp2 sequence=split"),
     ("narrow", "tp2"),  # where a slice fails on one rank alone, all leave it whole

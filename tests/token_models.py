@@ -1,6 +1,7 @@
 """Tiny models whose layers move tokens about by code of their own, so that only parts of them split tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -257,6 +258,46 @@ class BatchNormed(nn.Module):
         return self.inner(hidden) + self.statistics(hidden.transpose(1, 2)).transpose(1, 2)
 
 
+class Framed(nn.Module):
+    """Attention within each of three frames of tokens, which follow the first token, as in models of videos."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), Attending()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.norm(hidden)
+        frames = hidden[:, 1:].unflatten(1, (3, -1))  # [samples, frames, tokens, width]
+        inner = self.inner(frames.flatten(0, 1)).view_as(frames)
+        return torch.cat([hidden[:, :1], inner.flatten(1, 2)], 1)
+
+
+class Video(Stacked):
+    """Such layers for seven tokens, of which two ranks have different numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Framed() for _ in range(2)))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return super().forward(words[:, :7])
+
+
+class Cached(nn.Module):
+    """A layer with a bias of positions, whose indices a method keeps for all layers, as in BEiT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table = Attending(), nn.Parameter(torch.randn(TOKENS, WIDTH))
+
+    @staticmethod
+    @lru_cache(maxsize=4)
+    def indices(tokens: int) -> Tensor:
+        return torch.arange(tokens).flip(0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden) + self.table[self.indices(hidden.shape[1])]
+
+
 class Dropping(nn.Module):
     """A norm of its own, with dropout in its own forward."""
 
@@ -317,6 +358,8 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "tagger": Tagger,
     "placed": lambda: Stacked(*(Placed() for _ in range(2))),
     "looped": Looped,
+    "video": Video,
+    "cached": lambda: Stacked(*(Cached() for _ in range(2))),
     "batch norm": lambda: Stacked(*(BatchNormed() for _ in range(2))),
     "choosing": Choosing,
     "dropping": lambda: Stacked(*(Dropped() for _ in range(2))),

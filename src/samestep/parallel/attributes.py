@@ -160,13 +160,24 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def forget_results(model: nn.Module) -> None:
     """Clear the caches of methods (functools.lru_cache), which after a trace hold tensors without values."""
+    for clear in _clears(model):
+        clear()
+
+
+def keeps_results(model: nn.Module) -> bool:
+    """Whether methods of a model's modules have such caches."""
+    return any(True for _ in _clears(model))
+
+
+def _clears(model: nn.Module) -> Iterator[Callable[[], Any]]:
+    """Yield what clears the cache of each method that has one."""
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
     for kind in kinds:
         for method in vars(kind).values():
             for function in _inside(method):
                 clear = getattr(function, "cache_clear", None)
                 if callable(clear):
-                    clear()
+                    yield clear
 
 
 def _inside(method: Any) -> Iterator[Any]:

@@ -9,7 +9,7 @@ that a model that no single rank could hold is followed in the same way.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from samestep.errors import UserError, first_line, internal_line
-from samestep.parallel.attributes import Attributes, forget_results, modules_in
+from samestep.parallel.attributes import Attributes, forget_results, keeps_results, modules_in
 from samestep.parallel.blocks import caller_of, is_list_of_like
 from samestep.parallel.calls import Stop, Trace, seen_of
 from samestep.parallel.exact.grouped_product import Followed
@@ -75,7 +75,10 @@ def follow(model: nn.Module, inputs: Any) -> Trace:
     return found if further.stop is not None else further
 
 
-def _follow(model: nn.Module, inputs: Any, valued: Literal["nothing", "inputs", "everything"]) -> Trace:
+_Valued = Literal["nothing", "inputs", "everything"]
+
+
+def _follow(model: nn.Module, inputs: Any, valued: _Valued) -> Trace:
     """Follow a forward in which the inputs, or they and the parameters, have values, or nothing has."""
     recorder = Recorder(values=valued == "everything")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -87,19 +90,15 @@ def _follow(model: nn.Module, inputs: Any, valued: Literal["nothing", "inputs", 
         model.train()
         try:
             with ExitStack() as stack:
+                if keeps_results(model):
+                    _fill_caches(model, inputs, valued, mode)
                 if valued == "everything":
                     for handle in _complete_lists(model):
                         stack.callback(handle.remove)
                 for handle in recorder.attach(model):
                     stack.callback(handle.remove)
                 stack.enter_context(torch.enable_grad())
-                made = {"nothing": _unreal, "inputs": _on_the_cpu, "everything": _real}[valued]
-                with nullcontext() if valued == "everything" else mode:
-                    parameter = _real if valued == "everything" else _unreal
-                    state = {name: parameter(tensor) for name, tensor in _named_tensors(model)}
-                if valued == "nothing":  # else a tensor without values brings its mode along
-                    stack.enter_context(mode)
-                arguments, keywords = _as_call(pytree.tree_map_only(Tensor, made, _plain(inputs)))
+                state, arguments, keywords = _traced_inputs(model, inputs, valued, mode, stack)
                 leaves = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
                 parameters = {get_gradient_edge(leaf).node: name for name, leaf in leaves.items()}
                 recorder.functions.watch(state)
@@ -136,6 +135,33 @@ def _internal(model: nn.Module, error: Exception) -> Exception | None:
     )
     failure.__cause__ = error
     return failure
+
+
+def _traced_inputs(
+    model: nn.Module, inputs: Any, valued: _Valued, mode: FakeTensorMode, stack: ExitStack
+) -> tuple[dict[str, Tensor], tuple[Any, ...], dict[str, Any]]:
+    """The state, arguments and keywords of a forward that is followed; enters its mode for the rest of `stack`."""
+    made = {"nothing": _unreal, "inputs": _on_the_cpu, "everything": _real}[valued]
+    with nullcontext() if valued == "everything" else mode:
+        parameter = _real if valued == "everything" else _unreal
+        state = {name: parameter(tensor) for name, tensor in _named_tensors(model)}
+    if valued == "nothing":  # else a tensor without values brings its mode along
+        stack.enter_context(mode)
+    arguments, keywords = _as_call(pytree.tree_map_only(Tensor, made, _plain(inputs)))
+    return state, arguments, keywords
+
+
+def _fill_caches(model: nn.Module, inputs: Any, valued: _Valued, mode: FakeTensorMode) -> None:
+    """Run a forward so that methods keep their results, as BEiT's keep indices of positions for all layers.
+
+    In the forward that is followed, no layer then takes such a result from another one, which a pipeline couldn't:
+    any stage computes it where its cache doesn't have it.
+    """
+    before = Attributes(model)
+    with suppress(Exception), ExitStack() as stack:  # the forward that is followed fails alike
+        state, arguments, keywords = _traced_inputs(model, inputs, valued, mode, stack)
+        functional_call(model, state, arguments, keywords, tie_weights=True)
+    before.restore()
 
 
 def _complete_lists(model: nn.Module) -> Iterator[Any]:

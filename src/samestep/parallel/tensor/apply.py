@@ -253,7 +253,10 @@ class _Slicing:
             comparison = SliceComparison(
                 model, layout, plan, self.seen, streams, group, everyone, self.given, self.parts, self._recomputed
             )
-            departure = comparison.hold(self.example, expected, gradients, vocabulary, failed, rehearse=uneven)
+            # A module may also fail for the number of tokens of some ranks only.
+            departure = comparison.hold(
+                self.example, expected, gradients, vocabulary, failed, rehearse=uneven or bool(lists)
+            )
             if departure is None:
                 self.known[key] = WholeModules(whole=whole, by_head=by_head, tried=tried, able=vocabulary.able)
                 return vocabulary, plan

@@ -24,6 +24,7 @@ from samestep.layout import Layout
 from samestep.parallel.attributes import evaluating
 from samestep.parallel.calls import Trace
 from samestep.parallel.layout_failure import failing_module, foreign_line
+from samestep.parallel.nests import tensors_in
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.tensor.gradients import Digests, differing, digests_of, keeping_graph
 from samestep.parallel.tensor.modules import pattern_of
@@ -134,8 +135,11 @@ class SliceComparison:
         marks: list[Mark] = []
         found = Output(numbers=[], marks=marks, in_nests=False)
         device = next(self._model.parameters()).device
-        if failed is None and rehearse:
-            failed = self._rehearse(example, marks)
+        if rehearse:
+            messages = _Unconnected()
+            if failed is None:
+                failed = self._rehearse(example, marks, messages)
+            failed = self._other_messages(messages.sent if failed is None else None) or failed
         if not agree(failed is None, self._everyone, device):  # before a forward in which the other ranks would wait
             return self._departure(replace(expected, marks=expected.marks if failed else []), found, failed)
         keeping = torch.no_grad() if gradients is None else keeping_graph(self._model, self._recomputed)
@@ -156,10 +160,21 @@ class SliceComparison:
         )
         return None
 
-    def _rehearse(self, example: Any, marks: list[Mark]) -> Exception | None:
+    def _other_messages(self, sent: Sequence[Any] | None) -> Exception | None:
+        """Compare the messages that each rank of the tensor axis would send; return an error where they differ.
+
+        None: this rank failed, which the others learn afterwards.
+        """
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, sent, group=self._group)
+        if None in everyone or all(other == everyone[0] for other in everyone):
+            return None
+        return RuntimeError("ranks would send messages of different sizes")
+
+    def _rehearse(self, example: Any, marks: list[Mark], messages: "_Unconnected") -> Exception | None:
         """Run the forward without sending messages; return the error that it raises on this rank, if any."""
         try:
-            with torch.no_grad(), _Unconnected():
+            with torch.no_grad(), messages:
                 output_of(self._model, example, marks)
         except Exception as error:  # a model's own code may raise anything for sizes that it doesn't expect
             return error
@@ -364,12 +379,20 @@ class _Unconnected(TorchDispatchMode):
     size, every rank first runs the model by itself, and the ranks agree on whether any of them failed.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, str, int]] = []  # each collective, with the dtype and number of its elements
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
+        tensors = tensors_in(tuple(args))
+        # Parts that ranks exchange may differ, and so may what a rank gives to a gather; other sizes are one for all.
+        size = 0 if name.startswith("alltoall") else max((tensor.numel() for tensor in tensors), default=0)
+        self.sent.append((name, str(tensors[0].dtype) if tensors else "", size))
         if name not in _IN_PLACE:
             pytree.tree_map_only(Tensor, Tensor.zero_, args[0])
         work = FakeWork().boxed()
