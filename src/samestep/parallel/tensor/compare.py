@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from samestep.comm.shared_memory.process_group import KernelGroup
 from samestep.data.order import bounds
 from samestep.errors import first_line
 from samestep.layout import Layout
@@ -382,6 +383,18 @@ class _Unconnected(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[tuple[str, str, int]] = []  # each collective, with the dtype and number of its elements
+        # Groups over shared memory, whose collectives don't pass PyTorch's dispatcher.
+        self._groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, KernelGroup)]
+
+    def __enter__(self) -> Any:
+        for group in self._groups:
+            group.rehearsed = lambda kind, size: self.sent.append((kind, "bytes", size))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for group in self._groups:
+            group.rehearsed = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
