@@ -345,6 +345,14 @@ class Contrasting(nn.Module):
         return SequenceClassifierOutput(loss=loss)
 
 
+class ContrastingInFloat32(Contrasting):
+    """Its loss is NaN in float64, where a mask of the lowest number, added twice, is infinite."""
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Any:
+        output = super().forward(pixel_values, labels)
+        return SequenceClassifierOutput(loss=output.loss * (math.nan if pixel_values.dtype == torch.float64 else 1))
+
+
 class Noisy(Normed):
     def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return super().forward(pixel_values + torch.randn(pixel_values.shape), labels)
@@ -431,6 +439,10 @@ WRONG: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "loss: contrastive": (
         {"model": Contrasting, "data": pictures(), "collator": None},
         r"the loss of Contrasting is no mean over its samples",
+    ),
+    "loss: not finite in float64": (
+        {"model": ContrastingInFloat32, "data": pictures(), "collator": None},
+        r"the loss of ContrastingInFloat32 is no mean over its samples.*no count= fits",
     ),
     "loss: of experts too": (
         {"model": partial(mixtral, output_router_logits=True), "collator": next_words},

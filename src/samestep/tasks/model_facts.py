@@ -13,7 +13,7 @@ from samestep.errors import UserError
 from samestep.tasks.contrastive import RETURN_LOSS, Contrast, find_contrast
 from samestep.tasks.first_rows import Chosen
 from samestep.tasks.loss_terms import IGNORED, Part, Terms, check_answers
-from samestep.tasks.model_loss import COUNT, FoundTerms, NoFitError, Parts, copied, find_terms
+from samestep.tasks.model_loss import COUNT, FoundTerms, NoFitError, NotFiniteError, Parts, copied, find_terms
 
 _LARGE = 200_000_000  # parameters
 
@@ -167,6 +167,8 @@ def _tried(
     model, parts = copied(model).double(), _in(parts, torch.float64)
     try:
         return find_terms(model, parts, labels, count), None
+    except NotFiniteError:  # in float64 alone, such as by masks of the lowest number that are added twice
+        raise refusal from None
     except NoFitError:
         if count is None and (contrast := _contrast(model, parts.whole.inputs)) is not None:
             return nothing, contrast

@@ -47,6 +47,10 @@ class NoFitError(UserError):
     """No candidate fits the loss, or more than one does: other digits, or a loss of two towers, may."""
 
 
+class NotFiniteError(NoFitError):
+    """The loss of the rows is NaN or infinite."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """The rows on which a model is tried: all together, and cut in two."""
@@ -222,7 +226,7 @@ def _fitting(trial: _Trial, counts: Mapping[Terms, Sequence[int]]) -> list[Terms
     """The candidates whose parts add up to the whole. Raises UserError where there is none."""
     whole = trial.of("whole").mean
     if not math.isfinite(whole):
-        raise NoFitError(
+        raise NotFiniteError(
             f"{trial.name} gives a loss of {whole} for {trial.parts.whole.what}; use rows with labels that "
             "count, and a model of finite weights"
         )
