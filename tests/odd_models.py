@@ -403,6 +403,9 @@ class Cached(Net):
 class Distances(nn.Module):
     """A bias by position, which stays in a buffer."""
 
+    slopes: Tensor
+    bias: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("slopes", torch.linspace(0.5, 1, 12), persistent=False)
@@ -416,9 +419,13 @@ class Distances(nn.Module):
 class Handed(Net):
     """Layers that are called with a module of the model, which keeps what it has computed, and give another shape."""
 
-    class Layer(Layer):
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Layer()
+
         def forward(self, hidden: Tensor, distances: nn.Module) -> tuple[Tensor, Tensor]:
-            hidden = super().forward(hidden + 0.1 * distances(hidden.shape[1]))
+            hidden = self.inner(hidden + 0.1 * distances(hidden.shape[1]))
             return hidden, hidden.mean(1)
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ def _alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
 def _refill(holder: Any, content: Sequence[Any]) -> None:
     """Give a dictionary, list or set a content that it had before."""
     if isinstance(holder, dict):
-        kind = OrderedDict if isinstance(holder, OrderedDict) else dict
+        kind: Any = OrderedDict if isinstance(holder, OrderedDict) else dict
         kind.clear(holder)
         for key, value in zip(content[::2], content[1::2], strict=True):
             kind.__setitem__(holder, key, value)
