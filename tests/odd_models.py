@@ -400,46 +400,6 @@ class Cached(Net):
         return super().between(hidden + self.shift + self.tables[words])
 
 
-class Distances(nn.Module):
-    """A bias by position, which stays in a buffer."""
-
-    slopes: Tensor
-    bias: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("slopes", torch.linspace(0.5, 1, 12), persistent=False)
-        self.register_buffer("bias", None, persistent=False)
-
-    def forward(self, words: int) -> Tensor:
-        self.register_buffer("bias", torch.arange(words)[:, None] * self.slopes, persistent=False)
-        return self.bias
-
-
-class Handed(Net):
-    """Layers that are called with a module of the model, which keeps what it has computed, and give another shape."""
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Layer()
-
-        def forward(self, hidden: Tensor, distances: nn.Module) -> tuple[Tensor, Tensor]:
-            hidden = self.inner(hidden + 0.1 * distances(hidden.shape[1]))
-            return hidden, hidden.mean(1)
-
-    def __init__(self) -> None:
-        super().__init__(*(Handed.Layer() for _ in range(3)))
-        self.distances = Distances()
-
-    def between(self, hidden: Tensor) -> Tensor:
-        means = torch.zeros_like(hidden[:, 0])
-        for layer in self.layers:
-            hidden, mean = layer(hidden, distances=self.distances)
-            means = means + mean
-        return hidden + means[:, None]
-
-
 class Hidden(Net):
     """Linears whose features meet in a sum between them, where a trace of modules sees nothing."""
 
@@ -583,7 +543,6 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "passed on": PassedOn,
     "cached": Cached,
     "chosen": Chosen,
-    "handed a module": Handed,
     "hidden": Hidden,
     "gates of words": lambda: Masked("embedding", detached=False),
     "detached gates of words": lambda: Masked("embedding", detached=True),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.parallel.attributes import Attributes
-from samestep.parallel.trace import trace
+from samestep.parallel.trace import imagine, trace
 
 pytestmark = pytest.mark.quick
 
@@ -95,3 +95,33 @@ def test_a_container_that_refuses_to_be_written_to_is_restored() -> None:
     before.restore()
     assert contents(layer) == expected
     assert isinstance(layer.config, FrozenDict)
+
+
+class Distances(nn.Module):
+    """A bias by position, which stays in a buffer, as that of ALiBi in x-transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", None)
+
+    def forward(self, size: int) -> Tensor:
+        self.register_buffer("bias", torch.arange(size).float())
+        return self.get_buffer("bias")
+
+
+class Biased(nn.Module):
+    """Is called with a module that isn't a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.own = nn.Linear(4, 3), Distances()
+
+    def forward(self, x: Tensor, biases: list[nn.Module]) -> Tensor:
+        return self.linear(x + biases[0](4) + self.own(4))
+
+
+def test_a_call_without_values_leaves_none_in_the_modules_that_it_is_given() -> None:
+    module, given = Biased(), Distances()
+    for _ in range(2):  # what stayed of the first call would be of another mode in the second
+        assert imagine(module, (torch.zeros(2, 4), [given]), {}).shape == (2, 3)
+        assert dict(given.named_buffers()) == dict(module.named_buffers()) == {}
