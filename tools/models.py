@@ -7,13 +7,13 @@ in the file as it comes; --resume goes on from it, and --again measures again wh
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from model_table import measure, page, result
-from model_table.declared import LAYOUTS
-from model_table.entry import Entry
+from model_table.declared import LAYOUTS, LAYOUTS_OF_DRAWN
+from model_table.entry import Entry, Half
 from model_table.result import Result, Verdict
 from model_table.zoo import entries
 from rich.console import Console
@@ -24,16 +24,17 @@ from samestep.verification.matrix import layouts_of
 
 def main() -> None:
     options = _options()
-    layouts = LAYOUTS if options.layouts is None else layouts_of(options.layouts)
     chosen = [
         entry
         for entry in entries().values()
         if (not options.models or entry.name in options.models) and (not options.kinds or entry.kind in options.kinds)
+        and (not options.halves or entry.half in options.halves)
     ]
     known = result.read(options.json) if options.resume and options.json is not None else {}
     known = {pair: each for pair, each in known.items() if each.verdict not in options.again}
-    _measure(chosen, layouts, known, options)
-    of_interest = [known[entry.name, layout] for entry in chosen for layout in layouts]
+    pairs = {entry.name: _layouts(entry, options) for entry in chosen}
+    _measure(chosen, pairs, known, options)
+    of_interest = [known[entry.name, layout] for entry in chosen for layout in pairs[entry.name]]
     print(page.summary(of_interest))
     if options.docs:
         page.write(list(_in_order(known)))
@@ -43,6 +44,7 @@ def _options() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=list(entries()), default=[], metavar="MODEL")
     parser.add_argument("--kinds", nargs="*", choices=sorted({e.kind for e in entries().values()}), default=[])
+    parser.add_argument("--halves", nargs="*", choices=get_args(Half), default=[], help="the table's parts (default: all)")
     parser.add_argument("--layouts", help='a list, such as "dp2, fsdp2 tp2" (default: those of the table)')
     parser.add_argument("--steps", type=int, default=3, help="steps that are compared (default: 3)")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds that a pair may take (default: 90)")
@@ -55,15 +57,23 @@ def _options() -> Any:
     return parser.parse_args()
 
 
+def _layouts(entry: Entry, options: Any) -> Sequence[str]:
+    """The layouts that were asked for, or those of an entry's half."""
+    if options.layouts is not None:
+        return layouts_of(options.layouts)
+    return LAYOUTS if entry.half == "chosen" else LAYOUTS_OF_DRAWN
+
+
 def _measure(
-    chosen: Sequence[Entry], layouts: Sequence[str], known: dict[tuple[str, str], Result], options: Any
+    chosen: Sequence[Entry], pairs: Mapping[str, Sequence[str]], known: dict[tuple[str, str], Result], options: Any
 ) -> None:
     """Measure what is not known yet, and write it down."""
     measure.prepare()
-    total = len(chosen) * len(layouts)
+    total = sum(map(len, pairs.values()))
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("models", total=total)
         for entry in chosen:
+            layouts = pairs[entry.name]
             left = [layout for layout in layouts if (entry.name, layout) not in known]
             progress.update(bar, description=entry.name, advance=len(layouts) - len(left))
             for each in measure.measure(entry, left, steps=options.steps, limit=options.limit) if left else ():

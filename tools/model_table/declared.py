@@ -30,6 +30,19 @@ LAYOUTS = (
     "pp2 fsdp2 tp2",
 )
 
+# Of the types that were drawn and of libraries: one of each axis and two hybrids.
+LAYOUTS_OF_DRAWN = (
+    "dp2",
+    "zero1x2",
+    "fsdp2",
+    "tp2",
+    "tp2 sequence=split",
+    "pp2",
+    "cp2",
+    "fsdp2 tp2",
+    "pp2 dp2",
+)
+
 
 def impossible(stages: int, declared: dict[str, str], layout: str) -> str | None:
     """Why a model of so many stages, of which something is declared, can't have a layout; None where it can.

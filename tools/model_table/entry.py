@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from samestep.tasks import HuggingFace
 from samestep.tasks.losses import takes_gather
 from samestep.tasks.metrics import ColumnMean, Metric
 
+Half = Literal["chosen", "drawn", "library"]
 Row = Mapping[str, Any]
 Loss = Callable[..., tuple[Tensor, int]]  # (output, targets), and gather where it asks for it -> sum and count
 
@@ -39,6 +40,12 @@ class Entry:
     loss: Loss | None = None  # None: the model's own, through HuggingFace
     stages: int = 4  # how many parts stand one behind the other, which is the most stages it can have
     impossible: Mapping[str, str] = field(default_factory=dict)  # axis (tp, pp, cp, tokens) -> why none can exist
+    half: Half = "chosen"  # the part of the table
+    weight: float = 1.0  # how many types it stands for, where it was drawn
+
+
+class NotMadeError(ValueError):
+    """A model that can't be built tiny, or for which no rows could be made."""
 
 
 class OwnTask(samestep.Task):

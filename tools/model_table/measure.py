@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,6 +27,7 @@ _VERDICTS: dict[str, Verdict] = {
     "different": "NOT the same step",
     "refused": "refused",
     "crash": "crash",
+    "not made": "not made",
 }
 _PRELOADED = (
     "samestep.launch.fork_server_main",
@@ -52,9 +54,9 @@ def measure(entry: Entry, layouts: Sequence[str], *, steps: int, limit: float) -
             for layout in layouts:
                 yield _result(entry, layout, answer, seconds)
             return
-        refused = answer.refused
+        prepared, refused = answer.prepared, answer.refused
         for layout, reason in refused.items():
-            yield _result(entry, layout, Answer(kind="refused", text=reason), 0.0)
+            yield _result(entry, layout, Answer(kind="refused", text=reason, prepared=prepared), 0.0)
         left = [layout for layout in layouts if layout not in refused]
         for size in dict.fromkeys(Layout.parse(layout).size for layout in left):
             waiting = [layout for layout in left if Layout.parse(layout).size == size]
@@ -62,7 +64,7 @@ def measure(entry: Entry, layouts: Sequence[str], *, steps: int, limit: float) -
                 with _Ranks(size, waiting, steps, folder) as ranks:
                     for layout in list(waiting):
                         answer, seconds, again = ranks.answer(limit)
-                        yield _result(entry, layout, answer, seconds)
+                        yield _result(entry, layout, replace(answer, prepared=prepared), seconds)
                         waiting.remove(layout)
                         if again:
                             break
@@ -91,6 +93,9 @@ def _result(entry: Entry, layout: str, answer: Answer, seconds: float) -> Result
         reason=_last_of(answer.text) if answer.kind != "same" else "",
         difference=answer.difference,
         seconds=round(seconds, 2),
+        prepared=answer.prepared,
+        half=entry.half,
+        weight=entry.weight,
         impossible=impossible(entry.stages, dict(entry.impossible), layout),
     )
 

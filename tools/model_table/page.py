@@ -16,6 +16,7 @@ _SIGNS: Mapping[Verdict, str] = {
     "NOT the same step": "**≠**",
     "crash": "**!**",
     "time limit": "**∞**",
+    "not made": "?",
 }
 _IMPOSSIBLE = " "
 _HEADS = {"en": ("model", "kind", "works"), "zh": ("模型", "种类", "可用")}

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-Verdict = Literal["same step", "refused", "NOT the same step", "crash", "time limit"]
+Verdict = Literal["same step", "refused", "NOT the same step", "crash", "time limit", "not made"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,10 @@ class Result:
     reason: str = ""  # why it is not the same step
     difference: float | None = None  # the largest relative one
     seconds: float = 0.0
+    prepared: float = 0.0  # seconds from the task to the end of its checks, before any step
     impossible: str | None = None  # why no such layout can exist for this model
+    half: str = "chosen"  # the part of the table: chosen, drawn or library
+    weight: float = 1.0  # how many types the model stands for
 
     @property
     def pair(self) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
-from model_table.entry import HELD_OUT, task_of
+from model_table.entry import HELD_OUT, NotMadeError, task_of
 from model_table.zoo import entries
 from samestep import AdamW, Recipe, environment
 from samestep.api import check_job
@@ -38,10 +39,11 @@ class Known:
 class Answer:
     """What a rank, or the process of the reference, came to."""
 
-    kind: Literal["known", "same", "different", "refused", "crash"]
+    kind: Literal["known", "same", "different", "refused", "crash", "not made"]
     text: str = ""
     refused: Mapping[str, str] = field(default_factory=dict)  # layouts refused before any rank starts, and why
     difference: float | None = None
+    prepared: float = 0.0  # seconds of the checks before any step
     alike: bool = True  # whether every rank answers so by itself
 
 
@@ -50,10 +52,12 @@ def take_reference(name: str, layouts: Sequence[str], steps: int, folder: Path, 
     _begin(output)
     try:
         task = task_of(entries()[name])
+        began = time.monotonic()
         job = _job(task)
         check_job(job)
         job = proof_job(job)
         check_contract(job, task)
+        prepared = time.monotonic() - began
         refused: dict[str, str] = {}
         for layout in layouts:
             try:
@@ -63,7 +67,9 @@ def take_reference(name: str, layouts: Sequence[str], steps: int, folder: Path, 
         known = reference(job, task, steps, folder, held_out=HELD_OUT)
         # By a file: the pipes of multiprocessing send tensors as shared memory of a process that soon ends.
         (folder / KNOWN).write_bytes(pickle.dumps(Known(job=job, reference=known)))
-        answer = Answer(kind="known", refused=refused)
+        answer = Answer(kind="known", refused=refused, prepared=round(prepared, 2))
+    except NotMadeError as error:
+        answer = Answer(kind="not made", text=str(error))
     except UserError as error:
         answer = Answer(kind="refused", text=str(error))
     except BaseException:
