@@ -27,7 +27,8 @@ def main() -> None:
     chosen = [
         entry
         for entry in entries().values()
-        if (not options.models or entry.name in options.models) and (not options.kinds or entry.kind in options.kinds)
+        if (not options.models or entry.name in options.models)
+        and (not options.kinds or entry.kind in options.kinds)
         and (not options.halves or entry.half in options.halves)
     ]
     known = result.read(options.json) if options.resume and options.json is not None else {}
@@ -44,7 +45,9 @@ def _options() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=list(entries()), default=[], metavar="MODEL")
     parser.add_argument("--kinds", nargs="*", choices=sorted({e.kind for e in entries().values()}), default=[])
-    parser.add_argument("--halves", nargs="*", choices=get_args(Half), default=[], help="the table's parts (default: all)")
+    parser.add_argument(
+        "--halves", nargs="*", choices=get_args(Half), default=[], help="the table's parts (default: all)"
+    )
     parser.add_argument("--layouts", help='a list, such as "dp2, fsdp2 tp2" (default: those of the table)')
     parser.add_argument("--steps", type=int, default=3, help="steps that are compared (default: 3)")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds that a pair may take (default: 90)")

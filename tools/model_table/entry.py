@@ -90,7 +90,7 @@ class OwnTaskOfPairs(OwnTask):
 
     def scores(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor]:
         """The likeness of the two sides, which is a sample's own."""
-        left, right = output
+        left, right = output[:2]
         return (left * right).sum().detach().double().reshape(1, 1), torch.tensor([[len(left)]])
 
 

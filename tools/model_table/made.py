@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from model_table.entry import Row, numbers, words
-from model_table.tiny import SPECIAL, VOCABULARY
+from model_table.tiny import SPECIAL, VOCABULARY, WIDTH, number_in
 
 CLASSES = 3
 _TRIED = 3  # rows
@@ -32,6 +32,7 @@ class Style:
     image: Sequence[int] = ()  # shape of a row's images, or of its patches
     grid: int = 0  # patches along an image's side, where they come in a row
     sound: Sequence[int] = ()  # shape of a row's sound
+    frames: int = 0  # of its sound
     media: int = 0  # placeholders in a text for its image or sound
     token: int = 0  # the placeholder
     series: Sequence[int] = ()  # shape of the past of a time series
@@ -47,7 +48,9 @@ def collate(rows: list[Row]) -> Mapping[str, Any]:
     collated: dict[str, Any] = {}
     for name in rows[0]:
         values = [row[name] for row in rows]
-        if isinstance(values[0], (Mapping, list)):
+        if isinstance(values[0], bool):
+            collated[name] = values[0]
+        elif isinstance(values[0], (Mapping, list)) or (name == "mask_labels" or name == "class_labels"):
             collated[name] = values
         elif name in _PADDED and values[0].ndim == 1:
             collated[name] = nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=_PADDED[name])
@@ -60,8 +63,16 @@ def collate(rows: list[Row]) -> Mapping[str, Any]:
     return collated
 
 
-_PADDED = {"input_ids": 0, "attention_mask": 0, "labels": -100, "token_type_ids": 0, "mm_token_type_ids": 0}
-_JOINED = ("pixel_values",)
+_PADDED = {
+    "input_ids": 0,
+    "qformer_input_ids": 0,
+    "qformer_attention_mask": 0,
+    "attention_mask": 0,
+    "labels": -100,
+    "token_type_ids": 0,
+    "mm_token_type_ids": 0,
+}
+_JOINED = ("pixel_values", "image_grid_thw")
 
 
 def _text(style: Style, index: int) -> Tensor:
@@ -82,10 +93,18 @@ def _words(style: Style, index: int) -> Tensor:
     return _text(style, index)
 
 
+def _mask(style: Style, index: int) -> Tensor:
+    """Of a text, or of a sound without one. [tokens] or [frames]"""
+    return torch.ones_like(_words(style, index)) if "input_ids" in style.names else torch.ones(style.frames).long()
+
+
 def _labels(style: Style, index: int) -> Any:
     """The labels of a head, by the registry that it stands in."""
     text = _text(style, index)
-    if style.registry in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "VISUAL_QUESTION_ANSWERING") or style.media:
+    if (
+        style.registry in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "VISUAL_QUESTION_ANSWERING")
+        or style.media
+    ):
         return torch.where(text == style.token, -100, text) if style.media else text
     if style.registry == "MASKED_LM":
         return torch.where(torch.arange(len(text)) % 3 == index % 2, text, -100)
@@ -129,9 +148,13 @@ def _size(style: Style, index: int) -> Tensor:
 
 MAKERS: Mapping[str, Callable[[Style, int], Any]] = {
     "input_ids": _words,
-    "attention_mask": lambda style, index: torch.ones_like(_words(style, index)),
-    "bbox": lambda style, index: torch.stack([words(index + k, len(_text(style, index)), 40, 0) + 40 * (k > 1) for k in range(4)], -1),
-    "token_type_ids": lambda style, index: (_words(style, index) == style.token).long() if style.media else torch.zeros_like(_words(style, index)),
+    "attention_mask": _mask,
+    "bbox": lambda style, index: torch.stack(
+        [words(index + k, len(_text(style, index)), 40, 0) + 40 * (k > 1) for k in range(4)], -1
+    ),
+    "token_type_ids": lambda style, index: (
+        (_words(style, index) == style.token).long() if style.media else torch.zeros_like(_words(style, index))
+    ),
     "mm_token_type_ids": lambda style, index: (_words(style, index) == style.token).long(),
     "labels": _labels,
     "start_positions": lambda style, index: torch.tensor(1 + index % 3),
@@ -149,22 +172,27 @@ MAKERS: Mapping[str, Callable[[Style, int], Any]] = {
     "class_labels": lambda style, index: words(index, 2, style.labels, 0),
     "input_values": lambda style, index: numbers(index, *style.sound),
     "input_features": lambda style, index: numbers(index, *style.sound),
+    "input_features_mask": lambda style, index: torch.ones(style.frames, dtype=torch.long),
     "past_values": lambda style, index: numbers(index, *style.series),
     "future_values": lambda style, index: numbers(index + 500, style.future, *style.series[1:]),
-    "target_values": lambda style, index: torch.tensor(index % style.labels) if style.registry.endswith("CLASSIFICATION") else numbers(index + 500, style.labels),
+    "target_values": lambda style, index: (
+        torch.tensor(index % style.labels)
+        if style.registry.endswith("CLASSIFICATION")
+        else numbers(index + 500, style.labels)
+    ),
     "return_loss": lambda style, index: True,
 }
 
 
 def fitting(model: nn.Module, registry: str) -> Style:
     """The first of the styles for which a model's forward gives a finite loss. Raises ValueError with what it says."""
-    first: Exception | None = None
+    said: list[str] = []
     for style in styles(model, registry):
         for _ in range(3):  # the second and third with the number of placeholders that the first was told
             try:
                 loss = _loss(model, style)
             except Exception as error:
-                first = first or error
+                said.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
                 media = _told(str(error), style)
                 if media is None:
                     break
@@ -172,10 +200,10 @@ def fitting(model: nn.Module, registry: str) -> Style:
                 continue
             if loss is not None and math.isfinite(loss):
                 return style
-            first = first or ValueError("it gives no loss" if loss is None else f"it gives a loss of {loss}")
+            said.append("it gives no loss" if loss is None else f"it gives a loss of {loss}")
             break
-    text = " ".join(str(first).split())[:200]
-    raise ValueError(f"{type(model).__name__} takes none of the rows that were made ({type(first).__name__}: {text})")
+    reasons = "; ".join(dict.fromkeys(said))
+    raise ValueError(f"{type(model).__name__} takes none of the rows that were made ({reasons})")
 
 
 def _loss(model: nn.Module, style: Style) -> float | None:
@@ -192,6 +220,8 @@ def _told(message: str, style: Style) -> int | None:
     if not style.media or told is None or int(told[1]) % _TRIED or int(told[2]) % _TRIED:
         return None
     media = int(told[2]) // _TRIED
+    if media >= 16 * WIDTH and media % WIDTH == 0:
+        media //= WIDTH  # some tell the number of all features' values
     return media if media not in (0, style.media) else None
 
 
@@ -231,7 +261,7 @@ def _offered(config: PretrainedConfig, registry: str, accepted: Mapping[str, Any
         yield from _of_sounds(config, plain, accepted)
     elif registry in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "VISUAL_QUESTION_ANSWERING"):
         yield from _of_texts_with_images(config, plain, accepted)
-    elif registry in _TEXTS or registry in _ONE_STYLE or "pixel_values" not in accepted:
+    elif registry in _TEXTS or registry in _ONE_STYLE or not {"pixel_values", "pixel_values_videos"} & {*accepted}:
         yield plain
     else:
         labels = _VISION_LABELS.get(registry, ("labels",))
@@ -239,36 +269,45 @@ def _offered(config: PretrainedConfig, registry: str, accepted: Mapping[str, Any
 
 
 def _of_images(config: PretrainedConfig, plain: Style) -> Iterator[Style]:
-    channels, side = _in(config, "num_channels") or 3, image_side(config)
-    if frames := _in(config, "num_frames"):
-        yield replace(plain, image=(frames, channels, side, side))
-    patch = _in(config, "patch_size") or 16
+    channels, side = number_in(config, "num_channels") or 3, image_side(config)
+    frames = number_in(config, "num_frames")
+    if frames or plain.registry == "VIDEO_CLASSIFICATION":
+        yield replace(plain, image=(frames or 4, channels, side, side))
+    patch = number_in(config, "patch_size") or 16
     yield replace(plain, image=(channels, side, side), grid=side // patch)
     yield replace(plain, image=(channels, 224, 224), grid=224 // patch)
 
 
 def _of_sounds(config: PretrainedConfig, plain: Style, accepted: Mapping[str, Any]) -> Iterator[Style]:
-    bins = next(filter(None, (_in(config, name) for name in _BINS)), 80)
-    names: Sequence[str] = ("input_features", "labels") if "input_features" in accepted else ("input_values", "labels")
-    token = _in(config, "audio_token_id") or _in(config, "audio_token_index") or 0
-    if token:
-        names = ("input_ids", "attention_mask", *names)
-    frames = 2 * (_in(config, "max_source_positions") or 64)
-    lengths = [(bins, frames), (frames, bins), (frames, 2 * bins)] if "input_features" in names else [(3200,), (1, 3200)]
-    for sound, media in product(lengths, (8, 0) if token else (0,)):
-        yield replace(plain, names=names, sound=sound, media=media, token=token)
+    token = number_in(config, "audio_token_id") or number_in(config, "audio_token_index") or 0
+    texts = ("input_ids", "attention_mask") if token else ()
+    if "input_features" in accepted:
+        frames = 2 * (number_in(config, "max_source_positions") or 64)
+        bins = dict.fromkeys(filter(None, (number_in(config, name) for name in _BINS))) or {80: None}
+        shapes = [shape for n in bins for shape in ((n, frames), (frames, n), (frames, 2 * n), (frames, 4 * n))]
+        masks: Sequence[Sequence[str]] = (("input_features_mask",), ("attention_mask",))
+        of_sound = "input_features"
+    else:
+        frames, shapes, masks, of_sound = 3200, [(3200,), (1, 3200)], ((), ("attention_mask",)), "input_values"
+    for mask, sound, media in product(masks, shapes, (8, 0) if token else (0,)):
+        names = tuple(dict.fromkeys((*texts, of_sound, *mask, "labels")))
+        yield replace(plain, names=names, sound=sound, frames=frames, media=media, token=token)
 
 
 _BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "feature_projection_input_dim", "input_dim")
 
 
 def _of_texts_with_images(config: PretrainedConfig, plain: Style, accepted: Mapping[str, Any]) -> Iterator[Style]:
-    token = _in(config, "image_token_id") or _in(config, "image_token_index") or 0
-    side, channels, patch = image_side(config), _in(config, "num_channels") or _in(config, "in_channels") or 3, _in(config, "patch_size") or 16
+    token = number_in(config, "image_token_id") or number_in(config, "image_token_index") or 0
+    side, channels, patch = (
+        image_side(config),
+        number_in(config, "num_channels") or number_in(config, "in_channels") or 3,
+        number_in(config, "patch_size") or 16,
+    )
     names = (*_TEXT, "pixel_values", "labels")
     shapes: list[tuple[int, ...]] = [(channels, side, side), (1, channels, side, side), (2, channels, side, side)]
     if "image_grid_thw" in accepted:
-        depth = _in(config, "temporal_patch_size") or 1
+        depth = number_in(config, "temporal_patch_size") or 1
         yield replace(
             plain,
             names=(*names, "image_grid_thw", "mm_token_type_ids"),
@@ -277,30 +316,24 @@ def _of_texts_with_images(config: PretrainedConfig, plain: Style, accepted: Mapp
             media=4,
             token=token,
         )
-    extras: list[Sequence[str]] = [(), ("image_sizes",), ("token_type_ids",), ("qformer_input_ids", "qformer_attention_mask")]
+    extras: list[Sequence[str]] = [
+        (),
+        ("image_sizes",),
+        ("token_type_ids",),
+        ("qformer_input_ids", "qformer_attention_mask"),
+    ]
     for shape, extra, media in product(shapes, extras, (4, 0)):
         yield replace(plain, names=(*names, *extra), image=shape, media=media if token else 0, token=token)
 
 
 def _of_series(config: PretrainedConfig, plain: Style) -> Iterator[Style]:
-    length, channels = _in(config, "context_length") or 32, _in(config, "num_input_channels") or 1
-    future = _in(config, "prediction_length") or _in(config, "horizon_length") or 8
+    length, channels = number_in(config, "context_length") or 32, number_in(config, "num_input_channels") or 1
+    future = number_in(config, "prediction_length") or number_in(config, "horizon_length") or 8
     for shape in ((length, channels), (length,)):
         for target in ("target_values", "future_values"):
             yield replace(plain, names=("past_values", target), series=shape, future=future)
 
 
 def image_side(config: PretrainedConfig) -> int:
-    size = _in(config, "image_size") or _in(config, "img_size")
+    size = number_in(config, "image_size") or number_in(config, "img_size")
     return size or 64
-
-
-def _in(config: PretrainedConfig, name: str) -> int | None:
-    """A number of a configuration or of the first of its parts that has it; of a pair the first."""
-    value = vars(config).get(name)
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
-        value = value[0]
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    parts = [part for part in vars(config).values() if isinstance(part, PretrainedConfig)]
-    return next(filter(None, (_in(part, name) for part in parts)), None)

@@ -68,7 +68,7 @@ class Graph(nn.Module):
         return self.head(sums).squeeze(1)
 
 
-def _graph(index: int) -> Row:
+def graph(index: int) -> Row:
     """A ring of 4 to 7 nodes."""
     count = 4 + index % 4
     ring = torch.arange(count)
@@ -76,7 +76,7 @@ def _graph(index: int) -> Row:
     return {"nodes": numbers(index, count, 5), "edges": edges, "target": float(count)}
 
 
-def _graphs(rows: list[Row]) -> dict[str, Any]:
+def graphs(rows: list[Row]) -> dict[str, Any]:
     """Graphs as one graph whose parts don't touch; `empty` is a row a graph, so that their number is known."""
     counts = torch.tensor([len(row["nodes"]) for row in rows])
     starts = counts.cumsum(0) - counts
@@ -160,7 +160,7 @@ def entries() -> list[Entry]:
         Entry(
             name="recommender", kind="recommender", model=Recommender, row=_clicked, loss=_clicks, stages=4, **vectors
         ),
-        Entry(name="graph", kind="graph", model=Graph, row=_graph, collate=_graphs, loss=_numbers, impossible=nodes),
+        Entry(name="graph", kind="graph", model=Graph, row=graph, collate=graphs, loss=_numbers, impossible=nodes),
         Entry(name="two-towers", kind="two towers", model=Towers, row=_pair, loss=_clicks, **vectors),
         Entry(name="contrast", kind="contrastive", model=Contrast, row=_pair, loss=_in_batch, **vectors),
         Entry(

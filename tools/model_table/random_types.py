@@ -1,11 +1,14 @@
 """Entries of the types that were drawn from transformers' registries."""
 
-from functools import cache, partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from model_table.drawing import Drawn, drawn
@@ -21,60 +24,82 @@ def entries() -> list[Entry]:
 
 
 def entry(each: Drawn) -> Entry:
-    """An entry that builds its model and finds its rows when it is used."""
-    rows = _Rows(each)
+    """An entry that finds its configuration and rows when it is used."""
     return Entry(
         name=each.type,
         kind=each.stratum,
-        model=partial(build, each),
-        row=rows.row,
+        model=_Model(each),
+        row=_Row(each),
         collate=collate,
         half="drawn",
         weight=each.stands_for,
     )
 
 
-class _Rows:
-    """Rows of a type, whose style is found at the first."""
+@dataclass(frozen=True)
+class _Row:
+    drawn: Drawn
 
-    def __init__(self, each: Drawn) -> None:
-        self._drawn = each
+    def __call__(self, index: int) -> Row:
+        return made(self.drawn).style.row(index)
 
-    def row(self, index: int) -> Row:
-        return style_of(self._drawn).row(index)
+
+@dataclass(frozen=True)
+class _Model:
+    """Builds a type's model. What is sent to the ranks is the configuration, which they needn't find again."""
+
+    drawn: Drawn
+
+    def __call__(self) -> nn.Module:
+        return made(self.drawn).model()
+
+    def __reduce__(self) -> tuple[Callable[[], nn.Module], tuple[()]] | tuple[Any, ...]:
+        return _Built, (self.drawn.head, made(self.drawn).config)
+
+
+@dataclass(frozen=True)
+class _Built:
+    head: str
+    config: PretrainedConfig
+
+    def __call__(self) -> nn.Module:
+        return getattr(transformers, self.head)(self.config)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A type as it is trained here."""
+
+    model: _Built
+    style: Style
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.model.config
 
 
 @cache
-def style_of(each: Drawn) -> Style:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        try:
-            return fitting(build(each), each.registry)
-        except ValueError as error:
-            raise NotMadeError(str(error)) from error
-
-
-def build(each: Drawn) -> nn.Module:
-    """A tiny model of a type, with the first sizes that it can be built with."""
+def made(each: Drawn) -> Made:
+    """The first configuration of a type with which it can be built and takes rows. Raises NotMadeError for none."""
     head: Any = getattr(transformers, each.head)
-    return head(configuration(each))
-
-
-@cache
-def configuration(each: Drawn) -> Any:
-    head: Any = getattr(transformers, each.head)
-    kind = head.config_class or getattr(transformers, CONFIG_MAPPING_NAMES[each.type])
-    others = {"is_decoder": each.registry == "CAUSAL_LM", "num_labels": 3, "use_cache": False}
-    first: Exception | None = None
+    said: list[str] = []
     for sizes in SIZES:
         try:
-            config = tiny(kind, sizes, **others)
-            with torch.random.fork_rng(devices=[]), torch.device("meta"):
-                model = head(config)
-            if sum(parameter.numel() for parameter in model.parameters()) < _LARGEST:
-                return config
-            first = first or ValueError("its smallest configuration is too large")
+            config = _configuration(each, head, sizes)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                return Made(_Built(each.head, config), fitting(head(config), each.registry))
         except Exception as error:
-            first = first or error
-    text = " ".join(str(first).split())[:200]
-    raise NotMadeError(f"{each.head} can't be built tiny ({type(first).__name__}: {text})")
+            said.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    raise NotMadeError("; ".join(dict.fromkeys(said)))
+
+
+def _configuration(each: Drawn, head: Any, sizes: Any) -> PretrainedConfig:
+    kind = head.config_class or getattr(transformers, CONFIG_MAPPING_NAMES[each.type])
+    others = {"is_decoder": each.registry == "CAUSAL_LM", "num_labels": 3, "use_cache": False}
+    config = tiny(kind, sizes, **others)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = head(config)
+    if sum(parameter.numel() for parameter in model.parameters()) > _LARGEST:
+        raise ValueError("its smallest configuration is too large")
+    return config

@@ -15,6 +15,7 @@ VOCABULARY, SPECIAL = 103, 30  # the last tokens are left to those with a meanin
 WIDTH, HEADS, HEAD_WIDTH, LAYERS, INNER, EXPERTS = 64, 4, 16, 4, 96, 4
 LENGTH = 64  # positions
 _FIRST_STAGE, _CHANNELS = 16, 128  # of the first and the last stage of a net in stages
+_NARROW = 400  # channels of nets that stay as wide as they are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,10 @@ class Sizes:
     experts_unset: bool = False  # whether numbers of experts are given where the default has none
     head_unset: bool = True  # likewise the width of a head
     stages: bool = True  # whether nets in stages are narrower too
+    images: bool = True  # whether images are smaller too
     layers: int = LAYERS
+    width: int = WIDTH
+    head_width: int = HEAD_WIDTH
 
 
 # The first with which a type can be built is taken.
@@ -36,9 +40,11 @@ SIZES = (
     Sizes(head_unset=False),
     Sizes(key_value_heads=HEADS, head_unset=False),
     Sizes(stages=False),
+    Sizes(images=False),
+    Sizes(stages=False, images=False),
     Sizes(layers=6),
+    Sizes(width=256, head_width=64),
 )
-_UNSET = {"head_dim": HEAD_WIDTH}
 _EXPERTS_UNSET = {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
@@ -46,33 +52,62 @@ def tiny(kind: type[PretrainedConfig], sizes: Sizes = SIZES[0], **others: Any) -
     """A configuration of a class with everything small. Random draws other than dropout are switched off."""
     default = kind()
     taken = {name: value for name, value in others.items() if name in vars(default)}
-    return kind(**{**_values(default, _scale(default) if sizes.stages else 1, sizes), **taken})
+    if vars(default).get("is_encoder_decoder") and vars(default).get("decoder_start_token_id") is None:
+        taken["decoder_start_token_id"] = _USUAL["eos_token_id"]
+    return kind(**{**_values(default, _Whole.of(default, sizes), sizes), **taken})
 
 
-def _values(default: PretrainedConfig, scale: int, sizes: Sizes) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """What all parts of a configuration have in common."""
+
+    scale: int  # by how much the channels of a net in stages are divided
+    patch: int | None  # side of an image's patches
+
+    @classmethod
+    def of(cls, default: PretrainedConfig, sizes: Sizes) -> "_Whole":
+        largest = max(_widths(default), default=0)
+        scale = largest // _CHANNELS if sizes.stages and largest > _NARROW else 1
+        return cls(scale=scale, patch=number_in(default, "patch_size") if sizes.images else None)
+
+    def side(self, given: int) -> int:
+        """Of an image: a few patches."""
+        patch = self.patch or 16
+        return min(given, patch * max(4, 64 // patch))
+
+
+def _values(default: PretrainedConfig, whole: _Whole, sizes: Sizes) -> dict[str, Any]:
     """What a class is given in the place of a default configuration's values."""
     values = {name: value for name, value in vars(default).items() if not name.startswith("_")}
-    given = {name: _value(name, value, values, scale, sizes) for name, value in values.items()}
+    given = {name: _value(name, value, values, whole, sizes) for name, value in values.items()}
     changed = {name: value for name, value in given.items() if value != values[name]}
     return changed | _tokens(values)
 
 
-def _value(name: str, value: Any, values: Mapping[str, Any], scale: int, sizes: Sizes) -> Any:
+def _value(name: str, value: Any, values: Mapping[str, Any], whole: _Whole, sizes: Sizes) -> Any:
     if isinstance(value, PretrainedConfig):
-        return type(value)(**_values(value, scale, sizes))
+        return type(value)(**_values(value, whole, sizes))
     if value is None:
         return _unset(name, sizes)
     if _RANDOM.search(name) and isinstance(value, (bool, float)):
         return type(value)(0)
     if isinstance(value, bool) or _TOKEN.search(name):
         return value
+    if isinstance(value, float) and _COEFFICIENT.search(name):
+        return min(value, 1.0)
+    if _SIDE.search(name) and sizes.images:
+        return _sides(value, whole)
+    if isinstance(value, dict) and "mrope_section" in value:
+        return {**value, "mrope_section": _sections(value["mrope_section"], sizes.head_width // 2)}
     if isinstance(value, int):
         in_stages = isinstance(values.get("depths"), (list, tuple)) and name == "embed_dim"
         return _FIRST_STAGE if in_stages else _number(name, value, sizes)
     if isinstance(value, (list, tuple)) and value:
         if len(value) == _layers(values) > sizes.layers:
             return _of_layers(name, value, sizes)
-        return _several(name, value, scale, sizes)
+        if _LISTS_OF_LAYERS.search(name):
+            return _indices(value, values, sizes)
+        return _several(name, value, whole, sizes)
     return value
 
 
@@ -91,19 +126,27 @@ def _at_most(value: int) -> Number:
     return lambda given, sizes: min(given, value)
 
 
+def _width(given: int, sizes: Sizes) -> int:
+    return sizes.width
+
+
+def _head_width(given: int, sizes: Sizes) -> int:
+    return sizes.head_width
+
+
 _LAYERS = r"layers$|^n_layer$|^depth$|resampler_depth|num_res_blocks"
 # The first pattern that a name has decides. What none has stays, and so do 0 and 1, which are switches.
 _NUMBERS: Sequence[tuple[str, Number]] = (
     (r"^(type|task_type|segment|language)_vocab_size|^n_langs$|^max_2d|mel|num_labels|max_pos_emb|query_dim", _same),
     (r"codebook_size|^codevectors", _to(64)),  # some ask for a power of two
     (r"vocab_size|^num_embeddings$|group_vocab$", _to(VOCABULARY)),
-    (r"d_ssm$", _to(2 * WIDTH)),
+    (r"d_ssm$", lambda given, sizes: 2 * sizes.width),
     (r"linear_num_key_heads", _to(2)),
     (r"key_value_heads|kv_heads|kv_n_heads", lambda given, sizes: sizes.key_value_heads),
     (r"mamba_(n|num)_heads|n_mamba_heads", _to(8)),
     (r"rope_head_dim|^rotary_dim$", _to(8)),
-    (r"^qk_head_dim$", _to(HEAD_WIDTH + 8)),
-    (r"head_dim|dim_head|d_head$|^d_kv$|head_size$|key_dim|^kv_channels$|query_pre_attn_scalar", _to(HEAD_WIDTH)),
+    (r"^qk_head_dim$", lambda given, sizes: sizes.head_width + 8),
+    (r"head_dim|dim_head|d_head$|^d_kv$|head_size$|key_dim|^kv_channels$|query_pre_attn_scalar", _head_width),
     (r"lora_rank|lowrank|laurel_rank|norm_rank", _to(16)),
     (r"experts_per|top_?k$|^moe_k$", _at_most(2)),
     (r"topk_group", _to(1)),
@@ -116,22 +159,36 @@ _NUMBERS: Sequence[tuple[str, Number]] = (
     (r"^(encoder|decoder)_layers$|num_decoder_layers|lstm_layers", _at_most(2)),
     (_LAYERS, lambda given, sizes: min(given, sizes.layers)),
     (r"moe_\w*intermediate|share_expert_dim|expert_intermediate", _to(48)),
-    (r"intermediate|ffn_dim|^d_ff$|^dff$|^dim_ff$|mlp_dim|ffn_hidden|^d_inner$|feed_?forward|linear_units", _to(INNER)),
-    (r"input_feat_size|feature_size|input_channels|num_channels|^in_channels$|frame_size|num_input|^input_dim", _same),
-    (r"num_filters|output_dim$|feature_projection_input_dim", _same),
+    (
+        r"intermediate|ffn_dim|^d_ff$|^dff$|^dim_ff$|mlp_dim|ffn_hidden|^d_inner$|feed_?forward|linear_units",
+        _to(INNER),
+    ),
+    (
+        r"input_feat_size|feature_size|input_channels|num_channels|^in_channels$|frame_size|num_input|^input_dim",
+        _same,
+    ),
+    (r"output_dim$|feature_projection_input_dim", _same),
     (r"position|^n_ctx$|max_seq_len|max_length|^seq_len$|max_target|max_source", _at_most(LENGTH)),
-    (r"image_seq|num_image_tokens|tokens_per_image|num_queries|num_query_tokens|latents$|latent_query", _at_most(9)),
+    (r"image_seq|num_image_tokens|tokens_per_image", lambda given, sizes: min(given, 16) if sizes.images else given),
+    (r"num_queries|num_query_tokens|latents$|latent_query", _at_most(9)),
     (r"image_size|img_size|^input_size$|resolution|crop_size|spec_size", _same),
+    (r"n(um)?_filters", _at_most(8)),
     (r"patch_|patch$|merge|kernel|stride|window|scale|factor|rate|sampling|chunk|conv_|bins|buckets", _same),
     (r"frames|block_size|mult$|groups|pool|ratio", _same),
     (r"coordinate_size|shape_size", _to(8)),
     (r"state_size|d_state", _at_most(16)),
-    (r"hidden|d_model|n_embd|embed|emb_dim|width|channels|proj|_dim$|^dim$|units|_size$|filters|pos_feats", _to(WIDTH)),
+    (r"hidden|d_model|n_embd|embed|emb_dim|width|channels|proj|_dim$|^dim$|units|_size$|filters|pos_feats", _width),
 )
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_COEFFICIENT = re.compile(r"^(width|depth)_(coefficient|multiplier|factor|mult)$")
+_SIDE = re.compile(r"^(image|img|input|crop|spec|pretrain_image)_size$|resolution$")
 _TOKEN = re.compile(r"^(bos|eos|pad|unk|mask|sep|cls)_\w*id$|token_(id|index)$|_(token|bos|eos|pad)_(id|idx|index)$")
-_RANDOM = re.compile(r"layerdrop|drop_path|stochastic_depth|mask_time_prob|mask_feature_prob|apply_spec_augment|jitter")
-_LISTS_OF_DEPTHS = re.compile(r"^depths?$|block_repeats|blocks_per_stage|num_blocks|_of_layers$|block_sizes|attn_blocks")
+_RANDOM = re.compile(
+    r"layerdrop|drop_path|stochastic_depth|mask_time_prob|mask_feature_prob|apply_spec_augment|jitter"
+)
+_LISTS_OF_DEPTHS = re.compile(
+    r"^depths?$|block_repeats|blocks_per_stage|num_blocks|_of_layers$|block_sizes|attn_blocks"
+)
 _LISTS_OF_WIDTHS = re.compile(r"hidden_sizes|embed_dim|channels|conv_dim|tdnn_dim|feature_dims|_unit_dims")
 _LISTS_OF_LAYERS = re.compile(r"ind(exes|ices)$|hook_ids|feature_layer|target_layers?|extract_layers")
 
@@ -145,7 +202,9 @@ def _number(name: str, value: int, sizes: Sizes) -> int:
 
 def _unset(name: str, sizes: Sizes) -> Any:
     """What is given where the default configuration leaves a number to the rest of it."""
-    unset = (_UNSET if sizes.head_unset else {}) | (_EXPERTS_UNSET if sizes.experts_unset else {})
+    unset = ({"head_dim": sizes.head_width} if sizes.head_unset else {}) | (
+        _EXPERTS_UNSET if sizes.experts_unset else {}
+    )
     return unset.get(name)
 
 
@@ -162,7 +221,22 @@ def _of_layers(name: str, values: Sequence[Any], sizes: Sizes) -> Sequence[Any]:
     return type(values)(_number(name, values[index], sizes) if whole else values[index] for index in kept)
 
 
-def _several(name: str, values: Sequence[Any], scale: int, sizes: Sizes) -> Sequence[Any]:
+def _indices(given: Sequence[Any], values: Mapping[str, Any], sizes: Sizes) -> Sequence[Any]:
+    """Numbers of layers whose outputs are used: of as many of the layers that are left. Those of stages stay."""
+    layers = [each for each in given if isinstance(each, int)]
+    if (
+        len(layers) < len(given)
+        or "depths" in values
+        or max(layers) < sizes.layers
+        or _layers(values) <= sizes.layers
+    ):
+        return given
+    count = min(sizes.layers, len(layers))
+    last = sizes.layers if max(layers) == _layers(values) else sizes.layers - 1  # some count the embeddings as one
+    return type(given)(range(last + 1 - count, last + 1))
+
+
+def _several(name: str, values: Sequence[Any], whole: _Whole, sizes: Sizes) -> Sequence[Any]:
     """A list of whole numbers as a tiny configuration has it; another one as it is."""
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         return values
@@ -173,15 +247,35 @@ def _several(name: str, values: Sequence[Any], scale: int, sizes: Sizes) -> Sequ
         ranks = sorted({*values})
         return kind(2 ** (1 + ranks.index(value)) for value in values)
     if _LISTS_OF_WIDTHS.search(name):
-        return kind(value if value < 4 else max(4, value // scale) for value in values)
-    if _LISTS_OF_LAYERS.search(name) and max(values) >= sizes.layers:
-        return kind(range(sizes.layers - min(sizes.layers, len(values)), sizes.layers))
+        return kind(value if value < 4 else max(4, value // whole.scale) for value in values)
     return values
 
 
-def _scale(default: PretrainedConfig) -> int:
-    """By how much the channels of a net in stages are divided, the same in all of a configuration's parts."""
-    return max(1, max(_widths(default), default=0) // _CHANNELS)
+def _sides(value: Any, whole: _Whole) -> Any:
+    if isinstance(value, int):
+        return whole.side(value) if value > 1 else value
+    whole_numbers = isinstance(value, (list, tuple)) and all(isinstance(each, int) for each in value)
+    return type(value)(whole.side(each) for each in value) if whole_numbers else value
+
+
+def _sections(value: Sequence[int], half: int) -> list[int]:
+    """The parts of half a head's width that turn by time, height and width, as many times smaller."""
+    total = sum(value)
+    parts = [each * half // total for each in value]
+    for index in range(half - sum(parts)):
+        parts[index] += 1
+    return parts
+
+
+def number_in(config: PretrainedConfig, name: str) -> int | None:
+    """A number of a configuration or of the first of its parts that has it; of a pair the first."""
+    value = vars(config).get(name)
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
+        value = value[0]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    parts = [part for part in vars(config).values() if isinstance(part, PretrainedConfig)]
+    return next(filter(None, (number_in(part, name) for part in parts)), None)
 
 
 def _widths(config: PretrainedConfig) -> Iterator[int]:

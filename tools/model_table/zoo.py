@@ -5,7 +5,7 @@ from importlib import import_module
 
 from model_table.entry import Entry
 
-_FILES = ("decoders", "encoders", "vision", "own_sequences", "own_images", "own_others", "random_types")
+_FILES = ("decoders", "encoders", "vision", "own_sequences", "own_images", "own_others", "random_types", "libraries")
 
 
 @cache
