@@ -7,10 +7,13 @@ from pathlib import Path
 
 import models
 import pytest
-from model_table import measure, page, result
-from model_table.declared import LAYOUTS, impossible
+from model_table import measure, page, result, second_look, shares
+from model_table.declared import LAYOUTS, LAYOUTS_OF_DRAWN, impossible
+from model_table.drawing import DRAWN, KNOWN, drawn, population
+from model_table.random_types import made
 from model_table.result import Result
-from model_table.zoo import entries
+from model_table.zoo import entries, entry_of
+from torch import nn
 
 from samestep.layout import Layout
 
@@ -21,8 +24,9 @@ FILE_OF_TWO = (
 
 
 def test_there_are_forty_types_of_transformers_and_fifteen_other_models() -> None:
-    own = [entry for entry in entries().values() if entry.loss is not None]
-    assert (len(entries()) - len(own), len(own)) == (40, 17)
+    chosen = [entry for entry in entries().values() if entry.half == "chosen"]
+    own = [entry for entry in chosen if entry.loss is not None]
+    assert (len(chosen) - len(own), len(own)) == (40, 17)
     assert len({*LAYOUTS}) == 21
     assert all(Layout.parse(layout).size <= 8 for layout in LAYOUTS)
 
@@ -79,3 +83,98 @@ def test_what_is_impossible_is_declared(layout: str, reason: str | None) -> None
 def test_a_page_has_a_line_a_model_and_each_miss(language: str) -> None:
     assert "| llama | decoder | 1/2 | ✓ | – |" in page.table(FILE_OF_TWO, language)
     assert page.misses(FILE_OF_TWO, language).endswith('| 1 | – layout "tp2": a.b has 3 heads | llama |')
+
+
+def test_types_are_drawn_by_a_seed_and_stand_for_all_of_their_stratum() -> None:
+    assert drawn() == drawn.__wrapped__()
+    assert drawn(seed=1) != drawn(seed=2)
+    assert len({each.type for each in drawn()}) == DRAWN
+    assert not KNOWN & {each.type for each in drawn()}
+    for stratum, types in population().items():
+        of_stratum = [each for each in drawn() if each.stratum == stratum]
+        assert sum(each.stands_for for each in of_stratum) == pytest.approx(len(types))
+        assert all(types[each.type][each.registry] == each.head for each in of_stratum)
+
+
+@pytest.mark.parametrize("name", ["granite", "poolformer", "umt5"])
+def test_a_type_is_built_tiny_and_given_rows_without_code_of_its_own(name: str) -> None:
+    (kind,) = (each for each in drawn() if each.type == name)
+    model, style = made(kind).model(), made(kind).style
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+    entry = entries()[name]
+    assert entry.collate([entry.row(0), entry.row(1)]).keys() == set(style.names)
+    assert entry.model.__reduce__()[1] == (kind.head, made(kind).config)  # ranks needn't find it again
+
+
+def test_every_library_has_a_task_and_its_models_are_built_only_when_they_are_used() -> None:
+    of_libraries = [entry for entry in entries().values() if entry.half == "library"]
+    assert len(of_libraries) == 20
+    assert all(entry.loss is not None and "target" in entry.row(0) for entry in of_libraries)
+
+
+def of_drawn(model: str, layout: str, verdict: result.Verdict, reason: str = "", **others: object) -> Result:
+    return Result(model=model, kind="encoder", layout=layout, verdict=verdict, reason=reason, half="drawn", **others)  # pyright: ignore[reportArgumentType]
+
+
+def test_shares_are_weighted_and_their_intervals_are_of_types() -> None:
+    known = [
+        of_drawn("a", "dp2", "same step", weight=3.0),
+        of_drawn("a", "tp2", "same step", weight=3.0),
+        of_drawn("b", "dp2", "same step", weight=1.0),
+        of_drawn("b", "tp2", "refused", "no", weight=1.0),
+        of_drawn("c", "dp2", "not made", "too large", weight=9.0),
+    ]
+    share = shares.of_pairs(known)
+    assert share.value == pytest.approx((3 * 2 + 1) / (3 * 2 + 2))
+    assert (share.low, share.high) == (0.5, 1.0)  # of the draws (a, a), (a, b), (b, b)
+    assert shares.of_types(known)[:2] == (1, 2)
+    wilson = shares.wilson(8, 10)
+    # Newcombe 1998: both bounds solve (share - p)^2 = z^2 p (1 - p) / n
+    for bound in (wilson.low, wilson.high):
+        assert (0.8 - bound) ** 2 == pytest.approx(1.96**2 * bound * (1 - bound) / 10)
+
+
+def test_a_second_look_removes_the_cause_or_follows_the_advice() -> None:
+    padded = of_drawn("canine", "dp2", "refused", "padding must be masked, or all samples padded to one length")
+    split = of_drawn("canine", "tp2 sequence=split", "refused", "its tokens can't be split; use sequence=whole")
+    unknown = of_drawn("canine", "pp2", "refused", "no")
+    name = "canine@rows of one length"
+    assert second_look.pairs([padded, split, unknown]) == {name: ["dp2"]}
+    tried = {(name, "dp2"): of_drawn(name, "dp2", "same step"), ("canine", "tp2"): of_drawn("canine", "tp2", "crash")}
+    assert [second_look.verdict(each, tried) for each in (padded, split, unknown)] == [
+        "✓ rows of one length",
+        "≠ `tp2`",
+        "?",
+    ]
+
+
+def test_causes_are_removed() -> None:
+    entry = entry_of("umt5@rows of one length")
+    lengths = {tuple(len(value) for value in entry.row(index).values()) for index in range(6)}
+    assert lengths == {(7, 7, 5)}
+    model = entry_of("detector@group norm").model()
+    assert not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    assert any(isinstance(module, nn.GroupNorm) for module in model.modules())
+
+
+@pytest.mark.parametrize("language", page.PAGES)
+def test_the_pages_show_the_drawn_types(language: str) -> None:
+    known = [
+        of_drawn("granite", "dp2", "same step", prepared=1.5),
+        of_drawn("granite", "tp2", "refused", 'layout "tp2": no; use sequence=whole', prepared=1.5),
+        of_drawn("reformer", "dp2", "not made", "ValueError: <factors>"),
+    ]
+    text = page.share_of_drawn(known, language)
+    assert "**50.0 %**" in text
+    assert str(sum(map(len, population().values()))) in text
+    assert '| 1 | – layout "tp2": no; use sequence=whole | granite | ? |' in page.looked_at(known, {}, language)
+    assert "| reformer | encoder | ValueError: &lt;factors> |" in page.not_made(known, language)
+
+
+def test_the_twin_has_every_pair_of_the_page() -> None:
+    known = result.read(page.TWIN)
+    models = {each.model for each in known.values() if each.half == "drawn" and second_look.MARK not in each.model}
+    assert models == {each.type for each in drawn()}
+    for model in models:
+        assert {layout for name, layout in known if name == model} >= {*LAYOUTS_OF_DRAWN}
+    assert {each.verdict for each in known.values()} <= {"same step", "refused", "not made"}

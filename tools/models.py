@@ -1,9 +1,11 @@
 """Many kinds of models under many layouts, each held against one process in float64: the table of docs/models.md.
 
-    python tools/models.py [--kinds K ...] [--models M ...] [--layouts "dp2, tp2"] [--json FILE] [--resume] [--docs]
+    python tools/models.py [--halves H ...] [--models M ...] [--layouts "dp2, tp2"] [--json FILE] [--resume] [--docs]
 
-40 types of transformers, built tiny from a configuration, and models of other kinds. What has been measured is kept
-in the file as it comes; --resume goes on from it, and --again measures again what came to some verdicts.
+40 chosen types of transformers and models of other kinds, 60 types drawn at random from transformers' registries, and
+models of other libraries, all tiny. What has been measured is kept in the file as it comes; --resume goes on from it,
+and --again measures again what came to some verdicts. --second-look removes the stated cause of each refusal and
+tries the pair again.
 """
 
 import argparse
@@ -11,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from model_table import measure, page, result
+from model_table import measure, page, result, second_look
 from model_table.declared import LAYOUTS, LAYOUTS_OF_DRAWN
 from model_table.entry import Entry, Half
 from model_table.result import Result, Verdict
-from model_table.zoo import entries
+from model_table.zoo import entries, entry_of
 from rich.console import Console
 from rich.progress import Progress
 
@@ -36,6 +38,9 @@ def main() -> None:
     pairs = {entry.name: _layouts(entry, options) for entry in chosen}
     _measure(chosen, pairs, known, options)
     of_interest = [known[entry.name, layout] for entry in chosen for layout in pairs[entry.name]]
+    if options.second_look:
+        tried = second_look.pairs(of_interest)
+        _measure([entry_of(name) for name in tried], tried, known, options)
     print(page.summary(of_interest))
     if options.docs:
         page.write(list(_in_order(known)))
@@ -56,6 +61,7 @@ def _options() -> Any:
     parser.add_argument(
         "--again", nargs="*", choices=get_args(Verdict), default=[], help="with --resume: these verdicts again"
     )
+    parser.add_argument("--second-look", action="store_true", help="try what is refused without the stated cause")
     parser.add_argument("--docs", action="store_true", help="write docs/models.md and docs/zh/models.md")
     return parser.parse_args()
 
@@ -90,11 +96,16 @@ def _in_order(known: dict[tuple[str, str], Result]) -> list[Result]:
     """Models in the order of the table, and each one's layouts in theirs."""
     models, layouts = list(entries()), list(LAYOUTS)
 
-    def place(each: Result) -> tuple[int, int, str]:
+    def place(each: Result) -> tuple[int, str, int, str]:
         layout = layouts.index(each.layout) if each.layout in layouts else len(layouts)
-        return models.index(each.model), layout, each.layout
+        return models.index(_base(each)), each.model, layout, each.layout
 
-    return sorted((each for each in known.values() if each.model in models), key=place)
+    return sorted((each for each in known.values() if _base(each) in models), key=place)
+
+
+def _base(each: Result) -> str:
+    """The model's name without its variant."""
+    return each.model.partition(second_look.MARK)[0]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Which types of transformers the random half of the table has: drawn from transformers' own registries by a seed.
 
-A type stands in the first of the strata below in one of whose registries it has a class, so that each is counted once;
-types that share a class are one type. Which of its heads in that stratum is tried is drawn too. A stratum's share of
-the draw is its share of all types, but at least a few, and its results are weighted by how many types it stands for.
+A type stands in the first of the strata below in one of whose registries it has a class, so that each is counted
+once; types that share a class are one type. Which of its heads in that stratum is tried is drawn too. A stratum's
+share of the draw is its share of all types, but at least a few, and its results are weighted by how many types it
+stands for.
 """
 
 import random
@@ -53,11 +54,14 @@ _DECIDING: Sequence[tuple[str, Sequence[str]]] = (
 )
 
 # Types of the table's other half, for which samestep was written and mended.
-KNOWN = frozenset(
-    "llama mistral qwen2 qwen3 gemma gemma2 gemma3 gemma3_text gpt_neox opt phi phi3 stablelm cohere mixtral qwen2_moe "
-    "gpt2 gptj bloom falcon mpt mamba mamba2 rwkv bert roberta distilbert albert electra deberta-v2 t5 bart pegasus "
-    "whisper wav2vec2 vit deit beit swin convnext clip".split()
-)
+# fmt: off
+KNOWN = frozenset((
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt_neox", "opt", "phi",
+    "phi3", "stablelm", "cohere", "mixtral", "qwen2_moe", "gpt2", "gptj", "bloom", "falcon", "mpt", "mamba",
+    "mamba2", "rwkv", "bert", "roberta", "distilbert", "albert", "electra", "deberta-v2", "t5", "bart",
+    "pegasus", "whisper", "wav2vec2", "vit", "deit", "beit", "swin", "convnext", "clip",
+))
+# fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ The libraries are no dependencies of samestep: `docs/models.md` says how to inst
 model is built. Sizes are small and odd, as everywhere in the table.
 """
 
+# pyright: reportMissingImports=false
+
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,10 +44,10 @@ def _image(index: int, name: str = "x", side: int = 32) -> Row:
     return {name: numbers(index, 3, side, side), "target": torch.tensor(index % 3)}
 
 
-def _noised(index: int, name: str = "sample", side: int = 16, channels: int = 4, **others: Tensor) -> Row:
-    noise = numbers(index + 90, channels, side, side)
+def _noised(index: int, name: str = "sample", side: int = 16, **others: Any) -> Row:
+    noise = numbers(index + 90, 4, side, side)
     return {
-        name: numbers(index, channels, side, side),
+        name: numbers(index, 4, side, side),
         "timestep": words(index, 1, 900)[0],
         **others,
         "target": noise,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PreTrainedConfig
 
 from model_table.entry import Row, numbers, words
 from model_table.tiny import SPECIAL, VOCABULARY, WIDTH, number_in
@@ -185,7 +185,7 @@ MAKERS: Mapping[str, Callable[[Style, int], Any]] = {
 
 
 def fitting(model: nn.Module, registry: str) -> Style:
-    """The first of the styles for which a model's forward gives a finite loss. Raises ValueError with what it says."""
+    """The first of the styles for which a forward gives a finite loss. Raises ValueError with what it says."""
     said: list[str] = []
     for style in styles(model, registry):
         for _ in range(3):  # the second and third with the number of placeholders that the first was told
@@ -246,14 +246,14 @@ def styles(model: nn.Module, registry: str) -> Iterator[Style]:
     import inspect
 
     accepted = inspect.signature(model.forward).parameters
-    config: PretrainedConfig = model.config  # pyright: ignore[reportAssignmentType]
+    config: PreTrainedConfig = model.config  # pyright: ignore[reportAssignmentType]
     labels = int(getattr(config, "num_labels", None) or CLASSES)
     for style in _offered(config, registry, accepted):
         names = tuple(name for name in style.names if name in accepted)
         yield replace(style, names=names, labels=labels)
 
 
-def _offered(config: PretrainedConfig, registry: str, accepted: Mapping[str, Any]) -> Iterator[Style]:
+def _offered(config: PreTrainedConfig, registry: str, accepted: Mapping[str, Any]) -> Iterator[Style]:
     plain = Style(registry=registry, names=_ONE_STYLE.get(registry, (*_TEXT, "labels")))
     if registry.startswith("TIME_SERIES"):
         yield from _of_series(config, plain)
@@ -268,7 +268,7 @@ def _offered(config: PretrainedConfig, registry: str, accepted: Mapping[str, Any
         yield from _of_images(config, replace(plain, names=("pixel_values", "pixel_values_videos", *labels)))
 
 
-def _of_images(config: PretrainedConfig, plain: Style) -> Iterator[Style]:
+def _of_images(config: PreTrainedConfig, plain: Style) -> Iterator[Style]:
     channels, side = number_in(config, "num_channels") or 3, image_side(config)
     frames = number_in(config, "num_frames")
     if frames or plain.registry == "VIDEO_CLASSIFICATION":
@@ -278,7 +278,7 @@ def _of_images(config: PretrainedConfig, plain: Style) -> Iterator[Style]:
     yield replace(plain, image=(channels, 224, 224), grid=224 // patch)
 
 
-def _of_sounds(config: PretrainedConfig, plain: Style, accepted: Mapping[str, Any]) -> Iterator[Style]:
+def _of_sounds(config: PreTrainedConfig, plain: Style, accepted: Mapping[str, Any]) -> Iterator[Style]:
     token = number_in(config, "audio_token_id") or number_in(config, "audio_token_index") or 0
     texts = ("input_ids", "attention_mask") if token else ()
     if "input_features" in accepted:
@@ -297,7 +297,7 @@ def _of_sounds(config: PretrainedConfig, plain: Style, accepted: Mapping[str, An
 _BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "feature_projection_input_dim", "input_dim")
 
 
-def _of_texts_with_images(config: PretrainedConfig, plain: Style, accepted: Mapping[str, Any]) -> Iterator[Style]:
+def _of_texts_with_images(config: PreTrainedConfig, plain: Style, accepted: Mapping[str, Any]) -> Iterator[Style]:
     token = number_in(config, "image_token_id") or number_in(config, "image_token_index") or 0
     side, channels, patch = (
         image_side(config),
@@ -326,7 +326,7 @@ def _of_texts_with_images(config: PretrainedConfig, plain: Style, accepted: Mapp
         yield replace(plain, names=(*names, *extra), image=shape, media=media if token else 0, token=token)
 
 
-def _of_series(config: PretrainedConfig, plain: Style) -> Iterator[Style]:
+def _of_series(config: PreTrainedConfig, plain: Style) -> Iterator[Style]:
     length, channels = number_in(config, "context_length") or 32, number_in(config, "num_input_channels") or 1
     future = number_in(config, "prediction_length") or number_in(config, "horizon_length") or 8
     for shape in ((length, channels), (length,)):
@@ -334,6 +334,6 @@ def _of_series(config: PretrainedConfig, plain: Style) -> Iterator[Style]:
             yield replace(plain, names=("past_values", target), series=shape, future=future)
 
 
-def image_side(config: PretrainedConfig) -> int:
+def image_side(config: PreTrainedConfig) -> int:
     size = number_in(config, "image_size") or number_in(config, "img_size")
     return size or 64

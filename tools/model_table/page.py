@@ -1,14 +1,21 @@
 """The pages docs/models.md and docs/zh/models.md, and what is printed at the end of a run."""
 
+import re
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 from page_parts import markdown_table, write_parts
 
-from model_table import result
+from model_table import result, second_look, shares
+from model_table.drawing import population
+from model_table.entry import Half
 from model_table.result import Result, Verdict
+from model_table.second_look import MARK
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+TWIN = ROOT / "docs" / "models.json"  # each pair's verdict, difference, seconds and reason
 PAGES = {"en": ROOT / "docs" / "models.md", "zh": ROOT / "docs" / "zh" / "models.md"}
 _SIGNS: Mapping[Verdict, str] = {
     "same step": "✓",
@@ -19,6 +26,36 @@ _SIGNS: Mapping[Verdict, str] = {
     "not made": "?",
 }
 _IMPOSSIBLE = " "
+_SHARES = {
+    "en": (
+        "**{value} %** of possible pairs of drawn types take the same step (95 % interval {low} to {high} %,\n"
+        "of types), weighted by how many of the {population} types each stands for. For {whole} of {count} types\n"
+        "every possible pair does ({types_low} to {types_high} % of types). Handing over and the contract took\n"
+        "{median} s in the median, {most} s at most, on shared cores. {missing} of {drawn} types could not be made tiny."
+    ),
+    "zh": (
+        "抽出的类型中，可能的组合有 **{value} %** 走出相同的一步（按类型的 95 % 区间：{low} 至 {high} %），"
+        "按每个类型所代表的类型数（共 {population} 种）加权。"
+        "{count} 种类型中有 {whole} 种所有可能的组合都如此（占类型的 {types_low} 至 {types_high} %）。\n"
+        "交出模型和检查契约的时间：中位数 {median} 秒，最多 {most} 秒（与其他任务共用的核）。\n"
+        "{drawn} 种类型中有 {missing} 种无法建得很小。"
+    ),
+}
+_OF_LIBRARIES = {
+    "en": (
+        "{same} of {possible} possible pairs of {count} models of libraries take the same step\n"
+        "({value} %; 95 % interval {low} to {high} %, of models)."
+    ),
+    "zh": (
+        "{count} 个库模型的 {possible} 个可能的组合中有 {same} 个走出相同的一步"
+        "（{value} %；按模型的 95 % 区间：{low} 至 {high} %）。"
+    ),
+}
+_NOT_MADE = {"en": ("type", "kind", "why not"), "zh": ("类型", "种类", "为何不能")}
+_LOOKED = {
+    "en": ("pairs", "reason", "models", "without the cause"),
+    "zh": ("组合数", "原因", "模型", "去掉原因之后"),
+}
 _HEADS = {"en": ("model", "kind", "works"), "zh": ("模型", "种类", "可用")}
 _MISSES = {"en": ("pairs", "reason", "models"), "zh": ("组合数", "原因", "模型")}
 _REASONS = {"en": ("model", "layouts", "why none can exist"), "zh": ("模型", "布局", "为何不可能存在")}
@@ -39,10 +76,90 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def write(results: Sequence[Result]) -> None:
-    """Put the tables between the markers of both pages."""
+    """Put the tables of those halves that were measured between the markers of both pages, and keep the twin."""
+    known = {each.pair: each for each in results}
+    plain = [each for each in results if MARK not in each.model]
     for language, file in PAGES.items():
-        parts = (make(results, language) for make in (_rate, table, misses, impossible))
-        write_parts(file, {f"part {number}": part for number, part in enumerate(parts, 1)})
+        write_parts(file, _parts(plain, known, language))
+    result.write(TWIN, results)
+
+
+def _parts(results: Sequence[Result], known: Mapping[tuple[str, str], Result], language: str) -> Mapping[str, str]:
+    chosen, drawn, library = ([each for each in results if each.half == half] for half in get_args(Half))
+    parts: dict[str, str] = {}
+    if chosen:
+        made = (make(chosen, language) for make in (_rate, table, misses, impossible))
+        parts |= {f"part {number}": part for number, part in enumerate(made, 1)}
+    if drawn:
+        parts |= {"drawn shares": share_of_drawn(drawn, language), "drawn table": table(_made(drawn), language)}
+        parts |= {"drawn misses": looked_at(drawn, known, language), "drawn not made": not_made(drawn, language)}
+        parts["drawn impossible"] = impossible(_made(drawn), language)
+    if library:
+        parts |= {"library share": _share_of_libraries(library, language), "library table": table(library, language)}
+        parts["library misses"] = looked_at(library, known, language)
+    return parts
+
+
+def _made(results: Sequence[Result]) -> Sequence[Result]:
+    return [each for each in results if each.verdict != "not made"]
+
+
+def share_of_drawn(results: Sequence[Result], language: str) -> str:
+    """The share of all types that the drawn ones speak for."""
+    share = shares.of_pairs(results)
+    whole, count, of_types = shares.of_types(results)
+    seconds = [group[0].prepared for group in shares.by_model(results).values() if group[0].prepared]
+    return _SHARES[language].format(
+        **_percent(share),
+        population=sum(map(len, population().values())),
+        whole=whole,
+        count=count,
+        types_low=_percent(of_types)["low"],
+        types_high=_percent(of_types)["high"],
+        median=round(statistics.median(seconds), 1),
+        most=round(max(seconds), 1),
+        missing=len({each.model for each in results if each.verdict == "not made"}),
+        drawn=len({each.model for each in results}),
+    )
+
+
+def _share_of_libraries(results: Sequence[Result], language: str) -> str:
+    same, possible = result.rate(results)
+    count = len({each.model for each in results})
+    return _OF_LIBRARIES[language].format(
+        same=same, possible=possible, count=count, **_percent(shares.of_pairs(results))
+    )
+
+
+def _percent(share: shares.Share) -> Mapping[str, str]:
+    return {name: f"{100 * value:.1f}" for name, value in vars(share).items()}
+
+
+def looked_at(results: Sequence[Result], known: Mapping[tuple[str, str], Result], language: str) -> str:
+    """What does not work though it could, by its reason, and what came of a second look."""
+    lines: list[Sequence[str]] = []
+    for _, group in result.misses_by_reason(results):
+        looks = dict.fromkeys(second_look.verdict(each, known) for each in group)
+        models = ", ".join(dict.fromkeys(each.model for each in group))
+        lines.append([str(len(group)), _reason(group[0]), models, ", ".join(looks)])
+    return markdown_table(_LOOKED[language], lines, align="rl")
+
+
+def not_made(results: Sequence[Result], language: str) -> str:
+    """Types that could not be built tiny or for which no rows could be made."""
+    known = {each.model: each for each in results if each.verdict == "not made"}
+    lines = [[each.model, each.kind, _escaped(each.reason)] for each in known.values()]
+    return markdown_table(_NOT_MADE[language], lines, align="l")
+
+
+def _reason(of: Result) -> str:
+    return f"{_SIGNS[of.verdict]} {_escaped(of.reason)}"
+
+
+def _escaped(reason: str) -> str:
+    """A reason as a cell of a table, without the places of installed packages."""
+    text = re.sub(r"/\S*/site-packages/", "", reason)[:300]
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def _rate(results: Sequence[Result], language: str) -> str:
@@ -74,8 +191,7 @@ def misses(results: Sequence[Result], language: str) -> str:
     """What does not work though it could, by its reason."""
     lines: list[Sequence[str]] = []
     for _, group in result.misses_by_reason(results):
-        reason = f"{_SIGNS[group[0].verdict]} {group[0].reason[:300]}".replace("|", "\\|").replace("<", "&lt;")
-        lines.append([str(len(group)), reason, ", ".join(dict.fromkeys(each.model for each in group))])
+        lines.append([str(len(group)), _reason(group[0]), ", ".join(dict.fromkeys(each.model for each in group))])
     return markdown_table(_MISSES[language], lines, align="rl")
 
 

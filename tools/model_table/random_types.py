@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from model_table.drawing import Drawn, drawn
@@ -60,7 +60,7 @@ class _Model:
 @dataclass(frozen=True)
 class _Built:
     head: str
-    config: PretrainedConfig
+    config: PreTrainedConfig
 
     def __call__(self) -> nn.Module:
         return getattr(transformers, self.head)(self.config)
@@ -74,7 +74,7 @@ class Made:
     style: Style
 
     @property
-    def config(self) -> PretrainedConfig:
+    def config(self) -> PreTrainedConfig:
         return self.model.config
 
 
@@ -94,7 +94,7 @@ def made(each: Drawn) -> Made:
     raise NotMadeError("; ".join(dict.fromkeys(said)))
 
 
-def _configuration(each: Drawn, head: Any, sizes: Any) -> PretrainedConfig:
+def _configuration(each: Drawn, head: Any, sizes: Any) -> PreTrainedConfig:
     kind = head.config_class or getattr(transformers, CONFIG_MAPPING_NAMES[each.type])
     others = {"is_decoder": each.registry == "CAUSAL_LM", "num_labels": 3, "use_cache": False}
     config = tiny(kind, sizes, **others)

@@ -33,13 +33,13 @@ class Result:
 
     @property
     def possible(self) -> bool:
-        return self.impossible is None or self.verdict == "same step"
+        return self.verdict == "same step" or (self.impossible is None and self.verdict != "not made")
 
     @property
     def miss(self) -> bool:
         """Whether it should work, and does not; what is wrong or crashes is a miss even where it can't exist."""
         refused = self.verdict == "refused"
-        return self.verdict != "same step" and not (refused and self.impossible is not None)
+        return self.verdict not in ("same step", "not made") and not (refused and self.impossible is not None)
 
 
 def read(file: Path) -> dict[tuple[str, str], Result]:

@@ -5,11 +5,11 @@ tower's output, the text's embeddings) agree: names of one kind have one size wh
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PreTrainedConfig
 
 VOCABULARY, SPECIAL = 103, 30  # the last tokens are left to those with a meaning
 WIDTH, HEADS, HEAD_WIDTH, LAYERS, INNER, EXPERTS = 64, 4, 16, 4, 96, 4
@@ -48,7 +48,7 @@ SIZES = (
 _EXPERTS_UNSET = {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
-def tiny(kind: type[PretrainedConfig], sizes: Sizes = SIZES[0], **others: Any) -> PretrainedConfig:
+def tiny(kind: type[PreTrainedConfig], sizes: Sizes = SIZES[0], **others: Any) -> PreTrainedConfig:
     """A configuration of a class with everything small. Random draws other than dropout are switched off."""
     default = kind()
     taken = {name: value for name, value in others.items() if name in vars(default)}
@@ -65,7 +65,7 @@ class _Whole:
     patch: int | None  # side of an image's patches
 
     @classmethod
-    def of(cls, default: PretrainedConfig, sizes: Sizes) -> "_Whole":
+    def of(cls, default: PreTrainedConfig, sizes: Sizes) -> "_Whole":
         largest = max(_widths(default), default=0)
         scale = largest // _CHANNELS if sizes.stages and largest > _NARROW else 1
         return cls(scale=scale, patch=number_in(default, "patch_size") if sizes.images else None)
@@ -76,16 +76,16 @@ class _Whole:
         return min(given, patch * max(4, 64 // patch))
 
 
-def _values(default: PretrainedConfig, whole: _Whole, sizes: Sizes) -> dict[str, Any]:
+def _values(default: PreTrainedConfig, whole: _Whole, sizes: Sizes) -> dict[str, Any]:
     """What a class is given in the place of a default configuration's values."""
     values = {name: value for name, value in vars(default).items() if not name.startswith("_")}
     given = {name: _value(name, value, values, whole, sizes) for name, value in values.items()}
     changed = {name: value for name, value in given.items() if value != values[name]}
-    return changed | _tokens(values)
+    return {**changed, **_tokens(values)}
 
 
 def _value(name: str, value: Any, values: Mapping[str, Any], whole: _Whole, sizes: Sizes) -> Any:
-    if isinstance(value, PretrainedConfig):
+    if isinstance(value, PreTrainedConfig):
         return type(value)(**_values(value, whole, sizes))
     if value is None:
         return _unset(name, sizes)
@@ -218,7 +218,7 @@ def _of_layers(name: str, values: Sequence[Any], sizes: Sizes) -> Sequence[Any]:
     first = dict.fromkeys(names.index(each) for each in names)  # each kind, then others in order
     kept = sorted(list(dict.fromkeys([*first, *range(len(values))]))[: sizes.layers])
     whole = isinstance(values[0], int) and not isinstance(values[0], bool)
-    return type(values)(_number(name, values[index], sizes) if whole else values[index] for index in kept)
+    return _like(values, (_number(name, values[index], sizes) if whole else values[index] for index in kept))
 
 
 def _indices(given: Sequence[Any], values: Mapping[str, Any], sizes: Sizes) -> Sequence[Any]:
@@ -233,22 +233,26 @@ def _indices(given: Sequence[Any], values: Mapping[str, Any], sizes: Sizes) -> S
         return given
     count = min(sizes.layers, len(layers))
     last = sizes.layers if max(layers) == _layers(values) else sizes.layers - 1  # some count the embeddings as one
-    return type(given)(range(last + 1 - count, last + 1))
+    return _like(given, range(last + 1 - count, last + 1))
 
 
 def _several(name: str, values: Sequence[Any], whole: _Whole, sizes: Sizes) -> Sequence[Any]:
     """A list of whole numbers as a tiny configuration has it; another one as it is."""
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         return values
-    kind = type(values)
     if _LISTS_OF_DEPTHS.search(name):
-        return kind(min(value, 2) for value in values)
+        return _like(values, (min(value, 2) for value in values))
     if "heads" in name:
         ranks = sorted({*values})
-        return kind(2 ** (1 + ranks.index(value)) for value in values)
+        return _like(values, (2 ** (1 + ranks.index(value)) for value in values))
     if _LISTS_OF_WIDTHS.search(name):
-        return kind(value if value < 4 else max(4, value // whole.scale) for value in values)
+        return _like(values, (value if value < 4 else max(4, value // whole.scale) for value in values))
     return values
+
+
+def _like(given: Sequence[Any], values: Iterable[Any]) -> Sequence[Any]:
+    """A list or a tuple, as the given one is."""
+    return tuple(values) if isinstance(given, tuple) else list(values)
 
 
 def _sides(value: Any, whole: _Whole) -> Any:
@@ -267,20 +271,20 @@ def _sections(value: Sequence[int], half: int) -> list[int]:
     return parts
 
 
-def number_in(config: PretrainedConfig, name: str) -> int | None:
+def number_in(config: PreTrainedConfig, name: str) -> int | None:
     """A number of a configuration or of the first of its parts that has it; of a pair the first."""
     value = vars(config).get(name)
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
         value = value[0]
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    parts = [part for part in vars(config).values() if isinstance(part, PretrainedConfig)]
+    parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     return next(filter(None, (number_in(part, name) for part in parts)), None)
 
 
-def _widths(config: PretrainedConfig) -> Iterator[int]:
+def _widths(config: PreTrainedConfig) -> Iterator[int]:
     for name, value in vars(config).items():
-        if isinstance(value, PretrainedConfig):
+        if isinstance(value, PreTrainedConfig):
             yield from _widths(value)
         elif isinstance(value, (list, tuple)) and _LISTS_OF_WIDTHS.search(name):
             yield from (each for each in value if isinstance(each, int))

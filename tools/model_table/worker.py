@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from model_table.entry import HELD_OUT, NotMadeError, task_of
-from model_table.zoo import entries
+from model_table.zoo import entry_of
 from samestep import AdamW, Recipe, environment
 from samestep.api import check_job
 from samestep.contract.check import check_contract
@@ -51,7 +51,7 @@ def take_reference(name: str, layouts: Sequence[str], steps: int, folder: Path, 
     """Take a model's steps in one process, and look at which layouts are refused at once."""
     _begin(output)
     try:
-        task = task_of(entries()[name])
+        task = task_of(entry_of(name))
         began = time.monotonic()
         job = _job(task)
         check_job(job)
