@@ -180,7 +180,7 @@ class _Ranks:
                     if not answers or said.kind == "crash":
                         until = min(until, time.monotonic() + max(_OTHERS, limit / 10))
                     answers[rank] = said
-            if any(each.kind == "crash" or not each.alike for each in answers.values()):
+            if any((each.kind == "crash" and not _follows(each)) or not each.alike for each in answers.values()):
                 until = min(until, time.monotonic() + _OTHERS)
         return self._judged(answers, limit), time.monotonic() - began, self._broken(answers)
 
@@ -191,12 +191,17 @@ class _Ranks:
 
     def _judged(self, answers: dict[int, Answer], limit: float) -> Answer:
         for kind in ("refused", "crash", "different"):
-            for each in answers.values():
+            for each in sorted(answers.values(), key=_follows):
                 if each.kind == kind:
                     return each
         if len(answers) < len(self._processes):
             return Answer(kind="crash", text=f"{_LATE}{limit:g} s")
         return answers[0]
+
+
+def _follows(answer: Answer) -> bool:
+    """Whether a rank failed only since another one has ended, whose answer tells why."""
+    return answer.kind == "crash" and "has given up" in answer.text
 
 
 def _variables(rank: int, size: int, port: int) -> dict[str, str]:

@@ -175,6 +175,7 @@ _NUMBERS: Sequence[tuple[str, Number]] = (
     (r"n(um)?_filters", _at_most(8)),
     (r"patch_|patch$|merge|kernel|stride|window|scale|factor|rate|sampling|chunk|conv_|bins|buckets", _same),
     (r"frames|block_size|mult$|groups|pool|ratio", _same),
+    (r"^context_length$", _at_most(512)),
     (r"coordinate_size|shape_size", _to(8)),
     (r"state_size|d_state", _at_most(16)),
     (r"hidden|d_model|n_embd|embed|emb_dim|width|channels|proj|_dim$|^dim$|units|_size$|filters|pos_feats", _width),
