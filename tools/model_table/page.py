@@ -9,7 +9,7 @@ from typing import get_args
 from page_parts import markdown_table, write_parts
 
 from model_table import result, second_look, shares
-from model_table.drawing import population
+from model_table.drawing import drawn, population
 from model_table.entry import Half
 from model_table.result import Result, Verdict
 from model_table.second_look import MARK
@@ -28,18 +28,23 @@ _SIGNS: Mapping[Verdict, str] = {
 _IMPOSSIBLE = " "
 _SHARES = {
     "en": (
-        "**{value} %** of possible pairs of drawn types take the same step (95 % interval {low} to {high} %,\n"
-        "of types), weighted by how many of the {population} types each stands for. For {whole} of {count} types\n"
-        "every possible pair does ({types_low} to {types_high} % of types). Handing over and the contract took\n"
-        "{median} s in the median, {most} s at most, on shared cores. {missing} of {drawn} types could not be made tiny."
+        "**{value} %** of possible pairs of drawn types take the same step\n"
+        "(95 % interval {low} to {high} %, of types),\n"
+        "weighted by how many of the {population} types of these kinds each stands for. For {whole} of {count}\n"
+        "types every possible pair does ({types_low} to {types_high} % of types). Handing over and the contract took\n"
+        "{median} s in the median, {most} s at most, on shared cores. {missing} of {drawn} could not be made tiny."
     ),
     "zh": (
         "抽出的类型中，可能的组合有 **{value} %** 走出相同的一步（按类型的 95 % 区间：{low} 至 {high} %），"
-        "按每个类型所代表的类型数（共 {population} 种）加权。"
+        "按每个类型在其种类中所代表的类型数（共 {population} 种）加权。"
         "{count} 种类型中有 {whole} 种所有可能的组合都如此（占类型的 {types_low} 至 {types_high} %）。\n"
         "交出模型和检查契约的时间：中位数 {median} 秒，最多 {most} 秒（与其他任务共用的核）。\n"
         "{drawn} 种类型中有 {missing} 种无法建得很小。"
     ),
+}
+_UNMEASURED = {
+    "en": "Drawn and not measured yet, so that the share says nothing of their kinds ({strata}): {types}.",
+    "zh": "已抽出而尚未测量，因此这个比例与它们的种类（{strata}）无关：{types}。",
 }
 _OF_LIBRARIES = {
     "en": (
@@ -78,22 +83,22 @@ def summary(results: Sequence[Result]) -> str:
 def write(results: Sequence[Result]) -> None:
     """Put the tables of those halves that were measured between the markers of both pages, and keep the twin."""
     known = {each.pair: each for each in results}
-    plain = [each for each in results if MARK not in each.model]
+    plain = second_look.settled([each for each in results if MARK not in each.model], known)
     for language, file in PAGES.items():
         write_parts(file, _parts(plain, known, language))
     result.write(TWIN, results)
 
 
 def _parts(results: Sequence[Result], known: Mapping[tuple[str, str], Result], language: str) -> Mapping[str, str]:
-    chosen, drawn, library = ([each for each in results if each.half == half] for half in get_args(Half))
+    chosen, random, library = ([each for each in results if each.half == half] for half in get_args(Half))
     parts: dict[str, str] = {}
     if chosen:
         made = (make(chosen, language) for make in (_rate, table, misses, impossible))
         parts |= {f"part {number}": part for number, part in enumerate(made, 1)}
-    if drawn:
-        parts |= {"drawn shares": share_of_drawn(drawn, language), "drawn table": table(_made(drawn), language)}
-        parts |= {"drawn misses": looked_at(drawn, known, language), "drawn not made": not_made(drawn, language)}
-        parts["drawn impossible"] = impossible(_made(drawn), language)
+    if random:
+        parts |= {"drawn shares": share_of_drawn(random, language), "drawn table": table(_made(random), language)}
+        parts |= {"drawn misses": looked_at(random, known, language), "drawn not made": not_made(random, language)}
+        parts["drawn impossible"] = impossible(_made(random), language)
     if library:
         parts |= {"library share": _share_of_libraries(library, language), "library table": table(library, language)}
         parts["library misses"] = looked_at(library, known, language)
@@ -106,12 +111,19 @@ def _made(results: Sequence[Result]) -> Sequence[Result]:
 
 def share_of_drawn(results: Sequence[Result], language: str) -> str:
     """The share of all types that the drawn ones speak for."""
-    share = shares.of_pairs(results)
+    measured = {each.model for each in results}
+    strata = {each.stratum for each in drawn() if each.type in measured}
+    of_draw = {
+        stratum: len(kinds) / sum(each.type in measured for each in kinds)
+        for stratum in strata
+        if (kinds := [each for each in drawn() if each.stratum == stratum])
+    }
+    share = shares.of_pairs(results, of_draw=of_draw)
     whole, count, of_types = shares.of_types(results)
     seconds = [group[0].prepared for group in shares.by_model(results).values() if group[0].prepared]
-    return _SHARES[language].format(
+    text = _SHARES[language].format(
         **_percent(share),
-        population=sum(map(len, population().values())),
+        population=sum(len(types) for stratum, types in population().items() if stratum in strata),
         whole=whole,
         count=count,
         types_low=_percent(of_types)["low"],
@@ -121,6 +133,10 @@ def share_of_drawn(results: Sequence[Result], language: str) -> str:
         missing=len({each.model for each in results if each.verdict == "not made"}),
         drawn=len({each.model for each in results}),
     )
+    left = ", ".join(each.type for each in drawn() if each.type not in measured)
+    missing = ", ".join(stratum for stratum in population() if stratum not in strata) or "–"
+    unmeasured = _UNMEASURED[language].format(types=left, strata=missing)
+    return f"{text}\n\n{unmeasured}" if left else text
 
 
 def _share_of_libraries(results: Sequence[Result], language: str) -> str:

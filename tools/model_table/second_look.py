@@ -24,10 +24,15 @@ class Look:
     reason: str  # a pattern
     variant: str | None = None  # of VARIANTS: how the cause is removed
     layout: str | None = None  # another layout, which the message advises
+    impossible: str | None = None  # why no layout exists for such rows, where the second look shows the cause
 
 
 LOOKS = (
-    Look(reason=r"all samples padded to one length", variant="rows of one length"),
+    Look(
+        reason=r"all samples padded to one length",
+        variant="rows of one length",
+        impossible="its outputs depend on how far a batch is padded; with rows of one length it takes the same step",
+    ),
     Look(reason=r"use group norm", variant="group norm"),
     Look(reason=r"use sequence=whole", layout="tp2"),
     Look(reason=r"use dp\w* or fsdp\w*", layout="fsdp2"),
@@ -91,6 +96,18 @@ def pairs(results: Sequence[Result]) -> Mapping[str, Sequence[str]]:
         if look is not None and look.variant is not None:
             wanted.setdefault(f"{result.model}{MARK}{look.variant}", []).append(result.layout)
     return wanted
+
+
+def settled(results: Sequence[Result], known: Mapping[tuple[str, str], Result]) -> Sequence[Result]:
+    """Results with those declared impossible whose cause is shown to lie in the rows, not in samestep."""
+    return [_settled(each, known) for each in results]
+
+
+def _settled(each: Result, known: Mapping[tuple[str, str], Result]) -> Result:
+    look = look_at(each)
+    if look is None or look.impossible is None or not verdict(each, known).startswith("✓"):
+        return each
+    return replace(each, impossible=look.impossible)
 
 
 def verdict(result: Result, known: Mapping[tuple[str, str], Result]) -> str:

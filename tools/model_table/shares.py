@@ -24,13 +24,18 @@ class Share:
     high: float
 
 
-def of_pairs(results: Sequence[Result], seed: int = 0) -> Share:
-    """The share of possible pairs that take the same step, weighted by type."""
+def of_pairs(results: Sequence[Result], seed: int = 0, *, of_draw: Mapping[str, float] | None = None) -> Share:
+    """The share of possible pairs that take the same step, weighted by type.
+
+    `of_draw`: by stratum, how many types were drawn for one that is measured.
+    """
+    of_draw = of_draw or {}
     strata: dict[str, list[tuple[float, int, int]]] = {}
     for group in by_model(results).values():
         same, possible = rate(group)
         if possible:
-            strata.setdefault(group[0].kind, []).append((group[0].weight, same, possible))
+            weight = group[0].weight * of_draw.get(group[0].kind, 1.0)
+            strata.setdefault(group[0].kind, []).append((weight, same, possible))
     generator = random.Random(seed)
     drawn = sorted(
         _ratio([each for types in strata.values() for each in generator.choices(types, k=len(types))])
