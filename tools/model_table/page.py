@@ -31,8 +31,8 @@ _SHARES = {
         "**{value} %** of possible pairs of drawn types take the same step\n"
         "(95 % interval {low} to {high} %, of types),\n"
         "weighted by how many of the {population} types of these kinds each stands for. For {whole} of {count}\n"
-        "types every possible pair does ({types_low} to {types_high} % of types). Handing over and the contract took\n"
-        "{median} s in the median, {most} s at most, on shared cores. {missing} of {drawn} could not be made tiny."
+        "types every possible pair does ({types_low} to {types_high} % of types). Handing over and the contract\n"
+        "took {median} s in the median, {most} s at most, on shared cores. {missing} of {drawn} could not be made."
     ),
     "zh": (
         "抽出的类型中，可能的组合有 **{value} %** 走出相同的一步（按类型的 95 % 区间：{low} 至 {high} %），"
