@@ -8,7 +8,7 @@ from typing import get_args
 
 from page_parts import markdown_table, write_parts
 
-from model_table import result, second_look, shares
+from model_table import libraries, result, second_look, shares
 from model_table.drawing import drawn, population
 from model_table.entry import Half
 from model_table.result import Result, Verdict
@@ -48,12 +48,12 @@ _UNMEASURED = {
 }
 _OF_LIBRARIES = {
     "en": (
-        "{same} of {possible} possible pairs of {count} models of libraries take the same step\n"
-        "({value} %; 95 % interval {low} to {high} %, of models)."
+        "Of {all} models of libraries {count} are measured. {same} of {possible} possible pairs take the same step\n"
+        "({value} %). For {whole} of them every measured pair does (95 % interval {low} to {high} % of models)."
     ),
     "zh": (
-        "{count} 个库模型的 {possible} 个可能的组合中有 {same} 个走出相同的一步"
-        "（{value} %；按模型的 95 % 区间：{low} 至 {high} %）。"
+        "{all} 个库模型中已测量 {count} 个。{possible} 个可能的组合中有 {same} 个走出相同的一步"
+        "（{value} %）。其中 {whole} 个模型测量过的组合全部如此（占模型的 95 % 区间：{low} 至 {high} %）。"
     ),
 }
 _NOT_MADE = {"en": ("type", "kind", "why not"), "zh": ("类型", "种类", "为何不能")}
@@ -141,10 +141,10 @@ def share_of_drawn(results: Sequence[Result], language: str) -> str:
 
 def _share_of_libraries(results: Sequence[Result], language: str) -> str:
     same, possible = result.rate(results)
-    count = len({each.model for each in results})
-    return _OF_LIBRARIES[language].format(
-        same=same, possible=possible, count=count, **_percent(shares.of_pairs(results))
-    )
+    whole, count, of_models = shares.of_types(results)
+    bounds = {name: value for name, value in _percent(of_models).items() if name != "value"}
+    numbers = {"same": same, "possible": possible, "whole": whole, "count": count, "all": len(libraries.entries())}
+    return _OF_LIBRARIES[language].format(**numbers, value=f"{100 * same / possible:.1f}", **bounds)
 
 
 def _percent(share: shares.Share) -> Mapping[str, str]:
