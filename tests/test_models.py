@@ -170,7 +170,7 @@ def test_the_pages_show_the_drawn_types(language: str) -> None:
     ]
     text = page.share_of_drawn(known, language)
     assert "**50.0 %**" in text
-    assert str(len(population()["decoder"])) in text  # of the kinds that are measured
+    assert str(len(population()["decoder"]) + len(population()["encoder"])) in text  # the kinds that are measured
     assert '| 1 | – layout "tp2": no; use sequence=whole | granite | ? |' in page.looked_at(known, {}, language)
     assert "| reformer | encoder | ValueError: &lt;factors> |" in page.not_made(known, language)
 
