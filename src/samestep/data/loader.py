@@ -257,7 +257,7 @@ def given(loaded: Batch | _Mistake) -> Batch:
 
 def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
     """Move a batch's inputs and targets; how it is split is asked on the CPU."""
-    inputs, targets = (to_device(part, device, dtype) for part in batch[:2])
+    inputs, targets = (to_device(part, device, dtype) for part in batch)
     return Batch(inputs, targets, batch.split)
 
 

@@ -7,8 +7,15 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from samestep.errors import UserError, described
 
 
-class Batch(NamedTuple):
-    """A batch of collated samples.
+class _Pair(NamedTuple):
+    """What a batch is unpacked into."""
+
+    inputs: Any
+    targets: Any
+
+
+class Batch(_Pair):
+    """A batch of collated samples: a pair, so that `inputs, targets = batch` holds.
 
     `inputs` is what the model is called with: a mapping becomes keywords, a tuple positions, anything else the one
     argument. `targets` is for the loss and the metrics; the model doesn't see it. `split` says how many rows of a
@@ -16,9 +23,12 @@ class Batch(NamedTuple):
     as the nodes of graphs; a list of such lists where tensors differ in that.
     """
 
-    inputs: Any
-    targets: Any
     split: Any = None
+
+    def __new__(cls, inputs: Any, targets: Any, split: Any = None) -> "Batch":
+        batch = super().__new__(cls, inputs, targets)
+        batch.split = split
+        return batch
 
 
 @runtime_checkable
