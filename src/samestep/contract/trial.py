@@ -65,6 +65,8 @@ class Trial:
         self.dropout: Dropout
         self._forward_context = ForwardContext()
         self._context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        # Entered in every forward and loss as the last mode: that of float64 answers torch.autograd.grad itself.
+        self.listener: AbstractContextManager[Any] = nullcontext()
         self._prepare()
 
     def _prepare(self) -> None:
@@ -132,6 +134,7 @@ class Trial:
             said(FORWARD, f"the model's forward of samples {first} to {last - 1}"),
             self._forward_context.at(moment),
             self._context(),
+            self.listener,
         ):
             inputs = batch.inputs if self.turn is None else InTurn(batch.inputs, self.turn.name)
             return call(self.model, inputs), batch
@@ -139,7 +142,11 @@ class Trial:
     def loss(self, first: int, last: int) -> tuple[Tensor, float]:
         """Return the loss summed over some samples (a 0-dim tensor), and its count."""
         output, batch = self.output(first, last)
-        with said(LOSS, f"the loss of samples {first} to {last - 1}", of=self.loss_function), self._context():
+        with (
+            said(LOSS, f"the loss of samples {first} to {last - 1}", of=self.loss_function),
+            self._context(),
+            self.listener,
+        ):
             if self.coupled:
                 rows = CallRows(numbers=torch.arange(last - first))
                 total, count = self._coupling.of_output(output, batch, rows)
@@ -155,7 +162,7 @@ class Trial:
         outputs, batches = zip(*(self.output(first, last) for first, last in parts), strict=True)
         detached = [map_tensors(Tensor.detach, output) for output in outputs]
         rows = [CallRows(numbers=torch.arange(first, last)) for first, last in parts]
-        with said(LOSS, "the loss of parts of the samples", of=self.loss_function), self._context():
+        with said(LOSS, "the loss of parts of the samples", of=self.loss_function), self._context(), self.listener:
             losses = self._coupling.of_parts(detached, batches, rows)
         for output, loss in zip(outputs, losses, strict=True):
             total, count = loss.of(output)

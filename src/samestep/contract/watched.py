@@ -1,7 +1,7 @@
 """One training forward and its loss, watched for all that the contract asks of a forward."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,15 +30,14 @@ def watch(trial: Trial, *, gradient_calls: bool) -> Watched:
     losses: list[tuple[Tensor, float]] = []
     calls = GradientCalls()
     trial.dropout.notes = True
+    trial.listener = calls if gradient_calls else nullcontext()
     try:
-        with ExitStack() as watchers:
-            writes = watchers.enter_context(Writes(trial.model))
-            if gradient_calls:
-                watchers.enter_context(calls)
+        with Writes(trial.model) as writes:
             generator = trial.moved_generator(
                 lambda: losses.append(first_loss(trial)), trial.loss_and_gradients, same_numbers
             )
     finally:
         trial.dropout.notes = False
+        trial.listener = nullcontext()
     ((total, count),) = losses
     return Watched(total=total, count=count, writes=writes, gradient_calls=calls.taken, generator=generator)
