@@ -85,7 +85,7 @@ class AlwaysNoisy(Net):
         return hidden + torch.randn_like(hidden)
 
 
-def look_at_some(elements: Sequence[Any]) -> None:
+def look_at_some(elements: Sequence[Any] | Tensor) -> None:
     """Draws as a checker of types does, which looks at an element of a list at random."""
     assert elements[random.getrandbits(32) % len(elements)] is not None
     assert elements[np.random.randint(len(elements))] is not None
