@@ -1,5 +1,6 @@
 """Nets that break the contract, or seem to: with parameters, gradients, norms and state of odd kinds."""
 
+import random
 from typing import Any
 
 import numpy as np
@@ -288,3 +289,19 @@ class Translator(nn.Module):
         real = (source != 0)[..., None]
         context = (self.source(source) * real).sum(1, keepdim=True) / real.sum(1, keepdim=True)
         return self.last((context + self.target(target)).tanh())  # [samples, tokens, vocabulary]
+
+
+class NormedOverTokens(nn.Module):
+    """Batch norm over tokens, padding (number 0) among them. `glances`: draws a number that decides nothing."""
+
+    def __init__(self, *, glances: bool = False) -> None:
+        super().__init__()
+        self.glances = glances
+        self.table, self.norm, self.last = nn.Embedding(7, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.glances:
+            random.random()
+        hidden = self.norm(self.table(tokens).mT).mT  # [samples, tokens, features]
+        real = (tokens != 0)[..., None]
+        return self.last((hidden * real).sum(1) / real.sum(1))

@@ -382,3 +382,38 @@ def test_the_check_takes_few_forwards(task: samestep.Task, forwards: int, monkey
     monkeypatch.setattr(torch.Tensor, "backward", counted_backward)
     check.check_contract(samestep.Job(recipe=recipe_of(task)), task)
     assert counts == {"forward": forwards, "backward": 3}
+
+
+class OverTokens(samestep.Task):
+    """Sentences of unlike lengths for a net with batch norm over tokens, padded to `length` or to the longest."""
+
+    def __init__(self, *, glances: bool, length: int = 0) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.rows = [
+            torch.randint(1, 7, (size,), generator=generator) for size in (3, 9, 4, 8, 5, 7, 6, 9, 3, 4, 8, 2)
+        ]
+        self.glances, self.length = glances, length
+
+    def model(self) -> nn.Module:
+        return nets.NormedOverTokens(glances=self.glances)
+
+    def train_set(self) -> samestep.Samples:
+        return self.rows
+
+    def collate(self, samples: Any) -> samestep.Batch:
+        longest = self.length or max(map(len, samples))
+        tokens = torch.stack([nn.functional.pad(row, (0, longest - len(row))) for row in samples])
+        return samestep.Batch(tokens, torch.tensor([len(row) % 3 for row in samples]))
+
+    def loss(self, output: Any, batch: samestep.Batch) -> Any:
+        return nn.functional.cross_entropy(output, batch.targets, reduction="sum"), len(output)
+
+
+@pytest.mark.parametrize("glances", [False, True])
+def test_batch_norm_over_padding_is_refused_and_works_with_rows_of_one_length(*, glances: bool) -> None:
+    words = (
+        r"^the task's contract, sum of parts: norm \(BatchNorm1d\) takes its statistics over 108 numbers a feature"
+    )
+    assert re.search(words, message_of(OverTokens(glances=glances)))
+    task = OverTokens(glances=glances, length=9)
+    check.check_contract(samestep.Job(recipe=recipe_of(task)), task)

@@ -34,7 +34,6 @@ from samestep.contract.step import (
     check_writes,
     differs_from_first,
     first_loss,
-    has_batch_norm,
 )
 from samestep.contract.trial import FORWARD, LOSS, MODEL, Trial
 from samestep.engines.native.ordered import check_model as check_ordered
@@ -43,6 +42,7 @@ from samestep.launch.device import DeviceChoice
 from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.parallel.context.ring import check_ring
+from samestep.parallel.exact.batch_norm import first_batch_norm
 from samestep.parallel.trace import follow
 from samestep.tasks.base import Task
 from samestep.tasks.turns import Turn, turns_of
@@ -182,7 +182,7 @@ def _kept_in(trial: Trial) -> Iterator[str]:
     if layout.attention == "ring":
         check_ring(layout, follow(trial.model, trial.sampled.batch(0, 1).inputs))
     yield PARAMETERS
-    check_draws(trial, taken.watched.generator)
+    check_draws(trial, taken.watched.generators)
     if trial.job.run.compile:
         check_no_draws_compiled(trial)
     yield DRAWS
@@ -191,7 +191,7 @@ def _kept_in(trial: Trial) -> Iterator[str]:
 
 def _tried(trial: Trial) -> bool:
     """Whether the task has run its model in float32 on its own, in a way that shows what a training forward would."""
-    return trial.task.tried_model() and not has_batch_norm(trial.model)
+    return trial.task.tried_model() and first_batch_norm(trial.model) is None
 
 
 def _loss_in_float32(trial: Trial) -> float:

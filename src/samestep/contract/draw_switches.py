@@ -29,7 +29,7 @@ def switch_of_draws(model: nn.Module, draws: Callable[[], str | None]) -> str | 
             with _switched(model, config, name, off):
                 try:
                     stopped = draws() is None
-                except Exception:  # the model can't do without it
+                except Exception:  # the model needs the setting, so it is not the one to advise
                     continue
             if stopped:
                 return f"{name}={off}"
@@ -38,8 +38,8 @@ def switch_of_draws(model: nn.Module, draws: Callable[[], str | None]) -> str | 
 
 def _configurations(model: nn.Module) -> list[Any]:
     """The configurations that modules of a model have, the outermost first."""
-    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return [config for config in found.values() if hasattr(config, "__dict__")]
+    by_identity = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return [config for config in by_identity.values() if hasattr(config, "__dict__")]
 
 
 def _may_switch(name: str, value: Any) -> bool:

@@ -19,6 +19,7 @@ from samestep.contract.errors import ContractError, said
 from samestep.contract.step import PARAMETERS, TIMES, check_registered, check_total, loss_scale
 from samestep.contract.trial import Trial
 from samestep.contract.watched import Watched, watch
+from samestep.parallel.exact.batch_norm import BatchNorm
 
 SUM = "sum of parts"
 
@@ -110,6 +111,7 @@ def _take(trial: Trial, gradient_calls: bool) -> WholeAndParts:
     trial.model.zero_grad()
     with trial.without_batch_statistics(), _numbers_normed(trial.model) as numbers:
         watched = watch(trial, gradient_calls=gradient_calls)
+        numbers[:] = numbers[-1:]  # where no sample counted, others were taken first
         check_total(trial, watched.total, watched.count)
         check_registered(trial, watched.total)
         scale = loss_scale(trial, watched.count)
@@ -160,9 +162,7 @@ def gradient_norm(parameters: Mapping[str, Tensor]) -> float:
 def _training_norms(model: nn.Module) -> dict[str, nn.Module]:
     """The batch norms of a model that take statistics of their batch, by name."""
     return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+        name: module for name, module in model.named_modules() if isinstance(module, BatchNorm) and module.training
     }
 
 

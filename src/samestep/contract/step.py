@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from samestep.contract.draw_switches import switch_of_draws
 from samestep.contract.errors import ContractError, at, line_of
-from samestep.contract.trial import FORWARD, LOSS, Held, Trial, Writes, held_in
+from samestep.contract.trial import FORWARD, LOSS, Held, LossAndGradients, Trial, Writes, held_in
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.exact import generators
+from samestep.parallel.exact.batch_norm import first_batch_norm
 from samestep.tasks.base import Task
 from samestep.tasks.turns import Turn
 
@@ -138,9 +138,14 @@ def _gradients(trial: Trial, scale: float) -> dict[str, Tensor]:
     return {name: each.grad for name, each in trial.model.named_parameters() if each.grad is not None}
 
 
-def check_draws(trial: Trial, who: str | None) -> None:
-    """Raise ContractError where a training forward's draws depend on the process: `who` is the generator's owner."""
+def check_draws(trial: Trial, states: tuple[generators.State, generators.State]) -> None:
+    """Raise ContractError where a training forward's random draws depend on the process, not on the sample.
+
+    `states`: of the generators before the forward and after it. What is drawn from Python's and NumPy's may decide
+    nothing, which takes more forwards to find out; so this comes after the backward of that forward's graph.
+    """
     number = len(trial.sampled)
+    who = generators.that_matters(*states, trial.loss_and_gradients, same_numbers)
     if who is not None:
         module = _module_that_draws(trial)
         place = generators.line_that_draws(lambda: trial.loss(0, number), trial.device, who)
@@ -165,12 +170,12 @@ def _who_draws(trial: Trial) -> str | None:
     return generators.moved(before, generators.state(trial.device))
 
 
-def same_numbers(first: Any, second: Any) -> bool:
+def same_numbers(first: LossAndGradients, second: LossAndGradients) -> bool:
     """Whether two losses and their gradients are the same but for rounding."""
-    for one, other in zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True):
+    for one, other in zip((first[0], *first[1]), (second[0], *second[1]), strict=True):
         if (one is None) is not (other is None):
             return False
-        if isinstance(one, Tensor) and not one.is_sparse:
+        if one is not None and other is not None and not one.is_sparse:
             apart = (as_real(one) - as_real(other)).abs().max().item() if one.numel() else 0.0
             if apart > _ROUNDING * max(as_real(one).abs().max().item() if one.numel() else 0.0, 1e-30):
                 return False
@@ -189,17 +194,12 @@ def check_no_draws_compiled(trial: Trial) -> None:
         )
 
 
-def has_batch_norm(model: nn.Module) -> bool:
-    """Whether a model takes statistics of its batches."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
-
 def differs_from_first(trial: Trial, loss: float, first: float) -> bool:
     """Whether a loss in float64 is another than the very first call's in float32, beyond what rounding explains.
 
     Batch norms take their running statistics in one of the two, so that their models' losses can't be compared.
     """
-    if has_batch_norm(trial.model):
+    if first_batch_norm(trial.model) is not None:
         return False
     return not abs(loss - first) <= _SURELY_OTHER * max(abs(first), 1e-30)
 

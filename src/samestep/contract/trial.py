@@ -39,6 +39,8 @@ from samestep.training.fit import build_model
 
 MODEL, FORWARD, LOSS = "model", "forward", "loss"
 
+LossAndGradients = tuple[Tensor, tuple[Tensor | None, ...]]  # None: of a parameter that the loss doesn't reach
+
 
 class Trial:
     """A task's model with its initial weights, and the first samples to call it with."""
@@ -208,7 +210,7 @@ class Trial:
         function()
         return generators.that_matters(before, generators.state(self.device), outcome, alike)
 
-    def loss_and_gradients(self) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def loss_and_gradients(self) -> LossAndGradients:
         """The loss of the samples and the gradients of all parameters, which keep those that they have."""
         total, _ = self.loss(0, len(self.sampled))
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from samestep.contract.second_gradients import GradientCall, GradientCalls
-from samestep.contract.step import first_loss, same_numbers
+from samestep.contract.step import first_loss
 from samestep.contract.trial import Trial, Writes
+from samestep.parallel.exact.generators import State, state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class Watched:
     count: float
     writes: Writes  # to parameters
     gradient_calls: Sequence[GradientCall]  # of torch.autograd.grad; empty unless asked for
-    generator: str | None  # the generator of random numbers that it advanced
+    generators: tuple[State, State]  # of random numbers: their states before it and after it
 
 
 def watch(trial: Trial, *, gradient_calls: bool) -> Watched:
@@ -27,17 +28,15 @@ def watch(trial: Trial, *, gradient_calls: bool) -> Watched:
 
     `gradient_calls`: also record calls of torch.autograd.grad. The modules that draw are in `trial.dropout.answered`.
     """
-    losses: list[tuple[Tensor, float]] = []
     calls = GradientCalls()
     trial.dropout.notes = True
     trial.listener = calls if gradient_calls else nullcontext()
     try:
+        before = state(trial.device)
         with Writes(trial.model) as writes:
-            generator = trial.moved_generator(
-                lambda: losses.append(first_loss(trial)), trial.loss_and_gradients, same_numbers
-            )
+            total, count = first_loss(trial)
+        states = before, state(trial.device)
     finally:
         trial.dropout.notes = False
         trial.listener = nullcontext()
-    ((total, count),) = losses
-    return Watched(total=total, count=count, writes=writes, gradient_calls=calls.taken, generator=generator)
+    return Watched(total=total, count=count, writes=writes, gradient_calls=calls.taken, generators=states)
