@@ -429,8 +429,8 @@ def _rows(job: Job, layouts: Mapping[str, Layout], task: Task, steps: int, known
 def _usages(job: Job, layouts: Mapping[str, Layout], task: Task) -> dict[str, Sequence[Usage] | str]:
     """Dry-run layouts of one world size with one start of ranks; after a failure, with a start for each layout."""
     try:
-        size = next(iter(layouts.values()))
-        found = _on_ranks(rank_tasks.dry_run_rank_many, job, size, task, list(layouts.values()))
+        of_this_size = next(iter(layouts.values()))
+        usages = _on_ranks(rank_tasks.dry_run_rank_many, job, of_this_size, task, list(layouts.values()))
     except (UserError, RankFailedError) as error:
         if len(layouts) == 1:
             return dict.fromkeys(layouts, str(error))
@@ -438,7 +438,7 @@ def _usages(job: Job, layouts: Mapping[str, Layout], task: Task) -> dict[str, Se
         for text, layout in layouts.items():
             apart |= _usages(job, {text: layout}, task)
         return apart
-    return dict(zip(layouts, found, strict=True))
+    return dict(zip(layouts, usages, strict=True))
 
 
 def _in_one_start(

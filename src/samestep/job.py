@@ -36,10 +36,10 @@ def _seconds_from(least: float) -> BeforeValidator:
     def seconds(value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             return value
-        found = parse_duration(value, least)
-        if found is None:
+        duration = parse_duration(value, least)
+        if duration is None:
             raise PydanticCustomError("duration_wanted", "Input should be {wanted}", {"wanted": wanted(least)})
-        return found
+        return duration
 
     return BeforeValidator(seconds)
 

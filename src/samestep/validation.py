@@ -102,7 +102,7 @@ def tells_mistakes(cls: type[_T]) -> type[_T]:
         except ValidationError as error:
             raise UserError(explain(error, values, cls, place=lambda path: f"{cls.__name__}: ")) from None
 
-    cls.__init__ = explained  # type: ignore[method-assign]
+    cls.__init__ = explained  # pydantic keeps its own, which this one calls
     return cls
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -103,11 +104,15 @@ def _result(entry: Entry, layout: str, answer: Answer, seconds: float) -> Result
 _LATE = "no answer in "
 
 
+# Where a package is installed differs between machines.
+_INSTALLED = re.compile(r"/\S*/site-packages/")
+
+
 def _last_of(text: str) -> str:
     """Of a traceback its last line, behind the last place in it; else the text."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     if not text.startswith("Traceback") or len(lines) < 2:
-        return " ".join(lines)
+        return _INSTALLED.sub("", " ".join(lines))
     places = [line for line in lines if line.startswith("File ")]
     place = places[-1].removeprefix("File ").replace('"', "") if places else ""
     names = "/".join(place.split(",")[0].split("/")[-2:]) + "," + ",".join(place.split(",")[1:])

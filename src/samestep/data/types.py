@@ -91,7 +91,7 @@ def splits_of(batch: Batch, samples: int) -> tuple[tuple[int, ...], ...]:
         return ()
     several = isinstance(given, (list, tuple)) and len(given) > 0 and not _is_number(given[0])
     kinds: Any = given if several else [given]
-    found: list[tuple[int, ...]] = []
+    numbers_of_rows: list[tuple[int, ...]] = []
     for kind in kinds:
         numbers = [int(each) for each in kind]
         if len(numbers) != samples or min(numbers, default=0) < 0:
@@ -99,8 +99,8 @@ def splits_of(batch: Batch, samples: int) -> tuple[tuple[int, ...], ...]:
                 f"the batch's split has {len(numbers)} numbers ({', '.join(map(str, numbers[:6]))}) for {samples} "
                 "samples; use the number of rows of each sample, in the samples' order"
             )
-        found.append(tuple(numbers))
-    return tuple(found)
+        numbers_of_rows.append(tuple(numbers))
+    return tuple(numbers_of_rows)
 
 
 def _is_number(value: Any) -> bool:

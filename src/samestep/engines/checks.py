@@ -170,19 +170,19 @@ def _check_master_weights(job: Job, engine: Engine, layout: Layout) -> None:
 
 def _check_copies_stepped(optimizers: Mapping[str, Optimizer]) -> None:
     """Raise UserError for optimizers, by their places, that can't step the float32 copies of parameters in bf16."""
-    said = "recipe.master_weights is true"
+    subject = "recipe.master_weights is true"
     for where, spec in optimizers.items():
         if isinstance(spec, NamedOptimizer):
             raise UserError(
-                f"{said}, whose copies adamw or sgd steps, and {where} is {spec.name}; use one of them, or "
+                f"{subject}, whose copies adamw or sgd steps, and {where} is {spec.name}; use one of them, or "
                 "master_weights: false"
             )
         if isinstance(spec, AdamW) and spec.state != "full":
-            raise UserError(f"{said} and {where}.state is {spec.state}; keep the state full, or no master weights")
+            raise UserError(f"{subject} and {where}.state is {spec.state}; keep the state full, or no master weights")
     if len({type(spec) for spec in optimizers.values()}) > 1:
         what = " and ".join(f"{where} is {spec.name}" for where, spec in optimizers.items())
         raise UserError(
-            f"{said}, whose copies one optimizer steps, and {what}; use one kind for all, or master_weights: false"
+            f"{subject}, whose copies one optimizer steps, and {what}; use one kind for all, or master_weights: false"
         )
 
 

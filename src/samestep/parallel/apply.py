@@ -224,11 +224,11 @@ class _Spreading:
     def _tell_one_micro_batch(self) -> None:
         """Report that stages wait for one another where there is batch norm."""
         if self.norm is not None and self.details.micro_batch is None and dist.get_rank() == 0:
-            said = (
+            reason = (
                 f"{self.norm} takes its statistics from the whole batch, so a step is one micro-batch, and one stage "
                 "computes at a time"
             )
-            print(f'samestep: layout "{self.layout}": {said}', file=sys.stderr, flush=True)
+            print(f'samestep: layout "{self.layout}": {reason}', file=sys.stderr, flush=True)
 
     def share_experts(self) -> None:
         """Step 4: keep this rank's experts; tokens travel to them over the expert axis."""

@@ -67,7 +67,7 @@ def _alone(rows: Sequence[Any], collate: Collator) -> list[Part]:
     """Each row collated by itself; none where the collator needs several."""
     try:
         return [Part(inputs=collate([row]), rows=1, what="a row alone") for row in rows]
-    except Exception:
+    except Exception:  # the rows are collated several at a time too, where a failure is told
         return []
 
 

@@ -42,12 +42,12 @@ def restore_torch(before: State, device: torch.device) -> None:
 
 def state(device: torch.device) -> State:
     """The state of each generator, also of Python's and NumPy's."""
-    found = [*state_of_torch(device), (OTHERS[0], hash(random.getstate()))]
+    states = [*state_of_torch(device), (OTHERS[0], hash(random.getstate()))]
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         _, keys, position, *rest = numpy.random.get_state()
-        found.append((OTHERS[1], (int(keys[0]), int(keys[-1]), position, tuple(rest))))
-    return tuple(found)
+        states.append((OTHERS[1], (int(keys[0]), int(keys[-1]), position, tuple(rest))))
+    return tuple(states)
 
 
 def moved(before: State, after: State) -> str | None:
