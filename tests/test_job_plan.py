@@ -12,10 +12,10 @@ from small_tasks import Points
 
 from samestep.api import rehearse_job
 from samestep.cli.main import main
+from samestep.doctor.plan_and_run import furthest, terms
 from samestep.doctor.run import read
 from samestep.errors import UserError
 from samestep.job import Job, Run
-from samestep.job_plan.after_run import furthest, terms
 from samestep.job_plan.auto import check_here
 from samestep.job_plan.display import page
 from samestep.job_plan.machine import CAUSES, Rates, TargetMachine, devices_of, measured_rates, message_rates

@@ -41,7 +41,7 @@ def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         raise UserError("before any rank")
 
     monkeypatch.setattr(api, "_trained", start)
-    monkeypatch.setattr(api.fork_server, "start_early", lambda job: None)
+    monkeypatch.setattr(api.fork_server, "start_early", lambda job, modules: None)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ import samestep
 from samestep.comm.shared_memory import backend, build, region
 from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup
 from samestep.launch import local
-from samestep.launch.world import join
 
 MEMORY = Path("/dev/shm")
 
@@ -325,6 +324,6 @@ def test_shared_memory_over_several_hosts_is_refused(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, value)
     with (
         pytest.raises(samestep.UserError, match="the ranks are on several hosts, which share none; use auto"),
-        join(device="cpu", transport="shared-memory"),
+        samestep.session(layout="dp2", device="cpu", transport="shared-memory"),
     ):
         pass

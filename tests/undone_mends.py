@@ -292,10 +292,12 @@ def _main(folder: str, *tried_by: str) -> int:
 
     from samestep import jobfile
     from samestep.launch import fork_server
+    from samestep.rank_imports import rank_imports
 
     task, layout = tried_by
     job = jobfile.load(JOBS / f"{task}.yaml", []).job
-    fork_server.fork_early(replace(job, run=replace(job.run, layout="dp2")))  # its ranks need not import all again
+    # Its ranks need not import all again.
+    fork_server.fork_early(replace(job, run=replace(job.run, layout="dp2")), rank_imports(job))
     print(json.dumps({"problem": problem_of(task, layout)}))
     return 0
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from samestep.training.usage import Usage
     from samestep.verification.proof import Proof
 
-__version__: str  # the installed package's, which stands in pyproject.toml alone
+__version__: str  # samestep.version.VERSION
 
 # Where each public name lives. They are imported when they are first used, so that `import samestep` and
 # `samestep --help` don't wait for torch.
@@ -142,9 +142,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a public name on first access, so that `import samestep` alone doesn't import PyTorch."""
     if name == "__version__":
-        from importlib.metadata import version
+        from samestep.version import VERSION
 
-        return version("samestep")
+        return VERSION
     if name == "tasks":
         return import_module("samestep.tasks")
     if name not in _HOME:

@@ -34,6 +34,7 @@ from samestep.limits import MOST_RANKS, check_whole
 from samestep.plausibility import check_plausible
 from samestep.preflight import preflight
 from samestep.progress import phases
+from samestep.rank_imports import rank_imports
 from samestep.rank_tasks import StepTiming
 from samestep.ranks import DeviceChoice
 from samestep.recipe import Recipe
@@ -116,7 +117,7 @@ def train_job(job: Job) -> TrainResult:
     if job.run.folder is not None and environment.ranks() is None:  # a rank may find it held for its own job
         check_folder_free(job, job.run.folder)
     task = preflight(job, layout)
-    fork_server.start_early(job)
+    fork_server.start_early(job, rank_imports(job))
     if first:
         _check_contract(job, layout, task)
         _warn_of_batch(job, task)
@@ -310,7 +311,7 @@ def verify_job(
     job, layout = _settled(job)
     check_other_side(job, layout, text=text, precision=precision, reference_device=reference_device)
     task = preflight(job, layout)
-    fork_server.start_early(job)
+    fork_server.start_early(job, rank_imports(job))
     _check_contract(job, layout, task, dropout=dropout)
     job = proof_job(job, dropout=dropout, precision=precision)
     ranks = environment.ranks()

@@ -22,7 +22,7 @@ from samestep.limits import (
     MOST_THREADS,
     MOST_WORKERS,
 )
-from samestep.ranks import DeviceChoice
+from samestep.ranks import DeviceChoice, Transport
 from samestep.recipe import Recipe
 from samestep.validation import tells_mistakes
 
@@ -153,7 +153,7 @@ class Run:
     device: DeviceChoice = "auto"  # auto: the accelerator where there is one
     # Of messages between ranks on CPUs; auto: shared memory where ranks share a host, and gloo between hosts. On
     # accelerators gloo goes through the host's memory, and several ranks may share one.
-    transport: Literal["auto", "gloo", "shared-memory"] = "auto"
+    transport: Transport = "auto"
     # Gradients of embeddings between replicas as the rows that a step touched, where that is fewer bytes; auto: of
     # tables of 1 MiB or more, on CPUs.
     sparse_rows: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = "auto"

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from samestep import environment
+from samestep.comm.shared_memory import backend as shared_memory
 from samestep.engines import registry as engines
 from samestep.engines.precision import float32_products
 from samestep.errors import LayoutError, UserError
@@ -48,7 +49,7 @@ def joined(job: Job) -> Iterator[World]:
     group = join(
         device=job.run.device,
         threads=job.run.threads,
-        transport=transport,
+        cpu_backend=shared_memory.for_transport(transport),
         share_devices=job.run.transport == "gloo",
     )
     with engine.in_this_process(), float32_products(job.run.float32_matmul), group as world:

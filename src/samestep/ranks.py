@@ -17,6 +17,8 @@ from samestep.launchers import (
 from samestep.variables import Environ, Variables
 
 DeviceChoice = Literal["auto", "cpu"]  # what a job wants; auto: the accelerator where there is one
+# Of messages between ranks on CPUs; auto: shared memory between the ranks of a host, gloo between hosts.
+Transport = Literal["auto", "gloo", "shared-memory"]
 Launcher = Literal["torchrun", "horovodrun", "pytorchjob", "open-mpi", "pmi", "slurm"]
 
 

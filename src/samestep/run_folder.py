@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # In a run's folder. Of METRICS, EVALUATIONS and FAULTS each line is a JSON object (`json_lines`).
 METRICS_FILE, EVALUATIONS_FILE, FAULTS_FILE = "metrics.jsonl", "evaluations.jsonl", "faults.jsonl"
 REPORT_FILE = "report.json"
+PLAN_FILE = "plan.json"  # of runs whose layout was found by a plan
 MODEL_FILE = "model.safetensors"
 CURVES_FILE = "curves.json"
 SCHEDULE_FILE = "schedule.json"  # of runs with a pipeline

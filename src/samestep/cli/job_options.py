@@ -120,12 +120,13 @@ def prepare(job: "Job", options: argparse.Namespace) -> None:
     """
     with phases.status(lambda: "importing PyTorch"), _uncollected():
         from samestep.launch import fork_server
+        from samestep.rank_imports import rank_imports
 
         if not options.own_process:
-            fork_server.start_early(job)
+            fork_server.start_early(job, rank_imports(job))
         importlib.import_module("samestep.api")
         if options.own_process:
-            fork_server.fork_early(job)
+            fork_server.fork_early(job, rank_imports(job))
 
 
 @contextmanager

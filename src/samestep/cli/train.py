@@ -128,10 +128,10 @@ def _with_layout(options: argparse.Namespace, job: "Job") -> "Chosen":
 
 def _print_planned_and_measured(chosen: "Chosen", result: "TrainResult") -> None:
     """Print the plan next to the run's measurements, and save it into the run's folder for `samestep doctor`."""
+    from samestep.doctor.plan_and_run import lines_of, terms
     from samestep.doctor.run_files import read_run
-    from samestep.job_plan.after_run import lines_of, terms, write_plan
 
-    write_plan(chosen.prediction, result.folder)
+    chosen.prediction.write(result.folder)
     run = read_run(result.folder)
     for line in lines_of(terms(chosen.prediction.to_json(), run.report or {}, run.numbers("step_seconds"))):
         print(line)

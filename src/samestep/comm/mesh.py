@@ -79,11 +79,6 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
     return group
 
 
-def all_groups() -> tuple[dist.ProcessGroup, ...]:
-    """All process groups of this rank, in the order in which they were made."""
-    return tuple(dist.distributed_c10d._world.pg_map)
-
-
 def rank_grid(layout: Layout) -> torch.Tensor:
     """The number of the rank at each position of the mesh; ranks are numbered along the layout's order of axes."""
     order: Sequence[str] = layout.placement

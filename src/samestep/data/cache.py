@@ -16,12 +16,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 
-from samestep import __version__, environment, private_folders
+from samestep import environment, private_folders
 from samestep.data import tokenizer
 from samestep.data.tokenizer import StreamTokenizer, TextTokenizer
 from samestep.environment import cache_folder
 from samestep.errors import UserError
 from samestep.progress import phases
+from samestep.version import VERSION
 
 Arrays = Mapping[str, NDArray[np.generic]]
 
@@ -151,7 +152,7 @@ def version_of_code() -> str:
     import tokenizers
 
     sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    return digest(__version__, tokenizers.__version__, np.__version__, *sources)
+    return digest(VERSION, tokenizers.__version__, np.__version__, *sources)
 
 
 def text_tokenizer(texts: Sequence[str], vocabulary: int, cache: DataCache) -> TextTokenizer:

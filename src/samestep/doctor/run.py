@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 
 from samestep.doctor.findings import DoctorFinding, ok, problem, warning
+from samestep.doctor.plan_and_run import STEP, PlanTerm, furthest, terms
 from samestep.doctor.run_files import RunFiles, number, read_run
-from samestep.job_plan.after_run import PLAN_FILE, STEP, PlanTerm, furthest, terms
-from samestep.run_folder import FAULTS_FILE, METRICS_FILE, REPORT_FILE
+from samestep.run_folder import FAULTS_FILE, METRICS_FILE, PLAN_FILE, REPORT_FILE
 from samestep.sizes import binary_size
 
 

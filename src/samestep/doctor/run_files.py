@@ -10,12 +10,12 @@ from typing import Any
 from samestep.errors import UserError
 from samestep.fault_tolerance.lease_file import leases_in
 from samestep.input_files import parse_json
-from samestep.job_plan.after_run import PLAN_FILE
 from samestep.run_folder import (
     CHECKPOINTS,
     EVALUATIONS_FILE,
     FAULTS_FILE,
     METRICS_FILE,
+    PLAN_FILE,
     REPORT_FILE,
     JsonLines,
     json_lines,

@@ -1,7 +1,9 @@
 """Memory and time of a step of a layout, from what its rehearsed ranks held, computed and sent."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from samestep.job import Job
@@ -15,6 +17,7 @@ from samestep.planning.operators import Operator, work_of
 from samestep.planning.pipeline_events import StageTimes
 from samestep.planning.software import SOFTWARE
 from samestep.planning.stage_time import CONTENTION, data_group
+from samestep.run_folder import PLAN_FILE
 from samestep.training.rehearsal import Collectives, Rehearsal
 from samestep.training.usage import Usage
 
@@ -56,6 +59,10 @@ class Prediction:
             "peak_bytes": self.peak_bytes,
             "usage_bytes": [usage.to_json() for usage in self.usage],
         }
+
+    def write(self, folder: Path) -> None:
+        """Save it into its run's folder, for `samestep doctor`."""
+        (folder / PLAN_FILE).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
 
 
 def slower_by(other: Prediction, best: Prediction) -> tuple[str, float]:

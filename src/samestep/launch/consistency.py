@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from samestep import __version__
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.rank_entry import JOB_FILES, is_file, is_ours
+from samestep.version import VERSION
 
 _SOURCES = Path(__file__).parents[1]
 
@@ -41,7 +41,7 @@ def facts_of(spec: NodeSpec) -> dict[str, Any]:
     found: dict[str, Any] = {
         "job": spec.job,
         "number of hosts": spec.size,
-        "samestep version": __version__,
+        "samestep version": VERSION,
         "PyTorch version": str(torch.__version__),
         "Python version": platform.python_version(),
         "samestep sources": digest_of(_SOURCES),

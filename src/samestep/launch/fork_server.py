@@ -20,7 +20,6 @@ from samestep.errors import UserError
 from samestep.fault_tolerance.scratch import scratch
 from samestep.job import Job
 from samestep.layout import Layout, unsized
-from samestep.tasks import TASKS
 
 _PR_SET_PDEATHSIG = 1  # Linux, <sys/prctl.h>; preserved across exec
 
@@ -88,17 +87,17 @@ def preload(more: Sequence[str] = ()) -> None:
         multiprocessing.set_forkserver_preload([_FIRST, *dict.fromkeys((*_ALWAYS, *used, *more))])
 
 
-def start_early(job: Job) -> None:
-    """Start the fork server for a job's ranks, if it will have any, with the imports of the job's task.
+def start_early(job: Job, modules: Sequence[str]) -> None:
+    """Start the fork server for a job's ranks, if it will have any; it imports `modules`, which its ranks need.
 
     It ends with this process. Mistakes in the job are not reported here.
     """
     if _wants_server(job):
-        preload(_modules_of(job))
+        preload(modules)
         ensure_running()
 
 
-def fork_early(job: Job) -> None:
+def fork_early(job: Job, modules: Sequence[str]) -> None:
     """Like `start_early`, by a fork of this process, which has imported `samestep.api`: nothing is imported again.
 
     Only at the start of a samestep command: a user's program may have threads and open files that a fork must not
@@ -106,7 +105,7 @@ def fork_early(job: Job) -> None:
     """
     if not _wants_server(job):
         return
-    for module in (*_ALWAYS, *_modules_of(job)):
+    for module in (*_ALWAYS, *modules):
         with suppress(ImportError):
             importlib.import_module(module)
     _keep_sockets_in_scratch()
@@ -198,27 +197,6 @@ def _has_ranks(job: Job) -> bool:
     """Whether a job has more than one rank."""
     layout, processes = job.run.layout, job.run.processes
     return (unsized(layout) and processes is None) or Layout.parse(layout, processes).size > 1
-
-
-def _modules_of(job: Job) -> list[str]:
-    """Return the further modules that ranks import: for the layout, and for a shipped task."""
-    recipe = job.recipe
-    found = ["torch.distributed.optim"] if "zero1" in job.run.layout else []
-    if not isinstance(recipe.task, str) or recipe.task not in TASKS:
-        return found
-    found += [TASKS[recipe.task].partition(":")[0], "safetensors.torch"]
-    if job.run.tensorboard:
-        found.append("samestep.training.board")
-    if recipe.task in _MODEL_TYPES:
-        found.append("transformers.modeling_utils")
-        kind = recipe.model.get("type", _MODEL_TYPES[recipe.task])
-        if isinstance(kind, str) and kind.isidentifier() and "folder" not in recipe.model:
-            found.append(f"transformers.models.{kind}.modeling_{kind}")
-    return found
-
-
-# Shipped tasks with transformers models, and the default type of each model.
-_MODEL_TYPES = {"text-classification": "bert", "causal-lm": "llama"}
 
 
 def _end() -> None:

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep import __version__, environment
+from samestep import environment
 from samestep.errors import UserError
 from samestep.launch.environments import open_mpi, slurm
 from samestep.launch.environments.base import TELL_US, RendezvousInfo
 from samestep.launch.network import LOOPBACK, address_towards, is_loopback, is_ours, store_at, why_not
 from samestep.ranks import Ranks
+from samestep.version import VERSION
 
 # Below the ephemeral ports, and above well-known ones.
 _FIRST, _LAST = 20_000, 32_000
@@ -81,7 +82,7 @@ def _identity(job: str, world_size: int) -> dict[str, Any]:
     return {
         "job": hashlib.sha256(job.encode()).hexdigest()[:32],
         "world_size": world_size,
-        "samestep": __version__,
+        "samestep": VERSION,
         "torch": torch.__version__,
     }
 

@@ -18,11 +18,12 @@ from contextlib import nullcontext
 from io import FileIO
 from typing import Any
 
-from samestep import __version__, environment
+from samestep import environment
 from samestep.launch.failure import JobOutcome
 from samestep.launch.job_secret import JobSecret
 from samestep.launch.node_spec import NodeSpec
 from samestep.progress import phases
+from samestep.version import VERSION
 
 MARK = b"\x1esamestep "
 _LEAVE = 5.0  # seconds beyond the ranks' grace period, for an agent whose controller is gone
@@ -33,7 +34,7 @@ def request(
 ) -> bytes:
     """Build the request for a remote agent, which picks its own host's part."""
     asked = {
-        "version": __version__,
+        "version": VERSION,
         "specs": [spec.to_json() for spec in specs],
         "folder": folder,
         "secret": secret.sent() if secret is not None else None,
@@ -60,11 +61,11 @@ def main() -> int:
 def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], orders: FileIO) -> JobOutcome:
     """Run this host's part of a job. Other versions are refused before the request is parsed."""
     theirs = asked.get("version", "an older one")
-    if theirs != __version__:  # its format may differ
+    if theirs != VERSION:  # its format may differ
         return JobOutcome(
             exit_code=2,
             message=f"the hosts of this job differ in their samestep version: the starting machine has "
-            f'"{theirs}", {host} has "{__version__}"; install the same on both',
+            f'"{theirs}", {host} has "{VERSION}"; install the same on both',
         )
     try:
         spec = NodeSpec.from_json(values)
@@ -73,7 +74,7 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
         return JobOutcome(
             exit_code=2,
             message=f"the hosts of this job differ in their samestep sources: {host} and the starting machine have "
-            f"other files of version {__version__}; install the same on both",
+            f"other files of version {VERSION}; install the same on both",
         )
     try:
         os.chdir(asked["folder"])

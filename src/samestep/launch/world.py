@@ -2,20 +2,16 @@
 
 import atexit
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
 from samestep import environment
-from samestep.comm.mesh import all_groups
-from samestep.comm.shared_memory import backend as shared_memory
-from samestep.comm.shared_memory.process_group import KernelGroup
-from samestep.errors import UserError
 from samestep.launch import compiler_cache, rank_rendezvous
 from samestep.launch.affinity import threads_of
 from samestep.launch.device import DeviceChoice, backend_of, check_devices, device_of
@@ -72,8 +68,16 @@ def _meeting_place(run: HorovodRunVariables, timeout: float) -> tuple[str, int]:
     raise TimeoutError(f"rank 0 did not say within {timeout:.0f} s where to meet")
 
 
-# auto: shared memory between the ranks of a host, gloo between hosts.
-Transport = Literal["auto", "gloo", "shared-memory"]
+# Registers a back end for messages between CPU ranks, by the environment's variables, and returns its name.
+RegisterBackend = Callable[[Mapping[str, str]], str]
+
+
+@runtime_checkable
+class ClosableGroup(Protocol):
+    """A process group that holds more than its connections, such as shared memory, until it is closed."""
+
+    def close(self) -> None: ...
+
 
 _ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, one_host=True)
 
@@ -94,23 +98,17 @@ def join(
     alone: bool = False,
     device: DeviceChoice = "auto",
     threads: int | None = None,
-    transport: Transport = "gloo",
+    cpu_backend: RegisterBackend | None = None,
     share_devices: bool = False,
 ) -> Iterator[World]:
     """Join the ranks that a launcher started, or run alone if none did.
 
     With `alone` the process works by itself, even as one of many. An existing process group is used and left as it
     is. Ranks that share one host listen on its loopback only, those of several hosts on the interface towards the
-    others. `transport` applies to messages between ranks on CPUs; shared memory is used by every group whose ranks
-    share a host. With `share_devices` several ranks may compute on one accelerator, and messages go through the
-    host's memory.
+    others. `cpu_backend` carries messages between ranks on CPUs; None: gloo. With `share_devices` several ranks may
+    compute on one accelerator, and messages go through the host's memory.
     """
     ranks = (None if alone else environment.ranks()) or _ALONE
-    if transport == "shared-memory" and ranks.local_world_size < ranks.world_size:
-        raise UserError(
-            "run.transport is shared-memory, and the ranks are on several hosts, which share none; use auto, by "
-            "which the ranks of each host share memory"
-        )
     check_devices(ranks.local_world_size, device, in_a_rank=ranks is not _ALONE, may_share=share_devices)
     world = World(
         rank=ranks.rank,
@@ -133,7 +131,7 @@ def join(
             while_here.enter_context(compiler_cache.private())
             if ours:
                 with _meeting(ranks):
-                    _join_process_group(world, ranks, met, while_here, transport, share_devices)
+                    _join_process_group(world, ranks, met, while_here, cpu_backend, share_devices)
             yield world
     except BaseException:
         # Leaving the group waits for the others; a failing rank must not.
@@ -185,16 +183,16 @@ def _join_process_group(
     ranks: Ranks,
     met: JoinedStore | None,
     while_here: ExitStack,
-    transport: Transport,
+    cpu_backend: RegisterBackend | None,
     share_devices: bool,
 ) -> None:
     """Join the ranks' process group: alone, through Horovod's launcher, in a store that was met, or as torchrun says.
 
-    The back end is NCCL or the accelerator's own, gloo, or on CPUs shared memory over gloo (`comm.shared_memory`).
+    The back end is NCCL or the accelerator's own, gloo, or on CPUs what `cpu_backend` registers.
     """
     backend = backend_of(world.device, gloo_alone=share_devices)
-    if backend == "gloo" and transport != "gloo":
-        backend = shared_memory.register(environment.snapshot())
+    if backend == "gloo" and cpu_backend is not None:
+        backend = cpu_backend(environment.snapshot())
     # Early binding lets NCCL know the device before the first message; gloo can't split a bound group.
     bound = world.device if world.device.type != "cpu" and not share_devices else None
     if world.world_size == 1:
@@ -211,6 +209,11 @@ def _join_process_group(
         dist.init_process_group(backend, device_id=bound)
 
 
+def process_groups() -> tuple[dist.ProcessGroup, ...]:
+    """Return all process groups of this rank, in the order in which they were made."""
+    return tuple(dist.distributed_c10d._world.pg_map)
+
+
 def leave_process_group() -> None:
     """Destroy the process group and its subgroups, once every rank is there, avoiding a deadlock in gloo.
 
@@ -223,7 +226,7 @@ def leave_process_group() -> None:
     reference to that message to the end of its process, and with it to the group's connections: so no thread of gloo
     is the last to let go of one, whenever the group ends.
     """
-    every = all_groups()
+    every = process_groups()
     # A barrier in every group: all are started in the same order on all ranks before any is waited for.
     last = [backend.barrier(dist.BarrierOptions()) for group in every if (backend := _gloo_of(group)) is not None]
     for work in last:
@@ -231,7 +234,7 @@ def leave_process_group() -> None:
     if dist.get_world_size() > 1:  # one process alone has no replicas that would hold its group
         atexit.register(_hold, last)
     for group in every:
-        if isinstance(group, KernelGroup):
+        if isinstance(group, ClosableGroup):
             group.close()
     dist.destroy_process_group()
     del last  # after the groups: their threads have ended unless there are other references

@@ -23,6 +23,7 @@ from samestep.checkpoint.compatibility import Base
 from samestep.checkpoint.load import open_newest
 from samestep.checkpoint.save import Saver
 from samestep.comm.mesh import build_mesh, new_group
+from samestep.comm.shared_memory import backend as shared_memory
 from samestep.communication import Communication
 from samestep.data.loader import Chunks, Collate, Loader, StepBatch, to_device
 from samestep.data.order import SampleOrder
@@ -50,7 +51,7 @@ from samestep.engines.registry import resolve
 from samestep.errors import CheckpointError, LayoutError, NotSavedError, UserError, index_errors_explained
 from samestep.fault_tolerance.lease import hold
 from samestep.launch.device import DeviceChoice
-from samestep.launch.world import Transport, World, join
+from samestep.launch.world import World, join
 from samestep.layout import Layout, unsized
 from samestep.parallel.complex_parameters import first_complex
 from samestep.parallel.deferred_init import move
@@ -59,6 +60,7 @@ from samestep.parallel.parallel_model import Details
 from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.parallel.sparse_rows import Choice as SparseRows
 from samestep.progress.bars import Bar
+from samestep.ranks import Transport
 from samestep.recipe import Average, Precision, Recipe
 from samestep.tasks.base import default_scores
 from samestep.training import evaluation
@@ -450,7 +452,7 @@ def session(
     joined = join(
         device=device,
         threads=threads,
-        transport=transport if resolved.abilities.shared_memory else "gloo",
+        cpu_backend=shared_memory.for_transport(transport if resolved.abilities.shared_memory else "gloo"),
         share_devices=transport == "gloo",
     )
     with resolved.in_this_process(), joined as world:

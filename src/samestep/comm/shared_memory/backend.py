@@ -7,13 +7,14 @@ out.
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+from samestep import environment
 from samestep.comm.shared_memory import build, compiled, interpreted, region
 from samestep.comm.shared_memory.build import NoKernelError
 from samestep.comm.shared_memory.compiled import CompiledKernel
@@ -22,6 +23,8 @@ from samestep.comm.shared_memory.interpreted import InterpretedKernel
 from samestep.comm.shared_memory.kernel import MOST_RANKS, GroupPlace, HostKernel
 from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup, gloo_group
 from samestep.comm.shared_memory.region import NoRegionError, host_identity, host_of_each
+from samestep.errors import UserError
+from samestep.ranks import Transport
 
 NAME = "samestep"
 
@@ -44,6 +47,20 @@ def register(environ: Mapping[str, str]) -> str:
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
     return NAME
+
+
+def for_transport(transport: Transport) -> Callable[[Mapping[str, str]], str] | None:
+    """Return what registers the back end of `run.transport` for this process's ranks; None: gloo.
+
+    auto: shared memory between the ranks of a host, gloo between hosts. Raises UserError.
+    """
+    ranks = environment.ranks()
+    if transport == "shared-memory" and ranks is not None and ranks.local_world_size < ranks.world_size:
+        raise UserError(
+            "run.transport is shared-memory, and the ranks are on several hosts, which share none; use auto, by "
+            "which the ranks of each host share memory"
+        )
+    return None if transport == "gloo" else register
 
 
 def new_group(

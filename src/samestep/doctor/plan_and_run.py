@@ -1,18 +1,12 @@
 """A plan compared with the run that followed it: each term as planned and as measured, and the largest error."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samestep.sizes import decimal_size
 
-if TYPE_CHECKING:
-    from samestep.job_plan.predict import Prediction
-
-PLAN_FILE = "plan.json"
 STEP = "step"
 _FIRST = 3  # untypical first steps, which allocate buffers and optimizer state, or count bytes
 _COMPUTE = ("products", "attention", "passes", "operators", "sharding")
@@ -33,11 +27,6 @@ class PlanTerm:
     def error(self) -> float | None:
         """Relative error; None if the measurement is 0."""
         return self.planned / self.measured - 1 if self.measured else None
-
-
-def write_plan(prediction: "Prediction", folder: Path) -> None:
-    """Save a plan into its run's folder, for `samestep doctor`."""
-    (folder / PLAN_FILE).write_text(json.dumps(prediction.to_json(), indent=2) + "\n", encoding="utf-8")
 
 
 def terms(plan: Mapping[str, Any], report: Mapping[str, Any], step_seconds: Sequence[float]) -> list[PlanTerm]:

@@ -1,0 +1,24 @@
+"""Modules that a job's ranks import: the fork server imports them before it forks a rank."""
+
+from samestep.job import Job
+from samestep.tasks import TASKS
+
+# Shipped tasks with transformers models, and the default type of each model.
+_MODEL_TYPES = {"text-classification": "bert", "causal-lm": "llama"}
+
+
+def rank_imports(job: Job) -> list[str]:
+    """Return the modules that ranks import besides samestep itself: for the layout, and for a shipped task."""
+    recipe = job.recipe
+    modules = ["torch.distributed.optim"] if "zero1" in job.run.layout else []
+    if not isinstance(recipe.task, str) or recipe.task not in TASKS:
+        return modules
+    modules += [TASKS[recipe.task].partition(":")[0], "safetensors.torch"]
+    if job.run.tensorboard:
+        modules.append("samestep.training.board")
+    if recipe.task in _MODEL_TYPES:
+        modules.append("transformers.modeling_utils")
+        kind = recipe.model.get("type", _MODEL_TYPES[recipe.task])
+        if isinstance(kind, str) and kind.isidentifier() and "folder" not in recipe.model:
+            modules.append(f"transformers.models.{kind}.modeling_{kind}")
+    return modules
