@@ -1,5 +1,6 @@
 """What a training finds in its folder: an earlier run is never replaced without being told."""
 
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from small_jobs import job_file, steps_in
 from small_tasks import Unscored
+from torch import Tensor
 
 import samestep
 from samestep.cli.main import main
@@ -205,3 +207,75 @@ def test_a_job_that_is_refused_removes_no_earlier_run(tmp_path: Path) -> None:
             samestep.Recipe(task=Unscored(), batch=1, steps=2), "dp2", folder=run, overwrite=True, tensorboard=False
         )
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+
+
+class Ends(Unscored):
+    """Ends in its first step, as a task with a mistake in its loss does, or a loss that is not finite."""
+
+    def __init__(self, *, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        if self.way == "raises":
+            raise ValueError("no such column")
+        if self.way == "interrupted":
+            raise KeyboardInterrupt
+        loss, count = super().loss(output, batch)
+        return loss * float("nan"), count
+
+
+def run_of(task: Unscored, *, steps: int = 2, overwrite: bool = False, **run: Any) -> None:
+    recipe = samestep.Recipe(task=task, batch=8, steps=steps, optimizer=samestep.AdamW(lr=0.01))
+    samestep.train(recipe, folder="run", check=False, threads=1, overwrite=overwrite, **run)
+
+
+@pytest.mark.parametrize("way", ["raises", "interrupted", "not finite"])
+def test_a_training_that_ends_in_its_first_step_leaves_the_earlier_run(way: str) -> None:
+    run_of(Unscored(), checkpoint={"every": 1})
+    before = contents()
+    with pytest.raises((ValueError, KeyboardInterrupt, samestep.NonFiniteError)):
+        run_of(Ends(way=way), overwrite=True, checkpoint={"every": 1})
+    after = contents()
+    assert {name: after.get(name) for name in before} == before
+    # Nothing is set aside any more, and nothing new looks as if it were of that run.
+    assert after.keys() - before.keys() <= {"run/faults.jsonl"}
+    run_of(Unscored(), steps=3, overwrite=True)
+    assert not Path("run/checkpoints/step-1").exists()
+
+
+def test_what_a_killed_start_has_set_aside_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(checkpoint={"every": 2}) == 0
+    before = contents()
+    aside = Path("run/.samestep-earlier-run")
+    aside.mkdir()
+    for name in FINISHED:
+        Path("run", name).rename(aside / name)
+    (Path("run/checkpoints") / aside.name).mkdir()
+    Path("run/checkpoints/step-2").rename(Path("run/checkpoints") / aside.name / "step-2")
+    Path("run/metrics.jsonl").touch()  # of the killed one
+    assert train() == 2
+    assert "holds checkpoints of a training, up to step 4" in capsys.readouterr().err
+    assert train(*LAST, "--set", "recipe.steps=4") == 0
+    assert {name: contents()[name] for name in before if "checkpoints" in name or "model" in name} == {
+        name: value for name, value in before.items() if "checkpoints" in name or "model" in name
+    }
+    assert not aside.exists()
+
+
+def test_what_can_not_be_removed_ends_the_new_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_of(Unscored(), checkpoint={"every": 1})
+    before = contents()
+    replace = Path.replace
+
+    def refusing(path: Path, target: Path) -> Path:
+        if path.parent.name == "checkpoints" and target.name.endswith(".removed"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", refusing)
+    with pytest.raises(
+        samestep.UserError, match=r"--force: run/checkpoints/\S+ can't be removed: Input/output error"
+    ):
+        run_of(Unscored(), steps=3, overwrite=True, checkpoint={"every": 1})
+    assert contents() == before

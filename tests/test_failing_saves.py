@@ -12,6 +12,7 @@ import yaml
 from failing_disks import RefusedOnRank, Refusing, small_disk
 from small_jobs import lines_in
 from small_tasks import Points, Unscored
+from torch import nn
 
 import samestep
 from samestep.cli.main import main
@@ -220,3 +221,24 @@ def test_a_loop_of_ones_own_skips_a_save_and_tells_where_its_last_is_lost(
     monkeypatch.setattr(os, "fsync", Refusing(errno.EIO, at=("step-4.",)))
     with pytest.raises(samestep.NotSavedError, match="the newest checkpoint is"):
         own_loop(tmp_path / "two")
+
+
+class Wide(Unscored):
+    """128 KiB of weights."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 2048), nn.GELU(), nn.Linear(2048, 3))
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_the_room_for_state_that_the_first_step_makes(tmp_path: Path, *, earlier: bool) -> None:
+    """AdamW's averages, twice the weights, are no part of a checkpoint that would be made before the first step."""
+    with small_disk(tmp_path / "run", "300k") as folder:
+        if earlier:
+            (folder / "report.json").write_text("{}", encoding="utf-8")
+        with pytest.raises(samestep.UserError, match=r"one takes .* KiB, and .* of 300 KiB are free") as caught:
+            train(folder, task=Wide(), checkpoint={"every": 5}, overwrite=earlier)
+        needed = float(str(caught.value).partition("one takes ")[2].split()[0])
+        assert 3 * 128 <= needed <= 3 * 128 + 48  # and what the files say of each tensor, and the generators
+        assert not list(folder.glob("checkpoints/*"))
+        assert (folder / "report.json").exists() == earlier

@@ -3,8 +3,9 @@
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ SCHEDULE_FILE = "schedule.json"  # of runs with a pipeline
 INFO_FILE = "checkpoint.json"  # without which a folder is no checkpoint
 CHECKPOINTS = "checkpoints"  # in a run's folder
 LOGS = "logs"  # in a run's folder
+# In a run's folder and in those of its checkpoints: the earlier run that a new one replaces with its first step.
+ASIDE = ".samestep-earlier-run"
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,14})")
 
@@ -101,6 +104,11 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(step for step in steps if step is not None)
 
 
+def bytes_in(folder: Path) -> int:
+    """Bytes of all files in a folder, 0 if there is none."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def lies_within(name: object) -> bool:
     """Whether a file's name, as a checkpoint's own files say it, leads to a place inside the checkpoint's folder.
 
@@ -146,7 +154,9 @@ def json_lines(file: Path) -> JsonLines:
 _PACKAGES = ("samestep", "torch", "numpy", "transformers", "tokenizers", "torchmetrics")
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
+    """The versions that a checkpoint names; those of packages are read from their files, once in a process."""
     return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
 
 

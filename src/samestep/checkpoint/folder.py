@@ -144,13 +144,13 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def remove_all(folder: Path) -> None:
-    """Remove all checkpoints of a folder. Raises UserError for one that holds other files, which is then left."""
-    for step in steps_in(folder):
-        path = folder / name_of(step)
+def removable_in(folder: Path) -> list[Path]:
+    """All checkpoints of a folder. Raises UserError for one that holds other files."""
+    paths = [folder / name_of(step) for step in steps_in(folder)]
+    for path in paths:
         if path.is_symlink() or not _is_of_a_checkpoint(path):
             raise UserError(f"{path} holds more than a checkpoint, and is not removed; move it away")
-        _remove(path)
+    return paths
 
 
 def unfinished_in(folder: Path) -> list[Path]:

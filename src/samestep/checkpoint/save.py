@@ -46,7 +46,7 @@ from samestep.checkpoint.safe_index import METADATA_FILE
 from samestep.errors import CheckpointError, first_line
 from samestep.fault_tolerance.lease import Held, LeaseLostError
 from samestep.parallel.state_shards import Box, Piece
-from samestep.run_folder import INFO_FILE
+from samestep.run_folder import ASIDE, INFO_FILE, bytes_in
 from samestep.sizes import binary_size
 
 # Names in the errors of PyTorch's file writer, which omit the system's error.
@@ -114,6 +114,10 @@ class Saver:
             failure = self._prepared(place, needs)
             if failure is not None:
                 failures.append(failure)
+        self._bear(failures, strict=strict)
+
+    def _bear(self, failures: Sequence[CheckpointError], *, strict: bool) -> None:
+        """Warn of folders that can't be written, or raise the first's error if that is each of them, and `strict`."""
         if strict and len(failures) == len(self.places):
             raise failures[0]
         for failure in failures:
@@ -154,13 +158,24 @@ class Saver:
         finally:
             with suppress(OSError):
                 probe.unlink(missing_ok=True)
-        sizes = file_errors.room(place)
-        if sizes is not None and sizes[0] < needs:
-            raise CheckpointError(
-                f"checkpoints can't be written into {place}: one takes {binary_size(needs)} or more, and "
-                f"{binary_size(sizes[0])} of {binary_size(sizes[1])} are free; make room, or set "
-                "run.checkpoint.folder to a folder with more"
-            )
+        _check_room(place, needs, at_least=True)
+
+    def check_room(self, needs: int) -> None:
+        """Check the room for a checkpoint of `needs` bytes once the optimizer has all its state.
+
+        Raises CheckpointError if no folder has it, and warns of those that don't. Every rank must call.
+        """
+        failures: list[CheckpointError] = []
+        for place in self.places:
+            try:
+                self.together(partial(self._on_leaders, partial(_check_room, place, needs, at_least=False)), place)
+            except CheckpointError as error:
+                failures.append(error)
+        self._bear(failures, strict=True)
+
+    def _on_leaders(self, act: Callable[[], None]) -> None:
+        if self._leads:
+            act()
 
     def idle_group(self) -> dist.ProcessGroup:
         """Wait until the pending checkpoint is written, then return the group, which is now free for other messages.
@@ -372,6 +387,22 @@ def total_bytes(pieces: Mapping[str, Piece], group: dist.ProcessGroup) -> int:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, here, group=group)
     return sum({name: size for sizes in gathered for name, size in sizes.items()}.values())
+
+
+def _check_room(place: Path, needs: int, *, at_least: bool) -> None:
+    """Raise CheckpointError if a folder's disk has no room for a checkpoint of `needs` bytes, or of more."""
+    sizes = file_errors.room(place)
+    if sizes is None:
+        return
+    free, whole = sizes
+    free += sum(bytes_in(folder / ASIDE) for folder in (place, place.parent) if file_errors.room(folder) == sizes)
+    if free < needs:
+        or_more = " or more" if at_least else ""
+        raise CheckpointError(
+            f"checkpoints can't be written into {place}: one takes {binary_size(needs)}{or_more}, and "
+            f"{binary_size(free)} of {binary_size(whole)} are free; make room, or set "
+            "run.checkpoint.folder to a folder with more"
+        )
 
 
 def _mount_of(folder: Path) -> Path:

@@ -33,11 +33,12 @@ from samestep.jobfile import plain
 from samestep.progress import phases
 from samestep.recipe import EarlyStop
 from samestep.run_folder import CHECKPOINTS, name_of, step_of
+from samestep.training.earlier_run import forget
 from samestep.training.early_stop import EarlyStopper
 from samestep.training.evaluation import scalars
 from samestep.training.learned_from import ACCEPT, looked, refuse_other_data, told
 from samestep.training.session import Session
-from samestep.training.state import base_of, load_state, save_state
+from samestep.training.state import base_of, load_state, save_state, saved_pieces
 
 
 class MemoryCopies:
@@ -122,6 +123,7 @@ class Checkpoints:
         if not isinstance(job.recipe.task, str):
             self._recipe["task"] = type(job.recipe.task).__name__  # an object's repr contains its address
         self._session = session
+        self._job, self._run_folder, self._begun = job, folder, False
         self._settings = job.run.checkpoint
         self._last: int | None = None  # step of the last checkpoint
         self._base: Base | None = None  # frozen parameters that are not saved
@@ -189,11 +191,29 @@ class Checkpoints:
         if only_trained or (only_trained is None and self._session.adapter is not None):
             self._base = base_of(self._trainer, self._session.adapter, self._group)
         step = self._resumed(self._settings.resume)
-        self._saver.prepare(needs=total_bytes(self._trainer.pieces(), self._group), strict=step == 0)
+        self._saver.prepare(needs=self._bytes_needed(), strict=step == 0)
         if self._memory is not None:
             self._memory.prepare()
         self._last = step
         return step
+
+    def begin(self) -> None:
+        """The training has taken its first step here: an earlier run that it replaces is removed.
+
+        Only now has an optimizer the state that most of a checkpoint is. Raises CheckpointError if there is no room
+        for it; the earlier run is then still there. Every rank must call it; only the first call does something.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        if self._settings is not None and self._last == 0:
+            self._saver.check_room(self._bytes_needed())
+        if self._session.is_main and self._job.run.overwrite:
+            forget(self._job, self._run_folder)
+
+    def _bytes_needed(self) -> int:
+        """Bytes that a checkpoint would take at least if it were saved now."""
+        return total_bytes(saved_pieces(self._trainer, self._session.world, self._base), self._group)
 
     def _resumed(self, resume: str) -> int:
         """Load the newest checkpoint on disk or in memory, and return its step; 0 if there is none.
@@ -268,6 +288,7 @@ class Checkpoints:
 
     def save(self, done: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Save the state after `done` steps, with the metrics of the evaluation just made."""
+        self.begin()
         if self._settings is None or self._last == done:
             return
         self._last = done
@@ -329,6 +350,7 @@ class Checkpoints:
 
     def copy(self, done: int) -> None:
         """Copy the state after `done` steps into the host's memory."""
+        self.begin()
         if self._settings is not None and self._memory is not None:
             self._memory.save(lambda saver: self._save_into(saver, done, {}))
 

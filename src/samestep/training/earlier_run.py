@@ -8,17 +8,23 @@
 
 `resume: auto` is what a scheduler starts again and again, also before the first checkpoint. `run.overwrite` (--force)
 removes what is in the way. What a launcher starts again after a failure may replace its own records.
+
+What is in the way is set aside first, into `ASIDE` of each folder, and removed when the new training has taken its
+first step (`forget`). A training that ends before it puts it back (`put_back`); after a kill the next start does.
 """
 
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from samestep.checkpoint.folder import remove_all
+from samestep.checkpoint.folder import removable_in
 from samestep.errors import CheckpointError, UserError, shown
 from samestep.fault_tolerance.nonfinite import FILES as NONFINITE_FILES
 from samestep.job import Job
 from samestep.profiling.profiler import PROFILE_FILE
 from samestep.run_folder import (
+    ASIDE,
     CHECKPOINTS,
     CURVES_FILE,
     EVALUATIONS_FILE,
@@ -34,6 +40,7 @@ _RESULTS = (REPORT_FILE, MODEL_FILE, CURVES_FILE, SCHEDULE_FILE)  # of a run tha
 _RECORDS = (METRICS_FILE, EVALUATIONS_FILE)  # of one that has taken steps
 _FURTHER = (FAULTS_FILE, "schedule.svg", "plan.json", NONFINITE_FILES, "tensorboard/events.out.tfevents.*")
 
+
 _OTHERWISE = "name another folder, or have it replaced with --force (run.overwrite: true)"
 
 
@@ -41,12 +48,16 @@ def check_earlier_run(job: Job, folder: Path, *, started_again: bool, removes: b
     """Raise UserError for a folder in which the training would replace an earlier run's files.
 
     `started_again`: an earlier attempt of the same start has written there. `removes`: whether this is the process
-    that removes an earlier run, where the job says so.
+    that sets an earlier run aside, where the job says so.
     """
     run, settings = job.run, job.run.checkpoint
     place = checkpoints_of(job, folder)
     resume = "never" if settings is None else settings.resume
-    holding = {each: steps for each in (place, *fallback_of(job)) if (steps := steps_in(each))}
+    replaces = run.overwrite and started_again  # what is set aside was in the way of the start before
+    if removes and not replaces:
+        put_back(job, folder)
+    places = (place, *fallback_of(job))
+    holding = {each: steps for each in places if (steps := _steps_in(each, aside=not replaces))}
     steps = sorted(step for steps in holding.values() for step in steps)
     if steps and (resume in ("auto", "last") or _lies_in(resume, place)):
         return
@@ -57,7 +68,7 @@ def check_earlier_run(job: Job, folder: Path, *, started_again: bool, removes: b
         )
     if run.overwrite and not started_again:
         if removes:
-            _remove(folder, (place, *fallback_of(job)))
+            _set_aside(folder, places)
         return
     if steps:
         raise CheckpointError(
@@ -65,12 +76,12 @@ def check_earlier_run(job: Job, folder: Path, *, started_again: bool, removes: b
             "(--resume) goes on from there, another folder begins again, and --force (run.overwrite: true) replaces "
             "it"
         )
-    if (result := next(_there(folder, _RESULTS), None)) is not None:
+    if (result := next(_there(folder, _RESULTS, aside=not replaces), None)) is not None:
         without = "" if resume == "never" else " without checkpoints, from which nothing can go on"
         raise UserError(f"{shown(folder)} holds a finished run ({result.name}){without}; {_OTHERWISE}")
     if resume == "auto" or started_again:
         return
-    if (record := next(_there(folder, _RECORDS), None)) is not None:
+    if (record := next(_there(folder, _RECORDS, aside=not replaces), None)) is not None:
         raise UserError(
             f"{shown(folder)} holds an interrupted run without checkpoints ({record.name}); {_OTHERWISE}; what a "
             "scheduler starts again has run.checkpoint.resume: auto"
@@ -98,20 +109,89 @@ def _lies_in(resume: str, place: Path) -> bool:
     return resume != "never" and any(part.exists() and part.samefile(place) for part in (path, path.parent))
 
 
-def _there(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
-    """Those files that hold something; an empty one has nothing to lose."""
+def _steps_in(place: Path, *, aside: bool) -> list[int]:
+    """The steps of the checkpoints in a folder; `aside`: also of those that an ended start has set aside there."""
+    return sorted({*steps_in(place), *(steps_in(place / ASIDE) if aside else ())})
+
+
+def _there(folder: Path, names: tuple[str, ...], *, aside: bool = False) -> Iterator[Path]:
+    """Those files that hold something; an empty one has nothing to lose.
+
+    `aside`: also those that an ended start has set aside.
+    """
     for name in names:
-        for file in sorted(folder.glob(name)):
-            if file.is_file() and file.stat().st_size > 0:
-                yield file
+        for place in (folder, *((folder / ASIDE,) if aside else ())):
+            for file in sorted(place.glob(name)):
+                if file.is_file() and file.stat().st_size > 0:
+                    yield file
 
 
-def _remove(folder: Path, places: Iterable[Path]) -> None:
-    """Remove an earlier run's files and checkpoints, and nothing else. Raises UserError."""
+def _set_aside(folder: Path, places: Iterable[Path]) -> None:
+    """Move an earlier run's files and checkpoints, and nothing else, into `ASIDE`. Raises UserError."""
+    checkpoints = {place: removable_in(place) for place in places}
     try:
-        for file in (*_there(folder, _RESULTS), *_there(folder, _RECORDS), *_there(folder, _FURTHER)):
-            file.unlink()
-        for place in places:
-            remove_all(place)
+        _move(
+            (*_there(folder, _RESULTS), *_there(folder, _RECORDS), *_there(folder, _FURTHER)), folder, folder / ASIDE
+        )
+        for place, paths in checkpoints.items():
+            _move(paths, place, place / ASIDE)
     except OSError as error:
         raise UserError(f"--force: {error.filename or folder} can't be removed: {error.strerror}") from None
+
+
+def _move(paths: Iterable[Path], source: Path, target: Path) -> None:
+    """Move files and folders to the same places in another folder of the same disk."""
+    for path in paths:
+        moved = target / path.relative_to(source)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(moved)
+
+
+def _asides(job: Job, folder: Path) -> Sequence[Path]:
+    """Where a job's earlier run may be set aside."""
+    return [each / ASIDE for each in dict.fromkeys((folder, checkpoints_of(job, folder), *fallback_of(job)))]
+
+
+def put_back(job: Job, folder: Path) -> None:
+    """Move back what was set aside for a training that ended before its first step; there may be nothing.
+
+    What that training has written in the same places is replaced. Raises UserError.
+    """
+    try:
+        for aside in _asides(job, folder):
+            if not aside.is_dir():
+                continue
+            if aside.parent == folder:
+                for file in (*_there(folder, _RECORDS), *_there(folder, _FURTHER)):
+                    if file.name != FAULTS_FILE:  # says why it ended
+                        file.unlink()
+            for path in aside.iterdir():  # a checkpoint as a whole
+                inside = [path] if not (aside.parent / path.name).is_dir() else [*path.iterdir()]
+                _move(inside, aside, aside.parent)
+            shutil.rmtree(aside)
+    except OSError as error:
+        raise UserError(
+            f"the earlier run that --force has set aside can't be put back: {error.filename}: {error.strerror}"
+        ) from None
+
+
+def forget(job: Job, folder: Path) -> None:
+    """Remove what was set aside, as the new training has taken its first step. Raises UserError.
+
+    Renamed first, all or nothing, so that what is partly removed is never put back.
+    """
+    renamed: dict[Path, Path] = {}
+    try:
+        for aside in _asides(job, folder):
+            gone = aside.with_name(ASIDE + ".removed")
+            shutil.rmtree(gone, ignore_errors=True)
+            if aside.is_dir():
+                aside.replace(gone)
+                renamed[gone] = aside
+    except OSError as error:
+        for gone, aside in renamed.items():
+            with suppress(OSError):
+                gone.replace(aside)
+        raise UserError(f"--force: {error.filename} can't be removed: {error.strerror}") from None
+    for gone in renamed:
+        shutil.rmtree(gone, ignore_errors=True)

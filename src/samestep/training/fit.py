@@ -344,6 +344,8 @@ def fit(
                     stopped = take_all_steps(training, log, checkpoints, supervision)
             except (InterruptedJobError, NonFiniteError) as error:  # the same on all ranks: they leave in good order
                 ended = error
+            if ended is None:
+                checkpoints.begin()
             supervision.ends()
             done = training.total_steps if stopped is None else stopped.step
             if stopped is not None:

@@ -145,6 +145,8 @@ def take_all_steps(
         # stands right behind this step in the device's queue.
         reading = Readout(report)
         log.flush()
+        if batch.step > training.first_step:  # and the first one is finite
+            checkpoints.begin()
         now = time.perf_counter()
         log.keep(batch, reading, now - began - batch.data_seconds)
         began = now

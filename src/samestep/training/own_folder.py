@@ -11,15 +11,16 @@ from samestep.fault_tolerance.lease import FolderInUseError, Held
 from samestep.fault_tolerance.rank import Round
 from samestep.job import Job
 from samestep.run_folder import RunPlace
-from samestep.training.earlier_run import check_earlier_run, checkpoints_of, fallback_of
+from samestep.training.earlier_run import check_earlier_run, checkpoints_of, fallback_of, put_back
 
 
 @contextmanager
 def folder_held(job: Job, round_: Round | None) -> Iterator[tuple[Job, Held | None]]:
     """Hold the leases of a training's folders in the one process that writes there or starts the ranks that do.
 
-    Gives the job with its run's folder, and the leases, None on the other ranks. Raises FolderInUseError where
-    another training holds a folder, UserError where an earlier run's files would be replaced.
+    Gives the job with its run's folder, and the leases, None on the other ranks. An earlier run that the job replaces
+    is back in its place if the training ends before its first step. Raises FolderInUseError where another training
+    holds a folder, UserError where an earlier run's files would be replaced.
     """
     ranks = environment.ranks()
     first = round_ is None or round_.number == 0
@@ -32,9 +33,13 @@ def folder_held(job: Job, round_: Round | None) -> Iterator[tuple[Job, Held | No
     with ExitStack() as stack:
         job, held = _take_folder(job, stack, None if round_ is None else round_.start)
         assert job.run.folder is not None
-        if first:
-            check_earlier_run(job, job.run.folder, started_again=again)
-        yield job, held
+        try:
+            if first:
+                check_earlier_run(job, job.run.folder, started_again=again)
+            yield job, held
+        finally:
+            if round_ is None and job.run.overwrite:  # after others, ranks may start again
+                put_back(job, job.run.folder)
 
 
 def check_folder_free(job: Job, folder: Path) -> None:

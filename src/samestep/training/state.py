@@ -50,7 +50,7 @@ def save_state(
                 "a frozen parameter has changed since the training began, as by an average that the forward keeps in "
                 "it, so it can't be left out of a checkpoint; use run.checkpoint.only_trained: false"
             )
-        pieces = {name: piece for name, piece in pieces.items() if name.removeprefix(MODEL) not in base.left_out}
+        pieces = _without(base, pieces)
     info = Info(
         step=step,
         epoch=epoch,
@@ -68,6 +68,16 @@ def save_state(
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     saver.save(pieces, info)
+
+
+def saved_pieces(trainer: Checkpointed, world: World, base: Base | None) -> dict[str, Piece]:
+    """This rank's pieces of a checkpoint that were saved now. Before the first step an optimizer has no state."""
+    return _without(base, {**trainer.pieces(), **_random_pieces(world)})
+
+
+def _without(base: Base | None, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+    left_out = () if base is None else base.left_out
+    return {name: piece for name, piece in pieces.items() if name.removeprefix(MODEL) not in left_out}
 
 
 def base_of(trainer: Checkpointed, adapter: AdapterFacts | None, group: dist.ProcessGroup) -> Base:
