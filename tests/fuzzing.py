@@ -1,7 +1,8 @@
 """Inputs that nobody would write: mutations of valid ones, and what a command or a reader does with them.
 
 Everything that a user can hand over has a kind here. `tests/test_fuzz.py` tries so many of each; an exception other
-than those that the command line turns into one message is a fault, and so is an input that takes over ten seconds.
+than those that the command line turns into one message is a fault, and so is an input that takes over ten seconds of
+the processor, or a hundred by the clock, in which it waits for something.
 """
 
 import contextlib
@@ -18,7 +19,8 @@ from typing import Any
 
 from samestep.cli.main import main
 
-LIMIT = 10  # seconds
+LIMIT = 10.0  # seconds of the processor, whatever else runs on the machine
+HANGS = 10 * LIMIT  # seconds by the clock
 
 # Words that have a meaning to some reader, or none to any.
 WORDS = (
@@ -43,18 +45,27 @@ class TookTooLongError(BaseException):
     """An input took longer than the limit. No `except Exception` of what is tried hides it."""
 
 
-@contextlib.contextmanager
-def limited(seconds: int = LIMIT) -> Iterator[None]:
-    def late(*_: object) -> None:
-        raise TookTooLongError
+# Timers: of what this process computes, with what the system does for it, and of the clock.
+_TIMERS = {signal.ITIMER_PROF: signal.SIGPROF, signal.ITIMER_REAL: signal.SIGALRM}
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
+
+@contextlib.contextmanager
+def limited(seconds: float = LIMIT, hangs: float = HANGS) -> Iterator[None]:
+    """Raise TookTooLongError after so many seconds of the processor, or so many by the clock."""
+
+    def late(number: int, _: object) -> None:
+        raise TookTooLongError(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, late) for number in _TIMERS.values()}
     try:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, hangs)
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for timer in _TIMERS:
+            signal.setitimer(timer, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def command(words: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ import pytest
 from elastic_agents import Agent, Agents, elastic_job
 from small_jobs import steps_in
 
+from samestep.fault_tolerance import signals
 from samestep.launch import agent
 from samestep.launch.failure import Failure
 from samestep.launch.handshake import Handshake
@@ -45,7 +46,7 @@ def test_forked_ranks_that_take_no_notice_are_ended_on_all_hosts(tmp_path: Path)
         agents.wait_for(lambda: told_to_end(ranks[0]))
         # Signals that follow each other sooner count as one, by the agent's own clock: nothing that is seen from
         # outside changes when the time is over. It has begun, since a rank was told.
-        time.sleep(agent.SECOND_SIGNAL)
+        time.sleep(signals.SECOND_SIGNAL)
         assert one.process.poll() is None
         one.send(signal.SIGINT)
         assert one.wait(20) == 130, one.text
@@ -82,7 +83,7 @@ def test_a_host_takes_its_own_failure_for_no_end_elsewhere(monkeypatch: pytest.M
     monkeypatch.setattr(agent, "_LOOK", 0.01)
     spec = NodeSpec(job="one", host="host-a", num_procs=1, command=("x",), ranks=RankOptions(logs="logs"))
     store = ToldByItself()
-    ranks = agent._Ranks(spec, ["x"], agent._Signals(), cast(Handshake, store))
+    ranks = agent._Ranks(spec, ["x"], agent.stop_signals(), cast(Handshake, store))
     failure = Failure(host="host-a", rank=0, exit_code=1, reason="ValueError: planted", log="rank-0.err", at=0.0)
     with ranks._watch():
         assert store.asked.wait(LIMIT)

@@ -4,8 +4,9 @@ import errno
 import json
 import os
 import pickle
+import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -328,3 +329,46 @@ def test_what_could_not_be_read_again_is_not_saved(extra: Any, said: str, monkey
     monkeypatch.setattr(info, "_MOST_BYTES", 2000)
     with pytest.raises(CheckpointError, match=said):
         Info(step=1, epoch=None, layout="", processes=1, engine="", recipe={}, extra=extra).to_json()
+
+
+# -- values of a recipe, of which each version has its own
+
+ODD: tuple[Any, ...] = (None, [], {}, {"a": {"b": 1}}, 10**40, -1, 0.5, float("nan"), "", "\x1b[31m" + "x" * 10**5)
+
+
+def places_of(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in values.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from places_of(value, (*path, key))
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 300))]
+)
+def test_a_recipe_of_odd_values_is_told_or_makes_no_difference(
+    saved: Path, run: Path, seed: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One message, the older checkpoint, or the same training: never a traceback, another one, or a wild terminal."""
+    chance = random.Random(seed)
+    shutil.rmtree(run / "checkpoints" / f"step-{NEWEST}")
+    folder = run / "checkpoints" / f"step-{OLDER}"
+    *sections, last = chance.choice(sorted(places_of(read_info(folder).recipe)))
+
+    def change(values: dict[str, Any]) -> None:
+        section = values["recipe"]
+        for name in sections:
+            section = section[name]
+        section[last] = chance.choice(ODD)
+
+    rewrite_info(folder, change)
+    capfd.readouterr()
+    try:
+        assert train(run, resume="auto").steps == NEWEST
+    except samestep.UserError as error:
+        told = str(error)
+    else:
+        told = capfd.readouterr().err
+        assert (run / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+    assert "\x1b" not in told
+    assert max(map(len, told.splitlines())) < 700

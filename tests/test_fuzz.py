@@ -1,13 +1,15 @@
-"""Whatever is handed over is answered in one message within ten seconds: two thousand mutated inputs of all kinds.
+"""Whatever is handed over is answered in one message within ten seconds of the processor: 2,000 mutated inputs.
 
 SAMESTEP_FUZZ is how many of each kind are tried, and SAMESTEP_FUZZ_SEED the first seed, to try others than CI does.
 """
 
+import itertools
 import json
 import os
 import random
 import shutil
 import struct
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 import yaml
 from fuzzing import (
     WORDS,
+    TookTooLongError,
     bytes_of,
     command,
     json_of,
@@ -388,6 +391,16 @@ def test_a_mutated_checkpoint_is_answered_in_one_message(
 ) -> None:
     for seed in range(FIRST, FIRST + (FEW or 100)):
         tried(lambda chance, place: function(chance, place, checkpoints), function.__name__, seed, tmp_path)
+
+
+def test_an_input_that_computes_or_waits_too_long_is_stopped() -> None:
+    """And one that waits for its turn on a busy machine isn't: 0.3 s by the clock are no seconds of the processor."""
+    with limited(0.1, 9):
+        time.sleep(0.3)
+    with pytest.raises(TookTooLongError, match="SIGPROF"), limited(0.1, 9):
+        sum(itertools.count())
+    with pytest.raises(TookTooLongError, match="SIGALRM"), limited(9, 0.1):
+        time.sleep(9)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -13,7 +13,7 @@ from small_jobs import faults_in, losses_in
 
 from samestep.cli import launch_options
 from samestep.cli.main import main
-from samestep.launch import agent
+from samestep.fault_tolerance import signals
 from samestep.launch.device import accelerators
 from samestep.launch.options import LaunchRequest
 
@@ -248,7 +248,7 @@ def test_a_second_signal_ends_ranks_that_take_no_notice() -> None:
         await_files("here-0-told", "here-1-told")
         # Signals that follow each other sooner count as one, by the agent's own clock: nothing that is seen from
         # outside changes when the time is over. It has begun, since both ranks were told.
-        time.sleep(agent.SECOND_SIGNAL)
+        time.sleep(signals.SECOND_SIGNAL)
         assert sum("-u" in each.cmdline() for each in processes_alive()) == 2
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)

@@ -15,7 +15,7 @@ from small_tasks import Slow
 
 import samestep
 from samestep.cli.main import main
-from samestep.fault_tolerance import preemption
+from samestep.fault_tolerance import signals
 
 TESTS = Path(__file__).parent
 JOB = """
@@ -133,7 +133,7 @@ def test_a_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: "the ranks save and stop" in told.read_text(encoding="utf-8"), 30)
         # Signals that follow each other sooner count as one, by the job's own clock.
-        time.sleep(2 * preemption.SECOND_SIGNAL)
+        time.sleep(2 * signals.SECOND_SIGNAL)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 143

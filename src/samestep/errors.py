@@ -15,11 +15,23 @@ from pathlib import Path
 _PACKAGES = {"site-packages", "dist-packages"}
 
 
+def printable(text: str, most: int | None = None) -> str:
+    """Escape what moves a terminal's cursor or colours it, but line breaks and tabs; cut a text longer than `most`.
+
+    Names and values in messages come from files that anybody may have written.
+    """
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
+    return text if most is None or len(text) <= most else f"{text[: most - 3]}..."
+
+
 class UserError(Exception):
     """A mistake in what the user gave: one message that names the value, the place and what to use instead.
 
     The command line prints the message alone and exits with 2.
     """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 USERS_MISTAKE = 2  # the exit code of a UserError, also that of argparse

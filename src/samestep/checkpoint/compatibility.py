@@ -19,13 +19,14 @@ import torch.distributed as dist
 from pydantic import ConfigDict
 from torch import Tensor
 
-from samestep.errors import CheckpointError
+from samestep.errors import CheckpointError, printable
 from samestep.parallel.state_shards import MODEL, Piece
 
 # A training may go on for longer, with another learning rate or other evaluations. What it learns from, and what is
 # saved of it, must stay.
 _MAY_CHANGE = ("steps", "epochs", "optimizer", "schedule", "clip", "precision", "dropout", "evaluation", "early_stop")
 _STAYS_OF_OPTIMIZER = ("optimizer.name", "optimizer.state")
+_MOST_WRITTEN = 200  # characters of a value in a message
 _ABSENT = object()  # in place of the value of a key that a recipe doesn't have
 _OF_CODE = ("task", "optimizer.name")  # may name something in a user's file
 _BEFORE_THE_KEY = {"optimizer.state": "full"}  # the value in effect for recipes saved before the key existed
@@ -78,13 +79,14 @@ def changes(
 
 def _difference(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """A key's value now and then, as a job file has it."""
-    return f"recipe.{key} is {_written(key, now)}, and was {_written(key, before)}"
+    return f"recipe.{printable(key, _MOST_WRITTEN)} is {_written(key, now)}, and was {_written(key, before)}"
 
 
 def _written(key: str, recipe: Mapping[str, Any]) -> str:
     value = recipe.get(key, _ABSENT)
     words = {None: "null", True: "true", False: "false", _ABSENT: "not given"}
-    return words[value] if value is None or isinstance(value, bool) or value is _ABSENT else str(value)
+    known = value is None or isinstance(value, bool) or value is _ABSENT
+    return words[value] if known else printable(str(value), _MOST_WRITTEN)
 
 
 def _without_file(key: str, value: Any) -> Any:

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from samestep.contract.errors import ContractError, line_of, said
+from samestep.data.nests import equal
 from samestep.data.types import Batch, as_batch
 from samestep.parallel.exact import generators
 from samestep.progress import phases
@@ -179,19 +179,3 @@ def _sample(train_set: Any, index: int) -> Any:
 
 def _getter(train_set: Any) -> Any:
     return getattr(type(train_set), "__getitem__", None)
-
-
-def equal(first: Any, second: Any) -> bool:
-    """Whether two nests hold the same values; what can't be compared counts as the same."""
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        same_kind = first.shape == second.shape and first.dtype == second.dtype
-        return same_kind and bool(torch.equal(first.nan_to_num(), second.nan_to_num()))
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
-        return len(first) == len(second) and all(map(equal, first, second))
-    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        return first.shape == second.shape and first.tobytes() == second.tobytes()
-    if isinstance(first, (bool, int, float, str, bytes)) and isinstance(second, type(first)):
-        return first == second or (first != first and second != second)
-    return type(first) is type(second)

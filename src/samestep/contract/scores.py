@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from samestep.contract.errors import ContractError, at, line_of, said
-from samestep.contract.samples import MOST, equal
+from samestep.contract.samples import MOST
 from samestep.contract.trial import Trial, Writes
+from samestep.data.nests import equal
 from samestep.data.types import as_batch
 from samestep.layout import Layout
 from samestep.recipe import EarlyStop

@@ -114,11 +114,11 @@ def check_linear_backward(trial: Trial, count: float) -> None:
     on the way.
     """
     scale = loss_scale(trial, count)
-    before = _gradients(trial, scale)
-    after = _gradients(trial, TIMES * scale)
-    for name, small in before.items():
-        large = after.get(name)
-        if large is None or small.is_sparse or large.is_sparse:
+    _, before = trial.loss_and_gradients(scale)
+    _, after = trial.loss_and_gradients(TIMES * scale)
+    names = [name for name, parameter in trial.model.named_parameters() if parameter.requires_grad]
+    for name, small, large in zip(names, before, after, strict=True):
+        if small is None or large is None or small.is_sparse or large.is_sparse:
             continue
         expected = as_real(small) * TIMES
         apart, most = (as_real(large) - expected).abs().max().item(), expected.abs().max().item()
@@ -129,13 +129,6 @@ def check_linear_backward(trial: Trial, count: float) -> None:
                 "or an autograd.Function changes gradients by their size, and a rank or a micro-batch has only a "
                 f"part of a gradient; use recipe.clip to limit its norm{line_of(type(trial.model))}",
             )
-
-
-def _gradients(trial: Trial, scale: float) -> dict[str, Tensor]:
-    """The gradients of one forward's loss, scaled, by parameter."""
-    trial.model.zero_grad()
-    (trial.loss(0, len(trial.sampled))[0] * scale).backward()
-    return {name: each.grad for name, each in trial.model.named_parameters() if each.grad is not None}
 
 
 def check_draws(trial: Trial, states: tuple[generators.State, generators.State]) -> None:

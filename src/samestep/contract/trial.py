@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.contract.errors import Budget, ContractError, at, line_of, said
-from samestep.contract.samples import Sampled, equal, take_others
+from samestep.contract.samples import Sampled, take_others
 from samestep.data.loader import Moment, on_device
+from samestep.data.nests import equal, map_tensors
 from samestep.data.types import Batch, splits_of
 from samestep.engines.precision import Precision
 from samestep.job import Job
@@ -30,7 +31,6 @@ from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import Dropout, same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.exact.generators import is_foreign
-from samestep.parallel.nests import map_tensors
 from samestep.tasks.base import InTurn, Task, call, sum_and_count
 from samestep.tasks.losses import takes_gather, with_weights
 from samestep.tasks.turns import Turn
@@ -210,11 +210,22 @@ class Trial:
         function()
         return generators.that_matters(before, generators.state(self.device), outcome, alike)
 
-    def loss_and_gradients(self) -> LossAndGradients:
-        """The loss of the samples and the gradients of all parameters, which keep those that they have."""
-        total, _ = self.loss(0, len(self.sampled))
+    def loss_and_gradients(self, scale: float = 1.0) -> LossAndGradients:
+        """`scale` times the loss of the samples, and the gradients of all parameters; what they have is kept.
+
+        By a backward, so that every hook of a gradient is called.
+        """
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return total.detach(), torch.autograd.grad(total, trained, allow_unused=True)
+        kept = [parameter.grad for parameter in trained]
+        try:
+            for parameter in trained:
+                parameter.grad = None
+            total = scale * self.loss(0, len(self.sampled))[0]
+            total.backward()
+            return total.detach(), tuple(parameter.grad for parameter in trained)
+        finally:
+            for parameter, gradient in zip(trained, kept, strict=True):
+                parameter.grad = gradient
 
     def evaluate(self, batch: Batch) -> Any:
         """The model's output in evaluation mode."""

@@ -10,8 +10,10 @@ from samestep.checkpoint.inspect import COMPLETE, UNFINISHED, ListedCheckpoint, 
 from samestep.convert.convert import Converted
 from samestep.convert.formats import Contents
 from samestep.display.tables import numbers, plain_console, table, texts, values_table
-from samestep.errors import UserError
+from samestep.errors import UserError, printable
 from samestep.sizes import decimal_size
+
+_MOST_SHOWN = 500  # characters of what a checkpoint says of itself
 
 
 def print_listed(
@@ -104,7 +106,8 @@ def _print_info(contents: Contents, console: Console) -> None:
         **(info.identity.summary() if info.identity is not None else {}),
         "versions": ", ".join(f"{name} {version}" for name, version in info.versions.items()),
     }
-    console.print(values_table({name: str(value) for name, value in rows.items() if value not in (None, "")}))
+    known = {name: str(value) for name, value in rows.items() if value not in (None, "")}
+    console.print(values_table({name: printable(value, _MOST_SHOWN) for name, value in known.items()}))
 
 
 def print_verified(found: Mapping[Path, Verified], console: Console | None = None) -> None:

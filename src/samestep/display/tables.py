@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from samestep.errors import printable
+
 WIDTH = 120  # characters that wide tables fit into
 
 Cell = str | Text  # a Text has a style of its own, such as a verdict's colour
@@ -79,7 +81,7 @@ def table(
     for row in rows:
         if grouped and made.row_count and row[0]:
             made.add_section()
-        made.add_row(*row)
+        made.add_row(*(printable(cell) if isinstance(cell, str) else cell for cell in row))
     return made
 
 
@@ -87,7 +89,7 @@ def values_table(values: Mapping[str, str], *, title: str | None = None) -> Tabl
     """Build a table without a header: a name and its value a row."""
     made = Table(title=title, show_header=False)
     for name, value in values.items():
-        made.add_row(name, value)
+        made.add_row(printable(name), printable(value))
     return made
 
 

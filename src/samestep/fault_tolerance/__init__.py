@@ -7,7 +7,8 @@ In the order of reading:
 - `watchdog`: reads that in the starting process, and ends a round that makes no progress; `stacks` and `pace`
   tell who is at fault, `stopped` which processes are stopped.
 - `policy`: what a job asks for, and how it goes on; `fault`: its report. Rounds: `launch/rounds.py`.
-- `preemption` (signals with notice), `nonfinite` (losses that are NaN), `injection` (faults on purpose, for drills).
+- `signals` (a first and a second one), `preemption` (signals with notice), `nonfinite` (losses that are NaN),
+  `injection` (faults on purpose, for drills).
 - `scratch`: folders that don't outlive their process.
 - `lease`: one training at a time in a folder; `lease_owner`: which process that is; `lease_file`: the files.
 

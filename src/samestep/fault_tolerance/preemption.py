@@ -9,23 +9,18 @@ their signals' numbers, in a group of its own. All hear of it after the same ste
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from samestep.fault_tolerance.signals import ASKING, TwoSignals
 from samestep.fault_tolerance.status import give_notice
 from samestep.fault_tolerance.watchdog import Watchdog
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Seconds in which a second signal counts as the first one again: launchers forward a signal to processes that already
-# had it, and one may go to the process group and to this process.
-SECOND_SIGNAL = 0.5
 _APART = 0.25  # seconds between two all-reduces
 _MOST_STEPS = 64
 
@@ -39,12 +34,16 @@ class StopAgreement:
 
     def __init__(self, world_size: int, *, forwarded: bool) -> None:
         """Create the group (collective). `forwarded`: the starting process forwards signals; none ends the rank."""
-        self._forwarded = forwarded
+        self._signals = TwoSignals(
+            ASKING,
+            first=self.hear,
+            second=self.hear if forwarded else self._end,
+            # A terminal sends it to every process; the starting process handles it.
+            ignored=(signal.SIGINT,) if forwarded else (),
+        )
         self.apart = _APART
         self._group: Any = dist.new_group(backend="gloo") if world_size > 1 else None
         self._asked = 0
-        self._first_at: float | None = None
-        self._before: dict[int, Any] = {}
         self._due: int | None = None
         self._work: Any = None
         self._message = torch.zeros(2, dtype=torch.int64)  # [signal, steps until the next all-reduce]
@@ -52,30 +51,18 @@ class StopAgreement:
 
     def listen(self) -> None:
         """Install the signal handlers, if this is the main thread."""
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                handler: Any = self._hear
-                if self._forwarded and number == signal.SIGINT:
-                    handler = signal.SIG_IGN  # a terminal sends it to every process; the starting process handles it
-                self._before[number] = signal.signal(number, handler)
+        self._signals.listen()
 
     def leave(self) -> None:
         """Restore the previous signal handlers."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
+        self._signals.leave()
 
     def hear(self, number: int) -> None:
         self._asked = self._asked or number
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler of a rank: records the first signal; a second one half a second later ends the process."""
-        now = time.monotonic()
-        if self._forwarded or self._first_at is None or now - self._first_at < SECOND_SIGNAL:
-            self._first_at = self._first_at or now
-            self.hear(number)
-            return
-        self.leave()  # the second one takes its default action
+    def _end(self, number: int) -> None:
+        """End the process by a second signal's default action."""
+        self.leave()
         os.kill(os.getpid(), number)
 
     def begin(self, step: int) -> None:
@@ -112,30 +99,14 @@ class StopAgreement:
         return min(most, max(1, int(self.apart / max(seconds, 1e-6))))
 
 
-TAKEN = ("SIGTERM", "SIGINT")
-
-
-class Signals:
+class Signals(TwoSignals):
     """Handles signals in the starting process during a whole training, over all rounds."""
 
     def __init__(self, *, grace_period: float) -> None:
         """`grace_period`: seconds for the ranks to save and end."""
+        super().__init__(ASKING, first=self._notify, second=self._end)
         self._grace_period = grace_period
-        self._at = 0.0
-        self._before: dict[int, Any] = {}
         self._round: tuple[Path, Watchdog] | None = None
-        self.number: int | None = None  # of the signal that asked the job to stop
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._hear) for number in map(_number, TAKEN)}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def begin(self, folder: Path, watch: Watchdog) -> None:
         """A round has begun; its ranks write their status into `folder`."""
@@ -147,20 +118,19 @@ class Signals:
         """The round has ended."""
         self._round = None
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler of the starting process: notifies the ranks; a second signal kills them."""
-        now = time.monotonic()
-        if self.number is None:
-            self.number, self._at = number, now
-            # Not print, which isn't reentrant: the signal may interrupt one.
-            name = signal.Signals(number).name
-            os.write(2, f"samestep: {name}: the ranks save and stop; a second one ends them at once\n".encode())
-            self._tell_ranks()
-        elif now - self._at > SECOND_SIGNAL:
-            second = f"a second {signal.Signals(number).name}"
-            if self._round is not None:
-                self._round[1].end_now(f"samestep ended it by SIGKILL: {second} asked for it")
-            raise SignalException(second, signal.Signals(number))
+    def _notify(self, number: int) -> None:
+        """Notify the ranks."""
+        # Not print, which isn't reentrant: the signal may interrupt one.
+        name = signal.Signals(number).name
+        os.write(2, f"samestep: {name}: the ranks save and stop; a second one ends them at once\n".encode())
+        self._tell_ranks()
+
+    def _end(self, number: int) -> None:
+        """Kill the ranks. Raises SignalException."""
+        second = f"a second {signal.Signals(number).name}"
+        if self._round is not None:
+            self._round[1].end_now(f"samestep ended it by SIGKILL: {second} asked for it")
+        raise SignalException(second, signal.Signals(number))
 
     def _tell_ranks(self) -> None:
         """Write the notice for the ranks, and have the watchdog end them after the grace period (seconds)."""
@@ -171,7 +141,3 @@ class Signals:
             except OSError:  # the ranks take the signal itself for a notice
                 watch.send(signal.SIGTERM)
             watch.end_within(self._grace_period, signal.Signals(self.number).name)
-
-
-def _number(name: str) -> int:
-    return int(signal.Signals[name])

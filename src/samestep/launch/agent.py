@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import psutil
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -24,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from samestep import environment
 from samestep.errors import HostLostError, JobOverError, StartError, UserError
-from samestep.fault_tolerance.preemption import SECOND_SIGNAL
+from samestep.fault_tolerance.signals import ENDING, TwoSignals
 from samestep.launch import elastic_agent, rendezvous
 from samestep.launch.device import accelerators, check_slots
 from samestep.launch.failure import Failure, JobOutcome, first_of, of_failures, of_hang
@@ -37,7 +35,6 @@ from samestep.launch.rounds import RanksEnded
 from samestep.launch.worker import entry_of, rank_command
 from samestep.progress import phases
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOOK = 0.5  # seconds between two looks at whether the job has ended elsewhere
 _AFTER_END = 5.0  # seconds that ranks have to end when the job has failed elsewhere
 _SETTLE = 3.0  # seconds for all hosts to tell their failures
@@ -48,7 +45,7 @@ def run(spec: NodeSpec, secret: JobSecret | None = None) -> JobOutcome:
 
     No process is left running. User mistakes and failures are in the returned JobOutcome.
     """
-    with _Signals() as signals, elastic_agent.silent_agent():
+    with stop_signals() as signals, elastic_agent.silent_agent():
         agent = _Agent(spec, signals, secret)
         try:
             outcome = agent.take_part()
@@ -61,7 +58,7 @@ def run(spec: NodeSpec, secret: JobSecret | None = None) -> JobOutcome:
 class _Agent:
     """This host's part of a job, and its handshake with the other hosts."""
 
-    def __init__(self, spec: NodeSpec, signals: "_Signals", secret: JobSecret | None) -> None:
+    def __init__(self, spec: NodeSpec, signals: TwoSignals, secret: JobSecret | None) -> None:
         self._spec = spec
         self._secret = secret
         self._signals = signals
@@ -92,7 +89,7 @@ class _Agent:
 
     def interrupted(self) -> JobOutcome:
         """Return the outcome after a signal, and end a non-elastic job on all hosts."""
-        number = self._signals.number
+        number = self._signals.number or 0
         if self._handshake is not None and not self._spec.elastic:
             self._handshake.end(f"{self._spec.host} was told to stop by {signal.Signals(number).name}")
         return JobOutcome(exit_code=128 + number, message=f"stopped by signal {number}")
@@ -140,7 +137,7 @@ class _Ranks:
         self,
         spec: NodeSpec,
         program: Sequence[str],
-        signals: "_Signals",
+        signals: TwoSignals,
         handshake: Handshake | None,
         secret: JobSecret | None = None,
     ) -> None:
@@ -262,36 +259,13 @@ class _Ranks:
                 return
 
 
-class _Signals:
-    """Signal handlers of an agent: the first signal ends the ranks gracefully, a second one kills them."""
+def stop_signals() -> TwoSignals:
+    """Signals of an agent: the first one ends the ranks gracefully, a second one kills them."""
 
-    def __init__(self) -> None:
-        self.number = 0
-        self._ends = True
-        self._at = 0.0
-        self._before: dict[int, Any] = {}
+    def stop(number: int) -> None:
+        raise SignalException(f"signal {number}", signal.Signals(number))
 
-    def __enter__(self) -> "_Signals":
-        self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def only_note(self) -> None:
-        """Record further signals without raising: the ranks have ended."""
-        self._ends = False
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler: the first signal raises SignalException; a second one, 0.5 s later, kills the ranks."""
-        now = time.monotonic()
-        if self.number == 0:
-            self.number, self._at = number, now
-            if self._ends:
-                raise SignalException(f"signal {number}", signal.Signals(number))
-        if now - self._at > SECOND_SIGNAL:
-            end_children()
+    return TwoSignals(ENDING, first=stop, second=lambda _: end_children())
 
 
 def end_children() -> None:

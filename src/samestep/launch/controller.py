@@ -15,12 +15,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from types import FrameType
 from typing import IO, Any
 
 from samestep import environment
 from samestep.errors import USERS_MISTAKE
-from samestep.fault_tolerance.preemption import SECOND_SIGNAL
+from samestep.fault_tolerance.signals import ENDING, TwoSignals
 from samestep.launch.failure import JobOutcome, of_failures
 from samestep.launch.job_secret import JobSecret
 from samestep.launch.logs import write_lines
@@ -159,7 +158,6 @@ class AgentConnection:
         return said
 
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AFTER_END = 3.0  # seconds for the other hosts to notice the job's end by themselves
 _KILLED = 5.0  # seconds from the order to kill to cutting the connections
 _BY_SIGNAL = 128  # exit code of an agent ended by a signal: this plus the signal's number
@@ -202,8 +200,7 @@ class Controller:
         self._lost: list[str] = []
         self._gave_up: dict[str, JobOutcome] = {}  # host -> its outcome
         self._reasons: dict[AgentCommand, str] = {}  # why hosts were last lost
-        self._signal = 0
-        self._signal_at = 0.0
+        self._signals = TwoSignals(ENDING, first=self._hear, second=self._hear)
         self._signal_printed = False
         # Times for: SIGTERM to the agents, killing their ranks, cutting the connections.
         self._orders: list[tuple[float, str]] = []
@@ -213,8 +210,7 @@ class Controller:
     def run(self) -> JobOutcome:
         """Run the job until every host's part has ended. No process is left, local or remote."""
         with ExitStack() as stack:
-            for number in _SIGNALS:
-                stack.callback(signal.signal, number, signal.signal(number, self._hear))
+            stack.enter_context(self._signals)
             stack.callback(self._cut)
             hosts = sum(len(agents.specs) for agents in self._agents)
             stack.enter_context(phases.phase(f"starting on {hosts} hosts", others=True))
@@ -356,12 +352,14 @@ class Controller:
                 else:
                     connection.kill()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler: records the signal, and wakes the thread that reads the queue."""
-        now = time.monotonic()
-        if not self._signal or now - self._signal_at > SECOND_SIGNAL:
-            self._signal, self._signal_at = self._signal or number, now
-            self._events.put(None)
+    @property
+    def _signal(self) -> int:
+        """The first signal's number, 0 if there was none."""
+        return self._signals.number or 0
+
+    def _hear(self, _: int) -> None:
+        """Wake the thread that reads the queue."""
+        self._events.put(None)
 
     def _pass_on(self) -> None:
         """Forward a signal: the first one to all hosts' ranks; a second one kills them."""

@@ -18,8 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from samestep import environment, file_errors
 from samestep.errors import InterruptedJobError, RankFailedError, StartError, UserError
-from samestep.fault_tolerance.preemption import TAKEN, Signals
+from samestep.fault_tolerance.preemption import Signals
 from samestep.fault_tolerance.scratch import scratch
+from samestep.fault_tolerance.signals import ASKING, ENDING
 from samestep.fault_tolerance.status import JobInfo
 from samestep.job import Job
 from samestep.launch import fork_server
@@ -35,7 +36,6 @@ from samestep.launch.worker import entry_of_call
 from samestep.layout import Layout
 from samestep.run_folder import LOGS
 
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _HOST = "localhost"  # in the paths of the ranks' logs
 
 # A function and its arguments.
@@ -125,7 +125,7 @@ def _run(
     supervision: Supervision | None = None,
 ) -> Any:
     """Run the elastic agent; signals that `supervision` handles are left to it, any other ends the ranks."""
-    taken = TAKEN if supervision is not None and supervision.signals is not None else ()
+    taken = ASKING if supervision is not None and supervision.signals is not None else ()
     with ExitStack() as stack:
         stack.enter_context(_signal_handlers_kept())
         stack.enter_context(silent_agent())
@@ -141,7 +141,7 @@ def _run(
             files=files,
             explain=partial(_ranks_ended, files),
             max_restarts=max_restarts,
-            signals=",".join(name for name in _SIGNALS if name not in taken),
+            signals=",".join(number.name for number in ENDING if number not in taken),
             supervision=supervision or Supervision(),
         )
         try:
@@ -221,8 +221,7 @@ def _signal_handlers_kept() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [signal.Signals[name] for name in _SIGNALS]
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield
     finally:

@@ -3,7 +3,7 @@
 Read `apply` first: ten steps in one order. Then, by what it calls:
 
 - `trace`, `recorder`, `calls`, `dataflow`: follow the model's forward, before anything is changed; `attributes` takes
-  back what that changed, `nests` are the tensors in arguments and outputs.
+  back what that changed.
 - `context`, `tensor`, `pipeline`, `experts`: split tokens, slice matrices, cut stages, share experts.
 - `exact`: what keeps random numbers, batch statistics and precision those of one process.
 - `recompute`, `compile`, `offload`: what happens to single blocks (`blocks`).

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.data.loader import MicroBatch
+from samestep.data.nests import map_tensors, tensors_in
 from samestep.data.types import Batch
 from samestep.errors import UserError
-from samestep.parallel.nests import map_tensors, tensors_in
 from samestep.tasks.base import sum_and_count
 from samestep.tasks.losses import Gather
 

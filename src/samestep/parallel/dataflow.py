@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.parallel.nests import tensors_in
+from samestep.data.nests import tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from samestep.data.nests import tensors_in
 from samestep.parallel.calls import Attention, Call, Seen, seen_in, seen_of
 from samestep.parallel.dataflow import DataflowRecorder
 from samestep.parallel.exact.dropout import draws_in
 from samestep.parallel.exact.grouped_product import call_followed
-from samestep.parallel.nests import tensors_in
 
 # Attributes and methods of a tensor that don't depend on its values.
 _FORM = frozenset(

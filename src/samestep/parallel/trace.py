@@ -21,13 +21,13 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from samestep.data.nests import map_tensors, tensors_in
 from samestep.errors import UserError, first_line, internal_line
 from samestep.parallel.attributes import Attributes, forget_results, keeps_results, modules_in
 from samestep.parallel.blocks import caller_of, is_list_of_like
 from samestep.parallel.calls import Stop, Trace, seen_of
 from samestep.parallel.exact.grouped_product import Followed
 from samestep.parallel.layout_failure import internal_error
-from samestep.parallel.nests import map_tensors, tensors_in
 from samestep.parallel.recorder import Recorder
 from samestep.parallel.unused_parameters import depending
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from samestep.data.nests import equal, tensors_in
 from samestep.data.types import Samples
 from samestep.errors import UserError, described
 from samestep.tasks.loss_terms import IGNORED, Part, is_mask
@@ -98,7 +98,7 @@ def _amounts(inputs: Mapping[str, Any]) -> tuple[int, ...]:
         if _marks(value):
             amounts.append(int((value != 0).sum()))
         if isinstance(value, (list, tuple)):
-            amounts += [len(leaf) for leaf in _leaves(value) if isinstance(leaf, Tensor) and leaf.ndim]
+            amounts += [len(each) for each in tensors_in(value) if each.ndim]
     return tuple(amounts)
 
 
@@ -126,26 +126,8 @@ def _check_collator(rows: Sequence[Any], collate: Collator, name: str) -> None:
             f"the collator fails on the first rows ({described(error)}); use rows of the keys and shapes that it "
             "takes"
         ) from error
-    if not _same(once, again):
+    if not equal(once, again):
         raise UserError(
             f"the collator ({name}) gives another batch for the same rows: it draws at random; use one that doesn't "
             "(such as mlm=False), on rows that were masked or changed beforehand"
         )
-
-
-def _same(first: Any, second: Any) -> bool:
-    """Whether two collated batches hold the same tensors."""
-    pairs = zip(_leaves(first), _leaves(second), strict=False)
-    return all(
-        torch.equal(one.nan_to_num(), other.nan_to_num())
-        for one, other in pairs
-        if isinstance(one, Tensor) and isinstance(other, Tensor) and one.layout is torch.strided
-    )
-
-
-def _leaves(nest: Any) -> list[Any]:
-    """What is in a nest of mappings, lists and tuples."""
-    inside = list(nest.values()) if isinstance(nest, Mapping) else nest
-    if isinstance(inside, (list, tuple)):
-        return [leaf for each in inside for leaf in _leaves(each)]
-    return [inside]

@@ -24,6 +24,7 @@ from torch.distributed import device_mesh
 from samestep.comm.mesh import rank_grid
 from samestep.comm.traffic import Traffic, group_of
 from samestep.data.loader import Loader, StepBatch
+from samestep.data.nests import tensors_in
 from samestep.data.order import DataPlace, SampleOrder
 from samestep.engines.precision import parameter_dtype
 from samestep.errors import UserError, described, place_of
@@ -31,7 +32,6 @@ from samestep.job import Job
 from samestep.launch.world import World
 from samestep.layout import MESH_AXES, Layout
 from samestep.parallel.deferred_init import InitialModel, forget_values, new_objects_alone
-from samestep.parallel.nests import tensors_in
 from samestep.parallel.parallel_model import Details, Findings
 from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.parallel.valueless import Mail, NotSentYet, Valueless

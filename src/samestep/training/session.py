@@ -48,7 +48,7 @@ from samestep.engines.checks import (
 )
 from samestep.engines.precision import parameter_dtype
 from samestep.engines.registry import resolve
-from samestep.errors import CheckpointError, LayoutError, NotSavedError, UserError, index_errors_explained
+from samestep.errors import CheckpointError, LayoutError, NotSavedError, UserError, index_errors_explained, printable
 from samestep.fault_tolerance.lease import hold
 from samestep.launch.device import DeviceChoice
 from samestep.launch.world import World, join
@@ -324,7 +324,7 @@ class Session:
     def warn(self, text: str) -> None:
         """Print a message for the user on the main rank."""
         if self.is_main:
-            print(f"samestep: {text}", file=sys.stderr, flush=True)
+            print(f"samestep: {printable(text)}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Wait until every checkpoint is written. Raises NotSavedError if a folder's last one can't be."""

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 
+from samestep.data.nests import map_tensors, tensors_in
 from samestep.parallel.calls import Call, Seen
 from samestep.parallel.exact.forward_context import NotesTokens
-from samestep.parallel.nests import map_tensors, tensors_in
 from samestep.parallel.trace import imagine
 
 Forward = Callable[..., Any]

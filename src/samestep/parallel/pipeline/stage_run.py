@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from samestep.data.nests import map_tensors, tensors_in
 from samestep.parallel.exact.forward_context import ForwardContext
-from samestep.parallel.nests import map_tensors, tensors_in
 from samestep.parallel.pipeline.blanks import BlankOutput
 from samestep.parallel.pipeline.partition import PartitionPlan
 from samestep.parallel.pipeline.units import UnitOutput

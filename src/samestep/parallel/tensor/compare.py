@@ -19,13 +19,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.comm.shared_memory.process_group import KernelGroup
+from samestep.data.nests import tensors_in
 from samestep.data.order import bounds
 from samestep.errors import first_line
 from samestep.layout import Layout
 from samestep.parallel.attributes import evaluating
 from samestep.parallel.calls import Trace
 from samestep.parallel.layout_failure import failing_module, foreign_line
-from samestep.parallel.nests import tensors_in
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.tensor.gradients import Digests, differing, digests_of, keeping_graph
 from samestep.parallel.tensor.modules import pattern_of

@@ -1,4 +1,4 @@
-"""Nests: iterate over the tensors in modules' inputs and outputs in a fixed order, and replace them.
+"""Nests: iterate over the tensors in modules' inputs and outputs in a fixed order, replace and compare them.
 
 `torch.utils._pytree` opens tuples, lists, dictionaries and classes that were registered with it. Models also hand on
 dataclasses, packed sequences and objects of their own.
@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 
@@ -69,3 +71,24 @@ def tensors_in(nest: Any, kind: type | tuple[type, ...] = Tensor) -> list[Any]:
     else:
         inside = list(_attributes(nest).values())
     return [tensor for each in inside for tensor in tensors_in(each, kind)]
+
+
+def equal(first: Any, second: Any) -> bool:
+    """Whether two nests hold the same values; what can't be compared counts as the same."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        same_kind = (first.shape, first.dtype, first.layout) == (second.shape, second.dtype, second.layout)
+        return same_kind and (first.layout is not torch.strided or _equal_values(first, second))
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(equal, first, second))
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return first.shape == second.shape and first.tobytes() == second.tobytes()
+    if isinstance(first, (bool, int, float, str, bytes)) and isinstance(second, type(first)):
+        return first == second or (first != first and second != second)
+    return type(first) is type(second)
+
+
+def _equal_values(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same numbers at the same places, or NaN at both."""
+    return torch.equal(first, second) or bool(((first == second) | ((first != first) & (second != second))).all())
