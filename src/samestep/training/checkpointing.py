@@ -241,7 +241,7 @@ class Checkpoints:
         with phases.phase(f"loading the checkpoint of step {loader.info.step:,}"):
             load_state(self._trainer, loader, self._session.world, self._session.layout)
         self._best = loader.info.metrics.get(self._best_metric or "")
-        self.early_stop.restore(loader.info.extra.get("early_stop", {}))
+        self.early_stop.restore(loader.info.extra.get("early_stop", {}), loader.info.step)
         self._session.warn(f"goes on from {loader.folder}, after step {loader.info.step:,}")
         self._tally.newest = loader.folder
         return loader.info.step

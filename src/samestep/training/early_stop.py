@@ -89,10 +89,10 @@ class EarlyStopper:
             return {}
         return {"best": self._best, "best_step": self._best_step, "worse": self._worse, "step": self._step}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the counts from a checkpoint; does nothing if it has none.
+    def restore(self, state: Mapping[str, Any], taken: int) -> None:
+        """Restore the counts from a checkpoint of `taken` steps; does nothing if it has none.
 
-        Raises CheckpointError for values that are no counts.
+        Raises CheckpointError for values that are no counts of so many steps.
         """
         if self._spec is None or not state:
             return
@@ -100,7 +100,8 @@ class EarlyStopper:
         counts: list[Any] = [None]
         with suppress(KeyError, TypeError):
             best, counts = state["best"], [state[name] for name in ("best_step", "worse", "step")]
-        if type(best) not in (float, int, type(None)) or any(type(count) is not int for count in counts):
+        of_steps = all(type(count) is int and 0 <= count <= taken for count in counts)
+        if type(best) not in (float, int, type(None)) or not of_steps:
             raise CheckpointError(
                 f"the checkpoint's counts of evaluations are {str(state)[:80]}; resume without recipe.early_stop"
             )
