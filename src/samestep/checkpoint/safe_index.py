@@ -13,13 +13,13 @@ from typing import Any, Final
 import torch
 import torch.distributed.checkpoint.metadata as index
 from torch.distributed.checkpoint import FileSystemReader, Metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from samestep.checkpoint.plain_files import read_plain
 from samestep.errors import CheckpointError, one_line
 from samestep.parallel.sharding import Entry
 from samestep.run_folder import lies_within
+from samestep.torch_internals.checkpoint_index import CLASSES, LAYOUT_FUNCTION
 
 METADATA_FILE = ".metadata"
 _MOST_BYTES = 1 << 32  # of the index
@@ -34,8 +34,7 @@ _CLASSES: Final = {
         index.StorageMeta,
         index.TensorProperties,
         index.TensorStorageMetadata,
-        index._MEM_FORMAT_ENCODING,
-        _StorageInfo,
+        *CLASSES,
     )
 }
 _LAYOUTS: Final = {"strided": torch.strided}
@@ -52,7 +51,7 @@ class _IndexUnpickler(pickle.Unpickler):
             value = getattr(torch, name, None)
             if name == "Size" or isinstance(value, torch.dtype):
                 return value
-        if (module, name) == ("torch.serialization", "_get_layout"):
+        if (module, name) == LAYOUT_FUNCTION:
             return _layout
         if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath", "Path"):
             return _path

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from samestep.data.order import DataPlace
 from samestep.layout import MESH_AXES, Layout
+from samestep.torch_internals.groups import flattened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Mesh:
         split = [name for name in MESH_AXES if name in axes and self.size(name) > 1]
         if len(split) < 2:
             return self.grid.get_group(split[0] if split else axes[0])
-        return self.grid[tuple(split)]._flatten("+".join(split)).get_group()
+        return flattened(self.grid[tuple(split)], "+".join(split)).get_group()
 
     def shards(self, *, of_experts: bool) -> DeviceMesh:
         """The grid over whose last axis parameters are sharded, [replicate, shard] or [shard]; a collective.
@@ -45,7 +46,7 @@ class Mesh:
         last = "shard"
         if self.size("expert") > 1 and not of_experts:
             last = "shard+expert"
-            self.grid["shard", "expert"]._flatten(last)
+            flattened(self.grid["shard", "expert"], last)
         with warnings.catch_warnings():  # PyTorch warns that a flattened axis should be sliced from another mesh
             warnings.simplefilter("ignore")
             return self.grid["replicate", last] if self.size("replicate") > 1 else self.grid[last]
@@ -59,14 +60,14 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Make the grid of all ranks, whose number must be the layout's size."""
     grid = DeviceMesh(device_type, rank_grid(layout), mesh_dim_names=MESH_AXES)
     # Ranks along these three axes have different samples: gradients are averaged over the product of their sizes.
-    data = grid["replicate", "shard", "expert"]._flatten("data")
+    data = flattened(grid["replicate", "shard", "expert"], "data")
     return Mesh(
         grid=grid,
         data_group=data.get_group(),
         data_place=DataPlace(index=data.get_local_rank(), of=data.size()),
         # It includes the pipeline axis, since only last stages have a loss (the other ranks add zeros), but neither
         # the context nor the tensor axis, whose ranks all have the same loss.
-        loss_group=grid["pipeline", "replicate", "shard", "expert"]._flatten("loss").get_group(),
+        loss_group=flattened(grid["pipeline", "replicate", "shard", "expert"], "loss").get_group(),
     )
 
 

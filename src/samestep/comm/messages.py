@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.torch_internals.groups import serves
+
 # The names since PyTorch 2.13, and those before.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -71,7 +73,7 @@ def host_of(group: dist.ProcessGroup, device_type: str) -> torch.device:
     Reading a result on an accelerator would make the host wait for all work that was queued on the device before.
     """
     cpu = torch.device("cpu")
-    return cpu if cpu in group._device_types else torch.device(device_type)
+    return cpu if serves(group, cpu) else torch.device(device_type)
 
 
 def largest(values: Sequence[int], group: dist.ProcessGroup, device_type: str) -> list[int]:

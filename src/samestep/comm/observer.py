@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from samestep.torch_internals.operators import EagerMode, active_modes
+from samestep.torch_internals.sharded import AsyncCollectiveTensor
 
 
 class HostsObservers:
@@ -20,7 +21,7 @@ class HostsObservers:
         self.observers: list[Observer] = []
 
 
-class Observer(TorchDispatchMode):
+class Observer(EagerMode):
     """A mode with callbacks before and after each operator, in the caller's thread and in autograd's threads."""
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class Observer(TorchDispatchMode):
         """An operator has run."""
 
     def __enter__(self) -> Self:
-        modes = _get_current_dispatch_mode_stack()
+        modes = active_modes()
         host = modes[-1] if modes and isinstance(modes[-1], HostsObservers) else None
         self._hosts.append(host)
         if host is None:
@@ -48,10 +49,6 @@ class Observer(TorchDispatchMode):
             super().__exit__(*exception)
         else:
             host.observers.remove(self)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and every operator would pass another call
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

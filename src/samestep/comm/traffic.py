@@ -6,11 +6,13 @@ from typing import Any, Self, cast
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from samestep.comm.collectives import all_but_own
 from samestep.comm.observer import Observer
 from samestep.comm.shared_memory.process_group import KernelGroup
+from samestep.torch_internals import pytree
+from samestep.torch_internals.groups import all_groups, group_named
+from samestep.torch_internals.operators import schema
 
 KINDS = (
     "all-reduce",
@@ -45,7 +47,7 @@ class Traffic(Observer):
         self._groups: list[KernelGroup] = []
 
     def __enter__(self) -> Self:
-        every = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
+        every = all_groups() if dist.is_initialized() else ()
         self._groups = [group for group in every if isinstance(group, KernelGroup)]
         for group in self._groups:
             group.counters.append(self._count_direct)
@@ -63,7 +65,7 @@ class Traffic(Observer):
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if func.namespace in _NAMESPACES:
-            self._count(func, func._schema.name.partition("::")[2], args, kwargs)
+            self._count(func, schema(func).name.partition("::")[2], args, kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -79,7 +81,7 @@ class Traffic(Observer):
         collective = _COLLECTIVES.get(name.removesuffix("_out").strip("_"))
         if collective is None:
             return  # a wait, a barrier, a receive
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        given = {argument.name: value for argument, value in zip(schema(func).arguments, args, strict=False)}
         given |= kwargs
         n = _group_size(given)
         self._add(collective.kind, collective.sent(collective.message(given, n), n))
@@ -108,7 +110,7 @@ def group_of(given: Given) -> dist.ProcessGroup:
     """The group that an operator's message is of."""
     if "process_group" in given:
         return cast(dist.ProcessGroup, dist.ProcessGroup.unbox(given["process_group"]))
-    return dist.distributed_c10d._resolve_process_group(given["group_name"])
+    return group_named(given["group_name"])
 
 
 def _group_size(given: Given) -> int:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from samestep.contract.errors import ContractError, line_of
 from samestep.contract.parts import SUM, NormCounts, Sums, WholeAndParts, whole_and_parts
 from samestep.contract.trial import Trial
+from samestep.torch_internals import pytree
+from samestep.torch_internals.modules import backward_hooks
+from samestep.torch_internals.tensors import gradient_hooks
 
 
 def check_sum_of_parts(trial: Trial, taken: WholeAndParts) -> None:
@@ -72,10 +74,10 @@ def _backward_at_fault(trial: Trial, sums: Sums, number: int, cut: int) -> str:
 def _gradient_hooks(model: nn.Module) -> Iterator[str]:
     """The hooks on the gradients of parameters and modules, and where they are written."""
     for name, parameter in model.named_parameters():
-        for hook in (parameter._backward_hooks or {}).values():
+        for hook in gradient_hooks(parameter):
             yield f"the hook on the gradient of {name}{line_of(hook)}"
     for name, module in model.named_modules():
-        for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
+        for hook in backward_hooks(module):
             yield f"the backward hook of {name or 'the model'} ({type(module).__name__}){line_of(hook)}"
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.errors import UserError, ended_by_code, place_of, shown
 from samestep.launch.memory import available_memory
 from samestep.sizes import binary_size
+from samestep.torch_internals import pytree
+from samestep.torch_internals.operators import TorchDispatchMode
 
 
 class ContractError(UserError):

@@ -19,7 +19,7 @@ from samestep.contract.errors import ContractError, said
 from samestep.contract.step import PARAMETERS, TIMES, check_registered, check_total, loss_scale
 from samestep.contract.trial import Trial
 from samestep.contract.watched import Watched, watch
-from samestep.parallel.exact.batch_norm import BatchNorm
+from samestep.torch_internals.modules import AnyBatchNorm
 
 SUM = "sum of parts"
 
@@ -162,7 +162,7 @@ def gradient_norm(parameters: Mapping[str, Tensor]) -> float:
 def _training_norms(model: nn.Module) -> dict[str, nn.Module]:
     """The batch norms of a model that take statistics of their batch, by name."""
     return {
-        name: module for name, module in model.named_modules() if isinstance(module, BatchNorm) and module.training
+        name: module for name, module in model.named_modules() if isinstance(module, AnyBatchNorm) and module.training
     }
 
 

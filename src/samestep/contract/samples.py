@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from samestep.contract.errors import ContractError, line_of, said
 from samestep.data.nests import equal
@@ -14,6 +13,7 @@ from samestep.data.types import Batch, as_batch
 from samestep.parallel.exact import generators
 from samestep.progress import phases
 from samestep.tasks.base import Task, check_samples
+from samestep.torch_internals import pytree
 
 DATA, COLLATE = "data", "collate"
 MOST = 12  # number of samples checked

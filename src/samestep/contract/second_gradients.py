@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from samestep.contract.errors import line_of
 from samestep.contract.trial import Trial
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks, with_forward
+from samestep.torch_internals import pytree
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.contract.errors import Budget, ContractError, at, line_of, said
 from samestep.contract.samples import Sampled, take_others
@@ -34,6 +32,9 @@ from samestep.parallel.exact.generators import is_foreign
 from samestep.tasks.base import InTurn, Task, call, sum_and_count
 from samestep.tasks.losses import takes_gather, with_weights
 from samestep.tasks.turns import Turn
+from samestep.torch_internals import pytree
+from samestep.torch_internals.modules import REGISTRIES
+from samestep.torch_internals.operators import TorchDispatchMode, schema
 from samestep.training.evaluation import switch_off
 from samestep.training.fit import build_model
 
@@ -307,7 +308,7 @@ def _attributes_alike(first: nn.Module, second: nn.Module) -> bool:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _REGISTERED}
+    return {name: value for name, value in vars(module).items() if name not in REGISTRIES}
 
 
 def _plain_alike(first: Any, second: Any) -> bool:
@@ -332,14 +333,13 @@ def _differs(first: nn.Module, second: nn.Module) -> str | None:
 # Path, such as "blocks.0.more[1]"; type of its container, such as "a plain list"; the tensor.
 Held = tuple[str, str, Tensor]
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 _DEPTH = 4  # of lists in lists
 
 
 def held_in(owner: Any, path: str) -> Iterator[Held]:
     """Yield parameters and other leaf tensors that require gradients in an object's plain attributes."""
     for key, value in getattr(owner, "__dict__", {}).items():
-        if key not in _REGISTERED:
+        if key not in REGISTRIES:
             yield from _within(value, f"{path}.{key}" if path else key, "", 0)
 
 
@@ -375,14 +375,14 @@ class Writes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self.written is None and func._schema.is_mutable:
+        if self.written is None and schema(func).is_mutable:
             self._look(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _look(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         """Record the first parameter or buffer that an operator writes to, and the user's line that called it."""
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(keywords)
-        for argument in func._schema.arguments:
+        given = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | dict(keywords)
+        for argument in schema(func).arguments:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             for tensor in pytree.tree_leaves(given.get(argument.name)):

@@ -16,6 +16,7 @@ from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.unused_parameters import UnusedParametersAlone
+from samestep.torch_internals.modules import AnyBatchNorm
 
 
 class DataParallel(Engine):
@@ -67,7 +68,7 @@ class DataParallel(Engine):
 def _check_batch_norm(model: nn.Module, devices: int) -> None:
     """Raise UserError: each device's copy would normalise by its own samples."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, AnyBatchNorm):
             raise UserError(
                 f"engine data-parallel: {name} ({type(module).__name__}) would take its statistics from one device's "
                 f"samples, which is another step than one process takes; use layout dp{devices}"

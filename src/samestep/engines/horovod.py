@@ -10,7 +10,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import torch
 import torch.distributed as dist
 from annotated_types import Gt, Le
 from pydantic.dataclasses import dataclass
@@ -33,6 +32,7 @@ from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.unused_parameters import UnusedParametersOfReplicas
+from samestep.torch_internals.operators import DisableTorchFunction
 from samestep.validation import checked_file
 
 
@@ -190,11 +190,11 @@ class _Compression:
         self._kind = kind
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self._kind.compress(tensor)
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self._kind.decompress(tensor, context)
 
 

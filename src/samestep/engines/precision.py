@@ -7,7 +7,6 @@ against underflow of gradients (Micikevicius et al. 2018, section 3.2), by the s
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from samestep.errors import UserError
 from samestep.parallel.exact.float64 import in_float64
+from samestep.torch_internals.optimizers import overflowed
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -84,13 +84,13 @@ class Precision:
         if self._zero is None:
             return
         self._scaler.unscale_(optimizer)
-        overflowed: Any = self._scaler._found_inf_per_device(optimizer)  # by device
-        if not overflowed:  # this rank has no gradient
-            overflowed[self._zero.device] = torch.zeros_like(self._zero)
+        by_device = overflowed(self._scaler, optimizer)
+        if not by_device:  # this rank has no gradient
+            by_device[self._zero.device] = torch.zeros_like(self._zero)
         if everyone is not None:
-            of_any = torch.stack([each.to(self._zero.device) for each in overflowed.values()]).amax()
+            of_any = torch.stack([each.to(self._zero.device) for each in by_device.values()]).amax()
             dist.all_reduce(of_any, dist.ReduceOp.MAX, everyone)
-            for each in overflowed.values():
+            for each in by_device.values():
                 each.copy_(of_any)
 
     def update(self, optimizer: Optimizer) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from samestep.job import Inject
-from samestep.launch.world import process_groups
+from samestep.torch_internals.groups import all_groups
 
 _ROOM = 128 * 2**20  # bytes that may still be taken
 _BLOCK = 16 * 2**20
@@ -129,7 +129,7 @@ def _deadlock(fault: Inject, step: int) -> None:
 
 def _abort(fault: Inject, step: int) -> None:
     """Abort this rank's communicators, as NCCL's watchdog does: collectives on them raise, here and on the others."""
-    for group in process_groups():
+    for group in all_groups():
         group.abort()
 
 

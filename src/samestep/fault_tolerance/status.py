@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch.distributed as dist
 
@@ -25,6 +25,7 @@ from samestep import file_errors
 from samestep.fault_tolerance import pace
 from samestep.fault_tolerance.pace import Pace
 from samestep.job import Run
+from samestep.torch_internals.groups import members_of_groups, sequence_number
 
 Phase = Literal["start", "first step", "step", "evaluation", "checkpoint", "end", "left", "failed"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -172,17 +173,15 @@ def entered_collectives() -> Counts:
     """
     if not dist.is_initialized():
         return {}
-    groups: dict[Any, Any] = dist.distributed_c10d._world.pg_group_ranks
     found: dict[str, int] = {}
     seen: Counter[str] = Counter()
-    for group, members in list(groups.items()):
+    for group, members in list(members_of_groups().items()):
         if not isinstance(group, dist.ProcessGroup):  # placeholder of a group that this rank is not in
             continue
         ranks = ",".join(map(str, sorted(members)))
         seen[ranks] += 1
         with suppress(RuntimeError):  # the back end has no sequence numbers
-            of: Any = group
-            found[f"{ranks}#{seen[ranks]}"] = of._get_sequence_number_for_group()
+            found[f"{ranks}#{seen[ranks]}"] = sequence_number(group)
     return found
 
 

@@ -30,6 +30,7 @@ from samestep.recipe import Recipe
 from samestep.tasks.base import Task, call, sum_and_count
 from samestep.tasks.losses import takes_gather
 from samestep.tasks.turns import turns_of
+from samestep.torch_internals.modules import AnyBatchNorm
 from samestep.training.evaluation import apart, named_parts, plain, switch_off
 from samestep.training.fit import build_model
 from samestep.training.optimizer import OptimizerPlan, make_schedule
@@ -112,7 +113,7 @@ class Loop:
         """DistributedDataParallel, with SyncBatchNorm for batch norm; plain for one process."""
         if self.place.of == 1:
             return model
-        if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules()):
+        if any(isinstance(each, AnyBatchNorm) for each in model.modules()):
             if self.device.type == "cpu":
                 raise UserError(
                     "the model has batch norm, whose statistics PyTorch's SyncBatchNorm shares between accelerators "

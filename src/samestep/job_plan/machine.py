@@ -19,6 +19,7 @@ from samestep.launch.memory import available_memory, give_back_freed_memory, kee
 from samestep.limits import MOST_RANKS, check_whole
 from samestep.planning.hardware import ClusterSpec
 from samestep.progress import phases
+from samestep.torch_internals.fakes import fake_store
 from samestep.training.rehearsal import Collectives
 from samestep.training.step_work import CountedWork, StepWork
 
@@ -312,13 +313,12 @@ def _shard_seconds(rates: Rates) -> tuple[float, float]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():  # a rank has its own group, and makes no plans
         return 0.0, 0.0
     rows: list[list[float]] = []
     seconds: list[float] = []
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=2)
     try:
         mesh = init_device_mesh("cpu", (2,))
         for parameters in _SHARDED:

@@ -16,9 +16,8 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousGracefulExitError
 
@@ -38,6 +37,7 @@ from samestep.launch.rounds import NodeRounds, RanksEnded
 from samestep.launch.worker import RankEntry
 from samestep.progress import phases
 from samestep.run_folder import RunPlace, rank_file
+from samestep.torch_internals.elastic import ElasticAgent
 
 # Explains why this host's ranks ended, from their error files and logs.
 Explain = Callable[[Mapping[int, ProcessFailure]], RanksEnded]
@@ -46,10 +46,6 @@ _APART = 0.1  # seconds between monitoring steps
 _LOST_STATUS = 255  # multiprocessing's exit code of a process whose fork server has ended
 _LINGER = 3.0  # seconds that the host with a round's store waits for other hosts to leave
 _A_WORD = 3.0  # seconds within which a host announces that it stops its ranks
-
-
-# Its methods' decorators hide their types.
-_ElasticAgent: Any = LocalElasticAgent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,17 +123,17 @@ class HungError(Exception):
         self.hang = hang
 
 
-class NodeElasticAgent(_ElasticAgent):
+class NodeElasticAgent(ElasticAgent):
     """The agent of one host among several, or alone.
 
     A round, from the point of view of one host:
 
-        _rendezvous       meet the other hosts; all agree on who is in the round and on the restarts that are left
-        _start_workers    one process a rank; the watchdog gets handles on them
-        _monitor_workers  every 0.1 s: have ranks ended, is a host lost, does one want to join?
-        ended             all ranks succeeded -> wait for the other hosts and finish
-                          a rank failed -> post why, spend a restart, the next round
-                          a host was lost, or wants to join -> stop the ranks, the next round, no restart spent here
+        rendezvous     meet the other hosts; all agree on who is in the round and on the restarts that are left
+        start_ranks    one process a rank; the watchdog gets handles on them
+        monitor        every 0.1 s: have ranks ended, is a host lost, does one want to join?
+        ended          all ranks succeeded -> wait for the other hosts and finish
+                       a rank failed -> post why, spend a restart, the next round
+                       a host was lost, or wants to join -> stop the ranks, the next round, no restart spent here
 
     Ranks that wait in a collective for a rank that is gone never return by themselves for minutes: each host's agent
     kills its own ranks as soon as it hears of the end of the round.
@@ -175,7 +171,7 @@ class NodeElasticAgent(_ElasticAgent):
     @property
     def _size(self) -> str:
         """The number of ranks in words, of all hosts once they have met."""
-        size = max((worker.world_size for worker in self._worker_group.workers), default=0)
+        size = max((worker.world_size for worker in self.group.workers), default=0)
         size = size if size > 0 else self._spec.num_procs
         return "1 rank" if size == 1 else f"{size} ranks"
 
@@ -194,25 +190,23 @@ class NodeElasticAgent(_ElasticAgent):
         """The hang of this host's rank that ended the last round, if one did."""
         return self._rounds.hang
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+    def rendezvous(self, group: WorkerGroup) -> None:
         """Rendezvous until a round has begun with all its hosts present."""
         self._rounds.end(self._why)
         self._why, self._at_once = None, False
         with phases.status(lambda: "waiting for hosts"):
             while True:
                 try:
-                    super()._rendezvous(worker_group)
+                    super().rendezvous(group)
                     self._rounds.agree()
                     break
                 except BROKEN:  # a host was lost during the rendezvous
                     continue
         if self._rounds.run_folder is not None:
             self._spec.files.of_run(self._rounds.run_folder)
-        self._rounds.begin([worker.global_rank for worker in worker_group.workers])
+        self._rounds.begin([worker.global_rank for worker in group.workers])
 
-    def _assign_worker_ranks(
-        self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec
-    ) -> list[Worker]:
+    def number_ranks(self, store: object, host: int, hosts: int, spec: WorkerSpec) -> list[Worker]:
         """Number this host's ranks after those of the hosts before it, and agree on the restarts that are left.
 
         What PyTorch's agent reads for this in the round's store is not signed. Of the restarts the minimum over the
@@ -220,11 +214,11 @@ class NodeElasticAgent(_ElasticAgent):
         """
         round_ = self._hosts.round
         assert round_ is not None
-        part = HostPart(ranks=spec.local_world_size, restarts=self._remaining_restarts)
-        round_.store.write(_part_key(group_rank), part)
-        parts = round_.store.wait_all([_part_key(rank) for rank in range(group_world_size)], HostPart)
-        self._remaining_restarts = min(each.restarts for each in parts)
-        first, size = sum(each.ranks for each in parts[:group_rank]), sum(each.ranks for each in parts)
+        part = HostPart(ranks=spec.local_world_size, restarts=self.restarts_left)
+        round_.store.write(_part_key(host), part)
+        parts = round_.store.wait_all([_part_key(rank) for rank in range(hosts)], HostPart)
+        self.restarts_left = min(each.restarts for each in parts)
+        first, size = sum(each.ranks for each in parts[:host]), sum(each.ranks for each in parts)
         return [
             Worker(
                 local_rank=number,
@@ -236,25 +230,25 @@ class NodeElasticAgent(_ElasticAgent):
             for number in range(spec.local_world_size)
         ]
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def start_ranks(self, group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks, and open pidfd handles on them, which are safe from reused ids."""
-        worker_group.spec.args = self._spec.entry.arguments()
+        group.spec.args = self._spec.entry.arguments()
         self._kills = endings.OutOfMemoryKills()
         try:
-            started = super()._start_workers(worker_group)
+            started = super().start_ranks(group)
         except (OSError, EOFError, RuntimeError) as error:  # RuntimeError: no thread can be started
             raise StartError(endings.why_not_started(error)) from error
-        numbers = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        numbers = {worker.local_rank: worker.global_rank for worker in group.workers}
         self._ranks = {numbers[local_rank]: Handle(pid) for local_rank, pid in started.items()}
         self._rounds.started({rank: handle.pid for rank, handle in self._ranks.items()})
         number = self._rounds.number
         phases.say(f"{self._size} started" + (f" again, for round {number}" if number else ""))
         return started
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def monitor(self, group: WorkerGroup) -> RunResult:
         """Check the ranks and the other hosts; PyTorch's agent calls this repeatedly."""
         self._over = [rank for rank, handle in self._ranks.items() if not handle.alive()]
-        result = super()._monitor_workers(worker_group)
+        result = super().monitor(group)
         if result.state is WorkerState.HEALTHY and (early := self._ended_early()):
             result = RunResult(state=WorkerState.FAILED, failures=early)
         self._rounds.look()
@@ -297,53 +291,50 @@ class NodeElasticAgent(_ElasticAgent):
         self._hosts.heartbeat.leave("failed")
         self._mistaken = USERS_MISTAKE in codes
         if self._mistaken or self._supervision.stopped:
-            self._remaining_restarts = 0  # a mistake would be made again
+            self.restarts_left = 0  # a mistake would be made again
         elif self._is_lost_for_good() and (fewer := self._supervision.shrink()) is not None:
-            spec = self._worker_group.spec
-            spec.local_world_size, self._remaining_restarts = fewer, spec.max_restarts + 1
+            spec = self.group.spec
+            spec.local_world_size, self.restarts_left = fewer, spec.max_restarts + 1
         return result
 
     def _is_lost_for_good(self) -> bool:
         """Whether a failed rank seems lost for good: restarts are used up, or the last one took no step."""
-        return self._remaining_restarts == 0 or (self._rounds.number > 0 and not self._rounds.took_a_step)
+        return self.restarts_left == 0 or (self._rounds.number > 0 and not self._rounds.took_a_step)
 
     def _failed_too(self, told: Mapping[int, ProcessFailure]) -> dict[int, ProcessFailure]:
         """Find further failed ranks: for forked ranks PyTorch reports only one, even if several have ended."""
-        context = self._pcontext
-        if not isinstance(context, MultiprocessContext) or context._pc is None:
+        if (processes := self.forked()) is None:
             return {}
         found = {}
-        for worker in self._worker_group.workers:
-            process = context._pc.processes[worker.local_rank]
+        for worker in self.group.workers:
+            process = processes[worker.local_rank]
             if process.exitcode and worker.global_rank not in told:
                 found[worker.global_rank] = ProcessFailure(
                     local_rank=worker.local_rank,
                     pid=process.pid,
                     exitcode=process.exitcode,
-                    error_file=context.error_files[worker.local_rank],
+                    error_file=self.context.error_files[worker.local_rank],
                 )
         return found
 
     def _ended_early(self) -> dict[int, ProcessFailure]:
         """Find ranks that run a function and have ended with exit code 0 before it has returned."""
-        context = self._pcontext
-        if not isinstance(context, MultiprocessContext) or context._pc is None:
+        if (processes := self.forked()) is None:
             return {}
         return {
             worker.global_rank: self._early(worker.global_rank, worker.local_rank)
-            for worker in self._worker_group.workers
-            if context._pc.processes[worker.local_rank].exitcode == 0
-            and worker.local_rank not in context._return_values
+            for worker in self.group.workers
+            if processes[worker.local_rank].exitcode == 0 and not self.has_returned(worker.local_rank)
         }
 
     def _ended_well(self, failed: Mapping[int, ProcessFailure]) -> dict[int, ProcessFailure]:
         """Find ranks that had ended with exit code 0 when another one lost its connection."""
-        context = self._pcontext
+        context = self.context
         if not isinstance(context, SubprocessContext):
             return self._ended_early()
         return {
             worker.global_rank: self._early(worker.global_rank, worker.local_rank)
-            for worker in self._worker_group.workers
+            for worker in self.group.workers
             if worker.global_rank in self._over
             and worker.global_rank not in failed
             and context.subprocess_handlers[worker.local_rank].proc.poll() == 0
@@ -351,7 +342,7 @@ class NodeElasticAgent(_ElasticAgent):
 
     def _early(self, rank: int, local_rank: int) -> ProcessFailure:
         """Build the failure of a rank that has ended with exit code 0 too early."""
-        error_file = "" if self._pcontext is None else self._pcontext.error_files[local_rank]
+        error_file = "" if self.context is None else self.context.error_files[local_rank]
         failure = ProcessFailure(local_rank=local_rank, pid=self._ranks[rank].pid, exitcode=0, error_file=error_file)
         note(
             failure,
@@ -400,9 +391,9 @@ class NodeElasticAgent(_ElasticAgent):
             time.sleep(_APART)
         return result
 
-    def _exit_barrier(self) -> None:
+    def leave_round(self) -> None:
         """Leave the round; the host with its store waits for the others. All ranks are known to be done."""
-        round_, rank = self._hosts.round, self._worker_group.group_rank
+        round_, rank = self._hosts.round, self.group.group_rank
         with suppress(*BROKEN):
             assert round_ is not None
             round_.store.write(_leave_key(rank), True)
@@ -413,7 +404,7 @@ class NodeElasticAgent(_ElasticAgent):
                     break
                 time.sleep(_APART)
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def stop_ranks(self, group: WorkerGroup) -> None:
         """End this host's ranks: with time to save if only the set of hosts changes, else at once."""
         if not self._at_once and self._why is None:
             self._hosts.heartbeat.leave("changes")
@@ -424,7 +415,7 @@ class NodeElasticAgent(_ElasticAgent):
             rank.kill()
             rank.close()
         self._ranks = {}
-        super()._stop_workers(worker_group)
+        super().stop_ranks(group)
 
     def _let_stop(self) -> None:
         """Send SIGTERM to the ranks and wait for them to save; samestep's own end after a common step."""
@@ -432,23 +423,23 @@ class NodeElasticAgent(_ElasticAgent):
             if rank.alive():
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGTERM)
-        until = time.monotonic() + (self._rounds.grace_period or self._shutdown_timeout)
+        until = time.monotonic() + (self._rounds.grace_period or self.grace_period)
         while time.monotonic() < until and any(rank.alive() for rank in self._ranks.values()):
             lost = self._hosts.lost()
             if lost is not None and (lost.what != "round" or lost.state == "failed"):
                 break
             time.sleep(_APART)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def shut_down(self, death_signal: signal.Signals, timeout: int) -> None:
         """Shut down this agent: end its ranks by SIGTERM, and by SIGKILL after the grace period."""
         # Always SIGTERM: ranks whose starter forwards signals ignore SIGINT, which a terminal sends to all.
-        del death_sig
+        del death_signal
         if not self._at_once and self._why is None:
             self._hosts.heartbeat.leave("changes")
         if not self._spec.entry.takes_notice:
             for rank in self._ranks.values():
                 rank.kill()
-        super()._shutdown(signal.SIGTERM, min(timeout, self._shutdown_timeout))
+        super().shut_down(signal.SIGTERM, min(timeout, self.grace_period))
 
 
 def run(spec: AgentSpec) -> dict[int, Any]:

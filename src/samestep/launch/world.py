@@ -28,6 +28,7 @@ from samestep.launch.rank_rendezvous import JoinedStore
 from samestep.launchers import HorovodRunVariables
 from samestep.progress import phases
 from samestep.ranks import Ranks
+from samestep.torch_internals.groups import all_groups, backend_for_cpu
 
 _SCOPE, _KEY = "samestep", "store"
 
@@ -209,11 +210,6 @@ def _join_process_group(
         dist.init_process_group(backend, device_id=bound)
 
 
-def process_groups() -> tuple[dist.ProcessGroup, ...]:
-    """Return all process groups of this rank, in the order in which they were made."""
-    return tuple(dist.distributed_c10d._world.pg_map)
-
-
 def leave_process_group() -> None:
     """Destroy the process group and its subgroups, once every rank is there, avoiding a deadlock in gloo.
 
@@ -226,7 +222,7 @@ def leave_process_group() -> None:
     reference to that message to the end of its process, and with it to the group's connections: so no thread of gloo
     is the last to let go of one, whenever the group ends.
     """
-    every = process_groups()
+    every = all_groups()
     # A barrier in every group: all are started in the same order on all ranks before any is waited for.
     last = [backend.barrier(dist.BarrierOptions()) for group in every if (backend := _gloo_of(group)) is not None]
     for work in last:
@@ -243,7 +239,7 @@ def leave_process_group() -> None:
 def _gloo_of(group: Any) -> Any | None:
     """Return the gloo back end behind a group; None if it has none."""
     with suppress(RuntimeError):  # the group has no back end for CPU tensors
-        backend = group._get_backend(torch.device("cpu"))
+        backend = backend_for_cpu(group)
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
         return backend if isinstance(backend, dist.ProcessGroupGloo) else None
     return None

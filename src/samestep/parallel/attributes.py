@@ -11,7 +11,8 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from samestep.torch_internals import pytree
 
 
 class Attributes:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils import _pytree as pytree
 
 from samestep.parallel.dataflow import Dataflow
+from samestep.torch_internals import pytree
+from samestep.torch_internals.tensors import base_of, is_view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +163,6 @@ def seen_of(tensor: Tensor) -> Seen:
 
 def _source_of_base(tensor: Tensor) -> Node | None:
     """Return the node of the base of a view of the whole base, such as a linear layer's output; else None."""
-    base = tensor._base if tensor._is_view() else None
+    base = base_of(tensor) if is_view(tensor) else None
     whole = base is not None and base.requires_grad and base.numel() == tensor.numel()
     return get_gradient_edge(base).node if base is not None and whole else None

@@ -11,12 +11,13 @@ from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.blocks import caller_of, find_blocks, is_list_of_like, with_forward
 from samestep.parallel.calls import Trace
+from samestep.torch_internals.tensors import has_gradient_hooks
 
 
 def check_hooks(model: nn.Module, layout: Layout) -> None:
     """Raise LayoutError for gradient hooks on parameters, which this layout replaces by other tensors or shards."""
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if has_gradient_hooks(parameter):
             raise LayoutError(
                 f'layout "{layout}": {name} has a hook on its gradient (register_hook), which would not be called '
                 "with the whole of it; use dp or zero1, or change the gradient in the forward, such as by a mask on "

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from samestep.data.order import bounds
@@ -41,6 +40,10 @@ from samestep.parallel.collectives import (
     scatter_to_region,
 )
 from samestep.parallel.sharding import whole
+from samestep.torch_internals import pytree
+from samestep.torch_internals.modules import own_parameters
+from samestep.torch_internals.operators import DisableTorchFunctionSubclass, schema
+from samestep.torch_internals.tensors import wrapper_subclass
 
 # Attributes and methods that don't need a tensor's values.
 _FACTS = frozenset(
@@ -89,7 +92,7 @@ class _Shared:
             )
 
         parameters = {
-            module: {name: summed(parameter) for name, parameter in module._parameters.items()}
+            module: {name: summed(parameter) for name, parameter in own_parameters(module).items()}
             for module in layer.modules()
         }
         return cls(group=group, parameters=parameters)
@@ -101,14 +104,14 @@ class _Shared:
         Each rank's rows give a part of the parameters' gradients, so the backward of the views sums them over the
         group.
         """
-        before = {module: dict(module._parameters) for module in self.parameters}
+        before = {module: dict(own_parameters(module)) for module in self.parameters}
         for module, parameters in self.parameters.items():
-            module._parameters.update(parameters)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            own_parameters(module).update(parameters)  # pyright: ignore[reportArgumentType, reportCallIssue]
         try:
             yield
         finally:
             for module, parameters in before.items():
-                module._parameters.update(parameters)
+                own_parameters(module).update(parameters)
 
 
 class ChunkedLogits(Tensor):
@@ -124,7 +127,7 @@ class ChunkedLogits(Tensor):
     def __new__(cls, source: _Source) -> "ChunkedLogits":
         """Make a tensor of the logits' shape and dtype without memory."""
         inputs = source.inputs
-        logits = torch.Tensor._make_wrapper_subclass(
+        logits = wrapper_subclass(
             cls,
             (*inputs.shape[:-1], source.classes),
             dtype=source.dtypes[-1],
@@ -146,7 +149,7 @@ class ChunkedLogits(Tensor):
         keywords = dict(kwargs or {})
         asked = getattr(func.__self__, "__name__", "") if name == "__get__" else ""
         if name in _FACTS or asked in _PROPERTIES or asked.startswith("is_"):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
         logits = args[0] if args else None
         if not isinstance(logits, ChunkedLogits) or logits._whole is not None:
@@ -176,7 +179,7 @@ class ChunkedLogits(Tensor):
         given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, ChunkedLogits)]
         if any(each._source.rows is not None for each in given):
             raise _wanted_whole(str(func))
-        if func._schema.is_mutable:
+        if schema(func).is_mutable:
             raise UserError(f"logits are changed in place by {func}, which PyTorch does not tell of; change a copy")
         with torch.no_grad():
             args, kwargs = whole_logits((args, kwargs or {}))

@@ -17,6 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from samestep.data.nests import tensors_in
+from samestep.torch_internals.operators import schema
+from samestep.torch_internals.tensors import storage_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +182,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """The positions and names of the arguments that an operator's schema marks as written to."""
     return tuple(
         (number, argument.name)
-        for number, argument in enumerate(func._schema.arguments)
+        for number, argument in enumerate(schema(func).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
 
@@ -188,6 +190,6 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 def _memory_of(tensor: Tensor) -> Any:
     """A key for a tensor's storage; for a tensor without one, such as a sparse tensor, its id."""
     try:
-        return tensor.untyped_storage()._cdata
+        return storage_id(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return "tensor", id(tensor)

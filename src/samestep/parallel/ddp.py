@@ -26,6 +26,8 @@ from samestep.parallel.unused_parameters import UnusedParameters, UnusedParamete
 from samestep.parallel.valueless import has_values
 from samestep.parallel.valueless_replicas import ValuelessReplicas
 from samestep.parallel.zero1 import Owners, to_owners
+from samestep.torch_internals import foreach
+from samestep.torch_internals.sharded import left_out_of_ddp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +62,7 @@ def replicate(
     ignored = [name for name, parameter in every_name if id(parameter) in alone]
     if bucket_mb is None and owners is None and (exchange is None or exchange.hook is None):
         bucket_mb = _bucket_mb(module, alone, group)
-    # PyTorch has no public way to leave out parameters. It is a class method that leaves an attribute on the module,
-    # which the constructor reads.
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
-    try:
+    with left_out_of_ddp(module, ignored):
         replicated = DistributedDataParallel(
             module,
             device_ids=None if device.type == "cpu" else [device.index],
@@ -74,8 +73,6 @@ def replicate(
             bucket_cap_mb=bucket_mb,  # pyright: ignore[reportArgumentType]  # a fraction is taken as well
             **_no_buffer_messages(),
         )
-    finally:  # it is looked at only here, and the module may be wrapped again
-        del module._ddp_params_and_buffers_to_ignore
     # Read from now on by the compiler alone, which refuses one below PyTorch's first bucket, and would break the
     # graphs of compiled blocks where a bucket ends.
     replicated.bucket_bytes_cap = max(replicated.bucket_bytes_cap, int(_PYTORCHS_DEFAULT * 2**20))
@@ -120,7 +117,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, d
 
 def _divide(gradients: Sequence[Tensor], by: int) -> None:
     if gradients:
-        torch._foreach_div_(list(gradients), by)
+        foreach.div_(list(gradients), by)
 
 
 def average_what_is_whole(model: nn.Module, parts: ShardTable) -> None:

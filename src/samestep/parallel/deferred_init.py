@@ -24,6 +24,8 @@ from torch.utils import swap_tensors
 from samestep.data.loader import in_kind
 from samestep.parallel.init_recorder import Record, Recording, StorageRegion, Unrecordable, recorded
 from samestep.parallel.valueless import has_values
+from samestep.torch_internals.modules import apply_to_tensors
+from samestep.torch_internals.tensors import takes_over_memory
 
 _CPU = torch.device("cpu")
 _MANY_OBJECTS = 100_000  # what PyTorch alone has made once it is imported is three times as many
@@ -136,7 +138,7 @@ def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         return tensor.to(tensor.device if tensor.is_meta else device, in_kind(tensor, dtype))
 
     with tied_stay_tied(device):
-        model._apply(moved)
+        apply_to_tensors(model, moved)
 
 
 def tied_stay_tied(device: torch.device) -> AbstractContextManager[None]:
@@ -145,14 +147,13 @@ def tied_stay_tied(device: torch.device) -> AbstractContextManager[None]:
     On devices that PyTorch knows by name, a parameter object takes over the new memory. On others PyTorch would make
     a new parameter at each place, which would untie them; swapping keeps the objects.
     """
-    takes_memory = torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
-    return nullcontext() if takes_memory else _swapping(True)
+    return nullcontext() if takes_over_memory(device) else _swapping(True)
 
 
 def look_again(model: nn.Module) -> None:
     """Let FSDP2 and recurrent layers update their references to parameters, some of which were replaced."""
     with _swapping(False):  # with swapping, FSDP2 treats replaced parameters as an error
-        model._apply(lambda tensor: tensor)
+        apply_to_tensors(model, lambda tensor: tensor)
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils import _pytree as pytree
 
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError
@@ -35,6 +34,8 @@ from samestep.layout import Layout
 from samestep.parallel.blocks import has_forward, is_list_of_like
 from samestep.parallel.calls import Trace
 from samestep.parallel.exact.forward_context import ForwardContext
+from samestep.torch_internals import pytree
+from samestep.torch_internals.tensors import is_view
 
 
 def shard_units(
@@ -211,7 +212,7 @@ def no_view(tensor: Tensor) -> Tensor:
 
     An in-place change of a view would bypass the hook by which FSDP2 gathers a module's parameters for backward.
     """
-    return _Alias.apply(tensor) if tensor.requires_grad and tensor._is_view() else tensor
+    return _Alias.apply(tensor) if tensor.requires_grad and is_view(tensor) else tensor
 
 
 def show_tensors(module: nn.Module) -> None:

@@ -17,12 +17,17 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
+
+from samestep.torch_internals.operators import (
+    DisableTorchFunction,
     TorchDispatchMode,
-    _disable_current_modes,
     is_traceable_wrapper_subclass,
+    schema,
+    to_copy,
+    without_modes,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only
+from samestep.torch_internals.pytree import tree_leaves, tree_map_only
+from samestep.torch_internals.tensors import storage_id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +209,7 @@ class Recording:
             and tensor.is_meta
             and tensor.layout == torch.strided
             and not is_traceable_wrapper_subclass(tensor)
-            and tensor.untyped_storage()._cdata in self._storages
+            and storage_id(tensor.untyped_storage()) in self._storages
         )
 
     def region(self, tensor: Tensor) -> StorageRegion:
@@ -212,7 +217,7 @@ class Recording:
         if tensor.is_conj() or tensor.is_neg():
             raise self.refuse("a conjugated or negated view")
         return StorageRegion(
-            storage=tensor.untyped_storage()._cdata,
+            storage=storage_id(tensor.untyped_storage()),
             dtype=tensor.dtype,
             size=tuple(tensor.size()),
             stride=tuple(tensor.stride()),
@@ -222,7 +227,7 @@ class Recording:
     def value(self, tensor: Tensor) -> Tensor:
         """Compute a recorded tensor's current values, on the CPU."""
         region = self.region(tensor)
-        with _disable_current_modes():
+        with without_modes():
             self.record.compute({region.storage}, self._memory, alive=self._is_alive)
             return self._memory.tensor(region).clone()
 
@@ -236,10 +241,10 @@ class Recording:
         regions = tuple(self._region_of_result(result) for result in tree_leaves(results))
         made = {region.storage for region in regions if region is not None} - self._storages.keys()
         for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in made:
+            if isinstance(tensor, Tensor) and storage_id(tensor.untyped_storage()) in made:
                 storage = tensor.untyped_storage()
                 # While this weak reference is kept, the address is not reused for another storage.
-                self._storages[storage._cdata] = StorageWeakRef(storage)
+                self._storages[storage_id(storage)] = StorageWeakRef(storage)
         writes = made | {self.region(tensor).storage for tensor in written(operator, args, kwargs)}
         if not writes:
             return
@@ -280,7 +285,7 @@ class _Operators(TorchDispatchMode):
         self._recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # here `tensor.device` must be the true device
+        with DisableTorchFunction():  # here `tensor.device` must be the true device
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -297,7 +302,7 @@ class _Operators(TorchDispatchMode):
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a factory function, without tensor arguments."""
-        named = {argument.name for argument in func._schema.arguments}
+        named = {argument.name for argument in schema(func).arguments}
         device = kwargs.get("device") or _CPU
         here = device.type == "cpu" or (device.type == "meta" and not self._recording.meta_is_asked_for)
         if "device" not in named or not here or kwargs.get("pin_memory"):
@@ -318,14 +323,14 @@ class _Operators(TorchDispatchMode):
         """Run an operator with recorded tensors among its arguments."""
         into = written(func, args, kwargs)
         into_recorded = [tensor for tensor in into if self._recording.knows(tensor)]
-        gives_tensors = all("Tensor" in str(returned.type) for returned in func._schema.returns)
+        gives_tensors = all("Tensor" in str(returned.type) for returned in schema(func).returns)
         device = kwargs.get("device")
         elsewhere = device is not None and device.type not in ("cpu", "meta")
         if len(into) > len(into_recorded) or not gives_tensors or elsewhere:
             if into_recorded:
                 raise self._recording.refuse(f"{func} of recorded and other tensors")
             return self._run_on_values(func, args, kwargs)
-        if device == _CPU and func is _aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+        if device == _CPU and func is to_copy and kwargs.get("dtype") in (None, args[0].dtype):
             raise self._recording.refuse("a tensor moved to the CPU, where it would be already")
         fixed = {**kwargs, "device": _CPU} if device is not None else kwargs
         try:
@@ -403,7 +408,7 @@ def recorded() -> Iterator[Recording]:
 
 def written(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operator writes into."""
-    parameters = operator._schema.arguments
+    parameters = schema(operator).arguments
     given = dict(zip((parameter.name for parameter in parameters), args, strict=False)) | kwargs
     return [
         leaf

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from samestep.torch_internals.modules import own_parameters
+
 DOWN, UP, DROPOUT = "lora_A", "lora_B", "lora_dropout"  # as PEFT calls them
 
 
@@ -60,7 +62,7 @@ def _with_adapter(kind: type[nn.Module]) -> type[nn.Module]:
 def can_adapt(module: nn.Module) -> bool:
     """Whether a module is a linear layer as PyTorch or transformers computes it, without an adapter as yet."""
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    holds = isinstance(module._parameters.get("weight"), Tensor) and not is_parametrized(module)
+    holds = isinstance(own_parameters(module).get("weight"), Tensor) and not is_parametrized(module)
     if holds and is_lazy(module.get_parameter("weight")):  # it has no sizes yet
         return False
     return (plain or is_conv1d(module)) and holds and adapted(module) is None

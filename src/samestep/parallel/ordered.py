@@ -33,6 +33,7 @@ from samestep.parallel.sharding import local
 from samestep.parallel.tensor.vocab_parallel import Backward
 from samestep.parallel.unused_parameters import sharded_units
 from samestep.parallel.zero1 import buckets
+from samestep.torch_internals import foreach
 
 Leaves = tuple[int, int]  # the first of a sum's leaves, and one past the last
 
@@ -142,7 +143,7 @@ class OrderedSums:
         while len(self._stack) > 1 and completed_by(self._stack[-2][0], self._stack[-1][0], self.virtual_ranks):
             (_, last), right = self._stack.pop()
             (first, _), left = self._stack.pop()
-            torch._foreach_add_(left, right)
+            foreach.add_(left, right)
             self._stack.append(((first, last), left))
 
     def _take_gradient(self, parameter: nn.Parameter) -> Tensor | None:

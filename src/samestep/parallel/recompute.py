@@ -17,6 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from samestep.layout import Layout, Recompute
 from samestep.parallel.attributes import wrap_forward
 from samestep.parallel.exact.forward_context import ForwardContext
+from samestep.torch_internals.modules import AnyBatchNorm
+from samestep.torch_internals.operators import ATTENTION_KERNELS
 
 _aten = torch.ops.aten
 
@@ -26,11 +28,7 @@ _KEPT = frozenset(
         _aten.mm.default,
         _aten.addmm.default,
         _aten.bmm.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_fused_attention_overrideable.default,  # of devices without a name in PyTorch
+        *ATTENTION_KERNELS,
     }
 )
 
@@ -57,7 +55,7 @@ def in_graph(blocks: Sequence[nn.Module], layout: Layout) -> bool:
     if layout.recompute != "selective" or layout.tensor > 1 or layout.context > 1:
         return False
     parts = (part for block in blocks for part in block.modules())
-    return not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
+    return not any(isinstance(part, AnyBatchNorm) for part in parts)
 
 
 def selectively(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

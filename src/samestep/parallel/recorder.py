@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from samestep.data.nests import tensors_in
@@ -20,6 +17,9 @@ from samestep.parallel.calls import Attention, Call, Seen, seen_in, seen_of
 from samestep.parallel.dataflow import DataflowRecorder
 from samestep.parallel.exact.dropout import draws_in
 from samestep.parallel.exact.grouped_product import call_followed
+from samestep.torch_internals import pytree
+from samestep.torch_internals.fakes import FakeTensor
+from samestep.torch_internals.operators import TorchDispatchMode
 
 # Attributes and methods of a tensor that don't depend on its values.
 _FORM = frozenset(
@@ -253,7 +253,7 @@ class Operators(TorchDispatchMode):
 
 
 def _flops_of(func: Any, args: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> int:
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(func.overloadpacket)
     if formula is not None:
         return formula(*args, **keywords, out_val=output)
     if func is torch.ops.aten.mkldnn_rnn_layer.default:  # an LSTM on a CPU

@@ -31,6 +31,7 @@ from samestep.parallel.exact.counter_rng import columns, draw, key_of, split
 from samestep.parallel.joined_optimizer import loss_of
 from samestep.parallel.optimizer_lots import Lot, lots
 from samestep.parallel.sharding import local
+from samestep.torch_internals.operators import DisableTorchFunction
 
 BLOCK = 256  # numbers of a parameter, one after the other, that share a scale
 _DECADES = 7  # of which the numbers of 8 bits are
@@ -179,7 +180,7 @@ class RoundedState(Optimizer):
         if parameter.ndim < _FEWEST_DIMENSIONS:
             return dict(state)
         kept = {key: value for key, value in state.items() if key not in _AVERAGES}
-        with torch._C.DisableTorchFunction():  # proofs compute in float64 what others ask for in float32
+        with DisableTorchFunction():  # proofs compute in float64 what others ask for in float32
             for average, signed in _AVERAGES.items():
                 values = state[average]
                 found = self._format.kept(values, _chance(state["step"], average, values), signed=signed)
@@ -190,7 +191,7 @@ class RoundedState(Optimizer):
         if parameter.ndim < _FEWEST_DIMENSIONS:
             return dict(kept)
         state = {key: value for key, value in kept.items() if not key.startswith(tuple(_AVERAGES))}
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for average, signed in _AVERAGES.items():
                 mine = {
                     key.removeprefix(average): value

@@ -24,6 +24,7 @@ from samestep.comm.mesh import Mesh
 from samestep.comm.messages import all_gather_uneven, largest
 from samestep.layout import Layout
 from samestep.parallel.zero1 import Owners, buckets
+from samestep.torch_internals import foreach
 
 Range = tuple[int, int]  # first, and one past the last
 
@@ -300,7 +301,7 @@ class GradientMessage:
         self.work.wait()
         sums = self.flat.split([gradient.numel() for gradient in self.gradients])
         shaped = [part.view_as(gradient) for part, gradient in zip(sums, self.gradients, strict=True)]
-        torch._foreach_copy_(list(self.gradients), shaped)
+        foreach.copy_(list(self.gradients), shaped)
 
 
 @dataclass(frozen=True, kw_only=True)

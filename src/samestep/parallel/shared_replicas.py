@@ -35,6 +35,8 @@ from samestep.comm.shared_memory.region import NoRegionError, host_identity, hos
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.parallel.sharding import Part, ShardTable, Slice
+from samestep.torch_internals import foreach
+from samestep.torch_internals.groups import default_store
 
 _ALIGNED = 64  # bytes: a tensor begins at a line of the cache
 _CHUNK = 1 << 18  # bytes summed at a time, which stay in the second-level cache
@@ -116,7 +118,7 @@ class SharedReplicas:
 
     def _open(self, size: int, layout: Layout) -> Tensor:
         """Map a new region of this group as a tensor of bytes."""
-        world = dist.distributed_c10d._get_default_store()
+        world = default_store()
         number = torch.zeros(1, dtype=torch.int64)
         if self._rank == 0:
             # A unique number for each group and model, so that the keys of two regions in the store don't collide.
@@ -204,7 +206,7 @@ class SharedReplicas:
                 by_dtype.setdefault(piece.dtype, []).append(piece.grad)
         for gradients in by_dtype.values():
             # In float64, as squares of all ranks' rows are summed.
-            squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+            squares += torch.stack(foreach.norm(gradients)).double().square().sum()
         dist.all_reduce(squares, group=self._group)
         return squares.sqrt()
 

@@ -21,6 +21,7 @@ from samestep.parallel.offload.parameters import keep_state
 from samestep.parallel.parallel_model import ParallelModel
 from samestep.parallel.whole_optimizer import LocalOptimizer, WholeOptimizer
 from samestep.parallel.zero1 import shard_joined, shard_optimizer
+from samestep.torch_internals.sharded import owned_by_ranks
 
 
 def spread_optimizer(
@@ -58,7 +59,7 @@ def spread_optimizer(
         kind = with_masters(kind, master_dtype)
     if layout.zero == 1:
         sharded: Any = shard_optimizer(optimizer, mesh.grid.get_group("shard"), kind, spread_model.late)
-        spread_model.parts.find_owners(spread_model.model, lambda position: list(_of_shard(sharded, position)))
+        spread_model.parts.find_owners(spread_model.model, lambda position: owned_by_ranks(sharded)[position])
         return sharded
     if spread_model.disk is not None:
         keep_state(optimizer, spread_model.disk)
@@ -71,19 +72,13 @@ def _in_groups(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         yield from group["params"]
 
 
-def _of_shard(sharded: Any, position: int) -> Iterator[nn.Parameter]:
-    """The parameters of a ZeroRedundancyOptimizer that a rank steps."""
-    for group in sharded._partition_parameters()[position]:
-        yield from group["params"]
-
-
 def _stepped_by(joined: Joined, mesh: Mesh, position: int) -> Iterator[nn.Parameter]:
     """The parameters that a position of the shard axis steps under ZeRO-1; every rank asks."""
     for optimizer in joined.optimizers():
         if isinstance(optimizer, WholeOptimizer):
             yield from optimizer.stepped_along(position, mesh)
         elif hasattr(optimizer, "optim"):
-            yield from _of_shard(optimizer, position)
+            yield from owned_by_ranks(optimizer)[position]
         else:
             yield from _in_groups(optimizer)
 

@@ -16,10 +16,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from samestep.data.nests import map_tensors, tensors_in
 from samestep.errors import UserError, first_line, internal_line
@@ -30,6 +28,8 @@ from samestep.parallel.exact.grouped_product import Followed
 from samestep.parallel.layout_failure import internal_error
 from samestep.parallel.recorder import Recorder
 from samestep.parallel.unused_parameters import depending
+from samestep.torch_internals import pytree
+from samestep.torch_internals.fakes import FakeTensorMode
 
 
 def trace(model: nn.Module, inputs: Any, followed: Trace | None = None) -> Trace:

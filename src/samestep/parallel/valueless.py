@@ -13,32 +13,32 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.comm.observer import HostsObservers, decomposes, operands
+from samestep.torch_internals import pytree
+from samestep.torch_internals.fakes import FakeTensor, QuickFakeMode, swap_tensor_meta
+from samestep.torch_internals.groups import FakeWork
+from samestep.torch_internals.operators import DisableTorchFunctionSubclass, schema, unsafe_view, without_modes
+from samestep.torch_internals.sharded import local_part
 
 _LARGEST = 1 << 22  # elements of a tensor that keeps its values
 _SEND, _RECEIVE = "send", "recv_"
 _DEVICE = torch.ops.prim.device.default
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 # Operators without values that PyTorch keeps no results of, and others that give the same.
-_SAME: Mapping[Any, Any] = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
+_SAME: Mapping[Any, Any] = {unsafe_view: torch.ops.aten.view.default}
 
 
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor has values; false for tensors made inside `Valueless`."""
-    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    local = local_part(tensor)
     return not (isinstance(local, FakeTensor) and isinstance(local.fake_mode, Valueless))
 
 
 def with_values() -> AbstractContextManager[object]:
     """Context that disables all modes, for code that computes with values inside `Valueless`."""
-    return _disable_current_modes()
+    return without_modes()
 
 
 def labelled(tensor: Tensor, exact: Any, like: Any = None) -> Tensor:
@@ -103,12 +103,12 @@ class Mail:
         return bool(self._guessed)
 
 
-class Valueless(HostsObservers, FakeTensorMode):
+class Valueless(HostsObservers, QuickFakeMode):
     """A mode in which tensors have no values, except small constants, integers, and tensors computed from those."""
 
     def __init__(self, mail: Mail | None = None) -> None:
         HostsObservers.__init__(self)
-        FakeTensorMode.__init__(self, allow_non_fake_inputs=True)
+        QuickFakeMode.__init__(self, allow_non_fake_inputs=True)
         self._observed = False  # whether an operator is running; operators within it are not observed
         self._mail = mail or Mail(guesses=True)
         self._replaced: list[Any] = []
@@ -116,15 +116,14 @@ class Valueless(HostsObservers, FakeTensorMode):
 
     def __enter__(self) -> Self:
         # `all_gather_object` is replaced, as it reads pickled bytes from tensors, which here have no values.
-        self._replaced.append((dist.all_gather_object, ShardingPropagator._propagate_tensor_meta_non_cached))
+        self._replaced.append((dist.all_gather_object, swap_tensor_meta(_unseen)))
         dist.all_gather_object = _everyone_says_the_same  # pyright: ignore[reportAttributeAccessIssue]
-        ShardingPropagator._propagate_tensor_meta_non_cached = _unseen(self._replaced[-1][1])
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        gather, propagate = self._replaced.pop()
+        gather, restore_tensor_meta = self._replaced.pop()
         dist.all_gather_object = gather
-        ShardingPropagator._propagate_tensor_meta_non_cached = propagate
+        restore_tensor_meta()
         super().__exit__(*exception)
 
     def __torch_dispatch__(
@@ -160,7 +159,7 @@ class Valueless(HostsObservers, FakeTensorMode):
         if fake:
             if not all(map(_is_own, tensors)):
                 args, given = pytree.tree_map_only(Tensor, _as_plain, (args, given))
-            if not func._schema.is_mutable:
+            if not schema(func).is_mutable:
                 args = [self._twin(each) if isinstance(each, Tensor) else each for each in args]
             return self.dispatch(_SAME.get(func, func), types, args, given)
         with_values = all(tensor.numel() <= _LARGEST and not tensor.is_meta for tensor in tensors)
@@ -168,31 +167,25 @@ class Valueless(HostsObservers, FakeTensorMode):
             return func(*args, **given)
         return self.dispatch(func, types, args, given)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and every operator would pass another call
-
-    def _prep_args_for_hash(  # pyright: ignore[reportIncompatibleMethodOverride]  (versions differ in the rest)
-        self, result: list[Any], args: Any, *rest: Any
-    ) -> None:
+    def add_to_key(self, key: list[Any], args: Any, others: tuple[Any, ...]) -> None:
         """Build the key of PyTorch's cache of fake results, faster than PyTorch does.
 
         Unusual arguments are left to PyTorch's code, which raises for results that it doesn't cache.
         """
-        result.append((type(args), len(args)))
+        key.append((type(args), len(args)))
         if isinstance(args, dict):
-            result.append(tuple(args))
+            key.append(tuple(args))
             args = args.values()
         for each in args:
             kind = type(each)
             if kind is FakeTensor and each.fake_mode is self and each.constant is None and _is_strided(each):
-                result.append(_metadata(each))
+                key.append(_metadata(each))
             elif kind in _PLAIN:
-                result.append((kind, each))
+                key.append((kind, each))
             elif kind is list or kind is tuple:
-                self._prep_args_for_hash(result, each, *rest)
+                self.add_to_key(key, each, others)
             else:
-                super()._prep_args_for_hash(result, (each,), *rest)
+                super().add_to_key(key, (each,), others)
 
     def _twin(self, tensor: Tensor) -> Tensor:
         """The fake counterpart of a tensor with values, cached, as PyTorch does not cache mixed calls."""
@@ -209,7 +202,7 @@ class Valueless(HostsObservers, FakeTensorMode):
         self, func: Any, args: Sequence[Any], given: Mapping[str, Any], tensors: Sequence[Tensor], *, fake: bool
     ) -> Any:
         """Run a collective of the rehearsal: by `Mail` for messages with values, otherwise as a no-op."""
-        name = func._schema.name.partition("::")[2]
+        name = schema(func).name.partition("::")[2]
         if not fake and name in (_SEND, _RECEIVE):
             if name == _SEND:
                 self._mail.send(tensors[0])
@@ -219,7 +212,7 @@ class Valueless(HostsObservers, FakeTensorMode):
             return func(*args, **given)
         # A completed work, as no other rank runs.
         work = FakeWork().boxed()
-        return work if len(func._schema.returns) == 1 else (args[0], work)
+        return work if len(schema(func).returns) == 1 else (args[0], work)
 
 
 def _is_own(tensor: Tensor) -> bool:
@@ -234,7 +227,7 @@ def _as_plain(tensor: Tensor) -> Tensor:
     kind, plain = (getattr(each, "__torch_dispatch__", None) for each in (type(tensor), Tensor))
     if _is_own(tensor) or kind is not plain:
         return tensor
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return tensor.as_subclass(Tensor)
 
 
@@ -252,9 +245,9 @@ def _metadata(tensor: FakeTensor) -> tuple[Any, ...]:
 def _unseen(propagate: Callable[..., Any]) -> Callable[..., Any]:
     """Run DTensor's computation of whole shapes without modes, as it is no part of a rank's step."""
 
-    def unseen(propagator: ShardingPropagator, schema: Any) -> Any:
-        with _disable_current_modes():
-            return propagate(propagator, schema)
+    def unseen(propagator: Any, operation: Any) -> Any:
+        with without_modes():
+            return propagate(propagator, operation)
 
     return unseen
 
@@ -271,4 +264,4 @@ def _makes_few(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool
         return False
     if not isinstance(made, Tensor) or made.numel() > _LARGEST:
         return False
-    return not (made.is_floating_point() and func._schema.name.startswith(("aten::empty", "aten::rand")))
+    return not (made.is_floating_point() and schema(func).name.startswith(("aten::empty", "aten::rand")))

@@ -15,7 +15,6 @@ Compared with DDP a rank sends about as many bytes: n - 1 of n for the reduce an
 all-reduce sends twice that. The optimizer's state is held once in the group.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -35,6 +34,8 @@ from samestep.parallel.joined_optimizer import rebuild
 from samestep.parallel.late_parameters import LateParameters, Message
 from samestep.parallel.optimizer_kinds import Make
 from samestep.parallel.valueless import has_values
+from samestep.torch_internals import foreach
+from samestep.torch_internals.sharded import zero_optimizer
 
 BUCKET_BYTES = 25 * 2**20  # what DistributedDataParallel sends at once
 
@@ -139,7 +140,7 @@ class Owners:
             else:
                 # Zero and not None, since the parameter was used; only the owner's gradient counts in the norm
                 # (`ShardTable.copies`).
-                torch._foreach_zero_(gradients)
+                foreach.zero_(gradients)
         self._sent = []
 
     def sum_replicas(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -223,30 +224,8 @@ def shard_joined(optimizer: Optimizer, group: ProcessGroup, make: Make, late: La
 
 
 def _class(late: LateParameters | None) -> Any:
-    """Make a subclass of PyTorch's ZeroRedundancyOptimizer."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, from what it imports along
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    class Sharded(ZeroRedundancyOptimizer):
-        """Broadcasts updated parameters of any dtypes in large messages.
-
-        PyTorch's class sends each parameter separately, or keeps all of them as views of buckets of a single dtype.
-        """
-
-        # The base class raises for different dtypes, which messages by dtype support.
-        def _verify_same_dense_param_type(self) -> None:
-            pass
-
-        def _sync_params(self) -> None:
-            partition: Callable[[], Any] = self._partition_parameters  # pyright: ignore[reportAttributeAccessIssue]
-            of_ranks = [[p for each in groups for p in each["params"]] for groups in partition()]
-            if late is None:
-                hand_round(of_ranks, self.process_group)
-            else:
-                send_round(of_ranks, self.process_group, late)
-
-    return Sharded
+    """Make a subclass of PyTorch's ZeroRedundancyOptimizer that broadcasts in large messages, of any dtypes."""
+    return zero_optimizer(hand_round if late is None else partial(send_round, late=late))
 
 
 def hand_round(of_ranks: Sequence[Sequence[nn.Parameter]], group: ProcessGroup) -> None:

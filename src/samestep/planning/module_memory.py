@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from samestep.errors import UserError, described
+from samestep.torch_internals.tensors import storage_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ def saved_bytes(run: Callable[[], Any], known: set[int]) -> int:
 
 def _storage(tensor: Tensor) -> int:
     """The identity of a tensor's storage, the same for all views of it, such as a transposed weight."""
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())
 
 
 def _held(model: nn.Module) -> list[Tensor]:

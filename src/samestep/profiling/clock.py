@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 
 from samestep.comm.shared_memory.process_group import KernelGroup
+from samestep.torch_internals.autograd import at_end_of_backward
+from samestep.torch_internals.groups import all_groups
 
 Phase = Literal["data", "forward", "backward", "optimizer", "other"]
 
@@ -195,7 +196,7 @@ def with_end_of_gradients(clock: StepClock, backward: Callable[[Tensor], None]) 
     """
 
     def tell_at_end(_: Tensor) -> None:
-        Variable._execution_engine.queue_callback(clock.gradients_there)
+        at_end_of_backward(clock.gradients_there)
 
     def run(loss: Tensor) -> None:
         """Run backward; queue the clock's callback for the end of gradient computation."""
@@ -244,7 +245,7 @@ def watched(watch: MessageWatch) -> Iterator[None]:
     `Work` reports. Waits inside C++ (the end of DistributedDataParallel's backward, `wait_tensor`) aren't seen here;
     see `StepClock.gradients_there` and `breakdown`.
     """
-    groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, KernelGroup)]
+    groups = [group for group in all_groups() if isinstance(group, KernelGroup)]
     wait_of_pytorch = dist.Work.wait
 
     def wait(work: dist.Work, *arguments: Any, **keywords: Any) -> Any:

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from samestep.torch_internals.modules import WRAPPERS, own_buffers, own_children, own_parameters, unsaved_buffers
+from samestep.torch_internals.sharded import flat_handle, flat_parts, local_part, offset_of, shard_counts, unflattened
 
 # Wrapper modules by class name, and the attribute with the wrapped module.
 _WRAPPERS: Mapping[str, str] = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
     "DeepSpeedEngine": "module",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "OptimizedModule": "_orig_mod",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
-    "OffloadWrapper": "_checkpoint_wrapped_module",
+    **WRAPPERS,
     "_FabricModule": "_forward_module",
 }
 
@@ -40,7 +39,7 @@ def _inside(module: nn.Module) -> nn.Module | None:
     """The user's module inside a wrapper (DDP, FSDP, DeepSpeed, ...); None for what is no wrapper."""
     for kind in type(module).__mro__:
         if kind.__name__ in _WRAPPERS and not kind.__module__.startswith("__main__"):
-            found = module._modules.get(_WRAPPERS[kind.__name__])
+            found = own_children(module).get(_WRAPPERS[kind.__name__])
             return found if isinstance(found, nn.Module) else None
     return None
 
@@ -56,7 +55,7 @@ def named_modules(module: nn.Module, name: str = "", seen: set[int] | None = Non
     if inside is not None:
         yield from named_modules(inside, name, seen)
         return
-    for key, child in module._modules.items():
+    for key, child in own_children(module).items():
         if child is not None:
             yield from named_modules(child, f"{name}.{key}" if name else key, seen)
 
@@ -77,7 +76,7 @@ class TensorPart:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this rank's numbers of a parameter, or of a tensor of its shape such as its gradient."""
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         local = local.detach()
         return local if self.stretch is None else local.reshape(-1)[self.stretch[0] : self.stretch[1]]
 
@@ -90,11 +89,11 @@ def parts_of(roots: Mapping[str, nn.Module]) -> dict[int, list[TensorPart]]:
     found: dict[int, list[TensorPart]] = {}
     for root_name, root in roots.items():
         for name, module in named_modules(root, root_name):
-            if getattr(module, "_handle", None) is not None:
-                found.update(_flat_parts(module._handle, name))
+            if (handle := flat_handle(module)) is not None:
+                found.update(_flat_parts(handle, name))
             if type(module).__name__ == "DeepSpeedEngine":
                 found.update(_deepspeed_parts(module, root_name))
-            for key, parameter in module._parameters.items():
+            for key, parameter in own_parameters(module).items():
                 if parameter is not None and id(parameter) not in found:
                     found[id(parameter)] = [_part(f"{name}.{key}" if name else key, parameter)]
     return found
@@ -104,26 +103,25 @@ def _part(name: str, parameter: Tensor) -> TensorPart:
     """The part that a parameter is: all of it, or a DTensor's shard by its offsets."""
     if not isinstance(parameter, DTensor):
         return TensorPart(name=name, shape=tuple(parameter.shape))
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return TensorPart(name=name, shape=tuple(parameter.shape), offset=tuple(int(each) for each in offset))
+    return TensorPart(name=name, shape=tuple(parameter.shape), offset=offset_of(parameter))
 
 
 def _flat_parts(handle: Any, name: str) -> Iterator[tuple[int, list[TensorPart]]]:
     """The parts of one of FSDP1's flat parameters; with `use_orig_params` each parameter is a stretch by itself."""
     flat = handle.flat_param
     parts: list[TensorPart] = []
-    for number, info in enumerate(flat._shard_param_infos):
-        fqn = ".".join(each for each in flat._fqns[number].split(".") if each not in _HOLDERS)
-        whole = TensorPart(
-            name=f"{name}.{fqn}" if name else fqn, shape=tuple(flat._shapes[number]), start=0, stretch=(0, 0)
+    for part in flat_parts(flat):
+        fqn = ".".join(each for each in part.name.split(".") if each not in _HOLDERS)
+        parts.append(
+            TensorPart(
+                name=f"{name}.{fqn}" if name else fqn,
+                shape=part.shape,
+                start=part.start,
+                stretch=(part.place, part.place + part.count),
+            )
         )
-        if info.in_shard:
-            start, count = int(info.intra_param_start_idx), int(info.numel_in_shard)
-            at = int(info.offset_in_shard)
-            whole = TensorPart(name=whole.name, shape=whole.shape, start=start, stretch=(at, at + count))
-        parts.append(whole)
     yield id(flat), parts
-    for parameter, part in zip(flat._params or [], parts, strict=False):
+    for parameter, part in zip(unflattened(flat), parts, strict=False):
         assert part.stretch is not None
         count = part.stretch[1] - part.stretch[0]
         full = count == math.prod(part.shape)
@@ -147,7 +145,7 @@ def _deepspeed_parts(engine: Any, root_name: str) -> Iterator[tuple[int, list[Te
     named = [
         (f"{name}.{key}" if name else key, parameter)
         for name, module in named_modules(engine, root_name)
-        for key, parameter in module._parameters.items()
+        for key, parameter in own_parameters(module).items()
         if parameter is not None
     ]
     for name, parameter in named:
@@ -193,8 +191,7 @@ def ranks_of_a_sample(module: nn.Module) -> int:
     shards = 1
     for each in module.modules():
         if isinstance(each, FSDPModule):
-            groups = each._get_fsdp_state()._fsdp_param_groups
-            shards = max([shards, *(group.mesh_info.mesh.size() for group in groups)])
+            shards = max([shards, *shard_counts(each)])
     return max(1, mesh // shards)
 
 
@@ -202,8 +199,8 @@ def buffers_of(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Every buffer that a checkpoint would hold, by its name."""
     for root_name, root in roots.items():
         for name, module in named_modules(root, root_name):
-            for key, buffer in module._buffers.items():
-                if buffer is not None and key not in module._non_persistent_buffers_set:
+            for key, buffer in own_buffers(module).items():
+                if buffer is not None and key not in unsaved_buffers(module):
                     yield f"{name}.{key}" if name else key, buffer
 
 
@@ -211,7 +208,7 @@ def moved_by_one_unit(parameters: Sequence[Tensor]) -> None:
     """Move each number of the parameters to its neighbour in their precision: up and down in turn."""
     with torch.no_grad():
         for parameter in parameters:
-            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            local = local_part(parameter)
             if local.is_floating_point() and local.numel():
                 flat = torch.arange(local.numel(), device=local.device).reshape(local.shape) % 2
                 towards = torch.where(flat == 0, math.inf, -math.inf).to(local.dtype)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from samestep.recording.calls import Call
 from samestep.recording.shards import unwrapped
+from samestep.torch_internals.modules import AnyBatchNorm
 
 
 class Halves:
@@ -27,7 +27,7 @@ class Halves:
     def begin(self, model: nn.Module, batch: int) -> None:
         """Prepare to split a forward of a model with `batch` rows."""
         inner = unwrapped(model)  # not DDP's forward, which is for one backward
-        by_batch = any(isinstance(each, _BatchNorm) and each.training for each in inner.modules())
+        by_batch = any(isinstance(each, AnyBatchNorm) and each.training for each in inner.modules())
         self._model = None if by_batch or batch < 2 else inner
         self._batch = batch
 

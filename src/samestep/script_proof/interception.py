@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
-from torch.utils.data._utils.worker import _worker_loop
 
 from samestep.recording.calls import Call, listen_to_modules
+from samestep.torch_internals import dataloading
 
 
 class Listener(Protocol):
@@ -194,11 +194,11 @@ _BATCH_SAMPLER = 4  # its place among a DataLoader's arguments
 
 def _batches(listener: Listener) -> None:
     """DataLoader's iterator, whose batches are seen before the script gets them."""
-    iterator = dataloader._BaseDataLoaderIter
+    iterator = dataloading.BATCH_ITERATOR
     call = iterator.__next__
 
     def following(self: Any) -> Any:
-        return listener.batch_seen(self._sampler_iter, call(self))
+        return listener.batch_seen(dataloading.numbers_of(self), call(self))
 
     iterator.__next__ = following
     _indices(listener)
@@ -206,23 +206,13 @@ def _batches(listener: Listener) -> None:
 
 def _indices(listener: Listener) -> None:
     """The numbers of the samples, of data sets that are asked for them."""
-    iterator: Any = dataloader._BaseDataLoaderIter
     loader: Any = dataloader.DataLoader
-    make, reset, make_loader = iterator.__init__, iterator._reset, loader.__init__
+    make_loader = loader.__init__
 
-    def listened(self: Any, given: Any) -> None:
-        if given._dataset_kind == dataloader._DatasetKind.Map:
-            self._sampler_iter = listener.iterator_made(self._sampler_iter, given)
-
-    @wraps(make)
-    def made(self: Any, given: Any) -> None:
-        make(self, given)
-        listened(self, given)
-
-    @wraps(reset)
-    def set_back(self: Any, given: Any, *args: Any, **kwargs: Any) -> None:
-        reset(self, given, *args, **kwargs)
-        listened(self, given)
+    def listened(iterator: Any, given: Any) -> None:
+        if dataloading.has_numbered_samples(given):
+            numbers = listener.iterator_made(dataloading.numbers_of(iterator), given)
+            dataloading.replace_numbers(iterator, numbers)
 
     @wraps(make_loader)
     def made_loader(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -231,7 +221,8 @@ def _indices(listener: Listener) -> None:
         if not any(each is not None for each in own) and getattr(self, "batch_sampler", None) is not None:
             listener.loader_made(self)
 
-    iterator.__init__, iterator._reset, loader.__init__ = made, set_back, made_loader
+    dataloading.call_at_begin(listened)
+    loader.__init__ = made_loader
 
 
 def _processes(listener: Listener) -> None:
@@ -240,7 +231,7 @@ def _processes(listener: Listener) -> None:
     call = base.start
 
     def start(self: Any) -> None:
-        if getattr(self, "_target", None) is not _worker_loop:
+        if getattr(self, "_target", None) is not dataloading.WORKER:
             listener.process_started()
         call(self)
 

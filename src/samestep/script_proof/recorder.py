@@ -26,6 +26,8 @@ from samestep.script_proof import interception
 from samestep.script_proof.batches import Batches
 from samestep.script_proof.halves import Halves
 from samestep.script_proof.settings import RecordSettings
+from samestep.torch_internals.sharded import local_part
+from samestep.torch_internals.tensors import version_of
 
 
 class RecordingEnd(SystemExit):
@@ -345,9 +347,9 @@ class ScriptRecorder:
             if isinstance(buffer, DTensor) or buffer.is_meta:
                 continue
             known = self._buffers.get(name)
-            if known is None or known[:2] != (id(buffer), buffer._version):
+            if known is None or known[:2] != (id(buffer), version_of(buffer)):
                 place = {"name": name, "whole": list(buffer.shape), "start": None, "offset": None}
-                known = (id(buffer), buffer._version, {**place, **self._writer.tensor(buffer)})
+                known = (id(buffer), version_of(buffer), {**place, **self._writer.tensor(buffer)})
                 self._buffers[name] = known
             self._step.tensors.setdefault("buffer", []).append(known[2])
 
@@ -403,7 +405,7 @@ def _sums_in_step(optimizer: Any) -> bool:
 
 def _number(tensor: Tensor) -> float:
     """The sum of a tensor's own values, in float64."""
-    value = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    value = local_part(tensor)
     return value.detach().double().sum().item()
 
 

@@ -28,10 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from samestep.errors import UserError, described, index_errors_explained
 from samestep.tasks.loss_terms import IGNORED, POSITIONS, Inputs, Part, Terms, candidates, proportional
+from samestep.torch_internals import pytree
+from samestep.torch_internals.modules import own_children
 
 # Of a mean of size 1 or more. A wrong count is off by 1e-3 or more; a term that couples samples may be small.
 _TOLERANCES = {torch.float64: 2e-6, torch.float32: 2e-5}  # models that cast inside have float32's digits in both
@@ -99,7 +100,7 @@ def copied(model: nn.Module) -> nn.Module:
 def computed_in(model: nn.Module) -> Iterator[Tensor]:
     """Tensors with a graph that a forward has left in attributes of a model's modules."""
     for module in model.modules():
-        attributes = {name: value for name, value in vars(module).items() if name != "_modules"}
+        attributes = [value for value in vars(module).values() if value is not own_children(module)]
         yield from (leaf for leaf in pytree.tree_leaves(attributes) if isinstance(leaf, Tensor) and not leaf.is_leaf)
 
 

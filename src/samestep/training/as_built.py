@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.data.order import SampleOrder
 from samestep.data.types import Batch, Samples
@@ -27,6 +25,8 @@ from samestep.recipe import Recipe
 from samestep.tasks.base import Task, call, sum_and_count
 from samestep.tasks.losses import SeveralLosses, of_whole_batch
 from samestep.tasks.turns import turns_of
+from samestep.torch_internals import pytree
+from samestep.torch_internals.operators import TorchDispatchMode
 from samestep.training.adapters import put_adapters
 from samestep.training.evaluation import switch_off
 

@@ -20,6 +20,7 @@ from samestep.data.loader import SampleChunk
 from samestep.data.types import Batch
 from samestep.engines.base import Trainer
 from samestep.errors import UserError, index_errors_explained
+from samestep.torch_internals.modules import AnyDropout
 
 if TYPE_CHECKING:
     from samestep.tasks.metrics import Metric
@@ -61,7 +62,7 @@ def switch_off(model: nn.Module) -> None:
     """
     copies: dict[int, Any] = {}
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, AnyDropout):
             module.p = 0.0
         _zero_floats(module)
         config = getattr(module, "config", None)

@@ -10,11 +10,11 @@ from itertools import combinations
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from samestep.data.types import Samples, as_batch
 from samestep.tasks.base import InTurn, Task
 from samestep.tasks.turns import Turn
+from samestep.torch_internals import pytree
 
 _FEW = 2  # samples of an example
 _PLACES = 8  # in the training set, at which samples are looked at

@@ -19,6 +19,7 @@ from samestep.data.types import Samples
 from samestep.errors import UserError, described
 from samestep.parallel.valueless import has_values
 from samestep.tasks.base import call
+from samestep.torch_internals.modules import is_compiled
 
 _SPARSE = (nn.Embedding, nn.EmbeddingBag)
 _WRAPPERS = (DataParallel, DistributedDataParallel)
@@ -29,7 +30,7 @@ def check_model(model: Any, what: str) -> None:
     if not isinstance(model, nn.Module):
         given = "None" if model is None else f"a {type(model).__name__}"
         raise UserError(f"{what} gave {given}; use an nn.Module, a new one in each call")
-    if hasattr(model, "_orig_mod"):
+    if is_compiled(model):
         raise UserError(f"{what} gave a module that torch.compile made; use the module itself, and run.compile: true")
     for name, module in model.named_modules():
         which = f"{name or 'the model'} ({type(module).__name__})"

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed import device_mesh
 
 from samestep.comm.mesh import rank_grid
@@ -36,6 +35,13 @@ from samestep.parallel.parallel_model import Details, Findings
 from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.parallel.valueless import Mail, NotSentYet, Valueless
 from samestep.tasks.base import Task
+from samestep.torch_internals.fakes import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    fake_store,
+    forget_meshes,
+)
+from samestep.torch_internals.operators import schema
 from samestep.training import usage as usages
 from samestep.training.fit import Training, measured_step
 from samestep.training.own_loop import check_lengths
@@ -297,7 +303,7 @@ class _ByAxis(Traffic):
 
     def _count(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Find the mesh axes of the collective's group, then count it."""
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        given = {argument.name: value for argument, value in zip(schema(func).arguments, args, strict=False)}
         given |= kwargs
         if "process_group" in given or "group_name" in given:
             group = group_of(given)
@@ -377,18 +383,16 @@ def _asks_for_values(error: BaseException) -> bool:
 @contextmanager
 def _pretended_group(rank: int, size: int) -> Iterator[None]:
     """A fake process group of `size` ranks, of which only this process, `rank`, exists."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise UserError("this process is a rank already; start --dry-run --world without a launcher")
-    _forget_meshes()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    forget_meshes()
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
     try:
         with _own_groups_alone(rank):
             yield
     finally:
         dist.destroy_process_group()
-        _forget_meshes()
+        forget_meshes()
 
 
 @contextmanager
@@ -409,12 +413,3 @@ def _own_groups_alone(rank: int) -> Iterator[None]:
     finally:
         for place in places:
             place.new_group = make
-
-
-def _forget_meshes() -> None:
-    """Clear DTensor's caches by mesh: another rank's mesh compares equal and has other groups."""
-    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
-    clear_redistribute_planner_cache()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from samestep.comm.observer import Observer, operands
+from samestep.torch_internals.operators import schema
 
 _COUNTED = frozenset({"aten", "prims", "fsdp"})
 # FSDP2's copy into the all-gather buffer; its copies out of it, and of gradients into the reduce-scatter buffer, one
@@ -99,7 +100,7 @@ class CountedWork(Observer):
         """
         sums = self._sums
         sums.operators += 1
-        name = func._schema.name.partition("::")[2].removesuffix("_")
+        name = schema(func).name.partition("::")[2].removesuffix("_")
         if name in _PRODUCTS:
             one, other = (args[place] for place in _PRODUCTS[name])
             batch = one.shape[0] if one.dim() == 3 else 1
@@ -119,7 +120,7 @@ class CountedWork(Observer):
 
 def _argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """An operator's argument by name; empty if it has none of that name."""
-    given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}
+    given = {each.name: value for each, value in zip(schema(func).arguments, args, strict=False)}
     return (given | dict(kwargs)).get(name) or ()
 
 

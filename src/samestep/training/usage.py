@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -21,6 +20,8 @@ from samestep.comm.traffic import Traffic
 from samestep.parallel.holdings import Holdings
 from samestep.parallel.valueless import has_values
 from samestep.tasks.base import Work
+from samestep.torch_internals.fakes import FakeTensor
+from samestep.torch_internals.operators import schema
 
 # Operators of FSDP2 that put whole parameters together from shards of them.
 _GATHERING = frozenset({"fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy"})
@@ -102,7 +103,7 @@ class Allocations(Observer):
             for storage in made:
                 if id(storage) not in known and storage not in self._numbers:
                     self._begin(storage)
-        if func._schema.name in _GATHERING:
+        if schema(func).name in _GATHERING:
             self._gathered |= {self._number(storage) for storage in _storages((result, kwargs.get("out")))}
 
     def _number(self, storage: torch.UntypedStorage) -> int:

@@ -12,6 +12,7 @@ from torch.futures import Future
 
 from samestep.comm.compression.base import Hook, Method
 from samestep.comm.compression.wire import Wire
+from samestep.torch_internals.operators import DisableTorchFunction
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,7 +26,7 @@ class Half(Method):
         dtype = _DTYPES[options.kind]
 
         def hook(wire: Wire, bucket: dist.GradBucket) -> Future[Tensor]:  # PyTorch looks at these names
-            with torch._C.DisableTorchFunction():  # under fp64 what is cast to fewer digits would stay float64
+            with DisableTorchFunction():  # under fp64 what is cast to fewer digits would stay float64
                 return average_in(wire, bucket, dtype)
 
         return hook

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.torch_internals import foreach
+
 # The weight of a rank without samples, instead of 0, so that the mean is defined if no rank has samples.
 _NO_WEIGHT = 1e-20
 
@@ -99,4 +101,4 @@ def split_like(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def put_back(values: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy a flat tensor into some tensors."""
-    torch._foreach_copy_(list(tensors), split_like(values, tensors))
+    foreach.copy_(list(tensors), split_like(values, tensors))

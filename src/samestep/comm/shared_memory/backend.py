@@ -25,6 +25,7 @@ from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryG
 from samestep.comm.shared_memory.region import NoRegionError, host_identity, host_of_each
 from samestep.errors import UserError
 from samestep.ranks import Transport
+from samestep.torch_internals.groups import count_collectives
 
 NAME = "samestep"
 
@@ -110,7 +111,7 @@ def new_group(
 
 def _gloo(options: Any, name: str, rank: int, ranks: int) -> ProcessGroupGloo:
     gloo = ProcessGroupGloo(PrefixStore(name, options.store), rank, ranks, timeout=options.timeout)
-    gloo._set_sequence_number_for_group()
+    count_collectives(gloo)
     return gloo
 
 

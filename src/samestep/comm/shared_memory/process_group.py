@@ -12,10 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
-from torch.utils import _pytree as pytree
 
 from samestep.comm.shared_memory.kernel import OPERATIONS, TYPES, HostKernel, Kernel
 from samestep.comm.shared_memory.work import Done, WorkQueue
+from samestep.torch_internals import pytree
+from samestep.torch_internals.groups import (
+    PythonGroup,
+    all_gather_single,
+    answer_for_cpu,
+    reduce_scatter_single,
+    sequence_number,
+)
 
 Counter = Callable[[str, int, int], None]  # the collective's kind, the bytes of its message, the group's size
 
@@ -35,15 +42,14 @@ class Watcher(Protocol):
 def gloo_group(gloo: dist.ProcessGroupGloo) -> dist.ProcessGroup:
     """PyTorch's own group over gloo."""
     group = dist.ProcessGroup(gloo.rank(), gloo.size())  # pyright: ignore[reportCallIssue]  # the stub has one more
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    answer_for_cpu(group, gloo)
     return group
 
 
 _IN_PLACE = ("all-reduce", "broadcast", "barrier")  # collectives whose results may stay this rank's own numbers
 
 
-class KernelGroup(dist.ProcessGroup):
+class KernelGroup(PythonGroup):
     """Takes over all-reduce, all-gather, broadcast and barrier of dense CPU tensors, on one host or several.
 
     All other operations, such as point-to-point messages, go to gloo. Which of the two runs a collective depends on
@@ -57,8 +63,7 @@ class KernelGroup(dist.ProcessGroup):
 
     def __init__(self, gloo: dist.ProcessGroupGloo, kernel: Kernel) -> None:
         super().__init__(gloo.rank(), gloo.size())  # pyright: ignore[reportCallIssue]  # the stub has one more
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        answer_for_cpu(self, gloo)
         self.fallback: Any = gloo_group(gloo)
         self.kernel = kernel
         self._queue = WorkQueue()
@@ -103,17 +108,10 @@ class KernelGroup(dist.ProcessGroup):
         return self._run("barrier", 0, opts, [], self.kernel.barrier)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """`input` [k] of every rank into `output` [ranks * k]: PyTorch 2.13's name."""
+        """`input` [k] of every rank into `output` [ranks * k]."""
         opts = AllgatherOptions() if opts is None else opts
         if not self._gathers([output], [input]):
-            return self.fallback.all_gather_single(output, input, opts)
-        return self._gather([output], [input], opts)
-
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """The same, under the name of PyTorch before 2.13."""
-        opts = AllgatherOptions() if opts is None else opts
-        if not self._gathers([output], [input]):
-            return self.fallback._allgather_base(output, input, opts)
+            return all_gather_single(self.fallback, output, input, opts)
         return self._gather([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -158,9 +156,9 @@ class KernelGroup(dist.ProcessGroup):
     def recv(self, tensors: Any, src: int, tag: int) -> Any:
         return self.fallback.recv(tensors, src, tag)
 
-    def _get_sequence_number_for_group(self) -> int:
+    def entered_collectives(self) -> int:
         """How many collectives this rank has entered, over shared memory and over gloo."""
-        return self._entered + self.fallback._get_sequence_number_for_group()
+        return self._entered + sequence_number(self.fallback)
 
     def abort(self) -> None:
         """Let every rank that waits in a collective raise."""
@@ -247,13 +245,7 @@ class SharedMemoryGroup(KernelGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = dist.ReduceScatterOptions() if opts is None else opts
         if not self._scatters([output], [input], opts):
-            return self.fallback.reduce_scatter_single(output, input, opts)
-        return self._scatter([output], [input], opts)
-
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        opts = dist.ReduceScatterOptions() if opts is None else opts
-        if not self._scatters([output], [input], opts):
-            return self.fallback._reduce_scatter_base(output, input, opts)
+            return reduce_scatter_single(self.fallback, output, input, opts)
         return self._scatter([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from samestep.comm.mesh import Mesh
 from samestep.errors import UserError
 from samestep.parallel.unused_parameters import UnusedParametersOfReplicas
+from samestep.torch_internals import foreach
 
 # What hides a part of the graph, which it makes in backward: reentrant checkpoints, PyTorch's and DeepSpeed's.
 _HIDING = "CheckpointFunctionBackward"
@@ -169,8 +170,8 @@ class WholeGradients(Gradients):
         self._used.settle()
         gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
         if factor != 1:
-            torch._foreach_mul_(gradients, factor)
-        norms = torch._foreach_norm([gradient.float() for gradient in gradients])
+            foreach.mul_(gradients, factor)
+        norms = foreach.norm([gradient.float() for gradient in gradients])
         squares = torch.stack(norms).double().square().sum()
         if self._mesh.size("pipeline") > 1:
             dist.all_reduce(squares, group=self._mesh.group("pipeline"))

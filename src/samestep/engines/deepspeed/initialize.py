@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from samestep import environment
+from samestep.torch_internals.groups import all_groups
 
 # The extension by which DeepSpeed sums over the ranks of a host through shared memory. It would be compiled at the
 # first start, and a start that is stopped meanwhile leaves a lock on which all later ones wait for ever.
@@ -64,7 +64,7 @@ def deepspeed(device: torch.device) -> Any:
     logging.getLogger("DeepSpeed").addFilter(_is_news)
     if not built.installed_ops.get(_SHARED_MEMORY, False):
         backend.build_shm_op = _nothing
-    if groups._WORLD_GROUP is not None and groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:
+    if groups._WORLD_GROUP is not None and groups._WORLD_GROUP not in all_groups():
         groups._release_process_group_references()  # left by a finished job in this process
         communication.cdb = None
     groups.mpu = None  # the grid of an earlier pipeline engine in this process

@@ -24,6 +24,7 @@ from samestep.engines.deepspeed.trainer import DeepSpeedTrainer
 from samestep.errors import UserError, index_errors_explained
 from samestep.layout import Layout
 from samestep.tasks.base import Task
+from samestep.torch_internals.modules import AnyDropout, forward_hooks, own_children
 
 Layers = Sequence[tuple[str, nn.Module]]  # each with its name in the model
 
@@ -92,12 +93,12 @@ def check_model(model: nn.Module, layout: Layout) -> Layers:
 def _is_sequence(module: nn.Module) -> bool:
     """Whether a module is an nn.Sequential with PyTorch's forward and without hooks."""
     plain = type(module).forward is nn.Sequential.forward
-    return plain and not module._forward_hooks and not module._forward_pre_hooks
+    return plain and not forward_hooks(module)
 
 
 def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """The layers of a sequence of sequences, one after the other, by their names in the model."""
-    for name, layer in module._modules.items():
+    for name, layer in own_children(module).items():
         if layer is not None and _is_sequence(layer):
             yield from _layers(layer, f"{prefix}{name}.")
         elif layer is not None:
@@ -120,7 +121,7 @@ def _check_apart(layers: Layers) -> None:
 
 def _without_state(layer: nn.Module) -> bool:
     """Whether a layer may stand in two places: one of torch.nn without children, and no dropout."""
-    known = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, nn.modules.dropout._DropoutNd)
+    known = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, AnyDropout)
     return known and not any(True for _ in layer.children())
 
 

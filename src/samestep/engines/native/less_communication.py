@@ -32,6 +32,7 @@ from samestep.parallel.sharding import Entry
 from samestep.parallel.spread_optimizer import spread_optimizer
 from samestep.parallel.state_shards import MODEL, OPTIMIZER, Box, Piece, model_pieces, optimizer_pieces, whole_piece
 from samestep.parallel.unused_parameters import UnusedParameters, UnusedParametersAlone
+from samestep.torch_internals.modules import AnyBatchNorm
 
 STATE = "communication."
 
@@ -72,7 +73,7 @@ def _check_model(model: nn.Module, method_class: type[Method], kind: str) -> Non
     if not method_class.diverges:
         return
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, AnyBatchNorm):
             raise UserError(
                 f"recipe.communication is {kind}, whose ranks step by themselves, and {name} "
                 f"({type(module).__name__}) takes its statistics from the samples of all; use group norm, or powersgd"

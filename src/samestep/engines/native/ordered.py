@@ -18,12 +18,13 @@ from samestep.parallel.ordered import OrderedModel, total_of_halves
 from samestep.parallel.parallel_model import WholeModel
 from samestep.parallel.spread_optimizer import spread_optimizer
 from samestep.tasks.base import sum_and_count
+from samestep.torch_internals.modules import AnyBatchNorm
 
 
 def check_model(model: nn.Module) -> None:
     """Raise UserError for a layer whose training forward depends on more than a virtual rank's samples."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        if isinstance(module, AnyBatchNorm) and module.training:
             raise UserError(
                 f"run.reduction is ordered, and {name or 'the model'} ({type(module).__name__}) takes its statistics "
                 "from the whole batch, which no virtual rank sees; use group norm or layer norm, or reduction: fast"

@@ -50,6 +50,8 @@ from samestep.profiling.clock import Phase, StepClock, with_end_of_gradients
 from samestep.tasks.base import InTurn
 from samestep.tasks.losses import SeveralLosses
 from samestep.tasks.turns import StepTurns, Turn
+from samestep.torch_internals import foreach
+from samestep.torch_internals.optimizers import take_step
 
 _CASTS_NOTHING = (torch.optim.AdamW, torch.optim.SGD)
 
@@ -289,7 +291,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         # Reading the value would make the host wait for an accelerator; on a CPU it saves a pass over the gradients.
         if self._device.type != "cpu" or not has_values(coefficient) or coefficient != 1:
             for gradients in _alike([local(p.grad) for p in self.stepped() if p.grad is not None]):
-                torch._foreach_mul_(gradients, coefficient.to(gradients[0].device, _wide(gradients[0].dtype)))
+                foreach.mul_(gradients, coefficient.to(gradients[0].device, _wide(gradients[0].dtype)))
         return norm
 
     def stepped(self) -> Iterator[nn.Parameter]:
@@ -310,7 +312,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         squares = torch.zeros((), dtype=torch.float64, device=self._device)  # [] of this rank
         for copies, gradients in by_copies.items():
             for same in _alike(gradients):
-                norms = torch.stack(torch._foreach_norm(same, 2, _wide(same[0].dtype))).to(squares)
+                norms = torch.stack(foreach.norm(same, 2, _wide(same[0].dtype))).to(squares)
                 # A gradient that `copies` ranks of the norm group hold is counted by each of them with 1 / copies.
                 squares += norms.square().sum() / copies
         group = parts.norm_group()
@@ -434,9 +436,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         """Set the rates of the next step after `step` of them."""
         if self.schedule is not None and step:
             # A schedule is a function of the step: taking the last one again sets the rates of the next.
-            self.schedule.last_epoch = step - 1
-            self.schedule._step_count = step + 1
-            self.schedule.step()
+            take_step(self.schedule, step)
 
 
 def _wrapped(loss: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:

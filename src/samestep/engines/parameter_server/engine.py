@@ -28,6 +28,7 @@ from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.tasks.base import Task
+from samestep.torch_internals.modules import AnyBatchNorm
 
 
 class ParameterServer(Engine):
@@ -111,7 +112,7 @@ def check_model(model: nn.Module, settings: ParameterServerSettings, *, batch_bu
             "use staleness: 0"
         )
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, AnyBatchNorm):
             raise UserError(
                 f"staleness is {settings.staleness}, and {name or 'the model'} ({type(module).__name__}) takes its "
                 "statistics over all workers in every step; use group norm, or staleness: 0"

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from torch.utils._python_dispatch import _get_current_dispatch_mode
-
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
 from samestep.engines.parameter_server.member import ServerSetup
@@ -25,6 +23,7 @@ from samestep.engines.setup import TrainerSetup
 from samestep.parallel.holdings import Holdings
 from samestep.parallel.sharding import Entry
 from samestep.parallel.state_shards import Piece
+from samestep.torch_internals.operators import innermost_mode
 
 
 class RestartingWorker(Worker):
@@ -40,7 +39,7 @@ class RestartingWorker(Worker):
     def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
         # The rank itself computes the first step, in which all ranks check the model, and steps under a dispatch
         # mode, which counts the operators of its own thread.
-        if not self._away and (self._steps == 0 or _get_current_dispatch_mode() is not None):
+        if not self._away and (self._steps == 0 or innermost_mode() is not None):
             return super()._step(batch, loss)
         if self._away and (self._lost or self._steps < self._slowest):
             return self._miss(batch)

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from samestep.errors import UserError
 from samestep.parallel.collectives import Slices, all_to_all_dims, gather_to_region
 from samestep.parallel.context.ring import WITHOUT_DROPOUT, ring_attention
 from samestep.parallel.context.shares import Shares, own_part
 from samestep.parallel.exact.forward_context import ForwardContext, Portion, Positions
+from samestep.torch_internals import pytree
 
 
 class Length:

@@ -14,6 +14,12 @@ import torch
 from torch import Tensor
 
 from samestep.launch.device import has_flash_attention
+from samestep.torch_internals.operators import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_for_cpu,
+    flash_attention_for_cpu_backward,
+)
 
 _ATEN: Any = torch.ops.aten
 
@@ -103,7 +109,7 @@ def _fits_flash(block: KeyValueBlock) -> bool:
 
 def _attend_for_cpu(block: KeyValueBlock) -> Attended:
     """By PyTorch's kernel for CPUs, which takes any dtype and masks."""
-    output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(  # lse [batch, heads, queries]
+    output, lse = flash_attention_for_cpu(  # lse [batch, heads, queries]
         block.query, block.key, block.value, 0.0, block.causal, attn_mask=block.mask, scale=block.scale
     )
     if block.mask is not None:  # of a query without keys the kernel gives 0
@@ -113,7 +119,7 @@ def _attend_for_cpu(block: KeyValueBlock) -> Attended:
 
 
 def _gradients_for_cpu(block: KeyValueBlock, gradient: Tensor, attended: Attended) -> Gradients:
-    return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+    return flash_attention_for_cpu_backward(
         gradient,
         block.query,
         block.key,
@@ -130,9 +136,7 @@ def _gradients_for_cpu(block: KeyValueBlock, gradient: Tensor, attended: Attende
 def _attend_by_flash(block: KeyValueBlock) -> Attended:
     """On an accelerator, in 16 bits and without a mask. lse: [batch, heads, queries] in float32."""
     key, value = _for_each_head(block)
-    output, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
-        block.query, key, value, 0.0, block.causal, False, scale=block.scale
-    )
+    output, lse, *_ = flash_attention(block.query, key, value, 0.0, block.causal, False, scale=block.scale)
     return Attended(output, lse)
 
 
@@ -140,7 +144,7 @@ def _gradients_by_flash(block: KeyValueBlock, gradient: Tensor, attended: Attend
     key, value = _for_each_head(block)
     # Without dropout the kernel reads neither seed nor offset, and of unpacked samples no lengths.
     unused = torch.empty(0, dtype=torch.int64, device=key.device)
-    query, key, value = _ATEN._scaled_dot_product_flash_attention_backward(
+    query, key, value = flash_attention_backward(
         gradient.contiguous(),
         block.query,
         key,

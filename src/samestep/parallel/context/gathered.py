@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from samestep.parallel.attributes import wrap_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.recorder import along
+from samestep.torch_internals import pytree
 
 # Functions other than attention that may mix tokens.
 MIXES_TOKENS = (

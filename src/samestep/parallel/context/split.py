@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError, first_line
@@ -43,6 +42,7 @@ from samestep.parallel.tensor.compare import Output, alike_numbers, output_of, w
 from samestep.parallel.tensor.gradients import Digests, can_compare, differing, digests_of, keeping_graph
 from samestep.parallel.tensor.vocab_parallel import agree
 from samestep.parallel.variation import varied
+from samestep.torch_internals import pytree
 
 
 def split_tokens(

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from samestep.parallel.attributes import Attributes, evaluating, modules_in, wrap_forward
 from samestep.parallel.blocks import has_forward
@@ -26,6 +25,7 @@ from samestep.parallel.context.shares import Shares, own_part
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.tensor.vocab_parallel import near
 from samestep.parallel.valueless import with_values
+from samestep.torch_internals import pytree
 
 _DRAWS_NOTHING = (nn.Linear, nn.LayerNorm, nn.RMSNorm)  # no random numbers, for which positions would count
 

@@ -26,12 +26,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.exact.forward_context import ForwardContext
+from samestep.torch_internals.modules import SPECTRAL_NORM_VECTORS, SpectralNorm, own_buffers
 
 Join = Literal["mean", "sum", "alike"]
 _OF_TASKS = ("mean", "sum")  # values that the batch_buffers() of a task may have
@@ -80,8 +80,8 @@ def find_batch_buffers(model: nn.Module, given: Mapping[str, str], layout: Layou
 def _power_iterations(model: nn.Module) -> Iterator[str]:
     """The vectors of spectral norm."""
     for name, module in model.named_modules():
-        if isinstance(module, parametrizations._SpectralNorm):
-            yield from (f"{name}.{key}" for key in ("_u", "_v") if key in module._buffers)
+        if isinstance(module, SpectralNorm):
+            yield from (f"{name}.{key}" for key in SPECTRAL_NORM_VECTORS if key in own_buffers(module))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class BatchBuffers:
         self._places: list[tuple[nn.Module, dict[str, _Joined]]] = []
         # By the module that owns the buffer, whose forward updates it.
         for path, module in model.named_modules():
-            mine = {key: f"{path}.{key}" if path else key for key in module._buffers}
+            mine = {key: f"{path}.{key}" if path else key for key in own_buffers(module)}
             joined = {key: _Joined(join=joins[name]) for key, name in mine.items() if name in joins}
             if joined:
                 self._places.append((module, joined))
@@ -224,6 +224,6 @@ class BatchBuffers:
 
 def _buffer(module: nn.Module, key: str) -> Tensor:
     """A module's own buffer, by its key. Buffers that are None are not joined."""
-    buffer = module._buffers[key]
+    buffer = own_buffers(module)[key]
     assert buffer is not None
     return buffer

@@ -28,16 +28,15 @@ from samestep.errors import UserError
 from samestep.parallel.attributes import wrap_forward
 from samestep.parallel.collectives import all_reduce
 from samestep.parallel.exact.forward_context import ForwardContext
-
-BatchNorm = nn.modules.batchnorm._BatchNorm  # BatchNorm1d, 2d, 3d and SyncBatchNorm
+from samestep.torch_internals.modules import AnyBatchNorm
 
 
 def global_batch_norm(model: nn.Module, group: dist.ProcessGroup, forward_context: ForwardContext) -> None:
     """Make every batch norm of a model take its statistics over the ranks of `group`, in training steps."""
     without_sync(model)
     for name, module in model.named_modules():
-        if isinstance(module, BatchNorm):
-            run = _forward if type(module).forward is BatchNorm.forward else _own_forward
+        if isinstance(module, AnyBatchNorm):
+            run = _forward if type(module).forward is AnyBatchNorm.forward else _own_forward
             wrap_forward(module, partial(run, module, name, group, forward_context))
 
 
@@ -50,14 +49,14 @@ def without_sync(model: nn.Module) -> None:
 
 def first_batch_norm(model: nn.Module) -> str | None:
     """A model's first batch norm, which needs a rank's samples of a step in one forward: its name and class."""
-    norms = (_described(name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm))
+    norms = (_described(name, module) for name, module in model.named_modules() if isinstance(module, AnyBatchNorm))
     return next(norms, None)
 
 
 @contextmanager
 def by_running_statistics(model: nn.Module) -> Iterator[None]:
     """Make training batch norms use their running statistics, if they have any, which decouples the samples."""
-    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+    norms = [module for module in model.modules() if isinstance(module, AnyBatchNorm)]
     before = {module: module.forward for module in norms}
 
     def uncoupled(forward: Callable[..., Tensor], *arguments: Any, **keywords: Any) -> Tensor:
@@ -299,7 +298,7 @@ def _untracked(module: Any, given: Tensor) -> Tensor:
     return F.batch_norm(given, mean, variance, module.weight, module.bias, training=True, eps=module.eps)
 
 
-class _OfAnyDimensions(BatchNorm):
+class _OfAnyDimensions(AnyBatchNorm):
     """Replacement of SyncBatchNorm, which PyTorch does not support on CPUs."""
 
     def _check_input_dim(self, input: Tensor) -> None:

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from samestep.errors import UserError
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.valueless import has_values
+from samestep.torch_internals.tensors import version_of
 
 Versions = dict[str, tuple[int, int, torch.Size]]
 
 
 def versions(model: nn.Module) -> Versions:
     """The id, the version counter and the shape of each buffer, by name."""
-    return {name: (id(buffer), buffer._version, buffer.shape) for name, buffer in model.named_buffers()}
+    return {name: (id(buffer), version_of(buffer), buffer.shape) for name, buffer in model.named_buffers()}
 
 
 def check_buffers(model: nn.Module, before: Versions, group: dist.ProcessGroup) -> None:

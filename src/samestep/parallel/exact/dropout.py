@@ -32,6 +32,8 @@ from samestep.errors import UserError, place_here
 from samestep.parallel.exact.counter_rng import columns, draw, key_of, split, threshold
 from samestep.parallel.exact.draws import Draw, body_of, draw_of, without_override
 from samestep.parallel.exact.forward_context import ForwardContext, Positions
+from samestep.torch_internals.autograd import is_in_backward
+from samestep.torch_internals.modules import AnyDropout
 
 
 def explicit_attention(
@@ -90,7 +92,7 @@ def same_dropout(model: nn.Module, forward_context: ForwardContext, *, attention
 def _may_drop(module: nn.Module) -> bool:
     """Whether a module's own forward may apply dropout; false for PyTorch's leaf modules other than dropout."""
     plain_layer = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
-    return not plain_layer or isinstance(module, nn.modules.dropout._DropoutNd)
+    return not plain_layer or isinstance(module, AnyDropout)
 
 
 def _check(model: nn.Module) -> None:
@@ -135,7 +137,7 @@ class Dropout(TorchFunctionMode):
         def run(*arguments: Any, **keywords: Any) -> Any:
             # Outside of training steps nothing is drawn by sample. A forward in backward without a moment is the
             # model's own checkpointing, for which `_moment` raises.
-            if not self.forward_context.watches or (self.forward_context.moment is None and not _in_backward()):
+            if not self.forward_context.watches or (self.forward_context.moment is None and not is_in_backward()):
                 return forward(*arguments, **keywords)
             before, self._name = self._name, name
             try:
@@ -413,10 +415,6 @@ def _keys_of_rows(keys: Tensor, split_by: Sequence[int]) -> Tensor:
 def _within(parts: Mapping[int, Positions], shape: Sequence[int]) -> bool:
     """Whether a tensor of this shape has all dimensions in `parts`."""
     return all(-len(shape) <= dim < len(shape) for dim in parts)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _scale(probability: float) -> float:

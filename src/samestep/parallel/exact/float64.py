@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.parallel.exact.draws import without_override
 from samestep.parallel.exact.grouped_product import grouped_product
+from samestep.torch_internals.operators import grouped_mm
 
 _WIDER = {
     torch.float32: torch.float64,
@@ -114,7 +115,7 @@ class _Float64(TorchFunctionMode):
             kept = 1 if _changes_its_first(func) else 0
             args = (*args[:kept], *(_each(_widened, value) for value in args[kept:]))
             keywords = {name: value if name == "out" else _each(_widened, value) for name, value in keywords.items()}
-        if func is torch._grouped_mm and args[0].dtype == torch.float64:
+        if func is grouped_mm and args[0].dtype == torch.float64:
             return grouped_product(*args, **keywords)
         result = func(*args, **keywords)
         return _widened(result) if func in _FROM_DATA else result

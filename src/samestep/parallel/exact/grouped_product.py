@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+
+from samestep.torch_internals.fakes import FakeTensor
+from samestep.torch_internals.operators import grouped_mm
 
 
 def grouped_product(
@@ -19,7 +21,7 @@ def grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What `torch._grouped_mm` gives. Group g ends before index `offs[g]` of the dimension that is grouped.
+    """What `grouped_mm` gives. Group g ends before index `offs[g]` of the dimension that is grouped.
 
     a [rows, k], b [groups, k, n]: rows are grouped, the result is [rows, n]; zeros in rows of no group.
     a [groups, m, k], b [k, columns]: columns are grouped, the result is [m, columns].
@@ -27,7 +29,7 @@ def grouped_product(
     a [groups, m, k], b [groups, k, n], without `offs`: a product for each group.
     """
     if bias is not None or (offs is None) != (a.ndim == 3 and b.ndim == 3):
-        raise NotImplementedError("torch._grouped_mm takes no bias, and offs for all but two batches of matrices")
+        raise NotImplementedError("grouped_mm takes no bias, and offs for all but two batches of matrices")
     if offs is None:
         found = a @ b
     elif isinstance(offs, FakeTensor):
@@ -64,7 +66,7 @@ def _without_values(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 def call_followed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
     """Call a function on tensors without values, as PyTorch supports its grouped product on them in bfloat16 only."""
-    return (grouped_product if func is torch._grouped_mm else func)(*args, **(kwargs or {}))
+    return (grouped_product if func is grouped_mm else func)(*args, **(kwargs or {}))
 
 
 class Followed(TorchFunctionMode):

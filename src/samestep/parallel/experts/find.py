@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
@@ -20,6 +19,8 @@ from samestep.parallel.blocks import caller_of, has_forward, is_list_of_like
 from samestep.parallel.experts.listed import Form, rows_of
 from samestep.parallel.experts.stacked import Arguments, is_output
 from samestep.tasks.base import call
+from samestep.torch_internals import pytree
+from samestep.torch_internals.modules import AnyDropout
 
 SPLIT, WHOLE = "split", "whole"
 
@@ -273,7 +274,7 @@ def _check(model: nn.Module, experts: Experts, layout: Layout) -> None:
             f"{' or '.join(sizes)}, or dp{layout.expert}"
         )
     module = model.get_submodule(experts.name)
-    dropping = next((m for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p), None)
+    dropping = next((m for m in module.modules() if isinstance(m, AnyDropout) and m.p), None)
     if dropping is not None:
         raise LayoutError(
             f"{what} has dropout in its experts, which don't know whose tokens they are given; use dropout after "

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from samestep.data.order import bounds
 from samestep.errors import UserError
@@ -24,6 +23,9 @@ from samestep.parallel.collectives import all_to_all
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.trace import imagine
 from samestep.parallel.unused_parameters import depending
+from samestep.torch_internals import pytree
+from samestep.torch_internals.modules import own_buffers
+from samestep.torch_internals.tensors import version_of
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -246,9 +248,9 @@ def _make_callable(container: nn.Module, forward: Callable[..., Any]) -> None:
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
     """Restore a module's buffers at the end of the block."""
     before = [
-        (owner, key, buffer, buffer._version, buffer.clone())
+        (owner, key, buffer, version_of(buffer), buffer.clone())
         for owner in module.modules()
-        for key, buffer in owner._buffers.items()
+        for key, buffer in own_buffers(owner).items()
         if buffer is not None
     ]
     try:
@@ -256,8 +258,8 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for owner, key, buffer, version, value in before:
-                owner._buffers[key] = buffer
-                if buffer._version != version:
+                own_buffers(owner)[key] = buffer
+                if version_of(buffer) != version:
                     buffer.copy_(value)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from samestep.comm.mesh import Mesh
 from samestep.data.order import bounds
@@ -20,6 +19,8 @@ from samestep.parallel.experts.stacked import StackedExperts, shrink
 from samestep.parallel.pipeline.blanks import placeholder_module
 from samestep.parallel.sharding import ShardTable, Slice
 from samestep.parallel.tensor.vocab_parallel import agree, near
+from samestep.torch_internals import pytree
+from samestep.torch_internals.modules import own_children
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,7 @@ def _share_listed(
     )
     for number, (key, expert) in enumerate(list(container.named_children())):
         if number not in listed.mine:
-            container._modules[key] = placeholder_module(expert, device, listed.answer(number))
+            own_children(container)[key] = placeholder_module(expert, device, listed.answer(number))
 
 
 def _compare(caller: nn.Module, experts: Experts, parts: ShardTable, mesh: Mesh) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from samestep.parallel.collectives import all_to_all
 from samestep.parallel.unused_parameters import depending
+from samestep.torch_internals import pytree
 
 Key = int | str  # of an argument: its position, or its name
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from samestep.parallel.attributes import wrap_forward
 from samestep.parallel.offload.memory import HostMemory, address
 from samestep.parallel.sharding import local
+from samestep.torch_internals.tensors import base_of
 
 _SMALLEST = 1024  # bytes; smaller tensors are not worth a copy
 
@@ -46,7 +47,7 @@ def _offloading(block: nn.Module, memory: HostMemory, forward: Any, *args: Any, 
 
 def _stays(tensor: Tensor) -> bool:
     """Whether a saved tensor is not offloaded: a parameter, a DTensor, a small or an expanded tensor."""
-    base = tensor if tensor._base is None else tensor._base
+    base = tensor if base_of(tensor) is None else base_of(tensor)
     return (
         isinstance(base, nn.Parameter)  # also one that FSDP2 gathered
         or isinstance(tensor, DTensor)

@@ -16,12 +16,13 @@ from torch import Tensor
 from samestep.errors import UserError
 from samestep.parallel.valueless import has_values
 from samestep.sizes import decimal_size
+from samestep.torch_internals.tensors import storage_id
 
 
 def address(tensor: Tensor) -> int:
     """The address of a tensor's storage; for a tensor without values, the identity of its storage."""
     storage = tensor.untyped_storage()
-    return storage.data_ptr() if has_values(tensor) else storage._cdata
+    return storage.data_ptr() if has_values(tensor) else storage_id(storage)
 
 
 class HostMemory:

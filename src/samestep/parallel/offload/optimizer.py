@@ -24,6 +24,7 @@ from samestep.parallel.joined_optimizer import loss_of
 from samestep.parallel.offload.memory import HostMemory, MappedFile, address
 from samestep.parallel.optimizer_lots import Lot
 from samestep.parallel.sharding import local
+from samestep.torch_internals.tensors import version_of
 
 # Elementwise optimizers, which can step a shard like a whole parameter.
 BY_NUMBER = (
@@ -178,7 +179,7 @@ class _Copy:
 
 
 def _state_of(value: Tensor) -> tuple[int, int, int]:
-    return address(value), int(value.storage_offset()), value._version
+    return address(value), int(value.storage_offset()), version_of(value)
 
 
 class _OffloadedLot:

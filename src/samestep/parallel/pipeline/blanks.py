@@ -12,12 +12,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils import _pytree as pytree
 
 from samestep.data.nests import map_tensors, tensors_in
 from samestep.parallel.calls import Call, Seen
 from samestep.parallel.exact.forward_context import NotesTokens
 from samestep.parallel.trace import imagine
+from samestep.torch_internals import pytree
+from samestep.torch_internals.modules import (
+    own_children,
+    own_parameters,
+    save_no_buffers,
+    set_children,
+    set_parameters,
+)
+from samestep.torch_internals.operators import DisableTorchFunctionSubclass
 
 Forward = Callable[..., Any]
 
@@ -43,8 +51,8 @@ def placeholder_module(module: nn.Module, device: torch.device, forward: Forward
             vars(empty)[name] = pytree.tree_map_only(nn.Parameter, partial(_blank_like, device=device), value)
         elif isinstance(value, Tensor) and value.requires_grad:  # a weight computed from other parameters
             vars(empty)[name] = _blank_like(value, device)
-    empty._parameters = {name: None for name, parameter in module._parameters.items() if parameter is None}
-    for name, parameter in module._parameters.items():
+    set_parameters(empty, {name: None for name, parameter in own_parameters(module).items() if parameter is None})
+    for name, parameter in own_parameters(module).items():
         if parameter is not None:
             vars(empty)[name] = _blank_like(parameter, device)
     if is_parametrized(module):
@@ -52,10 +60,12 @@ def placeholder_module(module: nn.Module, device: torch.device, forward: Forward
             # The largest of the original parameters has its shape.
             largest = max(parameters.parameters(recurse=False), key=Tensor.numel)
             vars(empty)[name] = _blank_like(largest, device)
-    empty._modules = {
-        name: child if child is None else placeholder_module(child, device) for name, child in module._modules.items()
+    children = {
+        name: child if child is None else placeholder_module(child, device)
+        for name, child in own_children(module).items()
     }
-    empty._non_persistent_buffers_set = set(module._buffers)  # not in this rank's state
+    set_children(empty, children)
+    save_no_buffers(empty)
     vars(empty)["forward"] = forward or _not_here
     return empty
 
@@ -101,7 +111,7 @@ class BlankHidden(Tensor):
         keywords = kwargs or {}
         if args and isinstance(args[0], BlankHidden) and _writes(getattr(func, "__name__", ""), keywords):
             return args[0]
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             made = func(*args, **keywords)
             # Views of a blank are blanks.
             return pytree.tree_map_only(Tensor, _kept_blank, made)
@@ -247,10 +257,9 @@ def _copied(module: nn.Module, unreal: Mapping[int, Tensor], done: dict[int, nn.
         return done[id(module)]
     copied = done[id(module)] = _shallow(module, type(module))
     for name, value in vars(module).items():
-        if name == "_modules":
-            copied._modules = {
-                own: child if child is None else _copied(child, unreal, done) for own, child in value.items()
-            }
+        if value is own_children(module):
+            children = {own: child if child is None else _copied(child, unreal, done) for own, child in value.items()}
+            set_children(copied, children)
         elif isinstance(value, (dict, list)):
             vars(copied)[name] = pytree.tree_map_only(Tensor, lambda tensor: unreal.get(id(tensor), tensor), value)
     # Replaced forwards refer to the original module.

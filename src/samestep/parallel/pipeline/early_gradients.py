@@ -21,6 +21,7 @@ from samestep.comm.messages import largest
 from samestep.parallel.pipeline.schedule import Action
 from samestep.parallel.sharding import GradientMessage
 from samestep.parallel.zero1 import BUCKET_BYTES, Owners, buckets
+from samestep.torch_internals import foreach
 
 
 @dataclass(kw_only=True)
@@ -115,7 +116,7 @@ class EarlyGradients:
         else:
             gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
             if gradients:
-                torch._foreach_div_(gradients, self._mesh.data_place.of)
+                foreach.div_(gradients, self._mesh.data_place.of)
         if self._late is None:
             self._late = {parameter for parameter, more in zip(trained, often, strict=True) if more}
 

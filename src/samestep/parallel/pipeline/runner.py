@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
 
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch
@@ -38,6 +37,7 @@ from samestep.parallel.pipeline.stage import StagedModel
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.pipeline.units import UnitOutput
 from samestep.profiling.clock import Phase
+from samestep.torch_internals import pytree
 
 
 class Pipeline(ParallelModel):

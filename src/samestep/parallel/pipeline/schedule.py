@@ -16,7 +16,7 @@ would wait (Qi et al. 2023, arXiv 2401.10241).
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.torch_internals.autograd import backward_of_inputs, backward_of_weights
+from samestep.torch_internals.tensors import is_view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,8 +219,6 @@ def backward_in_two(
     `gradients`: of the roots; None if the root is a loss. Roots that don't depend on received tensors have their
     whole backward now.
     """
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-
     given = [root.new_ones(()) for root in roots] if gradients is None else list(gradients)
     known = [(root, gradient) for root, gradient in zip(roots, given, strict=True) if root.requires_grad]
     # AccumulateGrad nodes of the received leaves, where a backward of inputs ends.
@@ -230,16 +230,11 @@ def backward_in_two(
     if not split:
         return lambda: None
     # PyTorch detaches roots in place, which fails for views and for roots from which other roots are computed.
-    ends = [root.clone() if root._is_view() or len(split) > 1 else root for root, _ in split]
+    ends = [root.clone() if is_view(root) or len(split) > 1 else root for root, _ in split]
     taken = [tensor for tensor in received if tensor.requires_grad]
-    _, groups = stage_backward_input(ends, [gradient for _, gradient in split], taken, iter(weights))
+    groups = backward_of_inputs(ends, [gradient for _, gradient in split], taken, weights)
 
-    def of_weights() -> None:
-        # The graph is retained, since groups of weights may share nodes, such as of a tensor that all layers use. It
-        # is freed with the groups.
-        stage_backward_weight(iter(weights), groups, retain_graph=True)
-
-    return of_weights
+    return partial(backward_of_weights, weights, groups)
 
 
 def _leads_to(root: Tensor, beginnings: Collection[Node]) -> bool:

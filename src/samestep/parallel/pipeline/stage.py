@@ -23,6 +23,7 @@ from samestep.parallel.pipeline.stage_run import StageDone, StageRun
 from samestep.parallel.pipeline.units import units_of
 from samestep.parallel.sharding import ShardTable
 from samestep.tasks.base import call
+from samestep.torch_internals.modules import own_children, own_parameters
 
 
 class StagedModel(nn.Module):
@@ -74,7 +75,7 @@ class StagedModel(nn.Module):
             standing[unit_name] = stand_in(unit, self._device, self._forward_of(unit_name, unit, held), held=held)
         self._places.append((parent, key, standing[unit_name]))
         if not held:
-            parent._modules[key] = placeholder_module(unit, self._device)
+            own_children(parent)[key] = placeholder_module(unit, self._device)
 
     def _forward_of(self, name: str, unit: nn.Module, held: bool) -> Callable[..., Any]:
         """Make the forward of a unit's stand-in, which passes the call to the running stage."""
@@ -96,11 +97,11 @@ class StagedModel(nn.Module):
         """Replace parameters of modules that contain units by blanks, if no stage of this rank needs them."""
         inside = {id(p) for unit in units.values() for p in unit.parameters()}
         for module_name, module in self.model.named_modules():
-            for key, parameter in list(module._parameters.items()):
+            for key, parameter in list(own_parameters(module).items()):
                 name = f"{module_name}.{key}" if module_name else key
                 if parameter is None or id(parameter) in inside or self.plan.parameters[name] & set(self.mine):
                     continue
-                del module._parameters[key]
+                del own_parameters(module)[key]
                 vars(module)[key] = blank(parameter.shape, parameter.dtype, self._device)
 
     def forward(self, stage: int, inputs: Any, received: Sequence[Tensor]) -> Any:
@@ -123,16 +124,16 @@ class StagedModel(nn.Module):
     @contextmanager
     def _standing_in(self, run: StageRun) -> Iterator[None]:
         """Context in which the model has stand-ins; between runs it has its own modules."""
-        before = [(parent, key, parent._modules[key]) for parent, key, _ in self._places]
+        before = [(parent, key, own_children(parent)[key]) for parent, key, _ in self._places]
         for parent, key, module in self._places:
-            parent._modules[key] = module
+            own_children(parent)[key] = module
         self._run = run
         try:
             yield
         finally:
             self._run = None
             for parent, key, module in before:
-                parent._modules[key] = module
+                own_children(parent)[key] = module
 
     def weights_of(self, stage: int) -> list[nn.Parameter]:
         """The parameters that a stage of this rank uses."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from samestep.parallel.blocks import find_blocks, has_forward, with_forward
 from samestep.parallel.calls import Call, Trace
-from samestep.parallel.exact.batch_norm import BatchNorm
+from samestep.torch_internals.modules import AnyBatchNorm, own_children
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def _has_state(module: nn.Module) -> bool:
     """Whether a module has parameters, or statistics that its forward updates, and so belongs to a stage."""
-    return _has_parameters(module) or any(isinstance(part, BatchNorm) for part in module.modules())
+    return _has_parameters(module) or any(isinstance(part, AnyBatchNorm) for part in module.modules())
 
 
 def units_of(model: nn.Module, trace: Trace, layers: Sequence[str]) -> dict[str, nn.Module]:
@@ -147,7 +147,7 @@ def units_of(model: nn.Module, trace: Trace, layers: Sequence[str]) -> dict[str,
         if is_layer or not opened:
             found[name] = module
             return
-        for child_name, child in module._modules.items():  # also a second name of the same module
+        for child_name, child in own_children(module).items():  # also a second name of the same module
             if child is not None:
                 visit(f"{name}.{child_name}" if name else child_name, child)
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from samestep.comm.mesh import Mesh
 from samestep.data.order import bounds
@@ -42,6 +41,7 @@ from samestep.parallel.tensor.regions import Regions, find_regions, holder_of
 from samestep.parallel.tensor.sequence_parallel import Key, Stream, find_lists, token_dim
 from samestep.parallel.tensor.vocab_parallel import Vocabulary, agree
 from samestep.parallel.variation import varied
+from samestep.torch_internals import pytree
 
 
 def slice_tensors(

@@ -13,10 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeWork
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.comm.shared_memory.process_group import KernelGroup
 from samestep.data.nests import tensors_in
@@ -34,6 +31,9 @@ from samestep.parallel.tensor.sequence_parallel import Stream
 from samestep.parallel.tensor.vocab_parallel import Vocabulary, agree, near
 from samestep.parallel.valueless import has_values
 from samestep.tasks.base import call
+from samestep.torch_internals import pytree
+from samestep.torch_internals.groups import FakeWork, all_groups
+from samestep.torch_internals.operators import TorchDispatchMode, schema
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,7 +384,7 @@ class _Unconnected(TorchDispatchMode):
         super().__init__()
         self.sent: list[tuple[str, str, int]] = []  # each collective, with the dtype and number of its elements
         # Groups over shared memory, whose collectives don't pass PyTorch's dispatcher.
-        self._groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, KernelGroup)]
+        self._groups = [group for group in all_groups() if isinstance(group, KernelGroup)]
 
     def __enter__(self) -> Any:
         for group in self._groups:
@@ -401,7 +401,7 @@ class _Unconnected(TorchDispatchMode):
     ) -> Any:
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
-        name = func._schema.name.partition("::")[2]
+        name = schema(func).name.partition("::")[2]
         tensors = tensors_in(tuple(args))
         # Parts that ranks exchange may differ, and so may what a rank gives to a gather; other sizes are one for all.
         size = 0 if name.startswith("alltoall") else max((tensor.numel() for tensor in tensors), default=0)

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from samestep.errors import LayoutError
 from samestep.job import TensorRole
 from samestep.parallel.low_rank import Adapted, adapted, base_of, is_conv1d
+from samestep.torch_internals.modules import own_parameters
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -51,7 +52,7 @@ def is_multihead(module: nn.Module) -> bool:
 
 def _holds(module: nn.Module, *names: str) -> bool:
     """Whether a module's attributes are its own parameters (or None), not computed from others before each use."""
-    return all(name in module._parameters for name in names) and not is_parametrized(module)
+    return all(name in own_parameters(module) for name in names) and not is_parametrized(module)
 
 
 def computes_weight(module: nn.Module) -> bool:

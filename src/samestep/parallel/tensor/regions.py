@@ -23,7 +23,6 @@ from typing import Any
 
 from torch import nn
 from torch.autograd.graph import Node
-from torch.utils import _pytree as pytree
 
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.sharding import Range
@@ -31,6 +30,7 @@ from samestep.parallel.tensor.modules import pattern_of
 from samestep.parallel.tensor.pairs import Unit
 from samestep.parallel.tensor.plan import Cut, TensorPlan, even_ranges
 from samestep.parallel.tensor.sequence_parallel import Stream
+from samestep.torch_internals import pytree
 
 WHOLE = -1  # the gradient from a computation that every rank repeats
 _ENTRY = -2  # and from the columns' inputs, which are copied to the region

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
@@ -47,6 +46,7 @@ from samestep.parallel.context.gathered import (
 )
 from samestep.parallel.context.hidden import keeps_tokens, used_between
 from samestep.parallel.exact.forward_context import ForwardContext, NotesTokens, Portion
+from samestep.torch_internals import pytree
 
 Key = int | str  # position or keyword of an argument
 

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from samestep.comm.messages import largest
 from samestep.data.types import Batch
@@ -31,6 +30,7 @@ from samestep.parallel.sharding import whole
 from samestep.parallel.tensor.layers import product_of, with_bias
 from samestep.parallel.valueless import has_values
 from samestep.tasks.base import sum_and_count
+from samestep.torch_internals import pytree
 
 Loss = Callable[[Any, Batch], tuple[Tensor, Tensor | int]]
 Backward = Callable[[Tensor], None]

@@ -1,0 +1,73 @@
+"""Operators as the dispatcher sees them: modes that watch them, their schemas, and those without a public name."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
+
+__all__ = [
+    "DisableTorchFunction",  # contexts in which tensor subclasses' (and modes') `__torch_function__` isn't called
+    "DisableTorchFunctionSubclass",
+    "TorchDispatchMode",  # base class of modes that see every operator below autograd
+    "is_traceable_wrapper_subclass",  # whether a tensor consists of others, as a DTensor does
+]
+
+_aten = torch.ops.aten
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """Context in which no dispatch mode sees the operators."""
+    return _disable_current_modes()
+
+
+def innermost_mode() -> TorchDispatchMode | None:
+    """The dispatch mode that sees operators first; None outside of modes."""
+    return _get_current_dispatch_mode()
+
+
+def active_modes() -> list[Any]:
+    """The active dispatch modes, the innermost last."""
+    return _get_current_dispatch_mode_stack()
+
+
+def schema(operator: Any) -> Any:
+    """An operator's schema: its name with the namespace, whether it mutates, its arguments and what it returns."""
+    return operator._schema
+
+
+class EagerMode(TorchDispatchMode):
+    """A mode in which nothing is compiled; otherwise every operator would pass another call, which says so."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+# Attention on blocks of keys and values. All give the output and the logarithm of each query's sum of exponentials.
+flash_attention_for_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
+flash_attention_for_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_attention = _aten._scaled_dot_product_flash_attention
+flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
+
+# The operators that `scaled_dot_product_attention` may choose.
+ATTENTION_KERNELS = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_fused_attention_overrideable.default,  # of devices without a name in PyTorch
+    }
+)
+
+grouped_mm = torch._grouped_mm  # what models call for the products of experts
+to_copy = _aten._to_copy.default  # the operator of `Tensor.to`
+unsafe_view = _aten._unsafe_view.default  # of products of batches; a view otherwise
