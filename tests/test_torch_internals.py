@@ -27,6 +27,7 @@ import samestep
 from samestep.torch_internals import (
     autograd,
     checkpoint_index,
+    compiler,
     dataloading,
     elastic,
     fakes,
@@ -135,6 +136,11 @@ def overridden(kind: ast.ClassDef, origins: Mapping[str, str]) -> Iterator[str]:
             yield from (name for name in methods if hasattr(parent, name))
 
 
+def is_mentioned(text: str) -> bool:
+    """Whether a text is a private name of PyTorch's, such as a module's or an attribute's."""
+    return text in NAMES or re.fullmatch(r"torch(\.\w+)*\._[\w.]+", text) is not None
+
+
 def private_names(text: str, everywhere: frozenset[str] = frozenset()) -> list[str]:
     """The private names of PyTorch that a module uses, with their lines."""
     own = own_names(text)
@@ -149,8 +155,8 @@ def private_names(text: str, everywhere: frozenset[str] = frozenset()) -> list[s
             found += [(node.lineno, name) for name in overridden(node, origins)]
         elif isinstance(node, ast.Attribute | ast.Call) and (name := looked_up(node, own, everywhere)):
             found.append((node.lineno, name))
-        elif isinstance(node, ast.Constant) and node.value in NAMES:
-            found.append((node.lineno, str(node.value)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and is_mentioned(node.value):
+            found.append((node.lineno, node.value))
         elif isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Name) and node.value.id in origins:
             origins[ast.unparse(node.target)] = origins[node.value.id]  # another name of it
     return [f"{line}: {name}" for line, name in sorted(set(found))]
@@ -190,6 +196,7 @@ def test_private_names_of_pytorch_stand_in_torch_internals_only() -> None:
         "def local(tensor):\n    return tensor._local_tensor",
         "def local(tensor):\n    return getattr(tensor, '_local_tensor', tensor)",
         "INSIDE = {'OptimizedModule': '_orig_mod'}",
+        "from importlib import import_module\nimport_module('torch._inductor.config')",
         "from torch.optim import Optimizer\nclass Mine(Optimizer):\n    def _patch_step_function(self): ...",
         "from torch import nn\nclass Mine(nn.Module):\n    def forward(self):\n        return self._parameters",
         "from torch import nn\nclass Mine(nn.Module):\n    def _apply(self, fn):\n        return super()._apply(fn)",
@@ -391,6 +398,14 @@ def test_marks_of_modules() -> None:
     before = plain.weight.detach().clone()
     modules.apply_to_tensors(plain, lambda tensor: tensor + 1)
     torch.testing.assert_close(plain.weight.detach(), before + 1)
+
+
+def test_settings_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config, "cpp_cache_precompile_headers", True)
+    compiler.avoid_precompiled_headers()
+    assert not config.cpp_cache_precompile_headers
 
 
 def test_hooks_of_modules() -> None:

@@ -9,12 +9,11 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from samestep import environment, private_folders
 from samestep.fault_tolerance.scratch import scratch
+from samestep.torch_internals.compiler import avoid_precompiled_headers
 
 _OTHER = "TORCHINDUCTOR_CACHE_DIR names another folder"
 _NOT_OF_A_NAME = re.compile(r'[\\/:*?"<>|]')
@@ -38,8 +37,7 @@ def avoid_foreign_headers() -> None:
     """To be called before anything is compiled: precompiled headers are in PyTorch's folder, whatever was chosen."""
     if private_folders.is_kept(_default(), _OTHER):
         return
-    config: Any = import_module("torch._inductor.config")
-    config.cpp_cache_precompile_headers = False
+    avoid_precompiled_headers()
 
 
 def _default() -> Path:

@@ -9,6 +9,7 @@ another way.
 - `pytree`, `operators`, `foreach`: nested values; operators and modes; operations on lists of tensors
 - `tensors`, `modules`, `autograd`, `optimizers`, `dataloading`: what PyTorch's objects know of themselves
 - `fakes`: tensors without memory, groups without other ranks
+- `compiler`: settings of the compiler
 - `groups`: process groups and their back ends
 - `sharded`, `checkpoint_index`, `elastic`: these import what `import torch` doesn't: DTensor, checkpoints, the agent
 """

@@ -42,8 +42,12 @@ def sequence_number(group: Any) -> int:
 
 
 def count_collectives(gloo: Any) -> None:
-    """Let a back end count its collectives, as `init_process_group` does for those that it makes."""
-    gloo._set_sequence_number_for_group()
+    """Let a back end count its collectives, as `init_process_group` does for those that it makes.
+
+    From PyTorch 2.14 on every back end counts, and the call only warns.
+    """
+    if torch.__version__ < (2, 14):
+        gloo._set_sequence_number_for_group()
 
 
 def answer_for_cpu(group: Any, gloo: Any) -> None:
