@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep import environment, jobfile
+from samestep.comm.shared_memory.backend import for_transport
 from samestep.job import Job, Run
 from samestep.launch import local
 from samestep.launch.world import join
@@ -126,7 +127,7 @@ def trainings(options: argparse.Namespace, world: Any) -> dict[str, tuple[Traini
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Measure on this rank, by way: seconds per step in each round, and the bytes that ranks hold and send."""
-    with join(device="cpu", threads=1, transport=options.transport) as world:
+    with join(device="cpu", threads=1, cpu_backend=for_transport(options.transport)) as world:
         made = trainings(options, world)
         for _, steps in made.values():
             for _ in range(4):  # the third is measured
@@ -147,7 +148,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def memory(options: argparse.Namespace) -> list[float]:
     """Each rank's proportional set size (MiB), which divides shared pages, after a few steps of one way."""
-    with join(device="cpu", threads=1, transport=options.transport) as world:
+    with join(device="cpu", threads=1, cpu_backend=for_transport(options.transport)) as world:
         ((_, steps),) = trainings(options, world).values()
         for _ in range(4):
             next(steps)

@@ -40,6 +40,7 @@ from rich.table import Table
 from benchmarks.overhead import shorten
 from benchmarks.ways import WAYS, Place
 from samestep import environment
+from samestep.comm.shared_memory.backend import for_transport
 from samestep.jobfile import load
 from samestep.launch.world import join
 from samestep.tasks.registry import resolve
@@ -140,7 +141,7 @@ def take_turns(folder: Path, precision: str, ways: Sequence[str]) -> None:
     task = resolve(job.recipe)
     ranks = environment.ranks()
     assert ranks is not None  # torchrun started this
-    with join(transport="auto") as world:
+    with join(cpu_backend=for_transport("auto")) as world:
         gloo: Any = dist.new_group(backend="gloo")
         moments: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         runners = {}

@@ -11,12 +11,14 @@ from small_tasks import Points
 from torch import Tensor, nn
 
 import samestep
+from samestep.comm.shared_memory.backend import for_transport
 from samestep.job import Job, Profiling, Run
 from samestep.launch import local
-from samestep.launch.world import Transport, join
+from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.profiling.breakdown import Profile
 from samestep.profiling.profiler import StepProfiler
+from samestep.ranks import Transport
 from samestep.training.fit import Training
 
 STEPS = 5
@@ -80,7 +82,7 @@ def profiles(cases: Sequence[Case], folder: Path, *, ranks: int, transport: Tran
 
 
 def _on_rank(cases: Sequence[Case], folder: Path, transport: Transport) -> list[Profile | None]:
-    with join(device="cpu", threads=1, transport=transport) as world:
+    with join(device="cpu", threads=1, cpu_backend=for_transport(transport)) as world:
         found = []
         for task, layout, name, run in cases:
             recipe = samestep.Recipe(task=task, batch=16, steps=4 + STEPS)

@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import samestep
+from samestep.comm.group_pool import GroupPool
 from samestep.job import Job, Run
 from samestep.launch import local
 from samestep.launch.world import join
@@ -67,13 +68,15 @@ def _on_each_rank(
     """Prove one case after another; those of one recipe share its traces, as `samestep verify --layouts` has it."""
     found: dict[str, Proof | str] = {}
     traces: dict[int, Findings] = {}
+    groups = GroupPool()
     with join(device="cpu", threads=1) as world:
         for name, job in jobs.items():
             try:
                 layout = Layout.parse(job.run.layout)
                 mine = known[name] if world.rank == 0 else None
                 findings = traces.setdefault(recipes[name], Findings()).of_model()
-                found[name] = hold_against(job, resolve(job.recipe), world, layout, steps, mine, findings)
+                with groups.lent():
+                    found[name] = hold_against(job, resolve(job.recipe), world, layout, steps, mine, findings)
             except samestep.UserError as error:  # on every rank alike
                 found[name] = str(error)
     return found

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from samestep.comm.shared_memory import backend
+from samestep.comm.shared_memory.backend import for_transport
 from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup
 from samestep.comm.traffic import Traffic
 from samestep.launch.world import join
@@ -269,7 +270,7 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 
 def asked_in_another_order() -> list[float]:
     """Ranks that begin collectives of two groups in different orders, and wait for them afterwards."""
-    with join(device="cpu", threads=1, transport="auto") as world:
+    with join(device="cpu", threads=1, cpu_backend=for_transport("auto")) as world:
         groups = [dist.new_group(), dist.new_group()]
         tensors = [torch.full((5,), world.rank + 1.0), torch.full((500_000,), world.rank + 10.0)]
         order = (0, 1) if world.rank == 0 else (1, 0)
@@ -283,7 +284,7 @@ def asked_in_another_order() -> list[float]:
 
 def sent_by(transport: Any) -> dict[str, float]:
     """Bytes by kind of collective, as Traffic counts them, of replicas and of collectives of every sort."""
-    with join(device="cpu", threads=1, transport=transport) as world:
+    with join(device="cpu", threads=1, cpu_backend=for_transport(transport)) as world:
         group = dist.group.WORLD
         assert isinstance(group, SharedMemoryGroup) == (transport == "auto")
         assert dist.get_backend() == ("samestep" if transport == "auto" else "gloo")
@@ -307,7 +308,7 @@ def sent_by(transport: Any) -> dict[str, float]:
 
 def told_by_a_backward() -> str:
     """What a rank is told whose gradients are to be averaged with those of a rank that calls another collective."""
-    with join(device="cpu", threads=1, transport="auto") as world:
+    with join(device="cpu", threads=1, cpu_backend=for_transport("auto")) as world:
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(30, 40))
         try:
             if world.rank == 0:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import samestep
+from samestep.comm.shared_memory.backend import for_transport
 from samestep.engines.native.shared_replicas import SharedReplicasTrainer
 from samestep.job import Job, Run
 from samestep.launch.world import join
@@ -33,7 +34,7 @@ def both_ways(
 ) -> list[dict[str, tuple[list[str], Usage, Usage]]]:
     """Of each rank: the state's names that differ from plain replicas', and what either way holds."""
     found: dict[str, Any] = {}
-    with join(device="cpu", threads=1, transport="auto") as world:
+    with join(device="cpu", threads=1, cpu_backend=for_transport("auto")) as world:
         for name, recipe in recipes.items():
             shared = trained(recipe, world, layout=layout, steps=steps, share_replicas=True)
             assert isinstance(shared.session.trainer, SharedReplicasTrainer)
@@ -49,7 +50,7 @@ def both_ways(
 def one_copy(recipe: samestep.Recipe) -> list[str]:
     """What is not as it should be of the memory of two ranks: what one writes into a parameter the other reads."""
     found: list[str] = []
-    with join(device="cpu", threads=1, transport="auto") as world:
+    with join(device="cpu", threads=1, cpu_backend=for_transport("auto")) as world:
         training = trained(recipe, world, layout="dp2", steps=1, share_replicas=True)
         trainer = training.session.trainer
         assert isinstance(trainer, SharedReplicasTrainer)
@@ -69,7 +70,7 @@ def one_copy(recipe: samestep.Recipe) -> list[str]:
 
 def told_on_two_hosts(recipe: samestep.Recipe) -> str:
     """What a rank is told whose peer says that it is on another host."""
-    with join(device="cpu", threads=1, transport="gloo") as world:
+    with join(device="cpu", threads=1, cpu_backend=for_transport("gloo")) as world:
         shared_replicas.host_identity = lambda: f"host {world.rank}"
         try:
             trained(recipe, world, layout="dp2", steps=1, share_replicas=True)
@@ -84,7 +85,7 @@ def told_without_memory(recipe: samestep.Recipe) -> str:
     def full(size: int) -> tuple[int, str]:
         raise shared_replicas.NoRegionError(f"{size} bytes of shared memory are needed: No space left on device")
 
-    with join(device="cpu", threads=1, transport="gloo") as world:
+    with join(device="cpu", threads=1, cpu_backend=for_transport("gloo")) as world:
         share = shared_replicas.region.share
         shared_replicas.region.share = lambda *given: share(*given, make=full)  # pyright: ignore[reportAttributeAccessIssue]
         try:
@@ -96,7 +97,7 @@ def told_without_memory(recipe: samestep.Recipe) -> str:
 
 def steps_until_killed(recipe: samestep.Recipe, folder: str, victim: int) -> None:
     """Take steps until rank `victim` kills itself; the other writes down what it is told."""
-    with join(device="cpu", threads=1, transport="auto") as world:
+    with join(device="cpu", threads=1, cpu_backend=for_transport("auto")) as world:
         if world.rank != victim:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent's, which may come before the group's error
         job = Job(recipe=recipe, run=Run(layout="dp2", threads=1, share_replicas=True))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.comm.shared_memory import backend
+from samestep.comm.shared_memory.backend import for_transport
 from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup
 from samestep.comm.traffic import Traffic
 from samestep.job import Job, Run
@@ -102,7 +103,7 @@ def trained_both_ways(
     """
     backend.host_identity = lambda: hosts[int(os.environ["RANK"])]
     found: dict[str, Any] = {}
-    with join(device="cpu", threads=1, transport=transport) as world:
+    with join(device="cpu", threads=1, cpu_backend=for_transport(transport)) as world:
         expected = {"gloo": dist.ProcessGroup, "auto": SharedMemoryGroup if len(set(hosts)) == 1 else KernelGroup}
         assert type(dist.group.WORLD) is expected[transport]
         for name, recipe in recipes.items():
@@ -134,7 +135,7 @@ def exchanged(rows_of: Sequence[Sequence[Sequence[int]]], transport: Any) -> lis
     `rows_of`: for each exchange the rows of each rank; a rank that touches row -1 has no gradient at all.
     """
     found: list[tuple[str, Mapping[str, float]]] = []
-    with join(device="cpu", threads=1, transport=transport) as world:
+    with join(device="cpu", threads=1, cpu_backend=for_transport(transport)) as world:
         group = dist.distributed_c10d._get_default_group()
         table = nn.Embedding(100, 8)
         nn.init.constant_(table.weight, world.rank)

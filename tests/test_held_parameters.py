@@ -177,13 +177,7 @@ def test_a_plan_that_slices_what_must_stay_whole_is_refused() -> None:
 def test_every_net_takes_the_step_of_one_process(layout: str) -> None:
     every = cases({layout: tuple(NETS)})
     proofs = prove(every, steps=2)
-    refused = {name: proof for name, proof in proofs.items() if isinstance(proof, str)}
-    assert not same(proofs, [name for name in every if name not in refused])
-    # What the layers keep of the model's own without being given it: here every rank applies it to its own tokens.
-    assert [*refused] == [f"{layout}: remembered by token"] * ("split" in layout)
-    assert all(
-        "gives another gradient of scale than whole; use tp2, which" in message for message in refused.values()
-    )
+    assert not same(proofs, [*every])
 
 
 @pytest.mark.slow

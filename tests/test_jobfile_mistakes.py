@@ -148,6 +148,9 @@ BOTH_LENGTHS = (
             "job.yaml:3: recipe.optimizer.betas is [0.5, 0.6, 0.7]; it should have at most 2 items",
         ),
         ("  optimizer: {betas: [0.5]}", "job.yaml:3: recipe.optimizer.betas is [0.5]; its item 2 is missing"),
+        ("  optimizer: {betas: [null, 0.9]}", "job.yaml:3: recipe.optimizer.betas.0 is empty; it should be a number"),
+        ("  groups: [null]", "job.yaml:3: recipe.groups.0 is empty; it should be a section of keys and values"),
+        ("run: {cut_at: [null]}", "job.yaml:3: run.cut_at.0 is empty; it should be text"),
         (
             "  optimizer: {name: adam}",
             'job.yaml:3: recipe.optimizer.name: name is "adam"; did you mean "adamw"? known: adamw, sgd, or such as '

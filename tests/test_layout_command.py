@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.cli.main import main
 from samestep.comm.mesh import build_mesh
+from samestep.comm.shared_memory.backend import for_transport
 from samestep.launch import local
 from samestep.launch.world import join
 from samestep.layout import MESH_AXES, Layout
@@ -192,7 +193,7 @@ BLOCKS = 3
 
 def count_messages(layouts: Sequence[str]) -> dict[str, Counter[str]]:
     """One of two ranks: by layout the messages of a step."""
-    with join(device="cpu", threads=1, transport="gloo"):
+    with join(device="cpu", threads=1, cpu_backend=for_transport("gloo")):
         return {text: messages_of_a_step(Layout.parse(text)) for text in layouts}
 
 

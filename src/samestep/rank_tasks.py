@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from samestep import environment
+from samestep.comm.group_pool import GroupPool
 from samestep.comm.shared_memory import backend as shared_memory
 from samestep.engines import registry as engines
 from samestep.engines.precision import float32_products
@@ -71,20 +72,23 @@ def dry_run_rank_many(job: Job, _: Layout, layouts: Sequence[Layout]) -> list[Se
     """Dry-run several layouts of one world size in turn; a refusal is returned as text."""
     found: list[Sequence[Usage] | str] = []
     with phases.running("dry run: ranks"), joined(job) as world:
-        task, findings = resolve_task(job.recipe), Findings()
+        task, findings, groups = resolve_task(job.recipe), Findings(), GroupPool()
         for number, layout in enumerate(layouts, 1):
             phases.say(f"layout {number} of {len(layouts)}, {layout}")
-            found.append(_or_refusal(partial(try_out, job, task, world, layout, findings.of_model())))
+            found.append(_or_refusal(partial(try_out, job, task, world, layout, findings.of_model()), groups))
     return found
 
 
-def _or_refusal(attempt: Callable[[], T]) -> T | str:
+def _or_refusal(attempt: Callable[[], T], groups: GroupPool) -> T | str:
     """Run an attempt at a layout; return its result, or why the layout was refused, the same on all ranks.
+
+    It takes the groups of the layouts before it.
 
     Raises LayoutError if only one rank may have refused it: each layout is then tried with a start of its own.
     """
     try:
-        return attempt()
+        with groups.lent():
+            return attempt()
     except UserError as error:
         if isinstance(error, LayoutError) and not error.on_every_rank:
             raise
@@ -153,13 +157,14 @@ def verify_rank_many(
     """Verify several layouts in turn; return each proof, or why it was refused, with its seconds."""
     found: list[tuple[Proof | str, float]] = []
     with phases.running(_title("verify", "ranks")), joined(job) as world:
+        groups = GroupPool()
         task, findings = resolve_task(job.recipe), Findings()  # reading the data may take longer than a proof
         for number, layout in enumerate(layouts, 1):
             began = time.perf_counter()
             mine = known if world.rank == 0 else None
             proof = partial(hold_against, job, task, world, layout, steps, mine, findings.of_model())
             with phases.phase(f"layout {number} of {len(layouts)}, {layout}"):
-                result = _or_refusal(proof)
+                result = _or_refusal(proof, groups)
             found.append((result, time.perf_counter() - began))
     return found
 

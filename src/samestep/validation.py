@@ -239,7 +239,7 @@ def dotted_keys(schema: Any, prefix: Path = ()) -> Iterator[str]:
 
 def _may_be_null(schema: Any, path: Path, given: Any) -> bool:
     """Whether the key at `path` may be null."""
-    sections = _schemas_at(schema, path[:-1], given)
+    sections = [section for section in _schemas_at(schema, path[:-1], given) if is_dataclass(section)]  # no lists
     hint = get_type_hints(sections[0], include_extras=True).get(path[-1]) if sections and path else None
     while get_origin(hint) is Annotated:
         hint = get_args(hint)[0]

@@ -14,6 +14,8 @@ from model_table.entry import HELD_OUT, NotMadeError, task_of
 from model_table.zoo import entry_of
 from samestep import AdamW, Recipe, environment
 from samestep.api import check_job
+from samestep.comm.group_pool import GroupPool
+from samestep.comm.shared_memory.backend import for_transport
 from samestep.contract.check import check_contract
 from samestep.errors import LayoutError, UserError
 from samestep.job import Job, Run
@@ -87,12 +89,14 @@ def hold(
     task = known.job.recipe.task
     assert isinstance(task, Task)
     try:
-        with join(device="cpu", threads=1, transport="auto") as world:
+        with join(device="cpu", threads=1, cpu_backend=for_transport("auto")) as world:
             mine = known.reference if world.rank == 0 else None
+            groups = GroupPool()
             for layout in layouts:
                 to.send("began")
                 try:
-                    proof = hold_against(known.job, task, world, Layout.parse(layout), steps, mine)
+                    with groups.lent():
+                        proof = hold_against(known.job, task, world, Layout.parse(layout), steps, mine)
                 except UserError as error:
                     alike = not isinstance(error, LayoutError) or error.on_every_rank
                     to.send(Answer(kind="refused", text=str(error), alike=alike))

@@ -3,6 +3,7 @@
 In the order of reading:
 
 - `mesh`: the ranks of a layout as a grid, and the process group of each of its axes.
+- `group_pool`: groups that several layouts take one after the other.
 - `shared_memory`: the process group of CPU ranks that share a host. `transports`: what may carry messages.
 - `compression`: methods that send less than plain data parallelism.
 - `messages`: all-gather and reduce-scatter of one tensor, and what the ranks' hosts have to know.
