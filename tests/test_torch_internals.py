@@ -2,9 +2,11 @@
 
 import ast
 import inspect
+import logging
 import math
 import pickletools
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -405,6 +407,8 @@ def test_settings_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(config, "cpp_cache_precompile_headers", True)
     compiler.avoid_precompiled_headers()
+    assert compiler.COMPILER in sys.modules
+    assert fakes.FAKES_LOGGER in logging.root.manager.loggerDict
     assert not config.cpp_cache_precompile_headers
 
 

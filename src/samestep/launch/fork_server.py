@@ -20,6 +20,7 @@ from samestep.errors import UserError
 from samestep.fault_tolerance.scratch import scratch
 from samestep.job import Job
 from samestep.layout import Layout, unsized
+from samestep.torch_internals.compiler import COMPILER
 
 _PR_SET_PDEATHSIG = 1  # Linux, <sys/prctl.h>; preserved across exec
 
@@ -64,7 +65,7 @@ _FIRST = "samestep.launch.fork_server_main"
 
 _ALWAYS = (
     "samestep.api",
-    "torch._dynamo",  # which PyTorch imports at an optimizer's first step
+    COMPILER,  # which PyTorch imports at an optimizer's first step
     "torch.distributed.elastic.multiprocessing.api",
 )
 

@@ -29,7 +29,7 @@ from samestep.parallel.layout_failure import internal_error
 from samestep.parallel.recorder import Recorder
 from samestep.parallel.unused_parameters import depending
 from samestep.torch_internals import pytree
-from samestep.torch_internals.fakes import FakeTensorMode
+from samestep.torch_internals.fakes import FAKES_LOGGER, FakeTensorMode
 
 
 def trace(model: nn.Module, inputs: Any, followed: Trace | None = None) -> Trace:
@@ -205,7 +205,7 @@ def _kind(model: nn.Module, name: str) -> str:
 @contextmanager
 def _without_log() -> Iterator[None]:
     """Disable PyTorch's log of operators that fail without values; the error itself is handled."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FAKES_LOGGER)
     before = log.disabled
     log.disabled = True
     try:

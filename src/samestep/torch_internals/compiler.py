@@ -1,4 +1,6 @@
-"""Settings of PyTorch's compiler."""
+"""PyTorch's compiler: its module and its settings. Importing this doesn't import PyTorch."""
+
+COMPILER = "torch._dynamo"  # the module
 
 
 def avoid_precompiled_headers() -> None:

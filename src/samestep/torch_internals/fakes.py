@@ -19,6 +19,9 @@ __all__ = [
 ]
 
 
+FAKES_LOGGER = "torch._subclasses.fake_tensor"  # logs each operator that fails on fake tensors
+
+
 class QuickFakeMode(FakeTensorMode):
     """A fake mode whose keys of PyTorch's cache of results may be built faster, by `add_to_key`."""
 
