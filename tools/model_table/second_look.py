@@ -13,7 +13,7 @@ from torch import nn
 
 from model_table.entry import HELD_OUT, SAMPLES, Entry, Row
 from model_table.result import Result
-from samestep.parallel.exact.batch_norm import BatchNorm
+from samestep.torch_internals.modules import AnyBatchNorm
 
 MARK = "@"  # between a model's name and that of its variant
 
@@ -66,7 +66,7 @@ class _GroupNorm:
         model = self.model()
         for module in list(model.modules()):
             for name, child in module.named_children():
-                if isinstance(child, BatchNorm):
+                if isinstance(child, AnyBatchNorm):
                     setattr(module, name, nn.GroupNorm(1, child.num_features))
         return model
 
