@@ -55,6 +55,9 @@ def shim(place: Path) -> Path:
     return library
 
 
+_SECONDS = 90  # for a training of three steps, which takes less than one
+
+
 class FaultyTrainings:
     """The program that trains under faults: started once, since PyTorch's import takes longer than many cases."""
 
@@ -79,21 +82,21 @@ class FaultyTrainings:
         self._program.kill()
         self._program.communicate()
 
-    def run(self, cases: Sequence[Case], *, seconds: float) -> list[Outcome]:
-        """Run the cases one after another. A program that takes longer is killed."""
+    def run(self, cases: Sequence[Case]) -> list[Outcome]:
+        """Run the cases one after another. A program that doesn't end one of them within the limit is killed."""
         assert self._program.stdin is not None
         assert self._program.stdout is not None
-        limit = threading.Timer(seconds, self._program.kill)
-        limit.start()
         outcomes = []
-        try:
-            for case in cases:
+        for case in cases:
+            limit = threading.Timer(_SECONDS, self._program.kill)
+            limit.start()
+            try:
                 print(json.dumps(asdict(case)), file=self._program.stdin, flush=True)
                 line = self._program.stdout.readline()
-                assert line, (case, self._errors.read_text(encoding="utf-8"))
-                outcomes.append(Outcome(**json.loads(line)))
-        finally:
-            limit.cancel()
+            finally:
+                limit.cancel()
+            assert line, (case, self._errors.read_text(encoding="utf-8"))
+            outcomes.append(Outcome(**json.loads(line)))
         return outcomes
 
 

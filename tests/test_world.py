@@ -1,7 +1,9 @@
 """Ends of process groups: none waits for ever, also where a model holds its group longer than the job does."""
 
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,3 +47,22 @@ def test_gloo_is_found_beside_another_back_end(tmp_path: Path) -> None:
         assert world._gloo_of(dist.group.WORLD) is None
     finally:
         dist.destroy_process_group()
+
+
+def test_a_process_that_has_trained_prints_its_own_errors_as_before() -> None:
+    """PyTorch's hook begins each line with "[rank0]: ", once more for each group that the process has joined."""
+    before = sys.excepthook
+    with world.join(alone=True, device="cpu", threads=1):
+        assert sys.excepthook is before
+    with pytest.raises(ZeroDivisionError), world.join(alone=True, device="cpu", threads=1):
+        raise ZeroDivisionError
+    assert sys.excepthook is before
+    assert local.start(leave, (), 2)
+
+
+def leave() -> bool:
+    """On a rank of two: the hook is PyTorch's while the rank has its group, and no longer."""
+    before = sys.excepthook
+    with world.join(device="cpu", threads=1):
+        within = sys.excepthook
+    return within is not before and sys.excepthook is before

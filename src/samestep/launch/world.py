@@ -1,6 +1,7 @@
 """World: this rank's numbers and device, and the process group that it joins and leaves."""
 
 import atexit
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -117,7 +118,7 @@ def join(
         device=device_of(ranks.local_rank, device),
         threads=threads_of(ranks.local_world_size, threads),
     )
-    threads_before = torch.get_num_threads()
+    threads_before, hook_before = torch.get_num_threads(), sys.excepthook
     torch.set_num_threads(world.threads)
     kept = world.device.type == "cpu" and keep_freed_memory(environment.snapshot())
     if world.device.type != "cpu":
@@ -133,6 +134,8 @@ def join(
             if ours:
                 with _meeting(ranks):
                     _join_process_group(world, ranks, met, while_here, cpu_backend, share_devices)
+            if world.world_size == 1:
+                sys.excepthook = hook_before  # PyTorch's begins every line of a traceback with the rank
             yield world
     except BaseException:
         # Leaving the group waits for the others; a failing rank must not.
@@ -141,6 +144,7 @@ def join(
     finally:
         if ours:
             leave_process_group()
+            sys.excepthook = hook_before
         torch.set_num_threads(threads_before)
         if kept:
             give_back_freed_memory()
