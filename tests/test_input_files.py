@@ -3,7 +3,9 @@
 Nothing waits for a writer, reads a device without end, or fills the memory.
 """
 
+import gzip
 import json
+import lzma
 import os
 import socket
 from collections.abc import Iterator
@@ -85,6 +87,23 @@ def test_what_is_no_file_is_told_at_once(which: str, name: str, place: Path) -> 
     assert told.startswith("samestep: ")
     if which in ("train", "verify", "hosts", "launch", "doctor") and name != "/dev/tty":
         assert WRONG[name] in told
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (gzip.compress(JOB.encode()), "is compressed by gzip; unpack it"),
+        (lzma.compress(JOB.encode()), "is compressed by xz; unpack it"),
+        (b"PK\x03\x04\x14\x00\x06\x00", "is an archive, such as a spreadsheet"),
+        (b"SQLite format 3\x00", "is an SQLite database; export it as text"),
+        (b"PAR1\x15\x04\x00", "is a Parquet file; export it as text"),
+        (b"PAR1: {}\n", 'unknown key "PAR1"'),  # a text may begin so
+    ],
+)
+def test_what_a_file_is_in_place_of_a_text_is_told(content: bytes, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_bytes(content)
+    assert said in command(["train", str(file)])
 
 
 @pytest.mark.parametrize("name", [name for name in WRONG if name not in ("nowhere", "folder")])

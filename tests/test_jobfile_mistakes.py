@@ -42,7 +42,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("recipe:\n  data: {[1]: 2}\n", "job.yaml:2: not YAML: found unhashable key"),
         (
             "recipe:\n  task: x\n---\nrecipe:\n",
-            "job.yaml:3: not YAML: expected a single document in the stream, but found another document",
+            "job.yaml:3: not YAML: expected a single document in the stream, but found another document; "
+            "keep one, without ---",
         ),
         ("recipe:\n  data: {since: 2020-99-01}\n", "job.yaml:2: not YAML: 2020-99-01: month must be in 1..12"),
         (

@@ -353,6 +353,7 @@ def test_a_layout_without_a_size_takes_the_processes(shown: Any) -> None:
         (["dp2", "--svg", "nowhere/x.svg"], "--svg nowhere/x.svg: there is no folder nowhere"),
         ([], "the following arguments are required: LAYOUT"),
         (["dp2", "tp2"], 'samestep layout takes no "tp2"'),
+        (["dp2", "\u2014world", "2"], 'begins with an em dash, as word processors write it; write "--world"'),
     ],
 )
 def test_a_mistake_is_one_message(

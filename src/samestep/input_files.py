@@ -163,14 +163,37 @@ def text_of(
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise UserError(f"{file} is UTF-16; save it as UTF-8")
     if not nul and (place := content.find(b"\0")) >= 0:
+        _refuse_packed(file, content)
         raise UserError(f"{file} is no text: byte {place} is 0x0; save it as UTF-8, if it is UTF-16 or UTF-32")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        _refuse_packed(file, content)
         raise UserError(
             f"{file} is not UTF-8: byte {error.start} is {content[error.start]:#x}; save it as UTF-8"
         ) from None
     return text.replace("\r\n", "\n").replace("\r", "\n") if newlines else text
+
+
+# How files begin that hold a text packed, or a table.
+_PACKED: Mapping[bytes, tuple[str, str]] = {
+    b"PK\x03\x04": ("an archive, such as a spreadsheet (.xlsx, .ods) or a ZIP", "export it as text, or unpack it"),
+    b"\x1f\x8b": ("compressed by gzip", "unpack it"),
+    b"BZh": ("compressed by bzip2", "unpack it"),
+    b"\xfd7zXZ": ("compressed by xz", "unpack it"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it"),
+    b"PAR1": ("a Parquet file", "export it as text"),
+    b"SQLite format 3\x00": ("an SQLite database", "export it as text"),
+    b"%PDF-": ("a PDF", "export it as text"),
+    b"\xd0\xcf\x11\xe0": ("an old document of Office (.xls, .doc)", "export it as text"),
+}
+
+
+def _refuse_packed(file: Path, content: bytes) -> None:
+    """Raise UserError for a content that is no text, and begins as a known kind of file does."""
+    for begin, (what, do) in _PACKED.items():
+        if content.startswith(begin):
+            raise UserError(f"{file} is {what}; {do}") from None
 
 
 class _TooManyDigitsError(Exception):

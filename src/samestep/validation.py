@@ -3,8 +3,10 @@
 import pathlib
 import re
 import typing
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from datetime import date
 from functools import wraps
 from types import UnionType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -46,6 +48,7 @@ _WANTED = {
 _SHOULD = "; it should be "
 _NULLS = ("none", "nil")  # words of other languages for YAML's null
 _POWER = re.compile(r"\d{1,9}(?:\.\d{1,9})?[eE]\+?\d{1,2}", re.ASCII)  # a number with an exponent
+_NUMBER = re.compile(r"-?\d{1,9}(?:\.\d{1,9})?", re.ASCII)
 _OF_KEYS = ("unexpected_keyword_argument", "extra_forbidden", "invalid_key")
 
 # Keys of other files, which people write into a job's.
@@ -70,7 +73,8 @@ def explain(
     wanted: dict[str, list[str]] = {}  # by what is said of the value; each kind that a value may be has its own say
     for detail in error.errors(include_url=False):
         path = _path_in(given, detail)
-        sentence = _sentence(detail, prefix + path, keys_at(schema, path[:-1], given))
+        known = keys_at(schema, path[:-1], given)
+        sentence = _after_comma(detail, prefix, path, given) or _sentence(detail, prefix + path, known)
         if _WANTED.get(detail["type"]) == _WANTED["dict_type"] and isinstance(detail["input"], str):
             sentence += _example(detail["input"], _schemas_at(schema, path, given))
         said, _, what = f"{place(prefix + path)}{sentence}".partition(_SHOULD)
@@ -139,7 +143,8 @@ def _sentence(detail: Any, path: Path, known: Sequence[str]) -> str:
     """One of pydantic's errors as a sentence: the key, what is there, what it should be."""
     kind, context, name = detail["type"], detail.get("ctx", {}), ".".join(path)
     if kind in _OF_KEYS:
-        instead = _ELSEWHERE.get(path[-1]) or _meant(name) or (closest(path[-1], known) if known else None)
+        instead = _ELSEWHERE.get(path[-1]) or _meant(name) or _in_ascii(path[-1], known)
+        instead = instead or (closest(path[-1], known) if known else None)
         return f'unknown key "{name}"' + (f"; {instead}" if instead else "")
     if detail["loc"] and detail["loc"][-1] == "[key]":
         return f'{name}: the key {path[-1]} should be text; write it as "{path[-1]}"'
@@ -161,18 +166,59 @@ def _sentence(detail: Any, path: Path, known: Sequence[str]) -> str:
         limit = context.get("min_length", context.get("max_length"))
         message = f"should have {'at least' if kind == 'too_short' else 'at most'} {limit} items"
     elif kind in _WANTED:
-        message = f"should be {_WANTED[kind]}{_in_digits(kind, detail['input'])}"
+        message = f"should be {_WANTED[kind]}{_written_so(kind, detail['input'])}"
     elif kind == "literal_error" and (value := value_of(detail["input"])) and f"'{value}'" in context["expected"]:
         return f"{name} is {shown(detail['input'])}; here it is {value}"
     return f"{name} is {shown(detail['input'])}; it {message}"
 
 
-def _in_digits(kind: str, value: Any) -> str:
-    """How a whole number is written that is given as a text such as 1e2, which is no number in YAML 1.1."""
-    if kind != "int_parsing" or not isinstance(value, str) or not _POWER.fullmatch(value.strip()):
+def _written_so(kind: str, value: Any) -> str:
+    """How what is meant is written, where YAML takes it for something else; "" where that isn't known."""
+    if isinstance(value, date) and kind in ("string_type", "path_type"):
+        return f", in quotes: '{value}' is a date in YAML"
+    if isinstance(value, bool) and kind == "string_type":
+        return " (a word such as no or on stands in quotes)"
+    if not isinstance(value, str) or kind not in ("int_parsing", "float_parsing", "number_wanted"):
         return ""
-    number = float(value)
-    return f", such as {int(number)}" if number.is_integer() else ""
+    number = _number_in(value)
+    if number is None or (kind == "int_parsing" and not number.is_integer()):
+        return ""
+    return f", such as {int(number) if kind == 'int_parsing' else repr(number)}"
+
+
+def _number_in(text: str) -> float | None:
+    """The number in a text such as 1e2, 0o17, "0,5", full-width digits, or one with a dash in place of a minus."""
+    plain = unicodedata.normalize("NFKC", text).strip()
+    plain = re.sub("^[\u2010-\u2015\u2212]", "-", plain)
+    if re.fullmatch(r"0o[0-7]{1,9}", plain):
+        return float(int(plain, 8))
+    if re.fullmatch(r"-?\d{1,9},\d{1,9}", plain, re.ASCII):
+        plain = plain.replace(",", ".")
+    return float(plain) if (plain != text and _NUMBER.fullmatch(plain)) or _POWER.fullmatch(plain) else None
+
+
+def _after_comma(detail: Any, prefix: Path, path: Path, given: Any) -> str | None:
+    """What to say of the key 5 without a value that YAML makes of {lr: 1,5}; None for another mistake."""
+    if detail["type"] not in _OF_KEYS or not path[-1].isdigit():
+        return None
+    for part in path[:-1]:
+        if isinstance(given, list) and part.isdigit():
+            given = given[int(part)] if int(part) < len(given) else None
+        else:
+            given = given.get(part) if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or given.get(int(path[-1]), given) is not None:
+        return None
+    name = ".".join((*prefix, *path))
+    return f'unknown key "{name}"; a decimal number is written with a point, such as 0.{path[-1]}, not a comma'
+
+
+def _in_ascii(key: str, known: Sequence[str]) -> str | None:
+    """What to do about a key of full-width letters, or with a space that isn't one; None for another key."""
+    plain = unicodedata.normalize("NFKC", key).strip()
+    odd = [each for each in key if not each.isascii() and (each.isspace() or plain in known)]
+    if not odd:
+        return None
+    return f"it has a {unicodedata.name(odd[0], 'character').lower()} ({ascii(odd[0])[1:-1]}) in it; write {plain}"
 
 
 def _meant(name: str) -> str | None:
@@ -189,7 +235,9 @@ def _as_written(message: str, value: Any) -> str:
 def shown(value: Any) -> str:
     """A value as it stands in a message: as YAML writes it, and never long."""
     words = {None: "empty", True: "true", False: "false"}
-    text = words[value] if value is None or isinstance(value, bool) else without_values(repr(value))
+    if value is None or isinstance(value, bool):
+        return words[value]
+    text = str(value) if isinstance(value, date) else without_values(repr(value))
     return text if len(text) < 80 else text[:77] + "..."
 
 

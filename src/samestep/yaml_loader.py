@@ -10,6 +10,7 @@ one another. An alias counts as often as it stands there, and may not stand insi
 """
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
@@ -195,4 +196,35 @@ def yaml_mistake(error: yaml.YAMLError | RecursionError, name: str, text: str, i
     problem = error.problem or " ".join(str(error).split())
     if problem.startswith("but "):
         problem = f"{error.context}, {problem}"
-    return f"{place}: {instead}: {problem}" + ("; indent with spaces" if "'\\t'" in problem else "")
+    lines = [] if error.problem_mark is None else text.splitlines()[: error.problem_mark.line + 1]
+    return f"{place}: {instead}: {problem}{_advice(problem, lines, name)}"
+
+
+# What input methods and word processors write, and YAML takes for letters.
+_LOOKALIKES = {
+    "：": ":",
+    "，": ",",
+    "｛": "{",
+    "｝": "}",
+    "［": "[",
+    "］": "]",
+    "\u00a0": " ",
+    "\u3000": " ",
+    "“": '"',
+    "”": '"',
+}
+
+
+def _advice(problem: str, lines: list[str], name: str) -> str:
+    """What to do about a problem, after "; ", or "". `lines`: of the text, up to that of the problem."""
+    if "'\\t'" in problem:
+        indents = not lines or "\t" in lines[-1][: len(lines[-1]) - len(lines[-1].lstrip())]
+        return "; indent with spaces" if indents else "; put a space in place of the tab"
+    if problem.endswith("found another document"):
+        return "; keep one, without ---"
+    for number in range(len(lines), max(0, len(lines) - 2), -1):  # a key that is none shows in the line after it
+        for wrong, right in _LOOKALIKES.items():
+            if wrong in lines[number - 1].partition(" #")[0]:
+                called = f"{unicodedata.name(wrong).lower()} ({ascii(wrong)[1:-1]})"
+                return f"; {name}:{number} has a {called}, which YAML doesn't know; write {right!r}"
+    return ""

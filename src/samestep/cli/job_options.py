@@ -99,7 +99,9 @@ def load(
         key, separator, value = text.partition("=")
         if not separator:
             raise UserError(f"--set {text[:_SHOWN]}: write KEY=VALUE, such as recipe.optimizer.lr=1e-3")
-        overrides.append((key, value, f"--set {text}" if len(text) <= _SHOWN else f"--set {text[:_SHOWN]}..."))
+        overrides.append(
+            (key.strip(), value, f"--set {text}" if len(text) <= _SHOWN else f"--set {text[:_SHOWN]}...")
+        )
     for flag, key in keys.items():
         value = getattr(options, flag.replace("-", "_"), None)
         if value is not None:

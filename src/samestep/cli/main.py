@@ -1,8 +1,10 @@
 """`samestep`: find the command, run it, and turn what went wrong into one message and an exit code."""
 
 import argparse
+import re
 import sys
 import time
+import unicodedata
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -162,6 +164,11 @@ class _Parser(argparse.ArgumentParser):
             option = next((word for word in unknown if word.startswith("-") and word != "--"), None)
             if option is not None:
                 raise UserError(unknown_option(option, self, _parser()))
+            dashes = _DASHES.match(unknown[0])
+            if dashes is not None:
+                word, dash = _in_quotes(unknown[0]), unicodedata.name(dashes[0][0]).lower()
+                option = _in_quotes(f"--{unknown[0][dashes.end() :]}")
+                raise UserError(f"{word} begins with an {dash}, as word processors write it; write {option}")
             raise UserError(f"{self.prog} takes no {_in_quotes(unknown[0])}; `{self.prog} --help` says what it takes")
         return namespace, unknown
 
@@ -176,6 +183,9 @@ class _Parser(argparse.ArgumentParser):
             word = next(word for word in self._words if not word.startswith("-") and word not in known)
             raise UserError(unknown_command(word, self, known))
         raise UserError(f"{message}; `{self.prog} --help` says what there is")
+
+
+_DASHES = re.compile("[\u2010-\u2015\u2212]-?")  # what becomes of the two hyphens of an option elsewhere
 
 
 def _in_quotes(word: str) -> str:

@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import pkgutil
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,10 +136,10 @@ def _separated_records(path: Path, separator: str, called: str) -> Iterator[tupl
                 _check_header(f"{path}:{number}", header, separator)
             elif row:
                 if len(row) != len(header):
-                    raise UserError(
-                        f"{path}:{number}: {len(row)} fields in a file of {len(header)} columns; "
-                        f"a text with a {called} must stand in double quotes"
-                    )
+                    fields = f"{len(row)} field{'s' * (len(row) != 1)} in a file of {len(header)} columns"
+                    quotes = f"a text with a {called} must stand in double quotes"
+                    too_few = f"put a {called} and what is missing there, or remove the line"
+                    raise UserError(f"{path}:{number}: {fields}; {too_few if len(row) < len(header) else quotes}")
                 yield number, dict(zip(header, row, strict=True))
             number = rows.line_num + 1  # a quoted text may run over several lines
     except csv.Error as error:
@@ -178,6 +179,8 @@ def _next(rows: Any) -> list[str] | None:
 def _check_separator(path: Path, content: str, separator: str) -> None:
     """Raise UserError where the first line names the columns, but between others than this format's separator."""
     first = content[:_LONGEST_HEADER].lstrip("\r\n").partition("\n")[0].partition("\r")[0]
+    if re.fullmatch('"?sep=.?"?', first):
+        raise UserError(f"{path}:1: {first} is a line for Excel alone; remove it")
     put = f"put {_SEPARATORS[separator][0]}s there"
     for other, (name, suffix) in _SEPARATORS.items():
         columns = {column.strip().strip('"') for column in first.split(other)}

@@ -434,9 +434,9 @@ def check_place(settings: Checkpointing | None, folder: Path | None) -> None:
     if settings is None:
         return
     if settings.resume not in ("never", "auto", "last") and not Path(settings.resume).is_dir():
+        there = "that is a file" if Path(settings.resume).exists() else "there is no such folder"
         raise CheckpointError(
-            f"run.checkpoint.resume is {settings.resume}: there is no such folder; use never, auto, last, or the "
-            "path of a checkpoint"
+            f"run.checkpoint.resume is {settings.resume}: {there}; use never, auto, last, or the path of a checkpoint"
         )
     place = settings.folder or (folder / CHECKPOINTS if folder is not None else None)
     fallback = settings.fallback_folder
