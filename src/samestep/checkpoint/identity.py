@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Strict
 
+from samestep.checkpoint.values import changed_values
 from samestep.data.fingerprint import SamplesIdentity, compare, identify, is_comparable
 from samestep.data.types import Samples
 
@@ -25,6 +26,7 @@ class Identity:
     held_out: SamplesIdentity | None = None
     sources: Mapping[str, _Text] = field(default_factory=dict)  # a recipe's key -> hash of the files that it names
     code: Mapping[str, _Text] = field(default_factory=dict)  # file -> hash of its source
+    values: Mapping[str, _Text] = field(default_factory=dict)  # that the task and the model hold
 
     def summary(self) -> dict[str, str]:
         """What it says, in short, by name."""
@@ -52,6 +54,7 @@ class Compared:
     data: tuple[str, ...] = ()  # differences of the data, a sentence each
     notes: tuple[str, ...] = ()  # what may be one
     code: tuple[str, ...] = ()  # the files whose code has changed
+    values: tuple[str, ...] = ()  # differences of what the task and the model hold
     sources: frozenset[str] = frozenset()  # the recipe's keys that name files then and now
     same_sources: frozenset[str] = frozenset()  # those of the same contents, at whatever path
     same_code: bool = False  # whatever its files are called
@@ -65,6 +68,7 @@ class LearnsFrom:
     held_out: Callable[[], Samples | None] = lambda: None
     sources: Callable[[], Mapping[str, str]] = dict
     code: Callable[[], Mapping[str, str]] = dict
+    values: Mapping[str, str] = field(default_factory=dict)
 
     def look(self, before: Identity | None) -> Compared:
         """Look at the data and the code, and compare them with those of a checkpoint, if it says any."""
@@ -73,7 +77,7 @@ class LearnsFrom:
         held, of_held = None, None
         if held_out is not None:
             held, of_held = _looked(held_out, None if before is None else before.held_out)
-        now = Identity(train=train, held_out=held, sources=sources, code=code)
+        now = Identity(train=train, held_out=held, sources=sources, code=code, values=self.values)
         if before is None:
             return Compared(now=now)
         sets = [
@@ -102,6 +106,7 @@ class LearnsFrom:
             data=tuple(data),
             notes=tuple(notes),
             code=changed_code(before, code),
+            values=changed_values(before.values, self.values),
             sources=frozenset(sources.keys() & before.sources.keys()),
             same_code=bool(code) and sorted(code.values()) == sorted(before.code.values()),
             same_sources=frozenset(key for key, digest in sources.items() if before.sources.get(key) == digest),

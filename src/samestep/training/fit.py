@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samestep.checkpoint.values import values_of
 from samestep.data.loader import StepBatch
 from samestep.data.order import SampleOrder
 from samestep.data.types import First
@@ -143,6 +144,7 @@ class Training:
             built = self._build(recorded=self.session.engine.can_fill(layout))
         check_same_task(self.samples, built.model)
         self.kinds = {type(module) for module in built.model.modules()}
+        self.values = values_of(task, built.model, recipe.args.values())  # before a layout changes some
         check_parameters(self.turns, built.model)
         if not recipe.dropout:
             switch_off(built.model)
@@ -313,7 +315,7 @@ def fit(
     ended: Exception | None = None
     stopped: Stopped | None = None
     lost: str | None = None
-    learns = learns_from(task, job.recipe, training.samples, training.kinds)
+    learns = learns_from(task, job.recipe, training.samples, training.kinds, training.values)
     with Checkpoints(job, session, folder, learns, supervision.memory, supervision.held) as checkpoints:
         checkpoints.early_stop.check(task)
         training.first_step = checkpoints.resume(training.steps_per_epoch)

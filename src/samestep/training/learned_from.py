@@ -1,6 +1,6 @@
 """What a training learns from: looked at by one rank for all, and held against a checkpoint's."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,16 @@ ACCEPT = "run.checkpoint.accept_data: true (--accept-data-change)"
 ACCEPT_IN_LOOP = "session.resume(..., accept_data=True)"
 
 
-def learns_from(task: Task, recipe: Recipe, samples: Samples, kinds: Iterable[type[nn.Module]]) -> LearnsFrom:
+def learns_from(
+    task: Task,
+    recipe: Recipe,
+    samples: Samples,
+    kinds: Iterable[type[nn.Module]],
+    values: Mapping[str, str],
+) -> LearnsFrom:
     """What a task's training learns from.
 
-    `samples`: those it trains on; `kinds`: the classes of its model's modules.
+    `samples`: those it trains on; `kinds`: the classes of its model's modules; `values`: what it and the model hold.
     """
     optimizers = [recipe.optimizer, *(group.optimizer for group in recipe.groups)]
     objects = [task, samples, *_handed_over(task), *sorted(kinds, key=lambda kind: kind.__qualname__)]
@@ -37,6 +43,7 @@ def learns_from(task: Task, recipe: Recipe, samples: Samples, kinds: Iterable[ty
         held_out=task.eval_set,
         sources=partial(sources_of, {"data": recipe.data, "args": recipe.args}),
         code=partial(code_of, objects, files),
+        values=values,
     )
 
 
@@ -84,6 +91,8 @@ def told(compared: Compared, loader: CheckpointLoader) -> Iterator[str]:
     yield from compared.notes
     if compared.code:
         yield code_line(compared.code, where)
+    if compared.values:
+        yield values_line(compared.values, where)
 
 
 def nothing_to_compare(where: Path) -> str:
@@ -96,8 +105,19 @@ _MOST_NAMED = 6  # files
 
 def code_line(names: Sequence[str], where: Path) -> str:
     """The line that tells of changed code, which is no reason to refuse it."""
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return (
-        f"the code has changed since {where} was saved, in {', '.join(names[:_MOST_NAMED])}{more}; the training goes "
-        "on with the present one"
+        f"the code has changed since {where} was saved, in {_some(names)}; the training goes on with the present one"
     )
+
+
+def values_line(differences: Sequence[str], where: Path) -> str:
+    """The line that tells of changed values of the task or the model."""
+    return (
+        f"the task or its model holds other values than when {where} was saved: {_some(differences)}; the training "
+        "goes on with the present ones"
+    )
+
+
+def _some(words: Sequence[str]) -> str:
+    more = f" and {len(words) - _MOST_NAMED} more" if len(words) > _MOST_NAMED else ""
+    return f"{', '.join(words[:_MOST_NAMED])}{more}"
