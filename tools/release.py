@@ -101,7 +101,7 @@ def install(wheel: Path, environment: Path) -> tuple[Path, Sequence[Path]]:
     pip = [str(environment / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     pip += ["--constraint", str(ROOT / "constraints.txt")]
     reports = [environment / f"installed-{number}.json" for number in range(2)]
-    for report, package in zip(reports, ("torch", str(wheel)), strict=True):
+    for report, package in zip(reports, ("torch", f"{wheel}[text]"), strict=True):
         _run([*pip, "--report", str(report), package], cwd=ROOT)
     return environment / "bin", reports
 

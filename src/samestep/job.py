@@ -178,7 +178,7 @@ class Run:
     overwrite: bool = False  # remove an earlier run in the folder, with its checkpoints
     offload_folder: FilePath | None = None  # for layouts that offload to disk; None: the system's temporary folder
     checkpoint: Checkpointing | None = None
-    tensorboard: bool = True
+    tensorboard: bool | None = None  # None: where tensorboard is installed
     rank_lines: bool = False  # a line a rank: steps x samples x ranks = data set
     max_restarts: Annotated[Whole, Ge(0), Le(MOST_RESTARTS)] = (
         0  # times that all ranks are started again after one has failed

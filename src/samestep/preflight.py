@@ -20,6 +20,7 @@ from samestep.tasks.base import Task, check_data
 from samestep.tasks.registry import resolve as resolve_task
 from samestep.tasks.turns import turns_of
 from samestep.training.early_stop import EarlyStopper
+from samestep.training.metrics_log import writes_events
 from samestep.training.optimizer import check_average_start, check_recipe_optimizers, check_turns_optimizers
 
 
@@ -43,6 +44,7 @@ def preflight(job: Job, layout: Layout, task: Task | None = None, *, here: bool 
         Precision(job.recipe.precision, device_of(0, job.run.device))
     check_faults(job, layout, skips=engine.abilities.skips)
     check_offload_folder(job.run.offload_folder)
+    writes_events(job.run.tensorboard)
     layout.check_batch(job.recipe.batch, job.run.micro_batch)
     task = task or resolve_task(job.recipe)
     _check_task(job, engine, layout, task)

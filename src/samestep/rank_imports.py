@@ -1,5 +1,6 @@
 """Modules that a job's ranks import: the fork server imports them before it forks a rank."""
 
+from samestep.extras import is_installed
 from samestep.job import Job
 from samestep.tasks import TASKS
 
@@ -14,7 +15,7 @@ def rank_imports(job: Job) -> list[str]:
     if not isinstance(recipe.task, str) or recipe.task not in TASKS:
         return modules
     modules += [TASKS[recipe.task].partition(":")[0], "safetensors.torch"]
-    if job.run.tensorboard:
+    if job.run.tensorboard is not False and is_installed("tensorboard"):
         modules.append("samestep.training.board")
     if recipe.task in _MODEL_TYPES:
         modules.append("transformers.modeling_utils")

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
-from tokenizers import Tokenizer
 
 from samestep import environment, private_folders
 from samestep.data import tokenizer
@@ -23,6 +23,9 @@ from samestep.environment import cache_folder
 from samestep.errors import UserError
 from samestep.progress import phases
 from samestep.version import VERSION
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Arrays = Mapping[str, NDArray[np.generic]]
 
@@ -170,14 +173,16 @@ def stream_tokenizer(documents: Sequence[str], vocabulary: int, cache: DataCache
 
 
 def _trained(
-    kind: str, texts: Sequence[str], vocabulary: int, cache: DataCache, train: Callable[[], Tokenizer]
-) -> Tokenizer:
+    kind: str, texts: Sequence[str], vocabulary: int, cache: DataCache, train: Callable[[], "Tokenizer"]
+) -> "Tokenizer":
     """Return the tokenizer trained on these texts, from the cache if it is there."""
 
     def make() -> Arrays:
         return {"json": np.frombuffer(train().to_str().encode(), dtype=np.uint8)}
 
     found = _kept("tokenizer", texts, (kind, vocabulary), make, cache).arrays
+    from tokenizers import Tokenizer
+
     return Tokenizer.from_str(found["json"].tobytes().decode())
 
 
@@ -211,7 +216,7 @@ def stream(
     return found.arrays["ids"].view(np.int32), found.checksum
 
 
-def _rules(rules: Tokenizer) -> str:
+def _rules(rules: "Tokenizer") -> str:
     """Serialize a tokenizer without the padding and truncation that were set last."""
     rules.no_padding()
     rules.no_truncation()

@@ -11,13 +11,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from samestep.data.types import WholeDigest
 from samestep.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _PADDING, _UNKNOWN, _START, _END, _MASK = _TEXT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -34,7 +37,7 @@ _LARGEST_ALPHABET = 6000  # the rest of a large vocabulary is for words
 class TextTokenizer:
     """Turns each text into token ids of its own, with special tokens around them: for classifiers."""
 
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer"
     padding: int  # the padding token's id
 
     @property
@@ -55,6 +58,8 @@ def train_text(texts: Sequence[str], vocabulary: int) -> TextTokenizer:
     WordPiece is the usual choice for encoders, but its trainer gives another vocabulary in each process. So does any
     trainer that chooses the alphabet itself: it drops characters of equal frequency at random.
     """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
     tokenizer = Tokenizer(models.BPE(unk_token=_UNKNOWN))
     tokenizer.normalizer = normalizers.BertNormalizer()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # pyright: ignore[reportAttributeAccessIssue]
@@ -110,7 +115,7 @@ SMALLEST_STREAM = 256 + len(_STREAM_SPECIAL)  # tokens: one a byte, and the spec
 class StreamTokenizer:
     """Turns texts into one stream of token ids, any bytes included: for language models."""
 
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer"
     padding: int | None  # the padding token's id
     end: int | None  # the id of the token behind each document
 
@@ -133,6 +138,8 @@ def train_stream(documents: Sequence[str], vocabulary: int) -> StreamTokenizer:
 
     The result depends on the texts and the size alone: the alphabet is given, so that the trainer chooses none.
     """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
@@ -162,7 +169,7 @@ def load_stream(path: Path, where: str) -> StreamTokenizer:
 class _Parts:
     """A loaded tokenizer, and the ids of its padding and end tokens, None where it has none."""
 
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer"
     padding: int | None
     end: int | None  # of a document
 
@@ -199,12 +206,14 @@ def _from_folder(path: Path) -> _Parts:
 
 def _from_file(path: Path) -> _Parts:
     """Load a tokenizer.json; its padding token is the configured one, or one with a usual name."""
+    from tokenizers import Tokenizer
+
     tokenizer = Tokenizer.from_file(str(path))
     padding = tokenizer.padding["pad_id"] if tokenizer.padding is not None else _first(tokenizer, _PADDING_NAMES)
     return _Parts(tokenizer=tokenizer, padding=padding, end=_first(tokenizer, _END_NAMES))
 
 
-def _first(tokenizer: Tokenizer, names: Sequence[str]) -> int | None:
+def _first(tokenizer: "Tokenizer", names: Sequence[str]) -> int | None:
     """Return the id of the first of these tokens that the tokenizer has; None if it has none."""
     return next((number for number in map(tokenizer.token_to_id, names) if number is not None), None)
 

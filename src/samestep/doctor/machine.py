@@ -13,19 +13,22 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-from packaging.requirements import Requirement
 
 from samestep import environment
 from samestep.doctor.findings import DoctorFinding, ExaminationRequest, ok, problem, warning
 from samestep.engines import ENGINES
 from samestep.engines.registry import resolve
+from samestep.extras import is_installed
 from samestep.launch.affinity import cores as usable_cores
 from samestep.launch.device import accelerator_names, build
 from samestep.launch.memory import cgroup_limit
 from samestep.sizes import binary_size
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -273,6 +276,11 @@ def torch_build(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
 
 def packages(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     """What samestep must have, in the versions that it asks for, then its extras."""
+    if not is_installed("packaging"):
+        yield warning("packages", "packaging is not installed, so no versions were compared", "pip install packaging")
+        return
+    from packaging.requirements import Requirement
+
     try:
         needed = [Requirement(text) for text in requires("samestep") or []]
     except PackageNotFoundError:
@@ -292,13 +300,13 @@ def packages(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     yield from (_extra(extra, wanted) for extra, wanted in extras.items())
 
 
-def _extras(requirement: Requirement) -> list[str]:
+def _extras(requirement: "Requirement") -> list[str]:
     """Return the extras of a requirement, from a marker such as `extra == "images"`."""
     words = str(requirement.marker or "").split('extra == "')[1:]
     return [word.partition('"')[0] for word in words]
 
 
-def _wrong(requirement: Requirement) -> str | None:
+def _wrong(requirement: "Requirement") -> str | None:
     """Return why a requirement is not met; None if it is."""
     try:
         found = version(requirement.name)
@@ -309,7 +317,7 @@ def _wrong(requirement: Requirement) -> str | None:
     return f"{requirement.name} is {found}, and {requirement.specifier} is wanted"
 
 
-def _extra(extra: str, wanted: list[Requirement]) -> DoctorFinding:
+def _extra(extra: str, wanted: "list[Requirement]") -> DoctorFinding:
     """Check that the packages of an extra are installed in matching versions."""
     subject, install = f"extra {extra}", f'pip install --upgrade "samestep[{extra}]"'
     wrong = [(each, text) for each in wanted if (text := _wrong(each)) is not None]

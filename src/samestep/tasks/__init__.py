@@ -23,7 +23,10 @@ TASKS = {
     "text-classification": "samestep.tasks.text_classification:TextClassification",
 }
 
-__all__ = ["TASKS", "HuggingFace"]
+# Packages that tasks need besides those of samestep itself.
+PACKAGES = dict.fromkeys(("causal-lm", "text-classification"), ("transformers", "tokenizers"))
+
+__all__ = ["PACKAGES", "TASKS", "HuggingFace"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from samestep.data.types import Batch, Samples
 from samestep.errors import UserError, described
+from samestep.extras import need
 from samestep.progress import phases
 from samestep.tasks.base import Task, check_samples, sum_and_count
 from samestep.tasks.first_rows import chosen_rows
@@ -51,6 +52,7 @@ class HuggingFace(Task):
         loss_weights: Mapping[str, float] | None = None,
         split: Callable[[Mapping[str, Any]], Any] | None = None,
     ) -> None:
+        need("task HuggingFace", "transformers")
         _check_model(model)
         functions = {"collator": collator, "count": count, "loss": loss, "split": split}
         for name, function in functions.items():

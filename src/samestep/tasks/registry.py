@@ -18,10 +18,11 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserErro
 from pydantic_core import ArgsKwargs
 
 from samestep.errors import UserError
+from samestep.extras import EXTRAS, how_to_install, need
 from samestep.input_files import short_path, wrong_path
 from samestep.limits import divisors
 from samestep.recipe import Recipe
-from samestep.tasks import TASKS
+from samestep.tasks import PACKAGES, TASKS
 from samestep.tasks.base import Task
 from samestep.validation import check_keys, closest, explain
 
@@ -77,6 +78,7 @@ def _built(recipe: Recipe) -> Task:
 def _find_class(name: str) -> type[Task]:
     """The class that `recipe.task` names. Raises UserError for none, or for one with methods missing."""
     if name in TASKS:
+        need(f"task {name}", *PACKAGES.get(name, ()))
         return pkgutil.resolve_name(TASKS[name])
     file, separator, class_name = name.rpartition(":")
     if not separator or not file.endswith(".py"):
@@ -120,8 +122,16 @@ def import_file(path: Path, key: str = "recipe.task") -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
-        raise UserError(f"{key}: {path} fails to import: {what}, at {_line_of(error, path)}") from error
+        raise UserError(
+            f"{key}: {path} fails to import: {what}, at {_line_of(error, path)}{_install(error)}"
+        ) from error
     return module
+
+
+def _install(error: BaseException) -> str:
+    """The command that installs the package that an import has missed, if samestep has an extra for it."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"; {how_to_install(package)}" if package in EXTRAS else ""
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from samestep import file_errors
 from samestep.data.loader import StepBatch
 from samestep.errors import UserError
+from samestep.extras import is_installed, need
 from samestep.fault_tolerance.lease import Held
 from samestep.fault_tolerance.nonfinite import without_nonfinite
 from samestep.run_folder import EVALUATIONS_FILE, METRICS_FILE, json_lines
@@ -124,6 +125,13 @@ def _warn(text: str) -> None:
     print(f"samestep: {text}", file=sys.stderr, flush=True)
 
 
+def writes_events(tensorboard: bool | None) -> bool:
+    """Whether events for TensorBoard are written; raises UserError if they are asked for and it isn't installed."""
+    if tensorboard:
+        need("run.tensorboard: true", "tensorboard")
+    return is_installed("tensorboard") if tensorboard is None else tensorboard
+
+
 class Records:
     """Writes a line per step to metrics.jsonl and one per evaluation to evaluations.jsonl, and to TensorBoard.
 
@@ -131,7 +139,7 @@ class Records:
     """
 
     def __init__(
-        self, folder: Path | None, *, first_step: int = 0, tensorboard: bool, held: Held | None = None
+        self, folder: Path | None, *, first_step: int = 0, tensorboard: bool | None, held: Held | None = None
     ) -> None:
         """`held`: the lease of the folder, which is looked at now and then while steps are written."""
         self._held = held
@@ -149,7 +157,7 @@ class Records:
                 raise UserError(text) from None
             _warn(f"{text}; the training goes on without them")
 
-    def _open(self, folder: Path, first_step: int, *, tensorboard: bool) -> None:
+    def _open(self, folder: Path, first_step: int, *, tensorboard: bool | None) -> None:
         """Open the files, with the lines of the steps before `first_step`."""
         folder.mkdir(parents=True, exist_ok=True)
         metrics, evaluations = folder / METRICS_FILE, folder / EVALUATIONS_FILE
@@ -159,7 +167,7 @@ class Records:
         self.skipped = max((int(values.get(SKIPPED, 0)) for _, values in kept), default=0)
         self._steps = _rewritten(metrics, [line for line, _ in kept])
         self._evaluations = _rewritten(evaluations, [line for line, _ in _lines_before(evaluations, first_step + 1)])
-        if tensorboard:
+        if writes_events(tensorboard):
             from samestep.training.board import Board
 
             self._board = Board(folder / "tensorboard", purge_step=first_step or None)

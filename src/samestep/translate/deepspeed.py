@@ -285,7 +285,7 @@ class WriteDeepSpeed(ConfigWriter):
         config["gradient_clipping"] = recipe.clip or 0.0  # without the key, DeepSpeed would clip to 1.0
         config |= _written_precision(recipe, remarks)
         config |= _layout(job, layout, remarks, said)
-        config["tensorboard"] = {"enabled": job.run.tensorboard}
+        config["tensorboard"] = {"enabled": job.run.tensorboard is not False}
         remarks += unsaid(job, said)
         return Written(text=json.dumps(config, indent=2) + "\n", remarks=remarks)
 
