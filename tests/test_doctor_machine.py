@@ -116,6 +116,13 @@ def test_missing_and_old_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert found[3].remedy == 'to have it: pip install --upgrade "samestep[wished]"'
 
 
+def test_without_packaging_no_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "is_installed", lambda package: package != "packaging")
+    finding = only(machine.packages(ExaminationRequest()))
+    assert (finding.verdict, finding.remedy) == ("warning", "pip install packaging")
+    assert finding.text == "packaging is not installed, so no versions were compared"
+
+
 def test_an_engine_without_its_package_has_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
     of = {each.subject: each for each in machine.engines(ExaminationRequest())}

@@ -1,4 +1,4 @@
-"""`tools/make-venv` makes the environment of the newest Python that was tried, or says in a sentence what is wrong."""
+"""`tools/make-venv` makes an environment of the newest Python that was tried, or says in a sentence what is wrong."""
 
 import os
 import shutil
