@@ -10,6 +10,7 @@ Read `base` first (what a task is), then `regression`, the smallest. `registry` 
 - Kinds of losses: `losses` (of samples that are compared, of several terms), `turns` (steps in turns).
 """
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ TASKS = {
 }
 
 # Packages that tasks need besides those of samestep itself.
-PACKAGES = dict.fromkeys(("causal-lm", "text-classification"), ("transformers", "tokenizers"))
+_OF_TEXT = ("transformers", "tokenizers")
+PACKAGES: Mapping[str, tuple[str, ...]] = {"causal-lm": _OF_TEXT, "text-classification": _OF_TEXT}
 
 __all__ = ["PACKAGES", "TASKS", "HuggingFace"]
 
