@@ -26,6 +26,7 @@ def hostfile(tmp_path: Path) -> Path:
         ("[fd00::7] slots=2\n[fe80::1%eth0]:3", {"fd00::7": 2, "fe80::1%eth0": 3}),  # as the message says
         ("node-1\nnode-1\nnode-2", {"node-1": 2, "node-2": 1}),  # a node a line, as PBS and old Open MPI write it
         ("node-1 slots=2\nnode-2 slots=1\nnode-1 slots=3", {"node-1": 5, "node-2": 1}),
+        ("Node-1 slots=2\nnode-1. slots=1\n[FD00:0::7]\n[fd00::7]:3", {"Node-1": 3, "FD00:0::7": 4}),  # spellings
         ("# head\n\n  worker-1\tslots=4  # fast\r\n#worker-2 slots=4\n", {"worker-1": 4}),
         ("worker-1 slots=0\nworker-2 slots=1", {"worker-2": 1}),
         ("worker-1.rack.example slots=8", {"worker-1.rack.example": 8}),
@@ -59,7 +60,8 @@ def test_the_lines_of_a_hostfile_are_shown(hostfile: Path) -> None:
         ("worker-1 slots=4 max_slots=2", "slots=4 is more than max_slots=2"),
         ("worker-1:2222", "a host has 1024 at most; if it is a port, say it in OpenSSH's configuration"),
         ("-oProxyCommand=x slots=2", '"-oProxyCommand=x" is no host'),
-        ("user@worker-1 slots=2", '"user@worker-1" is no host'),
+        ("user@worker-1 slots=2", "\"user@worker-1\" is no host: a user's name is no part of it; OpenSSH's"),
+        ("worker-1,worker-2", '"worker-1,worker-2" names several hosts; write each into a line of its own'),
         ("worker-1, slots=2", '"worker-1," is no host'),
         ("fd00::7 slots=2", '"fd00::7" is no host; write an IPv6 address in brackets: [fd00::7]'),
         ("fe80::1%eth0", '"fe80::1%eth0" is no host; write an IPv6 address in brackets: [fe80::1%eth0]'),

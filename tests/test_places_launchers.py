@@ -96,6 +96,7 @@ def test_slurm_one_task_a_node_is_there_on_every_host() -> None:
     [
         ({"SLURM_JOB_NODELIST": "gpu[01-"}, "SLURM_JOB_NODELIST is 'gpu[01-'"),
         ({"SLURM_JOB_NODELIST": "n1,n1,n2"}, "SLURM_JOB_NODELIST names n1 twice; name each host once"),
+        ({"SLURM_JOB_NODELIST": "n1,N1"}, "SLURM_JOB_NODELIST names N1 twice (n1 is the same); name each host once"),
         ({"SLURM_JOB_NODELIST": "n[1-2],n[2-3]"}, "SLURM_JOB_NODELIST names n2 twice"),
         ({"SLURM_JOB_NODELIST": "n[1-2,1]"}, "SLURM_JOB_NODELIST names n1 twice"),
         ({"SLURM_TASKS_PER_NODE": "2(x2)"}, "doesn't say a number for each of 3 nodes"),

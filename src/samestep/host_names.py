@@ -58,11 +58,22 @@ def check_count(hosts: int, where: str) -> None:
 
 
 def check_once(names: Sequence[str], where: str) -> None:
-    """Raise UserError for a host that a list names twice: it would count as two."""
-    if len(set(names)) < len(names):
-        seen: set[str] = set()
-        twice = next(name for name in names if name in seen or seen.add(name))
-        raise UserError(f"{where} names {twice} twice; name each host once")
+    """Raise UserError for a host that a list names twice, also in another spelling: it would count as two."""
+    seen: dict[str, str] = {}
+    for name in names:
+        spelling = one_spelling(name)
+        first = seen.get(spelling)
+        seen[spelling] = name
+        if first is not None:
+            spelled = "" if first == name else f" ({first} is the same)"
+            raise UserError(f"{where} names {name} twice{spelled}; name each host once")
+
+
+def one_spelling(name: str) -> str:
+    """A host's name without capital letters and a dot at its end, which don't count; an address in its short form."""
+    name = name.lower().removesuffix(".")
+    may_be_address = ":" in name or name[:1].isdigit()  # to try it takes long, and lists are
+    return str(ipaddress.ip_address(name)) if may_be_address and is_address(name) else name
 
 
 def checked_hosts(names: Iterable[str], where: str) -> Iterator[str]:

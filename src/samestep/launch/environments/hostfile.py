@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from samestep.errors import UserError
-from samestep.host_names import check_count, check_host, is_address, quoted
+from samestep.host_names import check_count, check_host, is_address, one_spelling, quoted
 from samestep.input_files import text_of
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Read, which
 from samestep.limits import MOST_RANKS_A_HOST, read_whole
@@ -49,11 +49,13 @@ def read_hostfile(file: Path) -> tuple[tuple[Host, ...], tuple[Read, ...]]:
     except UserError as error:
         raise UserError(f"--hostfile {error}; use a file with lines such as worker-1 slots=4") from None
     slots: dict[str, int] = {}
+    spelled: dict[str, str] = {}  # as it stands first
     read = []
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()
         if words:
             name, count = _line(words, f"--hostfile {file}, line {number}")
+            name = spelled.setdefault(one_spelling(name), name)
             slots[name] = slots.get(name, 0) + count
             check_count(len(slots), f"--hostfile {file}")
             read.append(Read(source=f"{file}:{number}", value=" ".join(words)))
@@ -67,6 +69,10 @@ def _line(words: list[str], place: str) -> tuple[str, int]:
     """The name and the slots of a line."""
     match = _HOST.fullmatch(words[0])
     if match is None:
+        if "@" in words[0]:
+            check_host(words[0], place)
+        if words[0].strip(",").count(","):
+            raise UserError(f"{place}: {quoted(words[0])} names several hosts; write each into a line of its own")
         form = f"write an IPv6 address in brackets: [{words[0]}]" if is_address(words[0]) else _FORM
         raise UserError(f"{place}: {quoted(words[0])} is no host; {form}")
     check_host(match["name"] or match["address"], place)
