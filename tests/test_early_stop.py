@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from small_tasks import Points
 from torch import Tensor
+from unsafe import rewrite_info
 
 import samestep
 from samestep import EarlyStop, Evaluation, UserError
@@ -176,3 +178,18 @@ def test_held_out_samples_are_wanted(tmp_path: Path) -> None:
         UserError, match=r"Without has no held-out samples to evaluate; use recipe\.data\.held_out or"
     ):
         samestep.train(recipe, folder=tmp_path / "run", threads=1)
+
+
+@pytest.mark.parametrize(("name", "count"), [("worse", 10**30), ("step", 3), ("best_step", -1), ("worse", True)])
+def test_counts_that_no_training_of_so_many_steps_has_are_refused(tmp_path: Path, name: str, count: int) -> None:
+    """They would end the training at once, or never."""
+    stop = EarlyStop(metric="accuracy", patience=5)
+    recipe = samestep.Recipe(
+        task=Points(samples=20), batch=10, steps=2, evaluation=Evaluation(every=1), early_stop=stop
+    )
+    run: dict[str, Any] = {"folder": tmp_path / "run", "threads": 1, "check": False, "tensorboard": False}
+    samestep.train(recipe, checkpoint={"every": 2}, **run)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-2"
+    rewrite_info(checkpoint, lambda values: values["extra"]["early_stop"].update({name: count}))
+    with pytest.raises(samestep.UserError, match="the checkpoint's counts of evaluations are .*; resume without"):
+        samestep.train(replace(recipe, steps=3), checkpoint={"resume": "last"}, **run)
