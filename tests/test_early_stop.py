@@ -191,5 +191,5 @@ def test_counts_that_no_training_of_so_many_steps_has_are_refused(tmp_path: Path
     samestep.train(recipe, checkpoint={"every": 2}, **run)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-2"
     rewrite_info(checkpoint, lambda values: values["extra"]["early_stop"].update({name: count}))
-    with pytest.raises(samestep.UserError, match="the checkpoint's counts of evaluations are .*; resume without"):
+    with pytest.raises(samestep.UserError, match=r"the checkpoint's counts of evaluations are .*; resume without"):
         samestep.train(replace(recipe, steps=3), checkpoint={"resume": "last"}, **run)
