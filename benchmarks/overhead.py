@@ -5,7 +5,8 @@
 A pair is one start of one process (or two), in which the hand-written loop and samestep train a model each and
 take blocks of steps in turns, so that other load on the machine slows both. A pair gives the ratio of their median
 steps, without the first steps of the run and the first step of each block; the result is the median ratio over all
-pairs. Both wait for data, log every step, and compute the same batches. `--docs` writes the table of the READMEs.
+pairs. Both wait for data, log every step, and compute the same batches. `--docs` writes the table of
+docs/what-works.md.
 
 samestep's blocks are supervised as `samestep train` supervises its ranks: each rank publishes its status in every
 step and its heartbeat from a thread, and a watchdog in another process reads them. During the hand-written loop's
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--docs", action="store_true", help="write the table into the READMEs")
+    parser.add_argument("--docs", action="store_true", help="write the table into the docs")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # the folder of the pair that this rank runs
     options = parser.parse_args()
     if options.rank_of is not None:
@@ -258,7 +259,7 @@ TITLES: Mapping[str, Sequence[str]] = {
     ),
     "zh": ("进程数", "dropout", "启动次数", "手写，毫秒/步", "samestep，毫秒/步", "比值（最小到最大）"),
 }
-TABLE = MeasuredTable(name="overhead", part="benchmarks/overhead.py", page="README.md", text=markdown)
+TABLE = MeasuredTable(name="overhead", part="benchmarks/overhead.py", page="docs/what-works.md", text=markdown)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Trains the jobs in examples/ that the READMEs list: the score on held-out samples, and the seconds of all steps.
+"""Trains the jobs that docs/what-works.md lists: the score on held-out samples, and the seconds of all steps.
 
     python benchmarks/shipped.py [--jobs reviews digits] [--docs]
 
 Each job is trained once, by `samestep train` with its own layout of two ranks; examples/graph.yaml a second time
-without edges. The first lines of a job file say what its data needs. `--docs` writes the table of README.md and
-README.zh-CN.md, in which the rows of other jobs stay, each with the day on which it was measured.
+without edges. The first lines of a job file say what its data needs. `--docs` writes the table of docs/what-works.md
+and docs/zh/what-works.md, in which the rows of other jobs stay, each with the day on which it was measured.
 """
 
 import argparse
@@ -52,9 +52,9 @@ JOBS: Mapping[str, Shipped] = {
         metric="perplexity",
         score={
             "en": "perplexity {score:.1f} "
-            "([frequencies of tokens: 464, of pairs: 70.4](benchmarks/language_baselines.py))",
+            "([frequencies of tokens: 464, of pairs: 70.4](../benchmarks/language_baselines.py))",
             "zh": "困惑度 {score:.1f}"
-            "（[只凭 token 频率：464，凭 token 对的频率：70.4](benchmarks/language_baselines.py)）",
+            "（[只凭 token 频率：464，凭 token 对的频率：70.4](../../benchmarks/language_baselines.py)）",
         },
     ),
     "fashion": Shipped(
@@ -72,8 +72,8 @@ JOBS: Mapping[str, Shipped] = {
     "experts": Shipped(
         title={"en": "the same Chinese reviews, under `ep2`", "zh": "同样的中文评论，用 `ep2`"},
         model={
-            "en": "2 layers of 8 experts, 2 for each token ([its code](examples/experts.py))",
-            "zh": "2 层，各 8 个专家，每个 token 用 2 个（[代码](examples/experts.py)）",
+            "en": "2 layers of 8 experts, 2 for each token ([its code](../examples/experts.py))",
+            "zh": "2 层，各 8 个专家，每个 token 用 2 个（[代码](../../examples/experts.py)）",
         },
         metric="accuracy",
         score=ACCURACY,
@@ -84,8 +84,8 @@ JOBS: Mapping[str, Shipped] = {
             "zh": "造出来的图，三类，只有边不同",
         },
         model={
-            "en": "a graph net of 2 layers ([its code](examples/graph.py))",
-            "zh": "2 层的图网络（[代码](examples/graph.py)）",
+            "en": "a graph net of 2 layers ([its code](../examples/graph.py))",
+            "zh": "2 层的图网络（[代码](../../examples/graph.py)）",
         },
         metric="accuracy",
         score={
@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--set", action="append", default=[], help="key=value, laid over every job")
-    parser.add_argument("--docs", action="store_true", help="write the table into the READMEs")
+    parser.add_argument("--docs", action="store_true", help="write the table into the docs")
     options = parser.parse_args()
     more = [word for each in options.set for word in ("--set", each)]
     rows = []
@@ -166,7 +166,9 @@ def markdown(rows: Sequence[Mapping[str, Any]], language: str) -> str:
     return markdown_table(TITLES[language], lines, align="l")
 
 
-TABLE = MeasuredTable(name="shipped", part="benchmarks/shipped.py", page="README.md", text=markdown, dated_rows=True)
+TABLE = MeasuredTable(
+    name="shipped", part="benchmarks/shipped.py", page="docs/what-works.md", text=markdown, dated_rows=True
+)
 
 
 if __name__ == "__main__":

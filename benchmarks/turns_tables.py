@@ -5,8 +5,7 @@
 
 A table for each number of hosts and processes, a column for each job and precision, a row for each way. The starts of
 files that measured one way of one column are put together. `--docs` writes them into docs/compare.md and
-docs/zh/compare.md, and the ways that most people know into the README. Tables and columns that the page has and no
-file measured stay as they are.
+docs/zh/compare.md. Tables and columns that the page has and no file measured stay as they are.
 """
 
 import argparse
@@ -28,19 +27,6 @@ from benchmarks.ways import WAYS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"en": ROOT / "docs" / "compare.md", "zh": ROOT / "docs" / "zh" / "compare.md"}
-SHORT_PAGES = {"en": ROOT / "README.md", "zh": ROOT / "README.zh-CN.md"}
-SHORT = (
-    "alone",
-    "ddp",
-    "ddp-compiled",
-    "accelerate",
-    "fabric",
-    "trainer",
-    "deepspeed",
-    "samestep",
-    "shared",
-    "shared-compiled",
-)
 PART = "benchmarks/turns_tables.py"  # of the pages, by its mark
 CHINESE = {
     "hand-written, no messages": "手写，不通信",
@@ -72,13 +58,12 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
     options = parser.parse_args()
     measured = joined([row for file in options.files for row in json.loads(file.read_text(encoding="utf-8"))])
-    known = [[row for row in rows if row["way"] in SHORT] for rows in measured]
     if not options.docs:
         print(text_of(tables(measured, "en"), "en"))
         return
     for language in PAGES:
-        for page, rows in ((PAGES[language], measured), (SHORT_PAGES[language], known)):
-            write_parts(page, {PART: updated(read_part(page, PART), tables(rows, language), language)})
+        page = PAGES[language]
+        write_parts(page, {PART: updated(read_part(page, PART), tables(measured, language), language)})
 
 
 def updated(text: str, measured: Mapping[str, Columns], language: str) -> str:

@@ -424,13 +424,14 @@ def test_every_variable_that_a_place_reads_stands_in_its_row(page: Path) -> None
             assert sorted(told) == sorted(variables_read(place)), place.name
 
 
-# Places that the READMES call by what people know: in the English one, in the Chinese one.
+# The pages of what works, in English and in Chinese, and places that they call by what people know.
+WHAT_WORKS = (DOCS / "what-works.md", DOCS / "zh" / "what-works.md")
 KNOWN_AS = {"pytorchjob": ("Kubernetes", "Kubernetes"), "this-machine": ("local processes", "本机多进程")}
 
 
 @pytest.mark.parametrize("language", [0, 1], ids=["en", "zh"])
-def test_every_place_stands_in_the_readmes_row_of_starts(language: int) -> None:
-    rows = [re.findall(r"^\| (?:start|启动) \|(.*?)\|", read(page), re.MULTILINE) for page in PAIRS[0]]
+def test_every_place_stands_in_the_row_of_starts(language: int) -> None:
+    rows = [re.findall(r"^\| (?:start|启动) \|(.*?)\|", read(page), re.MULTILINE) for page in WHAT_WORKS]
     (row,) = rows[language]
     for place in PLACES:
         name = KNOWN_AS.get(place.name, (place.name, place.name))[language]
@@ -480,8 +481,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "samestep.api.train" in (tmp_path / "site" / "reference" / "index.html").read_text(encoding="utf-8")
 
 
-def test_the_overhead_that_the_readmes_show_is_within_its_limit() -> None:
-    """tests/test_measured_tables.py compares the tables in the READMEs with this file."""
+def test_the_overhead_that_the_pages_show_is_within_its_limit() -> None:
+    """tests/test_measured_tables.py compares the tables in the pages with this file."""
     rows = json.loads(read(ROOT / "benchmarks" / "measured" / "overhead.json"))["result"]
     assert len(rows) == 4
     for row in rows:
@@ -489,8 +490,8 @@ def test_the_overhead_that_the_readmes_show_is_within_its_limit() -> None:
         assert row["ratio"] <= MOST_OVERHEAD
 
 
-@pytest.mark.parametrize("page", PAIRS[0], ids=name_of)
-def test_the_readmes_name_every_command(page: Path) -> None:
+@pytest.mark.parametrize("page", WHAT_WORKS, ids=name_of)
+def test_what_works_names_every_command(page: Path) -> None:
     row = next(line for line in read(page).splitlines() if line.startswith(("| commands |", "| 命令 |")))
     assert re.findall(r"`(\w+)`", row) == [command.__name__.rpartition(".")[2] for command in COMMANDS]
 

@@ -31,7 +31,6 @@ from samestep.verification.proof import Proof
 
 pytestmark = pytest.mark.quick
 
-README = "README.md"
 HOME = "docs/README.md"
 KEYS = "docs/recipes-and-layouts.md"
 OWN = "docs/own-tasks.md"
@@ -58,7 +57,7 @@ def proof(**values: Any) -> Proof:
     return Proof(**{**usual, "tolerance": 1e-10, "worst_parameter": "0.weight", "as_built": AS_BUILT, **values})
 
 
-@pytest.mark.parametrize("page", [README, HOME, OWN, PROMISE])
+@pytest.mark.parametrize("page", [HOME, OWN, PROMISE])
 def test_a_proof_is_printed_as_shown(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = the_output(page, "versus one process, 5 steps in float64")
     (worst,) = re.findall(r"worst parameter: (.*)", shown)

@@ -180,7 +180,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write what came of each script to a file")
     parser.add_argument("--losses", action="store_true", help="also hold final losses against those of other seeds")
-    parser.add_argument("--write", action="store_true", help="write the tables of README and docs, with --losses")
+    parser.add_argument("--write", action="store_true", help="write the tables of the docs, with --losses")
     given = parser.parse_args()
     seen = []
     for animal in animals(given.names):

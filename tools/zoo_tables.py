@@ -1,4 +1,4 @@
-"""The zoo's tables in README and docs, in both languages, between markers."""
+"""The zoo's tables in docs/is-my-training-right.md, in both languages, between markers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,10 +65,10 @@ _YES = (("yes", "no"), ("是", "否"))
 
 
 def write(root: Path, seen: Sequence["Seen"]) -> None:
-    """Write the summary into both READMEs, and every fault into the page of the docs."""
-    for language, (readme, docs) in enumerate((("README.md", "docs"), ("README.zh-CN.md", "docs/zh"))):
-        write_parts(root / readme, {"zoo": summary(seen, language)})
-        write_parts(root / docs / "is-my-training-right.md", {"zoo-faults": faults(seen, language)})
+    """Write the summary, and below it every fault."""
+    for language, docs in enumerate(("docs", "docs/zh")):
+        parts = {"zoo": summary(seen, language), "zoo-faults": faults(seen, language)}
+        write_parts(root / docs / "is-my-training-right.md", parts)
 
 
 def summary(seen: Sequence["Seen"], language: int) -> str:
