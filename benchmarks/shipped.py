@@ -97,7 +97,7 @@ JOBS: Mapping[str, Shipped] = {
 }
 TITLES: Mapping[str, Sequence[str]] = {
     "en": ("job", "model", "on held-out samples", "steps took", "measured on"),
-    "zh": ("任务文件", "模型", "留出样本上的结果", "各步用时", "测量日期"),
+    "zh": ("作业文件", "模型", "留出样本上的结果", "各步用时", "测量日期"),
 }
 SECONDS = {"en": ("{:.0f} s", "{:.0f} s, on shared cores"), "zh": ("{:.0f} 秒", "{:.0f} 秒，与别的程序分核")}
 COLON = {"en": ": ", "zh": "："}
