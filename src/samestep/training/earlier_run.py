@@ -152,6 +152,11 @@ def _asides(job: Job, folder: Path) -> Sequence[Path]:
     return [each / ASIDE for each in dict.fromkeys((folder, checkpoints_of(job, folder), *fallback_of(job)))]
 
 
+def set_aside_in(job: Job, folder: Path) -> Path | None:
+    """Where an earlier run is set aside; None if there is none."""
+    return next((each for each in _asides(job, folder) if each.is_dir()), None)
+
+
 def put_back(job: Job, folder: Path) -> None:
     """Move back what was set aside for a training that ended before its first step; there may be nothing.
 

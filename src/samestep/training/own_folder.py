@@ -1,5 +1,6 @@
 """A training's folder for itself: chosen, without another run's files, and held by a lease to the training's end."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from samestep.fault_tolerance.lease import FolderInUseError, Held
 from samestep.fault_tolerance.rank import Round
 from samestep.job import Job
 from samestep.run_folder import RunPlace
-from samestep.training.earlier_run import check_earlier_run, checkpoints_of, fallback_of, put_back
+from samestep.training.earlier_run import check_earlier_run, checkpoints_of, fallback_of, put_back, set_aside_in
 
 
 @contextmanager
@@ -38,8 +39,10 @@ def folder_held(job: Job, round_: Round | None) -> Iterator[tuple[Job, Held | No
                 check_earlier_run(job, job.run.folder, started_again=again)
             yield job, held
         finally:
-            if round_ is None and job.run.overwrite:  # after others, ranks may start again
+            if round_ is None and job.run.overwrite:
                 put_back(job, job.run.folder)
+            elif aside := set_aside_in(job, job.run.folder):  # ranks may start again, and then replace it
+                print(f"samestep: the earlier run is in {aside} until the next start in its folder", file=sys.stderr)
 
 
 def check_folder_free(job: Job, folder: Path) -> None:
