@@ -1,6 +1,7 @@
 # make demo: the main job on 2 processes, and its proof.  make test: what every change must pass.
 # make quick: what of it takes a minute.
 # make engines: DeepSpeed, Accelerate, PEFT and TensorFlow beside PyTorch.  make horovod: Horovod, built here.
+# make test-torch TORCH=2.14.1: another version of PyTorch.
 # make test-cluster: jobs on several hosts, which are made on this machine; as root, after tools/cluster-packages.
 # make docs: these pages as a site with search, both languages and a reference, in build/site.
 # make release: the wheel and the sdist, with checksums, hashes and an SBOM, and a trial of the wheel on its own.
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Without compiled files every start of ranks would compile its sources anew, and the tests start many.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo verify memory gpu pictures engines horovod test quick test-slow test-cluster test-all lint format docs release clean
+.PHONY: demo verify memory gpu pictures engines horovod test quick test-slow test-cluster test-torch test-all lint format docs release clean
 
 demo: $(VENV)/installed
 	$(BIN)/samestep train examples/reviews.yaml --layout dp2
@@ -74,6 +75,14 @@ test-cluster: $(VENV)/installed-dev
 	rm -f build/cluster.json
 	SAMESTEP_TESTED=build/cluster.json $(BIN)/python -m pytest -m "not slow" -rs $(wildcard tests/test_hosts*.py)
 	$(BIN)/python -m pytest -m slow tests/test_agent_ends.py tests/test_elastic.py $(wildcard tests/test_launch*.py)
+
+# Another version of PyTorch, in an environment of its own; what passed is written into docs/tested.md.
+# make test-torch TORCH=2.14.1; with PYTHON=..., another Python as well.
+test-torch:
+	@test -n "$(TORCH)" || { echo "make test-torch: which version? use make test-torch TORCH=2.14.1" >&2; exit 1; }
+	mkdir -p build
+	tools/make-venv build/torch-$(TORCH) $(PYTHON)
+	build/torch-$(TORCH)/bin/python tools/try_torch.py $(TORCH)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
