@@ -24,9 +24,7 @@ NEW = {**OLD, "torch": "2.14.1", "quick": {"passed": 2645, "skipped": 9}, "faile
 def test_the_newest_version_comes_first_and_what_did_not_run_is_said() -> None:
     lines = try_torch.table([OLD, NEW], "en").splitlines()
     assert lines[2] == "| 2.14.1 | 3.11.7 | 2026-01-02 | 40 of 41 | 1 of 8 | 2,645 of 2,645 |  |"
-    assert lines[3].startswith(
-        "| 2.9.1 | 3.11.7 | 2026-01-02 | 40 of 41 | 1 of 8 | not run | `tests/test_torch_intern"
-    )
+    assert lines[3].startswith("| 2.9.1 | 3.11.7 | 2026-01-02 | 40 of 41 | 1 of 8 | not run | `tests/")
     assert len(try_torch.table([OLD, NEW], "zh").splitlines()) == 4
 
 

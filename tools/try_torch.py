@@ -52,9 +52,7 @@ def install(torch: str) -> None:
 
 def counts(output: str) -> dict[str, int]:
     """The numbers in pytest's last line, such as passed and failed."""
-    last = next(
-        (line for line in reversed(output.splitlines()) if " in " in line and re.search(r"\d+ \w+", line)), ""
-    )
+    last = next((line for line in reversed(output.splitlines()) if re.search(r"\d+ \w+.* in [\d.]+s", line)), "")
     return {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", last)}
 
 
@@ -107,8 +105,8 @@ def table(rows: Sequence[Row], language: str) -> str:
         ran = sum(number for word, number in passed.items() if word != "skipped")
         return words["of"].format(f"{passed.get('passed', 0):,}", f"{ran:,}")
 
-    def key(row: Row) -> tuple[list[int], list[int]]:
-        return tuple([int(part) for part in re.findall(r"\d+", row[name])] for name in ("torch", "python"))
+    def key(row: Row) -> list[list[int]]:
+        return [[int(part) for part in re.findall(r"\d+", row[name])] for name in ("torch", "python")]
 
     lines = [
         (
