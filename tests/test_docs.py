@@ -456,13 +456,15 @@ def test_every_page_stands_in_the_navigation_of_the_site() -> None:
 
 
 def test_the_reference_of_the_site_has_every_public_name_once() -> None:
-    from docs_site import _groups  # imports MkDocs, which no other test needs
+    pytest.importorskip("mkdocs")
+    from docs_site import _groups
 
     names = [name for _, homes in _groups() for name in homes]
     assert sorted(names) == sorted(samestep.__all__)
 
 
 def test_the_site_joins_the_lines_of_chinese_paragraphs_alone() -> None:
+    pytest.importorskip("mkdocs")
     from docs_site import _joined
 
     paragraphs = "# 标题\n先说，\n再说\n完了。\n\n- 甲\n  续\n- 乙\n\n| 表 |\n| 行 |\nPyTorch 的\nDDP\n"

@@ -3,7 +3,7 @@
 make test-torch TORCH=2.14.1, which makes the environment build/torch-2.14.1 and runs there:
 python tools/try_torch.py 2.14.1 [--without-quick]
 
-Its steps: install that torch, and everything else as constraints.txt has it; run the tests of PyTorch's private names,
+Its steps: install that torch, and the rest as constraints.txt has it; run the tests of PyTorch's private names,
 the proof of eight layouts, and the tests that start no process. The rows are kept in docs/tested-torch.json.
 """
 
