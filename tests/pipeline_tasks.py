@@ -204,3 +204,57 @@ class Shortening(Points):
 
     def eval_set(self) -> None:
         return None
+
+
+class _Choosing(nn.Linear):
+    """A layer in which values decide a size, and which draws."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        chosen = input > 0
+        doubled = torch.zeros_like(input).masked_scatter(chosen, 2 * input[chosen])
+        return super().forward(doubled * (1 + 0.1 * torch.rand(len(input), 1, dtype=input.dtype)))
+
+
+class _ChoosingNet(nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Choosing(4, 6), _Choosing(6, 5), _Choosing(5, 7)])
+        self.head = nn.Linear(7, classes)
+
+    def forward(self, input: Tensor) -> Tensor:
+        for layer in self.layers:
+            input = layer(input)
+        return self.head(input * (1 + 0.1 * torch.rand(len(input), 1, dtype=input.dtype)))
+
+
+class Choosing(Points):
+    """Layers whose output's shape is found with values only; the model itself draws after them."""
+
+    def model(self) -> nn.Module:
+        return _ChoosingNet(self.classes)
+
+
+class _CollectingNet(nn.Module):
+    """Collects what its layers compute by hooks, as transformers' backbones do, and uses all of it in the end."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.head = nn.Linear(16, classes)
+        self.collected: list[Tensor] = []
+        for layer in self.layers:
+            layer.register_forward_hook(self._collect)
+
+    def _collect(self, layer: nn.Module, given: Any, output: Tensor) -> None:
+        self.collected.append(output)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.collected = []
+        for layer in self.layers:
+            input = torch.tanh(layer(input))
+        return self.head(torch.cat(self.collected, dim=1))
+
+
+class Collecting(Points):
+    def model(self) -> nn.Module:
+        return _CollectingNet(self.classes)

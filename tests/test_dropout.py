@@ -392,6 +392,23 @@ def test_a_tensor_whose_samples_cannot_be_found_is_refused(shape: tuple[int, ...
         dropped(Call(lambda inputs: F.dropout(inputs, 0.5)), moment(1, 2, 3), torch.ones(shape))
 
 
+def test_as_many_tokens_as_samples_are_no_doubt_of_what_is_folded() -> None:
+    """Heads in the first dimension: [samples x heads, tokens, tokens or features]."""
+    model = Call(lambda inputs: F.dropout(inputs, 0.5))
+    forward_context = ForwardContext()
+    same_dropout(model.train(), forward_context)
+
+    def mask(when: Moment, *shape: int) -> Tensor:
+        with forward_context.at(when):
+            return model(torch.ones(shape))
+
+    some, few = moment(5, 9, 2), moment(9, 2)
+    square = mask(some, 6, 3, 3)
+    torch.testing.assert_close(mask(few, 4, 3, 3), square[2:])
+    # It has been seen where there was no doubt, so that it is known where there might be.
+    torch.testing.assert_close(mask(some, 6, 3, 8)[2:], mask(few, 4, 3, 8))
+
+
 def test_a_model_that_recomputes_by_itself_is_refused() -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     model = Call(lambda inputs: checkpoint(model.inner, inputs, use_reentrant=False))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from small_tasks import Points
 from tiny_models import Tiny
 from torch import Tensor, nn
@@ -120,6 +121,31 @@ def test_a_model_is_followed_once_a_rank_for_all_layouts_of_a_size(tmp_path: Pat
     rows = api.verify_layouts(Job(recipe=recipe, run=Run(threads=1, check=False)), layouts, steps=2)
     assert {row.layout: row.verdict for row in rows} == dict.fromkeys(layouts, "same"), [row.words for row in rows]
     assert len(task.notes.read_text(encoding="utf-8").splitlines()) == 2
+
+
+class RefusedByOne(nn.Linear):
+    """A layer that one rank of several refuses."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 1:
+            raise samestep.UserError("planted on rank 1")
+        return super().forward(input)
+
+
+class RefusedByOnePoints(Points):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), RefusedByOne(4, self.classes))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+def test_what_one_rank_refuses_ends_the_others() -> None:
+    recipe = samestep.Recipe(task=RefusedByOnePoints(), batch=10, steps=2, optimizer=samestep.AdamW(lr=1e-2))
+    job = Job(recipe=recipe, run=Run(threads=1, check=False))
+    rows = api.verify_layouts(job, ["pp2", "dp2", "zero1x2"], steps=2)
+    assert [row.verdict for row in rows] == ["refused"] * 3, [row.words for row in rows]
+    assert all(row.reason and "planted on rank 1" in row.reason for row in rows)
 
 
 def test_the_sets_are_layouts_of_at_most_eight_ranks() -> None:

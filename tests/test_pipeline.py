@@ -71,7 +71,8 @@ def of_more_schedules() -> list[Case]:
 
 
 def of_models() -> list[Case]:
-    kinds = [Sentences(kind="bert"), tasks.Images(), tasks.Conditioned(), tasks.Narrowing()]
+    kinds = [Sentences(kind="bert"), tasks.Images(), tasks.Conditioned(), tasks.Narrowing(), tasks.Choosing()]
+    kinds.append(tasks.Collecting())
     return [(recipe(task), "pp2", {}) for task in kinds]
 
 

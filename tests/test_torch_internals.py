@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
 
 import samestep
 from samestep.torch_internals import (
@@ -420,6 +421,35 @@ def test_hooks_of_modules() -> None:
     layer.register_full_backward_hook(print)
     layer.register_full_backward_pre_hook(print)
     assert modules.forward_hooks(layer) == modules.backward_hooks(layer) == [print, print]
+    (number,) = modules.hooks_after_forward(layer)
+    assert not modules.takes_keywords(layer, number)
+    handle = layer.register_forward_hook(lambda *_: None, with_kwargs=True)
+    assert list(modules.hooks_after_forward(layer)) == [number, handle.id]
+    assert modules.takes_keywords(layer, handle.id)
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.neg else result
+
+
+class Adding(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result + 2 if func is torch.neg else result
+
+
+def test_function_modes_of_a_class_are_left_out() -> None:
+    one = torch.ones(1)
+    with Adding(), Doubling():
+        assert torch.neg(one).item() == 2
+        with operators.without_function_modes(Doubling):
+            assert torch.neg(one).item() == 1
+            with pytest.raises(ValueError, match="inside"), operators.without_function_modes(Adding):
+                raise ValueError("inside")
+        assert torch.neg(one).item() == 2
+    assert torch.neg(one).item() == -1
 
 
 def test_where_a_backward_is() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,6 +31,7 @@ from samestep.progress import phases
 from samestep.tasks.base import Task
 from samestep.tasks.registry import knowing
 from samestep.tasks.registry import resolve as resolve_task
+from samestep.torch_internals.groups import default_store
 from samestep.training.fit import Training, try_out
 from samestep.training.usage import Usage
 from samestep.verification.bits import BitsTaken, take_bits
@@ -38,6 +40,8 @@ from samestep.verification.proof import Proof, Reference, hold_against
 
 T = TypeVar("T")
 
+# How long a rank that refuses a layout waits for the others to refuse it as well.
+_OTHERS_REFUSE = timedelta(seconds=10)
 # Steps that are not timed: state and buffers are made in two of them, and bytes are counted in the third.
 _UNTIMED = 3
 
@@ -75,24 +79,37 @@ def dry_run_rank_many(job: Job, _: Layout, layouts: Sequence[Layout]) -> list[Se
         task, findings, groups = resolve_task(job.recipe), Findings(), GroupPool()
         for number, layout in enumerate(layouts, 1):
             phases.say(f"layout {number} of {len(layouts)}, {layout}")
-            found.append(_or_refusal(partial(try_out, job, task, world, layout, findings.of_model()), groups))
+            attempt = partial(try_out, job, task, world, layout, findings.of_model())
+            found.append(_or_refusal(attempt, groups, number, len(layouts)))
     return found
 
 
-def _or_refusal(attempt: Callable[[], T], groups: GroupPool) -> T | str:
-    """Run an attempt at a layout; return its result, or why the layout was refused, the same on all ranks.
+def _or_refusal(attempt: Callable[[], T], groups: GroupPool, number: int, of: int) -> T | str:
+    """Run an attempt at a layout; return its result, or why the layout was refused, by all ranks.
 
-    It takes the groups of the layouts before it.
-
-    Raises LayoutError if only one rank may have refused it: each layout is then tried with a start of its own.
+    A rank may be the only one to refuse: another stage's code, or its samples, may have been the reason, and the
+    others wait for it. Its error is then raised, which ends all ranks, and each layout is tried with a start of its
+    own; so is the only layout of a start. The attempt takes the groups of the layouts before it.
     """
     try:
         with groups.lent():
             return attempt()
     except UserError as error:
-        if isinstance(error, LayoutError) and not error.on_every_rank:
+        alone = isinstance(error, LayoutError) and not error.on_every_rank
+        if of == 1 or alone or not _all_refuse(number):
             raise
         return str(error)
+
+
+def _all_refuse(number: int) -> bool:
+    """Whether every rank refuses an attempt, within some seconds. Called by the ranks that do."""
+    store, ranks = default_store(), dist.get_world_size()
+    store.set(f"refused/{number}/{dist.get_rank()}", "")
+    try:
+        store.wait([f"refused/{number}/{rank}" for rank in range(ranks)], _OTHERS_REFUSE)
+    except dist.DistError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +181,7 @@ def verify_rank_many(
             mine = known if world.rank == 0 else None
             proof = partial(hold_against, job, task, world, layout, steps, mine, findings.of_model())
             with phases.phase(f"layout {number} of {len(layouts)}, {layout}"):
-                result = _or_refusal(proof, groups)
+                result = _or_refusal(proof, groups, number, len(layouts))
             found.append((result, time.perf_counter() - began))
     return found
 

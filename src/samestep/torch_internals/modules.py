@@ -65,6 +65,16 @@ def forward_hooks(module: nn.Module) -> list[Any]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
+def hooks_after_forward(module: nn.Module) -> dict[int, Any]:
+    """The hooks that are called after a module's forward, by number; the module's own dictionary."""
+    return module._forward_hooks
+
+
+def takes_keywords(module: nn.Module, number: int) -> bool:
+    """Whether a hook after the forward, by its number, also gets the forward's keyword arguments."""
+    return number in module._forward_hooks_with_kwargs
+
+
 def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer by what a function makes of it, in the way of `Module.to`."""
     module._apply(function)

@@ -1,10 +1,13 @@
 """Operators as the dispatcher sees them: modes that watch them, their schemas, and those without a public name."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import overrides
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -36,6 +39,24 @@ def innermost_mode() -> TorchDispatchMode | None:
 def active_modes() -> list[Any]:
     """The active dispatch modes, the innermost last."""
     return _get_current_dispatch_mode_stack()
+
+
+@contextmanager
+def without_function_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
+    """Context in which function modes of a class don't see the functions; others do, in their order."""
+    modes: list[TorchFunctionMode] = []
+    while torch._C._len_torch_function_stack():
+        modes.append(overrides._pop_mode())
+    kept = [mode for mode in reversed(modes) if not isinstance(mode, kind)]
+    try:
+        for mode in kept:
+            overrides._push_mode(mode)
+        yield
+    finally:
+        for _ in kept:
+            overrides._pop_mode()
+        for mode in reversed(modes):
+            overrides._push_mode(mode)
 
 
 def schema(operator: Any) -> Any:

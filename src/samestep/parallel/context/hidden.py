@@ -127,7 +127,10 @@ def _other_shapes(places: Sequence[tuple[Key, Seen]], call: Call) -> str:
     """Describe the input and output shapes of a block without a hidden state, for a message."""
     taken = next((list(seen.shape) for _, seen in places if len(seen.shape) == 3), None)
     taken = taken or next((list(seen.shape) for _, seen in places), "no tensor")
-    return f"takes {taken} and gives {list(_first(call.output)) or 'no tensor'}, not the same [batch, tokens, hidden]"
+    given = list(_first(call.output)) or "no tensor"
+    if given == taken:
+        return f"takes and gives {taken}, which is not [batch, tokens, hidden]"
+    return f"takes {taken} and gives {given}, not the same [batch, tokens, hidden]"
 
 
 def _check_same_tokens(call: Call, hidden: Seen, layout: Layout) -> None:

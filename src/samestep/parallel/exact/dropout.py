@@ -17,7 +17,8 @@ of their forwards, and other libraries do so as well. A TorchFunctionMode sees a
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from samestep.parallel.exact.draws import Draw, body_of, draw_of, without_overri
 from samestep.parallel.exact.forward_context import ForwardContext, Positions
 from samestep.torch_internals.autograd import is_in_backward
 from samestep.torch_internals.modules import AnyDropout
+from samestep.torch_internals.operators import without_function_modes
 
 
 def explicit_attention(
@@ -89,6 +91,13 @@ def same_dropout(model: nn.Module, forward_context: ForwardContext, *, attention
     return dropout
 
 
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Context of a forward whose values nobody uses: PyTorch draws by itself, and no site is counted."""
+    with without_function_modes(Dropout), torch.random.fork_rng(devices=[]):
+        yield
+
+
 def _may_drop(module: nn.Module) -> bool:
     """Whether a module's own forward may apply dropout; false for PyTorch's leaf modules other than dropout."""
     plain_layer = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
@@ -127,6 +136,7 @@ class Dropout(TorchFunctionMode):
         self._active = False
         self._samples_lead = False  # whether PyTorch's own code runs, in which samples are the first dimension
         self._sites: dict[tuple[str, int], int] = {}
+        self._folded: set[tuple[str, int]] = set()  # sites at which samples are the outer index of a first dimension
         self._tables: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
         self._keys: tuple[Moment, Tensor] | None = None
 
@@ -326,7 +336,7 @@ class Dropout(TorchFunctionMode):
         if split_by is not None:
             keys, cut = _keys_of_rows(keys, split_by), shape
         else:
-            cut = self._by_sample(shape, len(moment.samples))
+            cut = self._by_sample(shape, len(moment.samples), site)
         # For every dimension after the samples its positions in the whole tensor; negative keys of `parts` count from
         # the end.
         rest = [
@@ -337,13 +347,18 @@ class Dropout(TorchFunctionMode):
         *outer, (_, row) = rest or [self._table(0, 1, device)]
         return draw(keys, [positions for positions, _ in outer], row)
 
-    def _by_sample(self, shape: Sequence[int], samples: int) -> Sequence[int]:
+    def _by_sample(self, shape: Sequence[int], samples: int, site: tuple[str, int]) -> Sequence[int]:
         """Unfold a shape [samples x tokens, ...] to [samples, tokens, ...]; raises UserError for other shapes."""
         if len(shape) and shape[0] == samples:
             return shape
-        doubtful = len(shape) > 2 and shape[1] == samples and not self._samples_lead
+        # [tokens, samples, ...], or by chance as many samples as tokens: what is square is attention's weights, and
+        # samples that were once elsewhere than second are never second.
+        second = len(shape) > 2 and shape[1] == samples
+        doubtful = second and shape[2] != samples and site not in self._folded and not self._samples_lead
         if len(shape) and shape[0] % samples == 0 and not doubtful:
             # A model may fold tokens (or heads) into the first dimension, with samples as the outer index.
+            if not second:
+                self._folded.add(site)
             return samples, shape[0] // samples, *shape[1:]
         raise UserError(
             f"{self._name or 'the model'}: dropout of a tensor of shape {list(shape)}, in which the {samples} "

@@ -15,15 +15,18 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from samestep.data.nests import map_tensors, tensors_in
 from samestep.parallel.calls import Call, Seen
+from samestep.parallel.exact.dropout import undrawn
 from samestep.parallel.exact.forward_context import NotesTokens
 from samestep.parallel.trace import imagine
 from samestep.torch_internals import pytree
 from samestep.torch_internals.modules import (
+    hooks_after_forward,
     own_children,
     own_parameters,
     save_no_buffers,
     set_children,
     set_parameters,
+    takes_keywords,
 )
 from samestep.torch_internals.operators import DisableTorchFunctionSubclass
 
@@ -83,6 +86,33 @@ def stand_in(module: nn.Module, device: torch.device, forward: Forward, *, held:
             vars(standing)[name] = _hooks_for_all(value)
     vars(standing)["forward"] = forward
     return standing
+
+
+def own_hooks(module: nn.Module) -> Callable[..., None]:
+    """A function that calls a module's hooks after its forward, as far as they are the model's own.
+
+    Such as those by which transformers' backbones collect hidden states. A call that another stage has computed has
+    been through them there, so what they return here is left out. Those of PyTorch and samestep are about the
+    module's own parameters and computation.
+    """
+    hooks = [
+        (hook, takes_keywords(module, number))
+        for number, hook in hooks_after_forward(module).items()
+        if _is_the_models(hook)
+    ]
+
+    def run(standing: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        for hook, with_keywords in hooks:
+            hook(standing, arguments, *([keywords] if with_keywords else []), output)
+
+    return run
+
+
+def _is_the_models(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    place = getattr(hook, "__module__", None) or type(hook).__module__
+    return place.partition(".")[0] not in ("samestep", "torch")
 
 
 def _hooks_for_all(hooks: Mapping[int, Any]) -> "OrderedDict[int, Any]":
@@ -161,7 +191,8 @@ class BlankOutput:
         given = tensors_in((arguments, keywords))
         output = self._like_arguments(self._pairs(arguments, keywords, given))
         if output is None:
-            output = self._imagine(arguments, keywords)
+            with undrawn():
+                output = self._imagine(arguments, keywords)
         return map_tensors(partial(self._filled, given), output, Seen)
 
     def _filled(self, given: Sequence[Tensor], seen: Seen) -> Tensor:
@@ -260,6 +291,8 @@ def _copied(module: nn.Module, unreal: Mapping[int, Tensor], done: dict[int, nn.
         if value is own_children(module):
             children = {own: child if child is None else _copied(child, unreal, done) for own, child in value.items()}
             set_children(copied, children)
+        elif value is hooks_after_forward(module):  # the model's own collect outputs, of which these are none
+            vars(copied)[name] = OrderedDict((key, hook) for key, hook in value.items() if not _is_the_models(hook))
         elif isinstance(value, (dict, list)):
             vars(copied)[name] = pytree.tree_map_only(Tensor, lambda tensor: unreal.get(id(tensor), tensor), value)
     # Replaced forwards refer to the original module.

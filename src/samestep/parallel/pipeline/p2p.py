@@ -5,7 +5,8 @@ later stages take, "B" messages from s + 1 to s with the gradients of those of t
 model's own, such as [batch, tokens, features].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,9 +180,23 @@ class StageMessages:
         # header of an unknown one would have to be waited for.
         while len(line.posted) < _AHEAD and line.expected and self._forms_of(line.expected[0]) is not None:
             self._ask(line)
-        for work in works:
-            work.wait()
+        with self._waiting_for(message, "values"):
+            for work in works:
+                work.wait()
         return tensors
+
+    @contextmanager
+    def _waiting_for(self, message: MessageId, what: str) -> Iterator[None]:
+        """Context of a wait, ended by the group's timeout or by its peer; the error names what was awaited."""
+        try:
+            yield
+        except RuntimeError as error:
+            source = message.to + (-1 if message.kind == "F" else 1)
+            kind = "activations" if message.kind == "F" else "gradients"
+            raise RuntimeError(
+                f"stage {message.to} waited for the {what} of the {kind} that stage {source} sends, on rank "
+                f"{self._ranks[self._rank_of[source]]}, of micro-batch {message.micro_batch}: {error}"
+            ) from error
 
     def _forms_of(self, message: MessageId) -> Forms | None:
         """The shapes and dtypes of a message to receive; None if its header has not arrived."""
@@ -200,7 +215,8 @@ class StageMessages:
             header = torch.empty(self._counts[message.to - 1], _MOST_DIMS + 2, dtype=torch.int64)
             key = self._key(message)
             labelled(header, (message.to, key), like=key)
-            dist.recv(header, src=line.source, group=line.group)
+            with self._waiting_for(message, "shapes"):
+                dist.recv(header, src=line.source, group=line.group)
             forms = self._forms[message.to, key] = _read(header)
         if message.kind == "B":
             del self._gradient_forms[message]

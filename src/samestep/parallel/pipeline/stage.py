@@ -6,6 +6,7 @@ Placeholder modules, without parameters or computation, stand in a rank's model 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from samestep.comm.mesh import Mesh, new_group
 from samestep.layout import Layout
 from samestep.parallel.calls import Trace
 from samestep.parallel.exact.forward_context import ForwardContext
-from samestep.parallel.pipeline.blanks import BlankOutput, blank, placeholder_module, stand_in
+from samestep.parallel.pipeline.blanks import BlankOutput, blank, own_hooks, placeholder_module, stand_in
 from samestep.parallel.pipeline.partition import PartitionPlan, Stages, make_plan
 from samestep.parallel.pipeline.schedule import owners
 from samestep.parallel.pipeline.stage_run import StageDone, StageRun
@@ -72,13 +73,16 @@ class StagedModel(nn.Module):
         parent = self.model.get_submodule(parent_name)
         held = bool(self.plan.modules[name] & set(self.mine))
         if unit_name not in standing:
-            standing[unit_name] = stand_in(unit, self._device, self._forward_of(unit_name, unit, held), held=held)
+            forward = self._forward_of(unit_name, unit, standing, held=held)
+            standing[unit_name] = stand_in(unit, self._device, forward, held=held)
         self._places.append((parent, key, standing[unit_name]))
         if not held:
             own_children(parent)[key] = placeholder_module(unit, self._device)
 
-    def _forward_of(self, name: str, unit: nn.Module, held: bool) -> Callable[..., Any]:
-        """Make the forward of a unit's stand-in, which passes the call to the running stage."""
+    def _forward_of(
+        self, name: str, unit: nn.Module, standing: Mapping[str, nn.Module], *, held: bool
+    ) -> Callable[..., Any]:
+        """Make the forward of a unit's stand-in (in `standing`), which passes the call to the running stage."""
         elsewhere = not self.plan.stages_of(name) <= set(self.mine)
         call = next((each.call for each in self.plan.calls if each.unit == name), None)
         several = len(self.mine) > 1
@@ -87,9 +91,12 @@ class StagedModel(nn.Module):
         module = unit if held else None
         blanks = None if call is None or imagined is None else BlankOutput(imagined, call, self._device)
 
+        call_hooks = own_hooks(unit)
+
         def forward(*arguments: Any, **keywords: Any) -> Any:
             assert self._run is not None
-            return self._run.call(name, module, blanks, arguments, keywords)
+            hooks = partial(call_hooks, standing[name])
+            return self._run.call(name, module, blanks, hooks, arguments, keywords)
 
         return forward
 

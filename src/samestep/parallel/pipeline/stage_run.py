@@ -1,6 +1,6 @@
 """Run: one forward of a stage, which runs its own calls of units and replaces the outputs of the others."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -40,9 +40,15 @@ class StageRun:
         self.captured: dict[UnitOutput, Tensor] = {}
 
     def call(
-        self, unit: str, module: nn.Module | None, blanks: BlankOutput | None, arguments: Any, keywords: Any
+        self,
+        unit: str,
+        module: nn.Module | None,
+        blanks: BlankOutput | None,
+        hooks: Callable[..., None],
+        arguments: Any,
+        keywords: Any,
     ) -> Any:
-        """Handle a call of a unit. `module`: the unit itself, if this rank holds it."""
+        """Handle a call of a unit. `module`: the unit, if this rank holds it; `hooks`: the model's own of it."""
         # A unit may call another (a shared embedding used as output layer), which runs as a part of it.
         if self._inside and module is not None:
             return module(*arguments, **keywords)
@@ -50,7 +56,9 @@ class StageRun:
         stage = self._plan.stage_of_call(number)
         if stage < self._stage:
             assert blanks is not None
-            return self._from_before(number, blanks(arguments, keywords))
+            output = self._from_before(number, blanks(arguments, keywords))
+            hooks(arguments, keywords, output)
+            return output
         if stage > self._stage:
             raise RuntimeError(
                 f"{unit} of pipeline stage {stage} is called before stage {self._stage} is done: the forward calls "
