@@ -387,6 +387,11 @@ def test_registries_of_modules() -> None:
     assert set(modules.REGISTRIES) <= vars(module).keys()
 
 
+def test_what_a_module_is_cast_to_is_read() -> None:
+    device, dtype, *_ = modules.read_to(torch.float32)
+    assert (device, dtype) == (None, torch.float32)
+
+
 def test_marks_of_modules() -> None:
     assert all(issubclass(kind, modules.AnyBatchNorm) for kind in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm))
     assert all(issubclass(kind, modules.AnyDropout) for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))

@@ -10,7 +10,7 @@ along `replicate` then all-reduce their shards' gradients. Two ranks that gather
 `agreed_units` and `UnusedParametersOfShards` compare them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -261,6 +261,49 @@ def refuse_gradients_in_forward(
     module.register_forward_hook(watch)
 
 
+def _gathered_with(parts: Sequence[nn.Module], whole: Collection[nn.Parameter]) -> list[list[str]]:
+    """The names of the parameters that each part gathers: those that no part before it has."""
+    taken = {id(parameter) for parameter in whole}
+    names: list[list[str]] = []
+    for part in parts:
+        own = {name: parameter for name, parameter in part.named_parameters() if id(parameter) not in taken}
+        taken |= {id(parameter) for parameter in own.values()}
+        names.append([*own])
+    return names
+
+
+def refuse_replaced_values(part: nn.Module, described: str, layout: Layout, names: Sequence[str]) -> None:
+    """Add hooks that raise LayoutError if the first forward gives parameters of its unit other memory.
+
+    `module.to(dtype)` within a forward does so, unless they have that dtype. FSDP2 gathers later values into the
+    memory that it knows, and the forward would compute with the first ones for ever. `names`: of the parameters that
+    are gathered with the unit.
+    """
+    places: dict[str, int] = {}
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        return ((name, part.get_parameter(name).data) for name in names)
+
+    @torch.compiler.disable
+    def note(module: nn.Module, arguments: Any) -> None:
+        places.update((name, value.untyped_storage().data_ptr()) for name, value in values())
+
+    @torch.compiler.disable
+    def compare(module: nn.Module, arguments: Any, output: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        for name, value in values():
+            if value.untyped_storage().data_ptr() != places[name]:
+                raise LayoutError(
+                    f'layout "{layout}": the forward of {described} replaces the values of its parameter {name}, as '
+                    "module.to(another dtype) does, while its parameters are sharded and gathered into other "
+                    f"memory; cast inputs and outputs, or use dp{layout.size} or zero1x{layout.size}"
+                )
+
+    # After FSDP2 has gathered the parameters, and before it frees them.
+    handles = (part.register_forward_pre_hook(note), part.register_forward_hook(compare, prepend=True))
+
+
 def shard(
     model: nn.Module,
     units: Sequence[nn.Module],
@@ -283,7 +326,9 @@ def shard(
         show_tensors(part)
     # Before FSDP2 changes their classes.
     described = {id(module): f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
+    described[id(model)] = type(model).__name__
     whole = kept_whole(model)
+    gathered = _gathered_with([*experts, *units, model], whole)
     mixed = MixedPrecisionPolicy()
     if precision == "bf16":
         # Half the bytes to gather; gradients are summed over ranks in float32, where bf16 would lose digits.
@@ -306,7 +351,8 @@ def shard(
             offload_policy=offload,
             ignored_params=whole,
         )
-    for part in [*experts, *units, model]:
+    for part, names in zip([*experts, *units, model], gathered, strict=True):
+        refuse_replaced_values(part, described[id(part)], layout, names)
         part.register_forward_hook(hide_tensors)
     for unit in units:
         refuse_gradients_in_forward(unit, described[id(unit)], layout, forward_context)

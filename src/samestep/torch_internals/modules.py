@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -12,6 +13,9 @@ AnyBatchNorm = _BatchNorm  # BatchNorm1d, 2d, 3d and SyncBatchNorm
 AnyDropout = _DropoutNd  # all that zero elements or channels
 SpectralNorm = _SpectralNorm  # the parametrization; its buffers are SPECTRAL_NORM_VECTORS
 SPECTRAL_NORM_VECTORS = ("_u", "_v")
+
+# Reads what `module.to(...)` was asked for: a device, a dtype, whether not to wait, a memory format.
+read_to = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]
 
 # Attributes in which a module keeps what is registered with it.
 REGISTRIES = ("_parameters", "_buffers", "_modules")

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.parallel.exact.draws import without_override
 from samestep.parallel.exact.grouped_product import grouped_product
+from samestep.torch_internals.modules import read_to
 from samestep.torch_internals.operators import grouped_mm
 
 _WIDER = {
@@ -43,8 +44,9 @@ _COPYING: dict[Any, torch.dtype] = {
     Tensor.double: torch.float64,
 }
 
-# Here a dtype says what the bits of memory mean, and nothing is cast.
-_REINTERPRETING = {Tensor.view, torch.frombuffer}
+# Here a dtype says what the bits of memory mean, and nothing is cast; or what `module.to` was asked for, which then
+# casts each tensor: as one to float64 that would copy them all, where a cast of float32 to float32 leaves them.
+_REINTERPRETING = {Tensor.view, torch.frombuffer, read_to}
 
 # These take on the dtype of a tensor that they are given.
 _LIKE_ANOTHER = {Tensor.to, Tensor.type_as}
