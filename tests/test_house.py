@@ -59,7 +59,7 @@ FOUNDATIONS = {
         "script_env",
     ),
     "engines": ("base", "precision", "setup", "native"),
-    "verification": ("steps", "departure", "proof"),
+    "verification": ("steps", "noise", "departure", "proof"),
 }
 
 # They gather the others' public names and start the command line.

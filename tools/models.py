@@ -5,7 +5,8 @@
 40 chosen types of transformers and models of other kinds, 60 types drawn at random from transformers' registries, and
 models of other libraries, all tiny. What has been measured is kept in the file as it comes; --resume goes on from it,
 and --again measures again what came to some verdicts. --second-look removes the stated cause of each refusal and
-tries the pair again.
+tries the pair again. --as-run measures nothing for the table: it prints where `samestep check` says anything else of
+a layout than a training under it does.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from model_table import measure, page, result, second_look
+from model_table import as_run, measure, page, result, second_look
 from model_table.declared import LAYOUTS, LAYOUTS_OF_DRAWN
 from model_table.entry import Entry, Half
 from model_table.result import Result, Verdict
@@ -33,6 +34,9 @@ def main() -> None:
         and (not options.kinds or entry.kind in options.kinds)
         and (not options.halves or entry.half in options.halves)
     ]
+    if options.as_run:
+        _as_run(chosen, options)
+        return
     known = result.read(options.json) if options.resume and options.json is not None else {}
     known = {pair: each for pair, each in known.items() if each.verdict not in options.again}
     pairs = {entry.name: _layouts(entry, options) for entry in chosen}
@@ -62,6 +66,7 @@ def _options() -> Any:
         "--again", nargs="*", choices=get_args(Verdict), default=[], help="with --resume: these verdicts again"
     )
     parser.add_argument("--second-look", action="store_true", help="try what is refused without the stated cause")
+    parser.add_argument("--as-run", action="store_true", help="hold samestep check beside trainings, two steps each")
     parser.add_argument("--docs", action="store_true", help="write docs/models.md and docs/zh/models.md")
     return parser.parse_args()
 
@@ -71,6 +76,17 @@ def _layouts(entry: Entry, options: Any) -> Sequence[str]:
     if options.layouts is not None:
         return layouts_of(options.layouts)
     return LAYOUTS if entry.half == "chosen" else LAYOUTS_OF_DRAWN
+
+
+def _as_run(chosen: Sequence[Entry], options: Any) -> None:
+    """Print each pair, and how many were alike."""
+    measure.prepare()
+    found: list[as_run.Compared] = []
+    for entry in chosen:
+        for each in as_run.compare(entry, _layouts(entry, options)):
+            found.append(each)
+            print(each.words(), flush=True)
+    print(f"alike: {sum(each.alike for each in found)} of {len(found)}")
 
 
 def _measure(

@@ -53,6 +53,7 @@ from samestep.verification.bits import BitsRow, compare_bits
 from samestep.verification.departure import look
 from samestep.verification.itself import check_layout_splits, check_other_side
 from samestep.verification.matrix import MatrixRow
+from samestep.verification.noise import Noise, measure_noise
 from samestep.verification.proof import Proof, Reference, proof_job, reference
 
 
@@ -322,6 +323,10 @@ def verify_job(
         proof: Proof = _on_ranks(rank_tasks.verify_rank, job, layout, task, steps, known)
         if ranks is not None or proof.same_step or proof.communication is not None or proof.nonfinite:
             return proof
+        if proof.wants_noise() and known is not None:
+            proof = proof.held_against_noise(measure_noise(job, task, steps, known, reference_device))
+            if proof.same_step or proof.undecided:
+                return proof
         with phases.phase("looking for the step and the module that depart"):
             looked = look(job, task, steps, Path(folder))
         return replace(proof, departure=_on_ranks(rank_tasks.find_rank, job, layout, task, steps, looked))
@@ -373,6 +378,11 @@ def verify_layouts(
         for size in dict.fromkeys(layout.size for layout in fitting.values()):
             of_size = {text: each for text, each in fitting.items() if each.size == size}
             rows |= _rows(job, of_size, task, steps, known)
+        noise: Noise | None = None
+        for text, row in rows.items():
+            if row.proof is not None and row.proof.wants_noise():
+                noise = noise or measure_noise(job, task, steps, known, reference_device)
+                rows[text] = replace(row, proof=row.proof.held_against_noise(noise))
     return [rows[text] for text in layouts]
 
 

@@ -18,8 +18,9 @@ from typing import Any
 from model_table.declared import impossible
 from model_table.entry import Entry
 from model_table.result import Result, Verdict
-from model_table.worker import Answer, hold, take_reference
+from model_table.worker import Answer, hold, hold_against_noise, take_reference
 from samestep.layout import Layout
+from samestep.verification.proof import Proof
 
 _TOOLS = Path(__file__).resolve().parent.parent
 _OTHERS = 2.0  # seconds in which the other ranks answer after the first has, where they answer at all
@@ -65,6 +66,9 @@ def measure(entry: Entry, layouts: Sequence[str], *, steps: int, limit: float) -
                 with _Ranks(size, waiting, steps, folder) as ranks:
                     for layout in list(waiting):
                         answer, seconds, again = ranks.answer(limit)
+                        if answer.proof is not None:
+                            answer, more = _beside_noise(answer.proof, steps, folder, limit)
+                            seconds += more
                         yield _result(entry, layout, replace(answer, prepared=prepared), seconds)
                         waiting.remove(layout)
                         if again:
@@ -72,7 +76,15 @@ def measure(entry: Entry, layouts: Sequence[str], *, steps: int, limit: float) -
 
 
 def _reference(entry: Entry, layouts: Sequence[str], steps: int, folder: Path, limit: float) -> tuple[Answer, float]:
-    process = _Process(take_reference, entry.name, layouts, steps, folder, folder / "reference.out")
+    return _alone(_Process(take_reference, entry.name, layouts, steps, folder, folder / "reference.out"), limit)
+
+
+def _beside_noise(proof: Proof, steps: int, folder: Path, limit: float) -> tuple[Answer, float]:
+    return _alone(_Process(hold_against_noise, proof, steps, folder, folder / "noise.out"), limit)
+
+
+def _alone(process: "_Process", limit: float) -> tuple[Answer, float]:
+    """The answer of a process that works alone, and its seconds."""
     began = time.monotonic()
     try:
         if not process.connection.poll(limit):

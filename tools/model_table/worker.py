@@ -23,7 +23,8 @@ from samestep.launch.fork_server import end_with_starter
 from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.tasks.base import Task
-from samestep.verification.proof import Reference, hold_against, proof_job, reference
+from samestep.verification.noise import measure_noise
+from samestep.verification.proof import Proof, Reference, hold_against, proof_job, reference
 
 KNOWN = "known.pickle"
 BATCH = 6  # which neither 4 nor 8 ranks divide
@@ -47,6 +48,7 @@ class Answer:
     difference: float | None = None
     prepared: float = 0.0  # seconds of the checks before any step
     alike: bool = True  # whether every rank answers so by itself
+    proof: Proof | None = None  # one whose differences may be the model's own noise
 
 
 def take_reference(name: str, layouts: Sequence[str], steps: int, folder: Path, output: Path, to: Connection) -> None:
@@ -101,17 +103,29 @@ def hold(
                     alike = not isinstance(error, LayoutError) or error.on_every_rank
                     to.send(Answer(kind="refused", text=str(error), alike=alike))
                     continue
-                most = proof.max_relative_difference
-                to.send(
-                    Answer(
-                        kind="same" if proof.same_step else "different",
-                        text=f"{', '.join(proof.words())} {dict(most)} {proof.worst_parameter}",
-                        difference=max(most.values()),
-                    )
-                )
+                to.send(_answer(proof))
     except BaseException:
         to.send(Answer(kind="crash", text=traceback.format_exc()))
         os._exit(1)
+
+
+def _answer(proof: Proof) -> Answer:
+    most = proof.max_relative_difference
+    return Answer(
+        kind="same" if proof.same_step else "different",
+        text=f"{', '.join(proof.words())} {dict(most)} {proof.worst_parameter}",
+        difference=max(most.values()),
+        proof=proof if proof.wants_noise() else None,
+    )
+
+
+def hold_against_noise(proof: Proof, steps: int, folder: Path, output: Path, to: Connection) -> None:
+    """Measure the model's noise in one process, and judge a proof by it."""
+    _begin(output)
+    known: Known = pickle.loads((folder / KNOWN).read_bytes())
+    task = known.job.recipe.task
+    assert isinstance(task, Task)
+    to.send(_answer(proof.held_against_noise(measure_noise(known.job, task, steps, known.reference))))
 
 
 def _begin(output: Path) -> None:

@@ -19,7 +19,7 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
     rows = [[name.replace("_", " "), f"{value:.2e}"] for name, value in proof.max_relative_difference.items()]
     title = f"{proof.layout} versus one process, {proof.steps} steps in {proof.dtype}"
     console.print(table([*texts("largest relative difference of"), *numbers("")], rows, title=title))
-    verdict = "the same step" if proof.same_step else "NOT the same step"
+    verdict = proof.verdict
     if proof.nonfinite:
         verdict = f"{proof.nonfinite[0].kind}: {verdict}"
     for words in proof.words():

@@ -10,8 +10,8 @@ In the order of reading:
 - `checkpointing`, `state`: when a checkpoint is saved, and what of a training goes into it. `learned_from`: what a
   resume compares of data and code, and `own_data` in a loop of one's own.
 - `in_turn`: ranks whose model() writes files. `example`: the inputs with which layouts follow a model.
-  `model_checks`: what is checked of the model on the ranks. `as_built`, `rounding`, `update_rule`,
-  `nonfinite_values`: parts of a proof.
+  `model_checks`: what is checked of the model on the ranks. `as_built`, `rounding`, `last_bits`,
+  `update_rule`, `nonfinite_values`: parts of a proof.
 - `rehearsal`, `step_work`: steps without values, and the work in them.
 
 What a training is made of, and who calls whom: `fit` builds a `Training` (task, loader, session, optimizer), `loop`

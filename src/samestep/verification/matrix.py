@@ -81,11 +81,13 @@ class MatrixRow:
 
     @property
     def verdict(self) -> str:
-        """One word for a table: same, NOT same, refused, failed, or a kind of value that is not finite."""
+        """A word or two: same, NOT same, can't tell, refused, failed, or a kind of value that is not finite."""
         if self.proof is None:
             return "refused" if self.failure is None else "failed"
         if self.proof.nonfinite:
             return self.proof.nonfinite[0].kind
+        if self.proof.undecided:
+            return "can't tell"
         return "same" if self.proof.same_step else "NOT same"
 
     @property

@@ -8,7 +8,7 @@ gradient that wasn't sent) by far more.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,11 @@ from samestep.training.rounding import (
 )
 from samestep.training.update_rule import UpdateRule
 from samestep.verification.departure import Departure
+from samestep.verification.noise import Noise, NoiseFound, judge, of_buffer
 from samestep.verification.steps import (
     AVERAGE,
     STATE_KEYS,
+    Reference,
     RoundedRuns,
     Taken,
     buffers_of,
@@ -100,6 +102,9 @@ class Proof:
     # In float32 and bfloat16: parameters and optimizer state compared with measured rounding.
     rounding: RoundingFound | None = None
     departure: Departure | None = None  # the first difference, if it was searched for
+    # In float64: parameters and buffers that differ by more than the tolerance, and what of it is rounding.
+    beyond: Mapping[str, float] = field(default_factory=dict)
+    noise: NoiseFound | None = None
 
     @property
     def same_step(self) -> bool:
@@ -110,8 +115,33 @@ class Proof:
             return False
         if self.rounding is not None and not self.rounding.same:
             return False
+        if self.noise is not None:
+            return self.noise.verdict == "rounding"
         judged = tuple(self.max_relative_difference) if self.dtype == "float64" else _JUDGED_IN_LOW_PRECISION
         return all(self.max_relative_difference[name] < self.tolerance for name in judged)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the differences may be rounding, and may be a mistake."""
+        return self.noise is not None and self.noise.verdict == "can't tell"
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in words."""
+        if self.same_step:
+            return "the same step"
+        return "can't tell whether it is the same step" if self.undecided else "NOT the same step"
+
+    def wants_noise(self) -> bool:
+        """Whether differences above the fixed tolerance in float64 are all that speaks against the same step."""
+        finite = all(value < math.inf for value in (*self.max_relative_difference.values(), *self.beyond.values()))
+        apart = self.communication is None and not self.nonfinite and (self.as_built is None or self.as_built.same)
+        return self.dtype == "float64" and self.noise is None and apart and finite and not self.same_step
+
+    def held_against_noise(self, noise: Noise) -> "Proof":
+        """Return the proof with what of its differences is rounding."""
+        quantities = {name: value for name, value in self.max_relative_difference.items() if name != "parameters"}
+        return replace(self, noise=judge({**quantities, **self.beyond}, noise, self.tolerance, self.steps))
 
     def to_json(self) -> dict[str, Any]:
         """Return all results as JSON, with the words on non-finite values."""
@@ -122,6 +152,8 @@ class Proof:
             values["as_built"] |= {"same": self.as_built.same, "words": self.as_built.words()}
         if self.rounding is not None:
             values["rounding"] = self.rounding.to_json()
+        if self.noise is not None:
+            values["noise"] |= {"words": self.noise.words()}
         # JSON has no infinity: NaN, or the difference of lists of unequal length, becomes null.
         return {**without_nonfinite(values), "same_step": self.same_step}
 
@@ -130,7 +162,15 @@ class Proof:
         model = [self.as_built.words()] if self.as_built is not None else []
         rounding = [self.rounding.words()] if self.rounding is not None else []
         first = [self.departure.words()] if self.departure is not None else []
-        return [*(each.words() for each in self.nonfinite), *first, *rounding, *model, *self._of_communication()]
+        noise = [self.noise.words()] if self.noise is not None and (self.same_step or self.undecided) else []
+        return [
+            *(each.words() for each in self.nonfinite),
+            *first,
+            *noise,
+            *rounding,
+            *model,
+            *self._of_communication(),
+        ]
 
     def _of_communication(self) -> Sequence[str]:
         """Describe how far the steps of a compressed communication are from one process's."""
@@ -143,24 +183,6 @@ class Proof:
             f"these {self.steps} steps the largest relative difference of losses was {loss:.1e}, of parameters "
             f"{parameters:.1e}"
         ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reference:
-    """Results of the reference steps in one process."""
-
-    losses: Sequence[float]
-    grad_norms: Sequence[float]
-    parameters: Path  # safetensors
-    rounding: Path | None  # safetensors: how far rounding alone may have moved each number; None if unknown
-    most_rounding: float  # the largest of those
-    metrics: Mapping[str, Any]
-    held_out: int | None  # how many held-out samples were evaluated; None: all
-    buffers: Mapping[str, Tensor]  # those of the model's buffers that the steps have changed
-    as_built: AsBuilt | None = None
-    nonfinite: NonFiniteValue | None = None
-    allowed: Allowed | None = None  # measured rounding, for layouts that don't compute in float64
-    state_keys: Sequence[str] = ()  # keys of the optimizer's state that is compared then
 
 
 def proof_job(job: Job, *, dropout: bool = False, precision: str | None = None) -> Job:
@@ -312,11 +334,11 @@ def hold_against(
         if rule.found is not None:
             rounding = replace(rounding, update=rule.found.worst, worst_update=rule.found.parameter)
     everyone: list[Any] = [None] * world.world_size
-    dist.all_gather_object(everyone, (mine, compared.where, taken.gradient, rounding))
+    dist.all_gather_object(everyone, (mine, compared.where, taken.gradient, rounding, compared.beyond))
     most = {name: largest(differences[name] for differences, *_ in everyone) for name in mine}
     _, worst_parameter, *_ = max(everyone, key=lambda of_rank: of_rank[0]["parameters"])
     # A stage watches its own parameters; the last one is the nearest to the loss.
-    gradient = next((name for _, _, name, _ in reversed(everyone) if name is not None), None)
+    gradient = next((name for _, _, name, *_ in reversed(everyone) if name is not None), None)
     return Proof(
         layout=str(layout),
         dtype=_DTYPES[job.recipe.precision],
@@ -327,8 +349,18 @@ def hold_against(
         as_built=expected.as_built,
         nonfinite=_nonfinite_values(str(layout), taken, gradient, compared.nonfinite, expected),
         communication=job.recipe.communication and job.recipe.communication.kind,
-        rounding=worst_of([each for *_, each in everyone if each is not None]),
+        beyond=_largest_of_each(of_rank for *_, of_rank in everyone) if in_float64 else {},
+        rounding=worst_of([each for _, _, _, each, _ in everyone if each is not None]),
     )
+
+
+def _largest_of_each(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The largest value of each name over all ranks."""
+    found: dict[str, float] = {}
+    for of_rank in ranks:
+        for name, value in of_rank.items():
+            found[name] = max(found.get(name, 0.0), value)
+    return found
 
 
 def _nonfinite_values(
@@ -400,6 +432,7 @@ class _Compared:
     where: str  # the parameter with it
     floor: float  # the root mean square of all parameters
     nonfinite: NonFiniteValue | None  # the first parameter that is not finite
+    beyond: Mapping[str, float]  # the tensors that differ by the fixed tolerance of float64 or more
 
 
 def _compare_parameters(
@@ -415,6 +448,7 @@ def _compare_parameters(
     moves = load_file(known.rounding) if known is not None and known.rounding is not None else None
     floor = _root_mean_square(parameter for _, parameter in named)
     worst, where, nonfinite = 0.0, named[0][0], None
+    beyond: dict[str, float] = {}
     for name, mine in named:
         mine = as_real(mine).to(device)  # offloaded ones are in the host's memory
         theirs = _from_rank_0(reference, name, mine, device)
@@ -423,10 +457,12 @@ def _compare_parameters(
             apart = relative_tensors(
                 mine, theirs, floor, rounding=_from_rank_0(moves, name.removesuffix(AVERAGE), mine, device)
             )
+        if apart >= TOLERANCE:
+            beyond[name] = apart
         if apart > worst:
             worst, where = apart, name
         nonfinite = nonfinite or first_parameter("", 0, {name: mine})
-    return _Compared(worst=worst, where=where, floor=floor, nonfinite=nonfinite)
+    return _Compared(worst=worst, where=where, floor=floor, nonfinite=nonfinite, beyond=beyond)
 
 
 def _compare_buffers(trainer: Trainer, expected: Reference, compared: _Compared) -> _Compared:
@@ -442,8 +478,10 @@ def _compare_buffers(trainer: Trainer, expected: Reference, compared: _Compared)
         if TOLERANCE <= apart < math.inf:
             rounding = torch.full_like(theirs, expected.most_rounding)
             apart = relative_tensors(mine, theirs, compared.floor, rounding=rounding)
+        if apart >= TOLERANCE:
+            compared = replace(compared, beyond={**compared.beyond, of_buffer(name): apart})
         if apart > compared.worst:
-            compared = replace(compared, worst=apart, where=f"{name} (a buffer)")
+            compared = replace(compared, worst=apart, where=of_buffer(name))
     return compared
 
 

@@ -21,9 +21,9 @@ from samestep.progress import phases
 from samestep.progress.bars import Bar
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
-from samestep.training.as_built import dense
+from samestep.training.as_built import AsBuilt, dense
 from samestep.training.fit import Training
-from samestep.training.nonfinite_values import watched
+from samestep.training.nonfinite_values import NonFiniteValue, watched
 from samestep.training.optimizer import SCHEDULE
 from samestep.training.rounding import Allowed, GradientFiles, GradientNoise, measure, relative, state_name
 
@@ -39,6 +39,24 @@ class Taken:
     grad_norms: Sequence[float]
     metrics: Mapping[str, Any]  # after the last of them
     gradient: str | None  # the first parameter, in backward order, with a non-finite gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Results of the reference steps in one process."""
+
+    losses: Sequence[float]
+    grad_norms: Sequence[float]
+    parameters: Path  # safetensors
+    rounding: Path | None  # safetensors: how far rounding alone may have moved each number; None if unknown
+    most_rounding: float  # the largest of those
+    metrics: Mapping[str, Any]
+    held_out: int | None  # how many held-out samples were evaluated; None: all
+    buffers: Mapping[str, Tensor]  # those of the model's buffers that the steps have changed
+    as_built: AsBuilt | None = None
+    nonfinite: NonFiniteValue | None = None
+    allowed: Allowed | None = None  # measured rounding, for layouts that don't compute in float64
+    state_keys: Sequence[str] = ()  # keys of the optimizer's state that is compared then
 
 
 def buffers_of(trainer: Trainer) -> dict[str, Tensor]:

@@ -1,0 +1,141 @@
+"""Noise: how far rounding alone moves a model's steps, measured where a proof finds more than its fixed tolerance.
+
+One process takes the steps again with the last bits of what it rounds changed (`last_bits`). Each tensor's tolerance
+is a multiple of how far that moves it. A tolerance in which a mistake might hide is none: the proof then says that it
+can't tell.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+
+from samestep.engines.base import Trainer
+from samestep.engines.native.trainer import NativeTrainer
+from samestep.job import Job, Run
+from samestep.launch.world import World, join
+from samestep.layout import Layout
+from samestep.parallel.complex_parameters import as_real
+from samestep.progress import phases
+from samestep.ranks import DeviceChoice
+from samestep.recipe import Recipe
+from samestep.tasks.base import Task
+from samestep.training.fit import Training
+from samestep.training.last_bits import LastBitsChanged
+from samestep.training.rounding import difference, largest, pairs, relative, relative_tensors
+from samestep.verification.steps import AVERAGE, Reference, buffers_of, take, weights_of
+
+# Tolerance in multiples of the measured noise.
+_TIMES = 20.0
+# No tolerance above this: the smallest difference of a planted mistake was 2e-6.
+_MOST = 1e-6
+_BITS = (1, 2)  # which bit is changed, in each measurement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """The largest relative differences that changed last bits make, as those of a proof."""
+
+    quantities: Mapping[str, float]  # loss, grad_norm, metrics
+    tensors: Mapping[str, float]  # parameters and buffers, by name
+
+    def of(self, name: str) -> float:
+        """The noise of a quantity or a tensor; at least the median's, as a small one may have little by chance."""
+        if name in self.quantities:
+            return self.quantities[name]
+        return max(self.tensors.get(name, 0.0), median(self.tensors.values() or [0.0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseFound:
+    """What of a layout's differences rounding explains."""
+
+    verdict: Literal["rounding", "more than rounding", "can't tell"]
+    where: str  # the quantity or tensor that decided
+    difference: float
+    noise: float
+    steps: int
+
+    def words(self) -> str:
+        """Describe the measurement in one line."""
+        measured = (
+            f"changing the last bit of all that one process's steps round moves {self.where} by "
+            f"{self.noise:.1e}; this layout moves it by {self.difference:.1e}"
+        )
+        if self.verdict == "rounding":
+            return f"this model amplifies rounding: {measured}, which is rounding"
+        if self.verdict == "more than rounding":
+            return f"it is more than rounding: {measured}"
+        fewer = "; with fewer --steps rounding is amplified less" if self.steps > 1 else ""
+        return f"can't tell rounding from a mistake: {measured}, and a mistake might be as small{fewer}"
+
+
+def judge(differences: Mapping[str, float], noise: Noise, fixed: float, steps: int) -> NoiseFound:
+    """Hold differences, by quantity or tensor, against the noise. Those below the fixed tolerance are rounding."""
+    above = {name: value for name, value in differences.items() if value >= fixed}
+
+    def found(verdict: Literal["rounding", "more than rounding", "can't tell"], where: str) -> NoiseFound:
+        return NoiseFound(verdict=verdict, where=where, difference=above[where], noise=noise.of(where), steps=steps)
+
+    def share(name: str) -> float:
+        return above[name] / max(fixed, _TIMES * noise.of(name))
+
+    worst = max(above, key=share)
+    if share(worst) >= 1:
+        return found("more than rounding", worst)
+    blunt = max(above, key=lambda name: noise.of(name))
+    return found("can't tell" if _TIMES * noise.of(blunt) > _MOST else "rounding", blunt)
+
+
+@phases.status(lambda: "measuring what rounding does to these steps")
+def measure_noise(job: Job, task: Task, steps: int, known: Reference, device: DeviceChoice = "auto") -> Noise:
+    """Take the reference's steps again in this process, with last bits changed. `device` as for `reference`."""
+    run = Run(device="cpu" if device == "cpu" else job.run.device, threads=job.run.threads, workers=job.run.workers)
+    recipe = replace(job.recipe, precision="fp64", communication=None)
+    alone = replace(job, recipe=recipe, run=run)
+    with join(alone=True, device=run.device, threads=run.threads) as world:
+        found = [_measured(alone, task, world, steps, known, bit) for bit in _BITS]
+    return Noise(
+        quantities={name: max(each.quantities[name] for each in found) for name in found[0].quantities},
+        tensors={name: max(each.tensors[name] for each in found) for name in found[0].tensors},
+    )
+
+
+def _measured(job: Job, task: Task, world: World, steps: int, known: Reference, bit: int) -> Noise:
+    training = Training(job, task, world, Layout(), held_out=known.held_out)
+    trainer = training.session.trainer
+    assert isinstance(trainer, NativeTrainer)
+    with LastBitsChanged(bit):
+        taken = take(training, steps, "with last bits changed")
+    quantities = {
+        "loss": largest(relative(a, b) for a, b in pairs(taken.losses, known.losses)),
+        "grad_norm": largest(relative(a, b) for a, b in pairs(taken.grad_norms, known.grad_norms)),
+        "metrics": difference(taken.metrics, known.metrics),
+    }
+    return Noise(quantities=quantities, tensors=_of_tensors(trainer, job.recipe, known))
+
+
+def _of_tensors(trainer: Trainer, recipe: Recipe, known: Reference) -> dict[str, float]:
+    """The differences of parameters and changed buffers from the reference's, as a proof has them."""
+    expected = load_file(known.parameters)
+    moves: Mapping[str, Any] = load_file(known.rounding) if known.rounding is not None else {}
+    weights = {name: as_real(value).cpu() for name, value in weights_of(trainer, recipe)}
+    floor = torch.cat([value.double().flatten() for value in weights.values()]).square().mean().sqrt().item()
+    found = {
+        name: relative_tensors(mine, expected[name], floor, moves.get(name.removesuffix(AVERAGE)))
+        for name, mine in weights.items()
+    }
+    buffers = buffers_of(trainer)
+    for name, theirs in known.buffers.items():
+        mine, theirs = as_real(buffers[name]).double().cpu(), as_real(theirs).double().cpu()
+        rounding = torch.full_like(theirs, known.most_rounding)
+        found[of_buffer(name)] = relative_tensors(mine, theirs, floor, rounding)
+    return found
+
+
+def of_buffer(name: str) -> str:
+    """The name under which a buffer is compared."""
+    return f"{name} (a buffer)"
