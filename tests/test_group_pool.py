@@ -11,9 +11,10 @@ import samestep
 from samestep.comm.group_pool import GroupPool
 from samestep.job import Job, Run
 from samestep.launch import local
-from samestep.launch.world import join, process_groups
+from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.tasks.registry import resolve
+from samestep.torch_internals.groups import all_groups
 from samestep.verification.proof import Reference, hold_against, proof_job, reference
 
 LAYOUTS = ("dp2", "fsdp2", "zero1x2")
@@ -41,7 +42,7 @@ def prove_each_three_times(known: Reference) -> tuple[list[tuple[int, int]], lis
                 with groups.lent():
                     proof = hold_against(JOB, resolve(JOB.recipe), world, Layout.parse(layout), 2, mine)
                 same.append(proof.same_step)
-            counts.append((len(process_groups()), len(list(Path("/proc/self/task").iterdir()))))
+            counts.append((len(all_groups()), len(list(Path("/proc/self/task").iterdir()))))
     return counts, same
 
 

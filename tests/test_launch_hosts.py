@@ -117,7 +117,7 @@ def test_versions_that_differ_are_named_with_both_hosts(port: int, monkeypatch: 
     first = Handshake(spec(0, port))
     with waiting(first) as told:
         await_seat(first)
-        monkeypatch.setattr(samestep.launch.consistency, "__version__", "9.9")
+        monkeypatch.setattr(samestep.launch.consistency, "VERSION", "9.9")
         with pytest.raises(
             UserError,
             match=r'differ in their samestep version: host-a has ".*", host-b has "9.9"; install the same on both',

@@ -46,7 +46,7 @@ MENDS = (
     Mend(
         what="tied parameters stay tied on a device that PyTorch doesn't know by name",
         file="parallel/deferred_init.py",
-        now="return nullcontext() if takes_memory else _swapping(True)",
+        now="return nullcontext() if takes_over_memory(device) else _swapping(True)",
         before="return nullcontext()",
         task="language",
         layout="single",
@@ -55,7 +55,7 @@ MENDS = (
     Mend(
         what="ranks tell each other on the CPU what their hosts have to know",
         file="comm/messages.py",
-        now="return cpu if cpu in group._device_types else torch.device(device_type)",
+        now="return cpu if serves(group, cpu) else torch.device(device_type)",
         before="return torch.device(device_type)",
         task="text",
         layout="dp2",
@@ -226,8 +226,8 @@ MENDS = (
     Mend(
         what="the end of a group finds its gloo beside another back end",
         file="launch/world.py",
-        now='backend = group._get_backend(torch.device("cpu"))',
-        before='backend = group._get_backend(torch.device("cpu")) if dist.get_backend(group) == "gloo" else None',
+        now="backend = backend_for_cpu(group)",
+        before='backend = backend_for_cpu(group) if dist.get_backend(group) == "gloo" else None',
         test="test_world.py::test_gloo_is_found_beside_another_back_end",
         seen="assert",
     ),

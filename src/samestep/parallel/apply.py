@@ -286,7 +286,16 @@ class _Spreading:
         if units.writing and dist.get_rank() == 0:
             what = f"{', '.join(units.writing)}: changes what it is given in place, so it is gathered with the model"
             print(f'samestep: layout "{layout}": {what}', file=sys.stderr, flush=True)
-        shard(root, units.modules, layout, self.mesh, self.precision, self.forward_context, experts=self.shared.units)
+        shard(
+            root,
+            units.modules,
+            layout,
+            self.mesh,
+            self.precision,
+            self.forward_context,
+            experts=self.shared.units,
+            compiled=self.details.compile,
+        )
         disk = MappedFile(self.details.offload_folder) if layout.offloads("parameters-disk") else None
         # Filled after sharding: at no time does a rank hold more than its shards and one whole parameter.
         if initial is not None:

@@ -35,6 +35,7 @@ from samestep.parallel.blocks import has_forward, is_list_of_like
 from samestep.parallel.calls import Trace
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.torch_internals import pytree
+from samestep.torch_internals.fakes import FakeTensor
 from samestep.torch_internals.tensors import is_view
 
 
@@ -282,13 +283,12 @@ def refuse_replaced_values(part: nn.Module, described: str, layout: Layout, name
     places: dict[str, int] = {}
 
     def values() -> Iterator[tuple[str, Tensor]]:
-        return ((name, part.get_parameter(name).data) for name in names)
+        parameters = ((name, part.get_parameter(name).data) for name in names)
+        return ((name, value) for name, value in parameters if not isinstance(value, FakeTensor))
 
-    @torch.compiler.disable
     def note(module: nn.Module, arguments: Any) -> None:
         places.update((name, value.untyped_storage().data_ptr()) for name, value in values())
 
-    @torch.compiler.disable
     def compare(module: nn.Module, arguments: Any, output: Any) -> None:
         for handle in handles:
             handle.remove()
@@ -313,6 +313,7 @@ def shard(
     forward_context: ForwardContext,
     *,
     experts: Sequence[nn.Module] = (),
+    compiled: bool = False,
 ) -> None:
     """Shard a model in place, unit by unit and then what is left.
 
@@ -352,7 +353,8 @@ def shard(
             ignored_params=whole,
         )
     for part, names in zip([*experts, *units, model], gathered, strict=True):
-        refuse_replaced_values(part, described[id(part)], layout, names)
+        if not compiled:  # its hooks would be compiled as well
+            refuse_replaced_values(part, described[id(part)], layout, names)
         part.register_forward_hook(hide_tensors)
     for unit in units:
         refuse_gradients_in_forward(unit, described[id(unit)], layout, forward_context)
