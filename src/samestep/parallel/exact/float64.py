@@ -46,7 +46,8 @@ _COPYING: dict[Any, torch.dtype] = {
 
 # Here a dtype says what the bits of memory mean, and nothing is cast; or what `module.to` was asked for, which then
 # casts each tensor: as one to float64 that would copy them all, where a cast of float32 to float32 leaves them.
-_REINTERPRETING = {Tensor.view, torch.frombuffer, read_to}
+_REINTERPRETING = {Tensor.view, torch.frombuffer}
+_READS_TO = read_to.__name__  # by its name: the compiler could not follow the mode with it in the set
 
 # These take on the dtype of a tensor that they are given.
 _LIKE_ANOTHER = {Tensor.to, Tensor.type_as}
@@ -104,7 +105,7 @@ class _Float64(TorchFunctionMode):
         """Call a function with float64 in place of lower-precision dtypes and tensors."""
         if func in _CASTS:
             return _CASTS[func](*args, **keywords)
-        if func not in _REINTERPRETING:
+        if func not in _REINTERPRETING and getattr(func, "__name__", "") != _READS_TO:
             args = tuple(map(_wider, args))
             keywords = {name: _wider(value) for name, value in keywords.items()}
         if func is Tensor.type:
