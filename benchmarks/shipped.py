@@ -136,17 +136,22 @@ def measured(name: str, more: Sequence[str]) -> dict[str, Any]:
 def trained(name: str, more: Sequence[str]) -> Mapping[str, Any]:
     """The report of a training in a folder of its own."""
     with TemporaryDirectory(prefix="samestep-shipped-") as folder:
-        command = [sys.executable, "-m", "samestep", "train", str(ROOT / "examples" / f"{name}.yaml")]
-        done = subprocess.run(
-            [*command, "--set", f"run.folder={folder}/run", *more],
-            capture_output=True,
-            text=True,
-            timeout=TIME_LIMIT,
-            check=False,
-        )
-        if done.returncode:
-            raise SystemExit(f"{name}: {done.stderr[-2000:]}")
+        train_example(name, Path(folder) / "run", more)
         return json.loads((Path(folder) / "run" / "report.json").read_text(encoding="utf-8"))
+
+
+def train_example(name: str, run: Path, more: Sequence[str]) -> None:
+    """Train a job of examples/ into a folder, in its own process. Raises SystemExit with the end of its errors."""
+    command = [sys.executable, "-m", "samestep", "train", str(ROOT / "examples" / f"{name}.yaml")]
+    done = subprocess.run(
+        [*command, "--set", f"run.folder={run}", *more],
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr[-2000:]}")
 
 
 def merged(known: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -8,7 +8,6 @@ otherwise than in one. `--docs` writes the table of README.md and README.zh-CN.m
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,14 +15,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from page_parts import MeasuredTable, markdown_table  # noqa: E402
+
+from benchmarks.shipped import train_example  # noqa: E402
 
 JOB, METRIC = "digits", "accuracy"
 LAYOUTS = ("single", "dp2", "fsdp2", "pp2")
 STEPS = (1, 2, 10, 100, 460)  # the last one is the job's last
-TIME_LIMIT = 600  # seconds of one training
 HEADS = {
     "en": ("loss of the step", "one process", *(f"two: `{layout}`" for layout in LAYOUTS[1:])),
     "zh": ("第几步的损失", "单进程", *(f"两个进程：`{layout}`" for layout in LAYOUTS[1:])),
@@ -45,16 +45,7 @@ def trained(layout: str) -> Mapping[str, Any]:
     """The losses of some steps of a training in a folder of its own, and its score."""
     with TemporaryDirectory(prefix="samestep-side-by-side-") as folder:
         run = Path(folder) / "run"
-        command = [sys.executable, "-m", "samestep", "train", str(ROOT / "examples" / f"{JOB}.yaml")]
-        done = subprocess.run(
-            [*command, "--layout", layout, "--folder", str(run), "--set", "run.threads=1"],
-            capture_output=True,
-            text=True,
-            timeout=TIME_LIMIT,
-            check=False,
-        )
-        if done.returncode:
-            raise SystemExit(f"{layout}: {done.stderr[-2000:]}")
+        train_example(JOB, run, ["--layout", layout, "--set", "run.threads=1"])
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         report = json.loads((run / "report.json").read_text(encoding="utf-8"))
     losses = {str(step): json.loads(lines[step - 1])["loss"] for step in STEPS}

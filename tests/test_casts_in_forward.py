@@ -1,5 +1,7 @@
 """Models whose forward casts its own modules, as routers of mixtures of experts do."""
 
+from collections.abc import Sequence
+
 import torch
 from proving import prove
 from torch import Tensor, nn
@@ -53,7 +55,7 @@ class Sums(samestep.Task):
     def eval_set(self) -> list[tuple[Tensor, Tensor]]:
         return self.train_set()[:8]
 
-    def collate(self, samples: list[tuple[Tensor, Tensor]]) -> samestep.Batch:
+    def collate(self, samples: Sequence[tuple[Tensor, Tensor]]) -> samestep.Batch:
         return samestep.Batch(*(torch.stack(column) for column in zip(*samples, strict=True)))
 
     def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, int]:

@@ -266,6 +266,8 @@ def test_modes_see_operators_by_their_schemas() -> None:
     assert not any("mul" in name for name, _ in names.seen)
     assert isinstance(names, operators.TorchDispatchMode)
     assert not operators.is_traceable_wrapper_subclass(torch.ones(2))
+    add, one, other = torch.ops.aten.add.Tensor, torch.ones(2), torch.zeros(2)
+    assert operators.arguments_by_name(add, (one, other), {"alpha": 2}) == {"self": one, "other": other, "alpha": 2}
 
 
 class Counted(torch.Tensor):
@@ -399,7 +401,7 @@ def test_marks_of_modules() -> None:
     norm = next(each for each in layer.modules() if isinstance(each, modules.SpectralNorm))
     assert set(modules.own_buffers(norm)) == set(modules.SPECTRAL_NORM_VECTORS)
     plain = nn.Linear(2, 2)
-    compiled = torch.compile(plain, backend="eager")
+    compiled: Any = torch.compile(plain, backend="eager")
     assert not modules.is_compiled(plain)
     assert modules.is_compiled(compiled)
     assert modules.own_children(compiled)[modules.WRAPPERS["OptimizedModule"]] is plain
@@ -593,7 +595,7 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.usefixtures("alone")
 def test_process_groups() -> None:
-    more = dist.new_group([0])
+    more: Any = dist.new_group([0])
     world = dist.group.WORLD
     assert groups.all_groups() == (world, more)
     assert list(groups.members_of_groups().values()) == [{0: 0}, {0: 0}]
@@ -622,8 +624,8 @@ def test_a_group_with_methods_in_python() -> None:
         def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
             return groups.all_gather_single(gloo, output, input, opts)
 
-        def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
-            return groups.reduce_scatter_single(gloo, output, input, opts)
+        def reduce_scatter_single(self, outputTensor: Any, inputTensor: Any, opts: Any = None) -> Any:  # noqa: N803
+            return groups.reduce_scatter_single(gloo, outputTensor, inputTensor, opts)
 
     group = Group(0, 1)  # pyright: ignore[reportCallIssue]  # the stub has one more
     groups.answer_for_cpu(group, gloo)

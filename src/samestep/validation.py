@@ -201,12 +201,13 @@ def _after_comma(detail: Any, prefix: Path, path: Path, given: Any) -> str | Non
     """What to say of the key 5 without a value that YAML makes of {lr: 1,5}; None for another mistake."""
     if detail["type"] not in _OF_KEYS or not path[-1].isdigit():
         return None
+    section = given
     for part in path[:-1]:
-        if isinstance(given, list) and part.isdigit():
-            given = given[int(part)] if int(part) < len(given) else None
+        if isinstance(section, list) and part.isdigit():
+            section = section[int(part)] if int(part) < len(section) else None
         else:
-            given = given.get(part) if isinstance(given, Mapping) else None
-    if not isinstance(given, Mapping) or given.get(int(path[-1]), given) is not None:
+            section = section.get(part) if isinstance(section, Mapping) else None
+    if not isinstance(section, Mapping) or section.get(int(path[-1]), section) is not None:
         return None
     name = ".".join((*prefix, *path))
     return f'unknown key "{name}"; a decimal number is written with a point, such as 0.{path[-1]}, not a comma'

@@ -12,7 +12,7 @@ from samestep.comm.observer import Observer
 from samestep.comm.shared_memory.process_group import KernelGroup
 from samestep.torch_internals import pytree
 from samestep.torch_internals.groups import all_groups, group_named
-from samestep.torch_internals.operators import schema
+from samestep.torch_internals.operators import arguments_by_name, schema
 
 KINDS = (
     "all-reduce",
@@ -81,10 +81,9 @@ class Traffic(Observer):
         collective = _COLLECTIVES.get(name.removesuffix("_out").strip("_"))
         if collective is None:
             return  # a wait, a barrier, a receive
-        given = {argument.name: value for argument, value in zip(schema(func).arguments, args, strict=False)}
-        given |= kwargs
-        n = _group_size(given)
-        self._add(collective.kind, collective.sent(collective.message(given, n), n))
+        arguments = arguments_by_name(func, args, kwargs)
+        n = _group_size(arguments)
+        self._add(collective.kind, collective.sent(collective.message(arguments, n), n))
 
     def _add(self, kind: str, bytes_sent: float) -> None:
         if bytes_sent:

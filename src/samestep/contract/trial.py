@@ -34,7 +34,7 @@ from samestep.tasks.losses import takes_gather, with_weights
 from samestep.tasks.turns import Turn
 from samestep.torch_internals import pytree
 from samestep.torch_internals.modules import REGISTRIES
-from samestep.torch_internals.operators import TorchDispatchMode, schema
+from samestep.torch_internals.operators import TorchDispatchMode, arguments_by_name, schema
 from samestep.training.evaluation import switch_off
 from samestep.training.fit import build_model
 
@@ -381,11 +381,11 @@ class Writes(TorchDispatchMode):
 
     def _look(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         """Record the first parameter or buffer that an operator writes to, and the user's line that called it."""
-        given = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | dict(keywords)
+        arguments = arguments_by_name(func, args, keywords)
         for argument in schema(func).arguments:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            for tensor in pytree.tree_leaves(given.get(argument.name)):
+            for tensor in pytree.tree_leaves(arguments.get(argument.name)):
                 if isinstance(tensor, Tensor) and tensor.numel():
                     self.written = self.written or self._names.get(tensor.untyped_storage().data_ptr())
         if self.written is not None:

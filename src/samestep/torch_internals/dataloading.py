@@ -27,7 +27,7 @@ def replace_numbers(iterator: Any, numbers: Any) -> None:
 
 
 def call_at_begin(begun: Callable[[Any, Any], None]) -> None:
-    """From now on call a function with each iterator that is made or begins anew, and its loader."""
+    """Patch PyTorch's iterator over batches: `begun(iterator, loader)` is called whenever one is made or reset."""
     make, reset = BATCH_ITERATOR.__init__, BATCH_ITERATOR._reset
 
     @wraps(make)

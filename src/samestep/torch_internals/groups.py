@@ -46,7 +46,7 @@ def count_collectives(gloo: Any) -> None:
 
     From PyTorch 2.14 on every back end counts, and the call only warns.
     """
-    if torch.__version__ < (2, 14):
+    if torch.__version__ < "2.14":  # TorchVersion compares as versions, not as text
         gloo._set_sequence_number_for_group()
 
 

@@ -1,6 +1,6 @@
 """Operators as the dispatcher sees them: modes that watch them, their schemas, and those without a public name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -62,6 +62,12 @@ def without_function_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
 def schema(operator: Any) -> Any:
     """An operator's schema: its name with the namespace, whether it mutates, its arguments and what it returns."""
     return operator._schema
+
+
+def arguments_by_name(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator's call by their names in its schema; those left to their defaults are absent."""
+    names = (argument.name for argument in schema(operator).arguments)
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
 class EagerMode(TorchDispatchMode):

@@ -38,8 +38,8 @@ TOLERANCE = 1e-4
 # differed from float64 by a third to three times the effect of such a perturbation.
 _TIMES_NUDGED = 100
 
-# What norms and sums round is not seen so, as parameters move all samples alike. Where a difference is beyond the
-# tolerance all the same, the last bits of what every operation rounds are changed.
+# Perturbed parameters move all samples alike, which batch norms subtract again, so the rounding of their own forward
+# is not measured. Above the tolerance, the step is taken again with the last bits of every rounded result changed.
 _TIMES_ROUNDED = 20
 
 # A tolerance of a tenth of the gradient or more would find no fault, so nothing is compared then.

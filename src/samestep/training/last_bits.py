@@ -2,8 +2,8 @@
 
 A layout adds the same numbers in another order, so its results differ in their last bits, wherever in the model. A
 model may amplify that: where nearly equal numbers are subtracted, as in a batch norm over a tiny variance, most of
-the digits that agree are lost. Moving the parameters alone would not show it, as it moves all samples alike, which
-such a norm subtracts.
+the digits that agree are lost. Perturbed parameters alone would not show it: they move all samples alike, which such
+a norm subtracts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ _ROUNDING = frozenset(_NAMES.split())
 class LastBitsChanged(TorchDispatchMode):
     """A mode in which one bit of half of the rounded numbers is changed, up or down as the bit was.
 
-    Which half is drawn, so that equal numbers don't move alike.
+    The half is random, so that equal numbers do not all change in the same way.
     """
 
     def __init__(self, bit: int = 1) -> None:

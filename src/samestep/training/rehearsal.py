@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh
 
+from samestep.comm.group_pool import new_group_replaced
 from samestep.comm.mesh import rank_grid
 from samestep.comm.traffic import Traffic, group_of
 from samestep.data.loader import Loader, StepBatch
@@ -41,7 +41,7 @@ from samestep.torch_internals.fakes import (
     fake_store,
     forget_meshes,
 )
-from samestep.torch_internals.operators import schema
+from samestep.torch_internals.operators import arguments_by_name
 from samestep.training import usage as usages
 from samestep.training.fit import Training, measured_step
 from samestep.training.own_loop import check_lengths
@@ -303,10 +303,9 @@ class _ByAxis(Traffic):
 
     def _count(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Find the mesh axes of the collective's group, then count it."""
-        given = {argument.name: value for argument, value in zip(schema(func).arguments, args, strict=False)}
-        given |= kwargs
-        if "process_group" in given or "group_name" in given:
-            group = group_of(given)
+        arguments = arguments_by_name(func, args, kwargs)
+        if "process_group" in arguments or "group_name" in arguments:
+            group = group_of(arguments)
             if group.group_name not in self._axes:
                 self._axes[group.group_name] = self._axis(dist.get_process_group_ranks(group))
             self._group = self._axes[group.group_name]
@@ -405,11 +404,5 @@ def _own_groups_alone(rank: int) -> Iterator[None]:
             return dist.GroupMember.NON_GROUP_MEMBER
         return make(ranks, *given, **named)
 
-    places: tuple[Any, ...] = (dist, device_mesh)
-    for place in places:
-        place.new_group = new_group
-    try:
+    with new_group_replaced(new_group):
         yield
-    finally:
-        for place in places:
-            place.new_group = make

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from samestep.comm.observer import Observer, operands
-from samestep.torch_internals.operators import schema
+from samestep.torch_internals.operators import arguments_by_name, schema
 
 _COUNTED = frozenset({"aten", "prims", "fsdp"})
 # FSDP2's copy into the all-gather buffer; its copies out of it, and of gradients into the reduce-scatter buffer, one
@@ -120,8 +120,7 @@ class CountedWork(Observer):
 
 def _argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """An operator's argument by name; empty if it has none of that name."""
-    given = {each.name: value for each, value in zip(schema(func).arguments, args, strict=False)}
-    return (given | dict(kwargs)).get(name) or ()
+    return arguments_by_name(func, args, kwargs).get(name) or ()
 
 
 def _attention_flops(name: str, args: Sequence[Any]) -> float:

@@ -93,7 +93,7 @@ def same_dropout(model: nn.Module, forward_context: ForwardContext, *, attention
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Context of a forward whose values nobody uses: PyTorch draws by itself, and no site is counted."""
+    """Context of a forward that only infers shapes: dropout is PyTorch's own, and its sites are not counted."""
     with without_function_modes(Dropout), torch.random.fork_rng(devices=[]):
         yield
 

@@ -44,10 +44,13 @@ _COPYING: dict[Any, torch.dtype] = {
     Tensor.double: torch.float64,
 }
 
-# Here a dtype says what the bits of memory mean, and nothing is cast; or what `module.to` was asked for, which then
-# casts each tensor: as one to float64 that would copy them all, where a cast of float32 to float32 leaves them.
+# Here a dtype says what the bits of memory mean, and nothing is cast.
 _REINTERPRETING = {Tensor.view, torch.frombuffer}
-_READS_TO = read_to.__name__  # by its name: the compiler could not follow the mode with it in the set
+
+# `module.to` reads its arguments by this function, then casts each tensor. Were float32 made float64 here already,
+# the casts would look like ones from float32 to float64, which copy. Known by name: torch.compile does not trace the
+# mode with the function itself in the set above.
+_READS_TO = read_to.__name__
 
 # These take on the dtype of a tensor that they are given.
 _LIKE_ANOTHER = {Tensor.to, Tensor.type_as}
