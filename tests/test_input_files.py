@@ -92,13 +92,14 @@ def test_what_is_no_file_is_told_at_once(which: str, name: str, place: Path) -> 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (gzip.compress(JOB.encode()), "is compressed by gzip; unpack it"),
+        (gzip.compress(JOB.encode(), mtime=0), "is compressed by gzip; unpack it"),
         (lzma.compress(JOB.encode()), "is compressed by xz; unpack it"),
         (b"PK\x03\x04\x14\x00\x06\x00", "is an archive, such as a spreadsheet"),
         (b"SQLite format 3\x00", "is an SQLite database; export it as text"),
         (b"PAR1\x15\x04\x00", "is a Parquet file; export it as text"),
         (b"PAR1: {}\n", 'unknown key "PAR1"'),  # a text may begin so
     ],
+    ids=["gzip", "xz", "zip", "sqlite", "parquet", "text"],
 )
 def test_what_a_file_is_in_place_of_a_text_is_told(content: bytes, said: str, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
