@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import mistakes
 import pytest
 
-from samestep.cli.main import main
+from samestep.cli.main import COMMANDS, main
 
 TESTS = Path(__file__).parent
 
@@ -163,7 +164,6 @@ MISTAKES = {
         r"samestep comm has no option --transport; it is one of samestep comm demo; `samestep comm",
     ),
     "unknown command": ("trian good.yaml", r'no command "trian"; did you mean "train"\?'),
-    "no command": ("", r"the following arguments are required: COMMAND"),
     "no job": ("train", r"the following arguments are required: JOB\.yaml; `samestep train --help` says"),
 }
 
@@ -261,6 +261,21 @@ def test_help_is_there_at_once(arguments: Sequence[str]) -> None:
     assert min(taken) < 0.3
 
 
+def test_without_a_command_the_help_is_printed_with_every_command_in_a_group(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 0
+    alone = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert alone == capsys.readouterr().out
+    groups = dict(re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", alone, re.MULTILINE))
+    rows = {title: re.findall(r"^  (\w+) ", text, re.MULTILINE) for title, text in groups.items()}
+    assert rows.keys() >= {"train and check", "look", "clusters"}
+    names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+    assert [name for title in ("train and check", "look", "clusters") for name in rows[title]] == names
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["verify", "--help"]])
 def test_help_loads_nothing_heavy(arguments: Sequence[str]) -> None:
     program = (
@@ -328,7 +343,7 @@ def test_verify_ends_with_1_where_the_step_is_another(
 def test_train_prints_a_table_with_a_row_a_class(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = f"recipe: {{task: '{TESTS}/scored_task.py:Scored', batch: 16, epochs: 4}}\nrun: {{device: cpu}}\n"
     (place / "scored.yaml").write_text(job, encoding="utf-8")
-    assert main(["train", "scored.yaml"]) == 0
+    assert main(["train", "scored.yaml", "--details"]) == 0
     printed = capsys.readouterr().out
     metrics = json.loads((place / "runs/scored/report.json").read_text(encoding="utf-8"))["metrics"]
     rows = [re.findall(r"[^│┃\s][^│┃]*[^│┃\s]|[^│┃\s]", line) for line in printed.splitlines()]
@@ -338,6 +353,53 @@ def test_train_prints_a_table_with_a_row_a_class(place: Path, capsys: pytest.Cap
         assert [name, *map(str, metrics["confusion_matrix"][name])] in rows
     assert ["accuracy", f"{metrics['accuracy']:.4f}"] in rows
     assert "files: runs/scored\n" in printed
+    assert "bytes of a rank in one step" in printed
+    assert "report.json has more" not in printed
+
+
+def next_command(printed: str) -> list[str]:
+    """The words of the command that a training names at its end, as its last line."""
+    (line,) = printed.splitlines()[-1:]
+    assert line.startswith("next: samestep "), line
+    return shlex.split(line)[2:]
+
+
+def test_a_training_ends_with_its_losses_and_a_command_that_runs(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--set", "recipe.steps=3", "--threads", "1", "--set", "recipe.optimizer={name: sgd, lr: 0.001}"]
+    assert main(["train", "good.yaml", *words, "--no-check"]) == 0
+    printed = capfd.readouterr().out
+    losses = [
+        json.loads(line)["loss"] for line in (place / "runs/good/metrics.jsonl").read_text("utf-8").splitlines()
+    ]
+    for name, loss in (("loss at start", losses[0]), ("loss at end", losses[-1])):
+        assert re.search(rf"{name} +│ {loss:.4f} ", printed)
+    assert "report.json has more: bytes of each rank (--details prints them)\n" in printed
+    command = next_command(printed)
+    assert command == [
+        "verify",
+        "good.yaml",
+        "--threads",
+        "1",
+        *words[:2],
+        *words[4:],
+        "--no-check",
+        "--layout",
+        "dp2",
+    ]
+    assert main(command) == 0
+    assert "dp2 versus one process, 5 steps in float64" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["recipe.batch=1", "recipe.communication={kind: bf16}"])
+def test_where_no_step_can_be_proved_the_next_command_looks_at_the_run(
+    word: str, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "good.yaml", "--set", word, "--threads", "1", "--no-check"]) == 0
+    command = next_command(capfd.readouterr().out)
+    assert command == ["doctor", "runs/good"]
+    assert main(command) == 0
 
 
 def test_names_are_printed_as_they_are(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

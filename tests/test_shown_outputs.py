@@ -32,7 +32,7 @@ from samestep.verification.proof import Proof
 pytestmark = pytest.mark.quick
 
 HOME = "docs/README.md"
-KEYS = "docs/recipes-and-layouts.md"
+RUN = "docs/run.md"
 OWN = "docs/own-tasks.md"
 PROMISE = "docs/promise.md"
 PROFILE = "docs/profile.md"
@@ -150,7 +150,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_all_values_are_printed_with_their_origin(in_a_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--layout", "dp4", "--set", "recipe.optimizer.lr=1e-3", "--print-config"]
     assert main(["train", "examples/regression.yaml", *given]) == 0
-    assert capsys.readouterr().out == the_output(KEYS, "recipe:")
+    assert capsys.readouterr().out == the_output(RUN, "recipe:")
 
 
 def test_a_translation_is_printed_as_shown(in_a_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,9 +161,9 @@ def test_a_translation_is_printed_as_shown(in_a_folder: Path, capsys: pytest.Cap
 @pytest.mark.processes
 def test_a_training_prints_and_writes_what_is_shown(in_a_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "examples/regression.yaml", "--layout", "dp2"]) == 0
-    assert masked(capfd.readouterr().out) == masked(the_output(KEYS, "rank 0: 64 steps"))
+    assert masked(capfd.readouterr().out) == masked(the_output(RUN, "rank 0: 64 steps"))
     written = (in_a_folder / "runs" / "regression" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0]
-    assert shapes(json.loads(written)) == shapes(json.loads(the_output(KEYS, '{"step": 1')))
+    assert shapes(json.loads(written)) == shapes(json.loads(the_output(RUN, '{"step": 1')))
 
 
 @pytest.mark.processes

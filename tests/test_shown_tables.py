@@ -139,7 +139,7 @@ OTHERS = {
     "docs/binding.md": {"--local_rank"},
     "docs/elastic.md": {"--rdzv-conf", "--shm-size"},
     "docs/engines/deepspeed.md": {"--num_gpus", "--num_accelerators"},
-    "docs/recipes-and-layouts.md": {"--nproc-per-node"},
+    "docs/run.md": {"--nproc-per-node"},
     "docs/places.md": {"--gpus-per-task", "--gpus-per-node", "--gpu-bind", "--key"},
 }
 

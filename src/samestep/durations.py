@@ -15,7 +15,11 @@ EXAMPLES = "a time such as 90s, 10m or 1h"
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 # As Python writes numbers, without a sign; then the unit.
-_DURATION = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([smh]?)", re.ASCII)
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
+_DURATION = re.compile(rf"({_NUMBER})\s*([smh]?)", re.ASCII)
+# The same for the schema of job files.
+PATTERN = rf"^\s*{_NUMBER}\s*[smh]?\s*$"
+PATTERN_WITH_UNIT = rf"^\s*{_NUMBER}\s*[smh]\s*$"
 
 
 def wanted(least: float = LEAST_SECONDS) -> str:

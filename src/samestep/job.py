@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from samestep.durations import EXAMPLES, has_unit, parse_duration, wanted
+from samestep.durations import EXAMPLES, PATTERN, PATTERN_WITH_UNIT, has_unit, parse_duration, wanted
 from samestep.field_types import STRICT, Count, FilePath, PathText, Positive, Ranks, Real, Whole
 from samestep.limits import (
     LEAST_PATIENCE,
@@ -41,7 +41,8 @@ def _seconds_from(least: float) -> BeforeValidator:
             raise PydanticCustomError("duration_wanted", "Input should be {wanted}", {"wanted": wanted(least)})
         return duration
 
-    return BeforeValidator(seconds)
+    number = Annotated[float, Field(ge=least, le=MOST_SECONDS)]
+    return BeforeValidator(seconds, json_schema_input_type=number | Annotated[str, Field(pattern=PATTERN)])
 
 
 def _interval(value: Any) -> str:
@@ -51,6 +52,9 @@ def _interval(value: Any) -> str:
     return value
 
 
+Interval = Annotated[
+    str, BeforeValidator(_interval, json_schema_input_type=Annotated[str, Field(pattern=PATTERN_WITH_UNIT)])
+]
 Duration = Annotated[Real, Gt(0), Le(MOST_SECONDS), _seconds_from(LEAST_SECONDS)]
 _Patience = Annotated[Real, Gt(0), Le(MOST_SECONDS), _seconds_from(LEAST_PATIENCE)]
 Fault = Literal["kill", "raise", "hang", "oom", "nan", "slow", "deadlock", "abort"]
@@ -90,7 +94,7 @@ class Checkpointing:
     """When a training's state is saved, where, and which of it the training begins with."""
 
     # A number of steps, or a time such as "30s", "10m", "2h"; None: after the last step alone.
-    every: Positive | Annotated[str, BeforeValidator(_interval)] | None = None
+    every: Positive | Interval | None = None
     keep: Positive = 3  # the last so many stay
     best: str | None = None  # a metric of the evaluations; the checkpoint with its best value stays as well
     best_is: Literal["highest", "lowest"] = "highest"
@@ -156,7 +160,10 @@ class Run:
     transport: Transport = "auto"
     # Gradients of embeddings between replicas as the rows that a step touched, where that is fewer bytes; auto: of
     # tables of 1 MiB or more, on CPUs.
-    sparse_rows: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = "auto"
+    sparse_rows: Annotated[
+        Literal["auto", "on", "off"],
+        BeforeValidator(_on_or_off, json_schema_input_type=Literal["auto", "on", "off"] | bool),
+    ] = "auto"
     # The replicas of one host keep one copy of parameters and optimizer state, and each steps its part.
     share_replicas: bool = False
     threads: Annotated[Whole, Gt(0), Le(MOST_THREADS)] | None = None  # a process; None: cores / local ranks
@@ -164,7 +171,10 @@ class Run:
     # are as many as ranks.
     bind: Literal["auto", "none", "cores", "numa"] = "auto"
     workers: Annotated[Whole, Ge(0), Le(MOST_WORKERS)] = 0  # processes that load data, a rank
-    profile: Annotated[Profiling | None, BeforeValidator(_section_if_true)] = None  # where a step's time goes
+    # Where a step's time goes.
+    profile: Annotated[
+        Profiling | None, BeforeValidator(_section_if_true, json_schema_input_type=Profiling | bool | None)
+    ] = None
     check: bool = True  # the task's contract, in one process before any rank starts
     compile: bool = False  # torch.compile for each block
     # Digits of float32 matrix products: highest: all; high: TensorFloat-32 or two bfloat16; medium: bfloat16.
@@ -188,7 +198,10 @@ class Run:
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # a loss or gradient norm that is NaN or infinite
     elastic: bool = False  # go on with fewer data ranks when a rank is lost for good
     min_processes: Ranks = 1  # fewest that elastic goes on with
-    inject: Annotated[tuple[Inject, ...], BeforeValidator(_one_or_more)] = ()  # faults to commit
+    # Faults to commit.
+    inject: Annotated[
+        tuple[Inject, ...], BeforeValidator(_one_or_more, json_schema_input_type=tuple[Inject, ...] | Inject)
+    ] = ()
 
 
 _LONGEST_NAME = 240  # bytes, which leaves room for the number of a further run

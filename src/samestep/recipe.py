@@ -145,7 +145,11 @@ class Group:
     """Parameters that are trained otherwise than the rest: by their names, and by how many dimensions they have."""
 
     # Names or patterns with * and ?, such as "*.bias"; one of them must match.
-    parameters: Annotated[tuple[str, ...], Len(min_length=1), BeforeValidator(_one_or_several)]
+    parameters: Annotated[
+        tuple[str, ...],
+        Len(min_length=1),
+        BeforeValidator(_one_or_several, json_schema_input_type=str | Annotated[tuple[str, ...], Len(min_length=1)]),
+    ]
     dims: Annotated[Whole, Ge(0), Le(64)] | None = None  # only those of so many dimensions, such as 2 for matrices
     lr: Rate | None = None  # None: the optimizer's
     weight_decay: Decay | None = None  # of all of them; None: the optimizer's
@@ -189,7 +193,7 @@ def _one_or_more(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Patterns = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_one_or_more, json_schema_input_type=str | tuple[str, ...])]
 
 
 @tells_mistakes

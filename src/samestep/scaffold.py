@@ -10,6 +10,8 @@ from pathlib import Path
 from samestep.errors import UserError, closest
 
 _TEMPLATES = Path(__file__).parent / "templates"
+# Of job files, for editors; tools/job_keys.py makes it of the declarations that check a job.
+JOB_SCHEMA = Path(__file__).parent / "job.schema.json"
 _JOB = "job.yaml"
 _MAKE_DATA = "make_data.py"
 _TIME_LIMIT = 120.0  # seconds, in which sample data are made; they take one or two
@@ -43,6 +45,8 @@ def templates() -> dict[str, Template]:
 def write(name: str, folder: Path) -> Sequence[Path]:
     """Copy a template's files into a folder, which is made where it is missing, and make the sample data there.
 
+    The job file begins with the line by which editors find the schema of job files, which lies next to it.
+
     Returns the files, the job file first. Raises UserError for an unknown template, for a folder that is not empty
     or can't be written, and where the sample data can't be made.
     """
@@ -55,9 +59,14 @@ def write(name: str, folder: Path) -> Sequence[Path]:
         copied = [folder / file.name for file in known[name].files]
         for file, copy in zip(known[name].files, copied, strict=True):
             shutil.copyfile(file, copy)
+        schema = folder / JOB_SCHEMA.name
+        shutil.copyfile(JOB_SCHEMA, schema)
+        job = copied[0].read_text(encoding="utf-8")
+        copied[0].write_text(f"# yaml-language-server: $schema={schema.name}\n{job}", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder} can't be written: {error.strerror}; use another folder") from None
     _make_data(folder / _MAKE_DATA)
+    copied.append(schema)
     return [*copied, *sorted(path for path in folder.rglob("*") if path.is_file() and path not in copied)]
 
 

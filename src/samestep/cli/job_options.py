@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 # Flag -> the key of the job that it sets.
-_FLAGS = {
+FLAGS = {
     "layout": ("run.layout", 'how to split it: "dp2", "ddp", "single", ...; of train also "auto"'),
     "processes": ("run.processes", "number of processes, for a layout without a size"),
     "engine": ("run.engine", "who takes the step"),
@@ -58,7 +58,7 @@ class Once(argparse.Action):
 def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = (), *, job: bool = True) -> None:
     """Add the options of a job. `job`: whether the job file is required."""
     parser.add_argument("job", type=path_option, nargs=None if job else "?", metavar="JOB.yaml", help="the job file")
-    for flag, (_, text) in _FLAGS.items():
+    for flag, (_, text) in FLAGS.items():
         if flag in without:
             continue
         parser.add_argument(f"--{flag}", metavar=flag.replace("-", "_").upper(), help=text)
@@ -93,7 +93,7 @@ def load(
     from samestep import environment, jobfile
     from samestep.cli import hyperparameters
 
-    keys = {flag: key for flag, (key, _) in {**_FLAGS, **_OWN_FLAGS}.items()}
+    keys = {flag: key for flag, (key, _) in {**FLAGS, **_OWN_FLAGS}.items()}
     overrides = hyperparameters.overrides(environment.snapshot(), keys)
     for text in options.set:
         key, separator, value = text.partition("=")

@@ -2,13 +2,16 @@
 
 import argparse
 import re
+import shutil
 import sys
+import textwrap
 import time
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from samestep import environment, file_errors, private_folders, streams
@@ -28,6 +31,7 @@ from samestep.cli import (
     layout,
     plan,
     predict,
+    schema,
     train,
     translate,
     tune,
@@ -49,25 +53,13 @@ from samestep.errors import (
 from samestep.progress import phases
 from samestep.variables import without_values
 
-COMMANDS = (
-    init,
-    train,
-    launch,
-    verify,
-    check,
-    evaluate,
-    predict,
-    compare,
-    tune,
-    drill,
-    checkpoint,
-    comm,
-    layout,
-    plan,
-    hosts,
-    translate,
-    doctor,
-)
+# As the help shows them.
+GROUPS: Mapping[str, tuple[ModuleType, ...]] = {
+    "train and check": (init, translate, train, verify, check, evaluate, predict, compare, tune),
+    "look": (layout, plan, checkpoint, schema, doctor),
+    "clusters": (launch, hosts, comm, drill),
+}
+COMMANDS = tuple(command for group in GROUPS.values() for command in group)
 
 _COMMAND = "COMMAND"  # in the help, and in argparse's messages about it
 _FIRST_TELLS = 2.0  # seconds that other ranks wait, so that rank 0 prints the message that all have
@@ -94,6 +86,9 @@ def _run(arguments: Sequence[str] | None) -> int:
             raise UserError(f"{wrong[:60]!r} has the character NUL, which no argument can have")
         words = list(hyperparameters.without(given, environment.snapshot()))
         secret = environment.take_job_secret()  # before any process is started
+        if not words:  # nothing was asked for: the help, as in git, pip and docker
+            _parser().print_help()
+            return 0
         options = _parser().parse_args(words)
         options.job_secret = secret
         options.command_line = words
@@ -210,18 +205,37 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="samestep",
         allow_abbrev=False,
-        description="Split the training of a PyTorch model any way you like; every way takes the same step.",
+        description="Train a PyTorch model over several processes, and check that every way to split the training\n"
+        "takes the same step as one process.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, help="print the version of samestep and exit")
-    commands = parser.add_subparsers(title="commands", metavar=_COMMAND, required=True)
+    # Each command has its row below a title of its group, which argparse can't do: it lists all in one place.
+    commands = parser.add_subparsers(
+        title="commands", metavar=_COMMAND, required=True, help="`samestep COMMAND --help` lists its options"
+    )
+    for title, group in GROUPS.items():
+        parser.add_argument_group(title, "\n".join(map(_row, group)))
     for command in COMMANDS:
-        name = command.__name__.rpartition(".")[2]
-        summary = (command.__doc__ or "").strip().partition("\n")[0]
-        subparser = commands.add_parser(name, allow_abbrev=False, help=summary, description=command.__doc__)
+        name = _name(command)
+        subparser = commands.add_parser(name, allow_abbrev=False, description=command.__doc__)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run, title=name, progress=None)
         _add_progress(subparser)
     return parser
+
+
+def _name(command: ModuleType) -> str:
+    return command.__name__.rpartition(".")[2]
+
+
+def _row(command: ModuleType) -> str:
+    """A command's row in the help: its name, and what it does, in as many lines as the terminal needs."""
+    summary = (command.__doc__ or "").strip().partition("\n")[0]
+    width = max(40, shutil.get_terminal_size().columns - 4)  # argparse indents a group by 2, and leaves 2 free
+    return textwrap.fill(
+        summary, width, initial_indent=f"{_name(command):<12}", subsequent_indent=" " * 12, break_on_hyphens=False
+    )
 
 
 def _add_progress(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options, launch_options, output_files
+from samestep.cli import job_options, launch_options, next_command, output_files
 from samestep.errors import UserError
 from samestep.limits import MOST_RANKS, WholeNumber
 
@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run",
         action="store_true",
         help="take three steps, write no run, print what each rank held and sent",
+    )
+    parser.add_argument(
+        "--details",
+        action="store_true",
+        help="print at the end also what each rank held and sent in a step, and confusion matrices",
     )
     parser.add_argument(
         "--profile",
@@ -105,7 +110,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"samestep: {idle}", file=sys.stderr)
     result = train_job(loaded.job)
     if job_options.is_main():
-        print_result(result)
+        command = next_command.after_training(options, loaded, result.folder)
+        print_result(result, details=options.details, next_command=command)
         if result.profile is not None:
             print_profile(result.profile)
         if chosen is not None:

@@ -26,27 +26,53 @@ _SPEEDS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 }
 
 
-def print_result(result: TrainResult, console: Console | None = None) -> None:
-    """The classification report where there are classes, then every single number."""
+def print_result(
+    result: TrainResult, console: Console | None = None, *, details: bool = False, next_command: str | None = None
+) -> None:
+    """The classification report where there are classes, every single number, and what to do next.
+
+    `details`: also confusion matrices, and the bytes that each rank held and sent.
+    """
     console = console or plain_console()
     further = {
         "steps": f"{result.steps:,}",
-        # A resumed training may have had no step left to take.
-        **({"final loss": f"{result.losses[-1]:.4f}"} if result.losses else {}),
+        **_first_and_last_loss(result),
         "seconds": f"{result.seconds:.1f}",
         "samples/s": f"{result.samples_per_second:,.1f}",
         **{name: show(result.speeds[key]) for key, (name, show) in _SPEEDS.items() if key in result.speeds},
     }
-    print_metrics(result.metrics, console, further)
+    print_metrics(result.metrics, console, further, matrices=details)
     if result.stopped_early is not None:
         console.print(result.stopped_early, soft_wrap=True)
-    print_usage(result.usage, console)
+    if details:
+        print_usage(result.usage, console)
     print_slow_ranks(result.own_step_seconds, console)
     console.print(f"files: {result.folder}", soft_wrap=True)  # whole, so that it can be copied
+    left_out = (
+        [] if details else [name.replace("_", " ") for name in result.metrics if _is_matrix(result.metrics[name])]
+    )
+    left_out += [] if details or not result.usage else ["bytes of each rank"]
+    if left_out:
+        console.print(f"report.json has more: {', '.join(left_out)} (--details prints them)", soft_wrap=True)
+    if next_command is not None:
+        console.print(f"next: {next_command}", soft_wrap=True)
+
+
+def _first_and_last_loss(result: TrainResult) -> dict[str, str]:
+    """The losses of the first and the last step that are known; none of a training with no step left to take."""
+    if not result.losses:
+        return {}
+    first = result.steps - len(result.losses) + 1
+    name = "loss at start" if first == 1 else f"loss at step {first:,}"  # of a resumed one
+    return {name: f"{result.losses[0]:.4f}", "loss at end": f"{result.losses[-1]:.4f}"}
 
 
 def print_metrics(
-    metrics: Mapping[str, Any], console: Console | None = None, further: Mapping[str, str] | None = None
+    metrics: Mapping[str, Any],
+    console: Console | None = None,
+    further: Mapping[str, str] | None = None,
+    *,
+    matrices: bool = True,
 ) -> None:
     """Print the classification report if there is one, then every scalar metric and the `further` entries."""
     console = console or plain_console()
@@ -54,7 +80,7 @@ def print_metrics(
     if per_class:
         console.print(_class_table(per_class))
     for name, value in metrics.items():
-        if isinstance(value, Mapping) and not is_curve(value) and not _is_per_class(value):
+        if matrices and _is_matrix(value):
             console.print(_matrix_table(name, value))
     single = {name.replace("_", " "): f"{value:.4f}" for name, value in scalars(metrics).items()}
     console.print(values_table({**single, **(further or {})}))
@@ -115,6 +141,11 @@ _MOST_RANKS = 4  # that have a column each; of more ranks the least and the most
 def _is_per_class(value: Any) -> bool:
     """Whether a metric is a number for each class, such as precision by class."""
     return isinstance(value, Mapping) and all(isinstance(number, (int, float)) for number in value.values())
+
+
+def _is_matrix(value: Any) -> bool:
+    """Whether a metric has a row for each class, such as a confusion matrix."""
+    return isinstance(value, Mapping) and not is_curve(value) and not _is_per_class(value)
 
 
 def print_rehearsals(ranks: "Sequence[Rehearsal]", console: Console | None = None) -> None:

@@ -68,7 +68,7 @@ def _together(offloads: Collection[str]) -> list[str]:
 # The task of a translated job, which no other tool's configuration names.
 UNKNOWN_TASK = "my_task.py:MyTask"
 
-# The order of keys in a job file, as in docs/recipes-and-layouts.md.
+# The order of keys in a job file, as in docs/recipe.md and docs/run.md.
 _ORDER = ("task", "seed", "batch", "steps", "epochs", "optimizer", "schedule", "clip", "precision")
 _LONGEST = 116  # characters per line; a comment that would make a line longer goes above it
 

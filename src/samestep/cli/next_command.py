@@ -1,0 +1,56 @@
+"""The command to type after a training: a proof of its step, else a look at its run."""
+
+import argparse
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samestep import environment
+from samestep.cli import job_options
+from samestep.errors import UserError
+
+if TYPE_CHECKING:
+    from samestep.job import Job
+    from samestep.jobfile import LoadedJob
+
+_SPLIT = "dp2"  # the layout that a job of one process is proved under
+_OF_TRAINING = ("checkpoint-every", "max-restarts", "folder")  # flags that don't change a step
+
+
+def after_training(options: argparse.Namespace, loaded: "LoadedJob", folder: Path) -> str:
+    """`samestep verify` of the same job where a proof of it can start here, else `samestep doctor` of its folder."""
+    split = _layout_to_prove(loaded.job)
+    others = environment.ranks() is not None  # under a launcher, whose ranks the next command doesn't have
+    # Hyperparameters of a SageMaker job stand in no option that could be typed again.
+    typed = all(not source.startswith("hyperparameter ") for source in loaded.sources.values())
+    if split is None or others or not typed:
+        return shlex.join(["samestep", "doctor", str(folder)])
+    words = ["samestep", "verify", str(options.job)]
+    for flag in job_options.FLAGS:
+        value = getattr(options, flag.replace("-", "_"))
+        if value is not None and flag not in (*_OF_TRAINING, "layout"):
+            words += [f"--{flag}", value]
+    words += [word for text in options.set for word in ("--set", text)]
+    words += ["--no-check"] if options.no_check else []
+    return shlex.join([*words, "--layout", split])
+
+
+def _layout_to_prove(job: "Job") -> str | None:
+    """The job's layout, or for one process the first that splits it; None where nothing can be proved."""
+    from samestep.api import check_job, layout_of
+    from samestep.verification.itself import check_layout_splits
+    from samestep.verification.proof import proof_job
+
+    if job.recipe.communication is not None:  # takes another step than one process, as it declares
+        return None
+    try:
+        proof_job(job)
+        try:
+            check_layout_splits(layout_of(job), job.run.layout)
+        except UserError:
+            job = replace(job, run=replace(job.run, layout=_SPLIT))
+            check_job(job)
+    except UserError:
+        return None
+    return job.run.layout
