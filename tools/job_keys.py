@@ -80,7 +80,7 @@ TABLES = (
 
 
 def meanings() -> dict[str, dict[str, dict[str, Any]]]:
-    """Class -> key -> what it means, in "en" and "zh"; "type" and "default" where words are better than the code's."""
+    """Class -> key -> what it means, in "en" and "zh"; "type" and "default" where words say more than the code."""
     return yaml.safe_load(MEANINGS.read_text(encoding="utf-8"))
 
 

@@ -48,11 +48,9 @@ def print_result(
         print_usage(result.usage, console)
     print_slow_ranks(result.own_step_seconds, console)
     console.print(f"files: {result.folder}", soft_wrap=True)  # whole, so that it can be copied
-    left_out = (
-        [] if details else [name.replace("_", " ") for name in result.metrics if _is_matrix(result.metrics[name])]
-    )
-    left_out += [] if details or not result.usage else ["bytes of each rank"]
-    if left_out:
+    left_out = [name.replace("_", " ") for name, value in result.metrics.items() if _is_matrix(value)]
+    left_out += ["bytes of each rank"] if result.usage else []
+    if left_out and not details:
         console.print(f"report.json has more: {', '.join(left_out)} (--details prints them)", soft_wrap=True)
     if next_command is not None:
         console.print(f"next: {next_command}", soft_wrap=True)
