@@ -128,13 +128,15 @@ CONTRACT: Mapping[str, Callable[[], object]] = {
 
 # Page -> the beginning of a message that it shows -> what raises it.
 CALLS: Mapping[str, Mapping[str, Callable[[], object]]] = {
-    "docs/own-tasks.md": {
+    "docs/contract.md": {
         **{f"the task's contract, {beginning}": call for beginning, call in CONTRACT.items()},
-        'layout "fsdp2": the loss': partial(train, penalty_tasks.Smooth(), "fsdp2"),
         "the model: rand of shape": partial(train, odd.Odd(OneDraw)),
         'engine "accelerate" keeps no': partial(
             train, Built(Used, batch_buffers=lambda: {"usage": "mean"}), engine="accelerate"
         ),
+    },
+    "docs/own-tasks.md": {
+        'layout "fsdp2": the loss': partial(train, penalty_tasks.Smooth(), "fsdp2"),
         "a task or engine object": a_task_with_a_lambda,
         "session.prepare(model, optimizer)": step_before_prepare,
         "session.prepare: the optimizer": prepare_with_anothers_parameters,

@@ -52,7 +52,7 @@ def test_a_job_that_ships_is_checked(job: str, tmp_path: Path, capsys: pytest.Ca
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["kept"] is True
     assert {row["layout"]: row["verdict"] for row in found["layouts"]} == verdicts(TRIED, SHIPPED[job])
-    assert job != "own_task" or is_shown("docs/own-tasks.md", capsys.readouterr().out)
+    assert job != "own_task" or is_shown("docs/contract.md", capsys.readouterr().out)
 
 
 def verdicts(tried: Set[str], refused: Set[str]) -> dict[str, str]:

@@ -91,6 +91,7 @@ def test_the_pages_are_there_in_both_languages() -> None:
         "run",
         "layout-syntax",
         "own-tasks",
+        "contract",
         "layouts",
     }
     chinese = [page for page in PAGES if page.is_relative_to(DOCS / "zh")]
@@ -293,7 +294,7 @@ def test_an_engine_is_called_by_its_key(name: str) -> None:
 
 # The pages that say which engines have an ability: "engines other than `one` and `another`".
 ENGINES_WITH = {
-    "batch_buffers": "own-tasks.md",
+    "batch_buffers": "contract.md",
     "chunks_loss": "memory.md",
     "complex_parameters": "promise.md",
     "own_optimizers": "recipe.md",

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.quick
 HOME = "docs/README.md"
 RUN = "docs/run.md"
 OWN = "docs/own-tasks.md"
+CONTRACT = "docs/contract.md"
 PROMISE = "docs/promise.md"
 PROFILE = "docs/profile.md"
 BITS = "docs/to-the-bit.md"
@@ -176,7 +177,7 @@ def test_a_training_of_ones_own_task_prints_what_is_shown(
 
 
 def test_a_contract_that_is_kept_is_printed_as_shown(in_a_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = the_output(OWN, "the contract of own_task")
+    shown = the_output(CONTRACT, "the contract of own_task")
     job, task = job_of("examples/own_task.py:Spirals")
     print_checked(CheckResult(job="own_task", contract=examine(job, task), layouts=()))
     contract, layouts = masked(shown).split("\nlayouts,")
@@ -208,7 +209,7 @@ def test_a_broken_contract_is_printed_as_shown(
     (in_a_folder / "mean_task.py").write_text(MEAN, encoding="utf-8")
     (in_a_folder / "mean.yaml").write_text("recipe: {task: 'mean_task.py:Mean', batch: 64, steps: 2}\n", "utf-8")
     assert main(["check", "mean.yaml"]) == 1
-    assert masked(capsys.readouterr().out) == masked(the_output(OWN, "the contract of mean"))
+    assert masked(capsys.readouterr().out) == masked(the_output(CONTRACT, "the contract of mean"))
 
 
 @pytest.mark.parametrize(
