@@ -389,14 +389,14 @@ def test_a_training_ends_with_its_losses_and_a_command_that_runs(
         "dp2",
     ]
     assert main(command) == 0
-    assert "dp2 versus one process, 5 steps in float64" in capfd.readouterr().out
+    assert "dp2 versus one process, 3 steps in float64" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("word", ["recipe.batch=1", "recipe.communication={kind: bf16}"])
+@pytest.mark.parametrize("word", ["recipe.batch=1 --layout single", "recipe.communication={kind:|bf16} --layout dp2"])
 def test_where_no_step_can_be_proved_the_next_command_looks_at_the_run(
     word: str, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "good.yaml", "--set", word, "--threads", "1", "--no-check"]) == 0
+    assert main(["train", "good.yaml", "--set", *arguments_of(word), "--threads", "1", "--no-check"]) == 0
     command = next_command(capfd.readouterr().out)
     assert command == ["doctor", "runs/good"]
     assert main(command) == 0
@@ -406,7 +406,7 @@ def test_names_are_printed_as_they_are(place: Path, capsys: pytest.CaptureFixtur
     """Square brackets and colons mean colours and pictures to the library that draws tables."""
     texts = [f"text number {number},{'[/red]' if number % 2 else ':bug:'}" for number in range(80)]
     (place / "texts.csv").write_text("\n".join(["text,label", *texts]), encoding="utf-8")
-    assert main(["train", "texts.yaml", "--folder", f"long/{'x' * 100}"]) == 0
+    assert main(["train", "texts.yaml", "--details", "--folder", f"long/{'x' * 100}"]) == 0
     printed = capsys.readouterr().out
     # A row of one table, a row and a column of the other.
     assert printed.count("[/red]") == printed.count(":bug:") == 3

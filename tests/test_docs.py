@@ -13,8 +13,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
+import engine_table
 import pytest
 import yaml
+from page_parts import read_part
 
 import samestep
 from samestep import launchers, layout
@@ -292,31 +294,16 @@ def test_an_engine_is_called_by_its_key(name: str) -> None:
     assert resolve(name).name == name
 
 
-# The pages that say which engines have an ability: "engines other than `one` and `another`".
-ENGINES_WITH = {
-    "batch_buffers": "contract.md",
-    "chunks_loss": "memory.md",
-    "complex_parameters": "promise.md",
-    "own_optimizers": "recipe.md",
-    "shared_memory": "communication.md",
-}
-OTHER_ENGINES = {"en": r"[Ee]ngines other than ([^.,]*)", "zh": r"([^，。；]*`[^，。；]*)[以之]外的(?:其他)?引擎"}
+@pytest.mark.parametrize("language", engine_table.PAGES)
+def test_the_table_of_abilities_is_that_of_the_engines(language: str) -> None:
+    """After a change: python tools/engine_table.py."""
+    page = engine_table.PAGES[language]
+    assert read_part(page, engine_table.PART) == engine_table.ability_table(language)
 
 
-@pytest.mark.parametrize("language", OTHER_ENGINES)
-@pytest.mark.parametrize("ability", ENGINES_WITH)
-def test_pages_name_the_engines_that_declare_an_ability(ability: str, language: str) -> None:
-    page = in_both_languages(ENGINES_WITH[ability])[language == "zh"]
-    (others,) = re.findall(OTHER_ENGINES[language], prose(page))
-    named = re.findall(r"`([\w-]+)`", others)
-    able = [name for name in ENGINES if getattr(resolve(name).abilities, ability)]
-    assert sorted(name for name in named if name in ENGINES) == sorted(able)
-
-
-@pytest.mark.parametrize(("run", "layouts"), list(zip(RUN, LAYOUTS, strict=True)), ids=name_of)
-def test_messages_that_list_what_is_known_list_all(run: Path, layouts: Path) -> None:
-    shown = "\n".join(content for page in (run, layouts) for _, content in blocks(page))
-    assert re.findall(r'engine is "\w+"; known: (.*)$', shown, re.MULTILINE) == [", ".join(sorted(ENGINES))]
+@pytest.mark.parametrize("page", RUN, ids=name_of)
+def test_the_message_that_lists_the_sources_of_texts_lists_all(page: Path) -> None:
+    shown = "\n".join(content for _, content in blocks(page))
     (told,) = re.findall(r'source is "review"; .* known: (.*)$', shown, re.MULTILINE)
     assert told == f"{', '.join(sorted(SOURCES_OF_TEXTS))}, or a path to a {known_suffixes()} file"
 

@@ -115,7 +115,7 @@ OPTIONS = {
     "launch --include= x.py": "argument --include: the value is empty; ",
     "train x.yaml --place=": "argument --place: the value is empty; ",
     "train x.yaml more": 'samestep train takes no "more"; `samestep train --help` says what it takes',
-    "trian x.yaml": 'samestep has no command "trian"; did you mean "train"? there are init, train, ',
+    "trian x.yaml": 'samestep has no command "trian"; did you mean "train"? there are init, translate, train, ',
     "--verbose 3 train": "samestep has no option --verbose; there is nothing to set",
     "run x.yaml": 'samestep has no command "run"; samestep train does that; there are ',
     "export a b": 'samestep has no command "export"; samestep checkpoint export does that; ',

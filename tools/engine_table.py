@@ -1,0 +1,101 @@
+"""What each engine can do, from its `Abilities`: `python tools/engine_table.py` writes the table in the pages.
+
+`tests/test_docs.py` compares the table in both languages with the engines. An ability has its words here, once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from page_parts import ROOT, markdown_table, write_parts
+
+from samestep.engines import ENGINES
+from samestep.engines.base import Abilities
+from samestep.engines.registry import resolve
+
+PAGES = {"en": ROOT / "docs" / "engines" / "README.md", "zh": ROOT / "docs" / "zh" / "engines" / "README.md"}
+PART = "abilities"
+_TITLES = {"en": ("what", "key", "engines"), "zh": ("能力", "键", "引擎")}
+_ALL, _NONE = {"en": "all", "zh": "全部"}, {"en": "none", "zh": "无"}
+
+# Ability -> the key of a job that wants it, if one does, and what it is.
+WORDS: Mapping[str, tuple[str, str, str]] = {
+    "same_step": ("", "the same step as one process", "与单进程同样的一步"),
+    "checkpoints": ("run.checkpoint", "checkpoints that any layout resumes", "任何布局都能接着训练的检查点"),
+    "skips": ("run.on_nonfinite", "`skip` and `rollback`", "`skip` 和 `rollback`"),
+    "own_optimizers": (
+        "recipe.groups",
+        "any optimizer by name, and groups of parameters",
+        "按名字给出的任何优化器，以及参数组",
+    ),
+    "averages": ("recipe.average", "a moving average of the weights", "权重的滑动平均"),
+    "adapters": ("recipe.adapter", "low-rank adapters", "低秩适配器"),
+    "master_weights": ("recipe.master_weights", "bf16 parameters with float32 copies", "bf16 参数，带 float32 副本"),
+    "attention_dropout": ("recipe.attention_dropout", "attention without its dropout", "不用注意力的 dropout"),
+    "sends_less": ("recipe.communication", "methods that send less", "少发送的方法"),
+    "several_losses": ("", "losses of several terms", "由几项组成的损失"),
+    "turns": ("", "steps in turns", "轮流的步"),
+    "gathers": ("", "losses that compare samples", "比较样本的损失"),
+    "batch_buffers": (
+        "",
+        "buffers that a forward fills (`batch_buffers()`)",
+        "由前向填写的缓冲区（`batch_buffers()`）",
+    ),
+    "complex_parameters": ("", "complex parameters", "复数参数"),
+    "compiles": ("run.compile", "compiled blocks", "编译的块"),
+    "chunks_loss": ("run.loss_chunk", "logits in chunks", "分块的 logits"),
+    "ordered": ("run.reduction", "the same bits (`ordered`)", "逐位相同（`ordered`）"),
+    "profiles": ("run.profile", "where a step's time goes", "一步的时间用在哪里"),
+    "buckets": ("run.bucket_mb", "the size of buckets", "桶的大小"),
+    "shared_memory": ("run.transport", "shared memory on a host", "主机内用共享内存"),
+    "sparse_rows": ("run.sparse_rows", "rows of embeddings that were used", "只发送用到的嵌入行"),
+    "shares_replicas": ("run.share_replicas", "one copy for the replicas of a host", "一台主机的副本共用一份"),
+    "float32_matmul": ("run.float32_matmul", "the precision of float32 products", "float32 矩阵乘的精度"),
+}
+_OTHERS = ("axes", "precisions", "recompute", "offload", "attention", "config", "packages")  # no switches
+
+
+def ability_table(language: str) -> str:
+    """A row for each ability, with the engines that declare it. Raises SystemExit for one without words."""
+    rows = []
+    names = [field.name for field in fields(Abilities) if field.name not in _OTHERS]
+    if sorted(names) != sorted(WORDS):
+        raise SystemExit(f"WORDS in tools/engine_table.py has other abilities: {sorted({*names} ^ {*WORDS})}")
+    separator = ", " if language == "en" else "、"
+    for name, (key, english, chinese) in WORDS.items():
+        able = [engine for engine in ENGINES if getattr(resolve(engine).abilities, name)]
+        others = [engine for engine in ENGINES if engine not in able]
+        shown = separator.join(f"`{engine}`" for engine in able) or _NONE[language]
+        if able and len(others) < len(able):
+            but = separator.join(f"`{engine}`" for engine in others)
+            shown = _ALL[language] + ({"en": f" but {but}", "zh": f"，除了 {but}"}[language] if others else "")
+        rows.append([english if language == "en" else chinese, f"`{key}`" if key else "", shown])
+    for name in ("precisions", "recompute", "offload", "attention"):
+        rows += _values(name, separator)
+    return markdown_table(_TITLES[language], rows, align="lll")
+
+
+def _values(name: str, separator: str) -> list[list[str]]:
+    """A row for each value of an option that some engines have and others don't."""
+    by_value: dict[str, list[str]] = {}
+    for engine in ENGINES:
+        for value in getattr(resolve(engine).abilities, name):
+            by_value.setdefault(value, []).append(engine)
+    key = "recipe.precision" if name == "precisions" else "run.layout"
+    return [
+        [
+            f"`{value}`" if name == "precisions" else f"`{name}={value}`",
+            f"`{key}`",
+            separator.join(f"`{engine}`" for engine in able),
+        ]
+        for value, able in sorted(by_value.items())
+        if len(able) < len(ENGINES)
+    ]
+
+
+def main() -> None:
+    for language, file in PAGES.items():
+        write_parts(file, {PART: ability_table(language)})
+
+
+if __name__ == "__main__":
+    main()
