@@ -41,6 +41,7 @@ def test_a_wheel_has_the_files_of_the_package_and_no_others(sources: Path, names
     assert not any(name.startswith("tests/") or "/tests/" in name for name in names)
     assert {
         "samestep/py.typed",
+        "samestep/job.schema.json",
         "samestep/comm/shared_memory/kernel.cpp",
         "samestep/display/page.html",
         "samestep/display/page.css",

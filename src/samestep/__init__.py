@@ -1,4 +1,4 @@
-"""samestep: split the training of a PyTorch model any way you like; every way takes the same step."""
+"""samestep: train a PyTorch model over several processes; every layout takes the same step as one process."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -2,9 +2,9 @@
 
 `main` finds the command and turns errors into one message and an exit code. `job_options`, `launch_options` and
 `output_files` declare what several commands have; `hyperparameters` are SageMaker's, `suggestions` what a mistyped
-word may have meant.
+word may have meant, and `next_command` what to type after a training.
 
-- To begin: `init`, `check`. To train: `train`, `launch`, `evaluate`, `predict`, `checkpoint`.
+- To begin: `init`, `schema`, `check`. To train: `train`, `launch`, `evaluate`, `predict`, `checkpoint`.
 - To prove and compare: `verify` (`verify_script` for `--script`), `compare`, `drill`.
 - To choose: `layout`, `plan` (`plan_job` for a job file), `tune`, `comm`. To look around: `hosts`, `doctor`,
   `translate`.

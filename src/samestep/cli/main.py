@@ -205,8 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="samestep",
         allow_abbrev=False,
-        description="Train a PyTorch model over several processes, and check that every way to split the training\n"
-        "takes the same step as one process.",
+        description="Train a PyTorch model over several processes, and check that every layout takes the same step as one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, help="print the version of samestep and exit")
