@@ -318,7 +318,8 @@ def test_verify_prints_and_writes_its_proof(place: Path, capfd: pytest.CaptureFi
     assert as_built["same"] is True
     assert proof.pop("nonfinite") == []
     told = {"layout": "dp2", "dtype": "float64", "steps": 2, "tolerance": 1e-10, "same_step": True}
-    assert proof == {**told, "communication": None, "rounding": None, "departure": None}
+    nothing = {"communication": None, "rounding": None, "departure": None, "noise": None, "beyond": {}}
+    assert proof == {**told, **nothing}
     assert differences.keys() == {"loss", "grad_norm", "parameters", "metrics"}
     assert max(differences.values()) < 1e-10
     assert "dp2 versus one process, 2 steps in float64" in done.out
