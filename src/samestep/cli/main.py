@@ -205,7 +205,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="samestep",
         allow_abbrev=False,
-        description="Train a PyTorch model over several processes, and check that every layout takes the same step as one.",
+        description="Train a PyTorch model over several processes, and check that every layout\n"
+        "takes the same step as one process.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, help="print the version of samestep and exit")
