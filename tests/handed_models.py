@@ -250,6 +250,71 @@ def box_mappings(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"pixel_values": pixels, "labels": [{"boxes": row["boxes"]} for row in rows]}
 
 
+def yolos() -> nn.Module:
+    """Its loss is a cross-entropy over queries, where those without an object weigh a tenth, and two over boxes."""
+    config = transformers.YolosConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=[32, 32],
+        patch_size=16,
+        num_detection_tokens=5,
+        num_labels=CLASSES,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.YolosForObjectDetection(config)
+
+
+def object_rows(count: int = 30) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    rows: list[dict[str, Any]] = []
+    for index in range(count):
+        objects = 1 + index % 3
+        centres, sizes = torch.rand(2, objects, 2, generator=generator)
+        boxes = torch.cat([0.3 + 0.4 * centres, 0.1 + 0.2 * sizes], dim=1)
+        classes_of = torch.randint(CLASSES, (objects,), generator=generator)
+        pixels = torch.randn(3, 32, 32, generator=generator)
+        rows.append({"pixel_values": pixels, "class_labels": classes_of, "boxes": boxes})
+    return rows
+
+
+def object_mappings(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    labels = [{name: row[name] for name in ("class_labels", "boxes")} for row in rows]
+    return {"pixel_values": torch.stack([row["pixel_values"] for row in rows]), "labels": labels}
+
+
+class WordsAndScores(nn.Module):
+    """Its loss is a mean over labels and a tenth of one over samples, which its output has in a mapping.
+
+    `coupled`: the second is divided by the samples' spread, so that it is no mean over anything.
+    """
+
+    def __init__(self, *, coupled: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 8)
+        self.words, self.score = nn.Linear(8, VOCABULARY), nn.Linear(8, 1)
+        self.coupled = coupled
+
+    def forward(self, input_ids: Tensor, scores: Tensor, labels: Tensor) -> dict[str, Any]:
+        hidden = self.table(input_ids)
+        found = self.score(hidden[:, 0])[:, 0]
+        terms = {
+            "words": F.cross_entropy(self.words(hidden).flatten(0, 1), labels.flatten()),
+            "scores": F.mse_loss(found, scores) / (found.std() + 0.1 if self.coupled else 1.0),
+        }
+        return {"loss": terms["words"] + 0.1 * terms["scores"], "terms": terms}
+
+
+def words_and_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    collated = all_masked(rows)
+    scores = torch.tensor([float(len(row["input_ids"])) for row in rows])
+    kept = collated["labels"].clone()
+    kept[:, 0] = collated["input_ids"][:, 0]  # every row has a label that counts
+    return {"input_ids": collated["input_ids"], "labels": kept, "scores": scores}
+
+
 class Denoiser(nn.Module):
     """Gives no loss, as the models of diffusers: what it takes for the noise in a sample."""
 

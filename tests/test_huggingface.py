@@ -4,6 +4,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from handed_models import (
     OfPatches,
     ShiftedAndMasked,
     Table,
+    WordsAndScores,
     all_masked,
     answers,
     bart,
@@ -34,6 +36,8 @@ from handed_models import (
     noise_sum,
     noisy_rows,
     numbers,
+    object_mappings,
+    object_rows,
     padded,
     patch_rows,
     pictures,
@@ -45,7 +49,9 @@ from handed_models import (
     t5,
     texts,
     vit,
+    words_and_scores,
     words_of_classes,
+    yolos,
 )
 from proving import Case, prove, same
 from shown_pages import is_shown
@@ -148,6 +154,46 @@ def test_a_models_own_mean_becomes_the_sum_and_the_count_that_it_is_made_of(kind
         torch.testing.assert_close(found, expected_sum, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("split", [(0, 4, 9), (0, 1, 9), (0, 8, 30)])
+@pytest.mark.parametrize(
+    ("build", "rows", "collator"),
+    [(yolos, object_rows(), object_mappings), (WordsAndScores, texts(), words_and_scores)],
+    ids=["yolos", "two"],
+)
+def test_the_terms_of_a_weighted_sum_are_put_together_from_parts(
+    build: Callable[[], nn.Module], rows: Any, collator: Any, split: Sequence[int]
+) -> None:
+    task = handed(build, rows, collator)
+    task.check()
+    model = task.model().eval()
+    sums: dict[str, tuple[float, int]] = {}
+    with torch.no_grad():
+        for begin, end in pairwise(split):
+            batch = task.collate(rows[begin:end])
+            for name, (total, count) in task.loss(model(**batch.inputs), batch).items():
+                before, counted = sums.get(name, (0.0, 0))
+                sums[name] = before + float(total), counted + count
+        together = model(**task.collate(rows[split[0] : split[-1]]).inputs)
+    expected = float(together["loss"])
+    found = sum(task.loss_weights[name] * total / count for name, (total, count) in sums.items())
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_the_terms_of_a_detection_loss_are_means_over() -> None:
+    """DETR's (Carion et al., 2020, section 3.1): boxes, and queries, of which those without an object weigh a tenth."""
+    task = handed(yolos, object_rows(), object_mappings)
+    assert task.loss_weights == {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    counts = task.collate(object_rows()[:4]).targets["count"]  # of 1, 2, 3 and 1 objects, with 5 queries each
+    assert counts["loss_bbox"] == counts["loss_giou"] == 7
+    assert counts["loss_ce"] * 0.1 == pytest.approx(7 + 0.1 * (4 * 5 - 7))
+
+
+def test_a_weighted_sum_with_a_term_that_couples_samples_is_refused() -> None:
+    task = handed(partial(WordsAndScores, coupled=True), texts(), words_and_scores)
+    with pytest.raises(samestep.UserError, match=r"it is made up of words, scores, each with a count of its own"):
+        task.check()
+
+
 def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient() -> None:
     task = handed(gpt2, texts(), all_masked)
     masked = [row for row in texts() if row["label"] == 0][:3]
@@ -171,6 +217,8 @@ PROVED: Mapping[str, tuple[Callable[[], nn.Module], Any, Any, Sequence[str], Seq
     "llama": (llama, texts(), next_words, (), LAYOUTS),
     "gpt2": (gpt2, texts(), all_masked, LAYOUTS, ()),
     "boxes": (Detector, box_rows(), box_mappings, ("dp2",), ()),
+    "yolos": (yolos, object_rows(), object_mappings, ("pp2",), ("dp2", "fsdp2", "tp2")),
+    "two terms of its own": (WordsAndScores, texts(), words_and_scores, ("dp2",), ()),
     "patches": (OfPatches, patch_rows(), joined, ("fsdp2",), ()),
 }
 FAST = [name for name, (*_, few, _) in PROVED.items() if few]

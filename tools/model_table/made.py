@@ -306,6 +306,7 @@ def _of_texts_with_images(config: PreTrainedConfig, plain: Style, accepted: Mapp
     )
     names = (*_TEXT, "pixel_values", "labels")
     shapes: list[tuple[int, ...]] = [(channels, side, side), (1, channels, side, side), (2, channels, side, side)]
+    shapes.append((4, channels, side, side))
     if "image_grid_thw" in accepted:
         depth = number_in(config, "temporal_patch_size") or 1
         yield replace(

@@ -89,6 +89,10 @@ def _value(name: str, value: Any, values: Mapping[str, Any], whole: _Whole, size
         return type(value)(**_values(value, whole, sizes))
     if value is None:
         return _unset(name, sizes)
+    if name in _FREE_LENGTH:
+        return _FREE_LENGTH[name]
+    if name == "hidden_dim" and "width_coefficient" in values:
+        return int(value / max(values["width_coefficient"], 1.0))  # of the last layer, whose width follows from it
     if _RANDOM.search(name) and isinstance(value, (bool, float)):
         return type(value)(0)
     if isinstance(value, bool) or _TOKEN.search(name):
@@ -187,6 +191,7 @@ _TOKEN = re.compile(r"^(bos|eos|pad|unk|mask|sep|cls)_\w*id$|token_(id|index)$|_
 _RANDOM = re.compile(
     r"layerdrop|drop_path|stochastic_depth|mask_time_prob|mask_feature_prob|apply_spec_augment|jitter"
 )
+_FREE_LENGTH = {"axial_pos_embds": False}  # positions that are products ask for rows of that very length
 _LISTS_OF_DEPTHS = re.compile(
     r"^depths?$|block_repeats|blocks_per_stage|num_blocks|_of_layers$|block_sizes|attn_blocks"
 )

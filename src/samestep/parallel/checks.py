@@ -31,20 +31,13 @@ def check_asking(model: nn.Module, layout: Layout, seen: Trace) -> None:
     Ranks of one model that took different branches would deadlock in their collectives, or take another step than one
     process. Branches that depend only on the inputs are allowed, since all ranks of a model have the same inputs.
 
-    A pipeline stage only has the values of its own blocks. A rank with a part of the tokens may decide for each
-    token, as a mixture of experts does, but not for all tokens. Slicing matrices changes no values.
+    A pipeline stage gets the values that are asked for (`pipeline.partition`). A rank with a part of the tokens may
+    decide for each token, as a mixture of experts does, but not for all tokens. Slicing matrices changes no values.
     """
-    names = {id(module): name for name, module in model.named_modules()}
-    blocks = [names[id(block)] for block in with_forward(find_blocks(model))]
     mixtures = _mixtures(model)
     for name, function in seen.asking.items():
         what = f"{name} ({type(model.get_submodule(name)).__name__})" if name else type(model).__name__
         said = f'layout "{layout}": the forward of {what} asks for values ({function})'
-        if layout.pipeline > 1 and not any(name == block or name.startswith(f"{block}.") for block in blocks):
-            raise LayoutError(
-                f"{said} outside of the layers that stages share out, and a stage has those of its own layers alone; "
-                f"use dp{layout.size}, zero1x{layout.size} or fsdp{layout.size}"
-            )
         split = layout.context > 1 or layout.sequence == "split"
         if split and not any(name == mixture or name.startswith(f"{mixture}.") for mixture in mixtures):
             raise LayoutError(

@@ -32,12 +32,23 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A call that asks for values: its result is a Python value, or has a shape that depends on values."""
+
+    time: int
+    nodes: tuple[int, ...]  # from which the tensors whose values it asks for are computed
+    module: str  # whose own forward asks
+    function: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dataflow:
     """The nodes of a forward, in topological order."""
 
     nodes: Sequence[Node] = ()
     changed: frozenset[int] = frozenset()  # nodes of outputs whose memory was written to afterwards
     results: Sequence[int] = ()  # nodes from which the model's output is computed
+    asked: Sequence[Asked] = ()
 
 
 @dataclass(kw_only=True)
@@ -59,6 +70,7 @@ class DataflowRecorder:
         self._by_memory: dict[Any, _Memory] = {}
         self._outputs: dict[int, Any] = {}  # of a node that a module gave, its memory
         self._results: tuple[int, ...] = ()
+        self._asked: list[Asked] = []
         self._kept: list[Any] = []  # kept alive, so that no id is reused
 
     def watch(self, parameters: Mapping[str, Tensor]) -> None:
@@ -83,6 +95,10 @@ class DataflowRecorder:
             node = self._add(Node(time=self.time, parents=parents))
             for tensor in made:
                 self._keep(tensor, node)
+
+    def ask(self, module: str, function: str, tensors: Sequence[Tensor]) -> None:
+        """Record that a module's own forward asks for the values of tensors."""
+        self._asked.append(Asked(time=self.time, nodes=self._sources(tensors), module=module, function=function))
 
     def begin(self, given: Any) -> dict[int, tuple[int, ...]]:
         """Record the beginning of a call. Returns the sources of its argument tensors by id, for `end`."""
@@ -124,7 +140,7 @@ class DataflowRecorder:
             for node, key in self._outputs.items()
             if (memory := self._by_memory.get(key)) is not None and memory.written > node
         }
-        return Dataflow(nodes=tuple(self._nodes), changed=frozenset(changed), results=self._results)
+        return Dataflow(nodes=tuple(self._nodes), changed=frozenset(changed), results=self._results, asked=tuple(self._asked))
 
     def sources(self, tensor: Tensor) -> tuple[int, ...]:
         """The nodes from which a tensor is computed: its own, and later writes to its storage."""

@@ -110,8 +110,11 @@ class _Functions(TorchFunctionMode):
             self._note_attention(*args, **(kwargs or {}))
         if self._values and _asks(name, args):
             # Values of inputs alone, such as whether a mask hides anything, are the same on every rank.
-            if any(self._dataflow.needs_parameters(tensor) for tensor in _asked(name, args, kwargs or {})):
-                self.asking.setdefault(self._modules()[-1] if self._open else "", name)
+            asked = _asked(name, args, kwargs or {})
+            if any(self._dataflow.needs_parameters(tensor) for tensor in asked):
+                module = self._modules()[-1] if self._open else ""
+                self.asking.setdefault(module, name)
+                self._dataflow.ask(module, name, asked)
             return _answered(func, args, kwargs)
         return _linked(func, attribute, args, kwargs)
 

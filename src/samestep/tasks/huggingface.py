@@ -20,6 +20,7 @@ from samestep.tasks.losses import Gather, SeveralLosses, alone, of_whole_batch
 from samestep.tasks.model_facts import ModelFacts, built_of, model_facts
 from samestep.tasks.model_loss import NoFitError, computed_in, copied, loss_of
 from samestep.tasks.prediction import Prediction, of_classes
+from samestep.tasks.weighted_terms import terms_in
 
 if TYPE_CHECKING:
     from samestep.tasks.metrics import Metric
@@ -147,9 +148,11 @@ class HuggingFace(Task):
         split = None if self._split is None else self._split(collated)
         if self._own_loss is not None:
             return Batch(inputs, {key: value for key, value in collated.items() if key not in inputs}, split)
-        count = self._count(inputs) if self._count is not None else facts.count(inputs, len(samples))
         facts.check(inputs)
         labels = {name: inputs[name] for name in facts.labels}
+        if facts.weighted:
+            return Batch(inputs, {**labels, _COUNT: facts.counts(inputs, len(samples))}, split)
+        count = self._count(inputs) if self._count is not None else facts.count(inputs, len(samples))
         return Batch(inputs, {**labels, _COUNT: int(count)}, split)
 
     @property
@@ -157,12 +160,16 @@ class HuggingFace(Task):
         """The loss as a sum and a count; one that takes `gather` where it compares the samples."""
         if self._own_loss is not None:
             return self._own_loss
+        if self._facts.weighted:
+            return self._own_terms
         return self._own_mean if self._facts.contrast is None else self._contrast
 
     @property
     def loss_weights(self) -> Mapping[str, float]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The weights of the terms of the user's own loss, where it has several."""
-        return self._weights
+        """The weights of the terms of the user's own loss, or of the model's, where it has several."""
+        if self._own_loss is not None:
+            return self._weights
+        return {name: term.weight for name, term in self._facts.weighted.items()}
 
     def _contrast(self, output: Any, batch: Batch, gather: Gather = alone) -> tuple[Tensor, int]:
         """The contrastive loss of a batch's samples, held against those of the global batch."""
@@ -176,6 +183,14 @@ class HuggingFace(Task):
             return _nothing(output), 0
         return loss_of(output) * count, count
 
+    def _own_terms(self, output: Any, batch: Batch) -> Mapping[str, tuple[Tensor, int]]:
+        """Each term of the model's loss as a sum and a count."""
+        terms = terms_in(output)
+        return {
+            name: (terms[name] * count if count else _nothing(output), count)
+            for name, count in batch.targets[_COUNT].items()
+        }
+
     def metrics(self) -> "Mapping[str, Metric]":
         """The mean loss of a term, and where labels are classes the share of them that the model tells right.
 
@@ -185,7 +200,7 @@ class HuggingFace(Task):
 
         if (contrast := self._facts.contrast) is not None:
             return {f"{rows}_to_{columns}": Nearest(turned=turned) for turned, (rows, columns) in contrast.directions}
-        names = [*(self._weights or ("loss",)), *(("accuracy",) if self._facts.classes else ())]
+        names = [*(self.loss_weights or ("loss",)), *(("accuracy",) if self._facts.classes else ())]
         return {name: ColumnMean(column) for column, name in enumerate(names)}
 
     def scores(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -197,8 +212,8 @@ class HuggingFace(Task):
             first, second = contrast.embeddings
             return output[first], output[second]
         loss = of_whole_batch(self.loss)
-        if self._weights:
-            pairs = [*SeveralLosses(loss, self._weights).terms(output, batch).values()]
+        if weights := self.loss_weights:
+            pairs = [*SeveralLosses(loss, weights).terms(output, batch).values()]
         else:
             pairs = [sum_and_count(loss(output, batch))]
         if self._facts.classes:

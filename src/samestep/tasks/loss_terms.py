@@ -41,6 +41,8 @@ class Terms:
     ignored: int = IGNORED
     mask: str | None = None  # a mask of the labels' shape, without which a label doesn't count
     key: str | int | None = None  # of pieces: the tensor in each mapping whose rows are counted
+    per_row: int = 0  # of pieces: terms of each sample besides, such as queries without an object
+    per_piece: int = 1
 
     def count(self, inputs: Inputs, rows: int) -> int:
         """How many terms the loss of a batch of so many rows has."""
@@ -48,7 +50,8 @@ class Terms:
             return rows
         labels = inputs[self.label]
         if self.kind == "pieces":
-            return sum(len(each if self.key is None else each[self.key]) for each in labels)
+            pieces = sum(len(sample if self.key is None else sample[self.key]) for sample in labels)
+            return self.per_row * rows + self.per_piece * pieces
         if self.kind == "marked":
             return int((labels != 0).sum())
         if self.kind == "positions":

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from samestep.data.loader import to_device
 from samestep.errors import UserError
+from samestep.parallel.exact.float64 import in_float64
 from samestep.tasks.contrastive import RETURN_LOSS, Contrast, find_contrast
 from samestep.tasks.first_rows import Chosen
 from samestep.tasks.loss_terms import IGNORED, Part, Terms, check_answers
 from samestep.tasks.model_loss import COUNT, FoundTerms, NoFitError, NotFiniteError, Parts, copied, find_terms
+from samestep.tasks.weighted_terms import WeightedTerm
 
 _LARGE = 200_000_000  # parameters
 
@@ -29,6 +31,7 @@ class ModelFacts:
     classes: int | None = None  # number of classes, if the first labels are classes with logits
     names: Sequence[str] = ()  # of the classes
     contrast: Contrast | None = None  # the contrastive loss, if the model has one
+    weighted: Mapping[str, WeightedTerm] = field(default_factory=dict)  # the terms of a loss that is a sum of such
     held_out: bool = False  # whether the model was called on held-out rows
 
     def takes(self, key: str) -> bool:
@@ -70,6 +73,10 @@ class ModelFacts:
                     f"{other.count(inputs, rows)}; use {COUNT}"
                 )
         return count
+
+    def counts(self, inputs: Mapping[str, Any], rows: int) -> Mapping[str, int]:
+        """How many things each term of a weighted sum is a mean over, for a batch of so many rows."""
+        return {name: term.terms.count(inputs, rows) for name, term in self.weighted.items()}
 
     def check_label(self, label: int, where: str) -> None:
         """Raise UserError for a class that the model doesn't have."""
@@ -115,6 +122,7 @@ def model_facts(
         classes=classes,
         names=[str(id2label.get(number, number)) for number in range(classes or 0)],
         contrast=contrast,
+        weighted=found.weighted,
         held_out=chosen.held_out and contrast is None,
     )
 
@@ -166,7 +174,8 @@ def _tried(
         refusal = error
     model, parts = copied(model).double(), _in(parts, torch.float64)
     try:
-        return find_terms(model, parts, labels, count), None
+        with in_float64():
+            return find_terms(model, parts, labels, count), None
     except NotFiniteError:  # in float64 alone, such as by masks of the lowest number that are added twice
         raise refusal from None
     except NoFitError:

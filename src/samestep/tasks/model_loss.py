@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from samestep.errors import UserError, described, index_errors_explained
 from samestep.tasks.loss_terms import IGNORED, POSITIONS, Inputs, Part, Terms, candidates, proportional
+from samestep.tasks.weighted_terms import WeightedTerm, terms_in, weights_of, with_background
 from samestep.torch_internals import pytree
 from samestep.torch_internals.modules import own_children
 
@@ -75,6 +76,7 @@ class FoundTerms:
     # What it may be instead, which had that many terms to so many of `terms` in all rows that were counted.
     doubtful: Sequence[tuple[Terms, int, int]] = ()
     logits: Sequence[int] | None = None  # the shape of the first part's logits, if the model gives such
+    weighted: Mapping[str, WeightedTerm] = field(default_factory=dict)  # the terms of a weighted sum, by name
 
 
 def loss_of(output: Any) -> Any:
@@ -116,6 +118,8 @@ def find_terms(model: nn.Module, parts: Parts, labels: Sequence[str], given: Any
             _check_given(trial, given)
             return FoundTerms(terms=None, logits=_shape(trial.of("first").logits))
         counts = _counts(candidates(model, parts.whole.inputs, labels), parts)
+        if weighted := _weighted(trial, list(counts)):
+            return FoundTerms(terms=None, weighted=weighted)
         one_for_all = all(proportional(one, other) for one, other in pairwise(counts.values()))
         fitting = _settled_by_labels(trial, list(counts)) if one_for_all else []
         fitting = (_matching_logits(trial, fitting) or fitting) if fitting else _fitting(trial, counts)
@@ -147,7 +151,7 @@ class _Forward:
 
     mean: float
     logits: Tensor | None
-    terms: Sequence[str]  # of a loss that is made up of several, their names
+    terms: Mapping[str, float]  # other scalars, of which a loss may be made up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +208,26 @@ class _Trial:
         return mean if math.isfinite(mean) else None
 
 
+def _weighted(trial: _Trial, tried: Sequence[Terms]) -> Mapping[str, WeightedTerm]:
+    """The terms of a loss that is their weighted sum; empty where it isn't, or all are means over one thing."""
+    names = trial.of("first").terms
+    if len(names) < 2 or not trial.labels or not (weights := weights_of(trial.model, trial.parts.whole.inputs)):
+        return {}
+    counts = _counts([*tried, *with_background(trial.model, tried, _shape(trial.of("first").logits))], trial.parts)
+    weighted: dict[str, WeightedTerm] = {}
+    for name, weight in weights.items():
+        means = [trial.of(part).terms.get(name, math.nan) for part in ("whole", "first", "rest")]
+        errors = {terms: _misfit_of(means, each) for terms, each in counts.items()}
+        best = min(errors, key=lambda terms: errors[terms])
+        fitting = [terms for terms, error in errors.items() if error <= max(_CLEARLY * errors[best], trial.epsilon)]
+        told = all(proportional(counts[best], counts[terms]) for terms in fitting)
+        if errors[best] > trial.tolerance or not told:
+            return {}
+        weighted[name] = WeightedTerm(terms=best, weight=weight)
+    first, *others = (counts[term.terms] for term in weighted.values())
+    return weighted if not all(proportional(first, other) for other in others) else {}
+
+
 def _settled_by_labels(trial: _Trial, tried: Sequence[Terms]) -> list[Terms]:
     """What the loss is a mean over, by leaving labels out, where every candidate has as many terms in every row.
 
@@ -231,7 +255,7 @@ def _fitting(trial: _Trial, counts: Mapping[Terms, Sequence[int]]) -> list[Terms
             f"{trial.name} gives a loss of {whole} for {trial.parts.whole.what}; use rows with labels that "
             "count, and a model of finite weights"
         )
-    errors = {terms: _error(each[:3], trial) for terms, each in counts.items()}
+    errors = {terms: _error(each, trial) for terms, each in counts.items()}
     best = min(errors, key=lambda terms: errors[terms], default=None)
     if best is None or errors[best] > trial.tolerance:
         raise NoFitError(_misfit(trial))
@@ -264,11 +288,15 @@ def _check_given(trial: _Trial, given: Any) -> None:
 
 def _error(counts: Sequence[int], trial: _Trial) -> float:
     """By how much mean * count of the whole is not the sum of the parts', of the size of all that is added."""
-    means = [trial.of(name).mean for name in ("whole", "first", "rest")]
-    sums = [mean * count if count else 0.0 for mean, count in zip(means, counts, strict=True)]
+    return _misfit_of([trial.of(name).mean for name in ("whole", "first", "rest")], counts)
+
+
+def _misfit_of(means: Sequence[float], counts: Sequence[int]) -> float:
+    """That of given means of the whole, the first part and the rest."""
+    sums = [mean * count if count else 0.0 for mean, count in zip(means, counts[:3], strict=True)]
     if not counts[0] or not all(map(math.isfinite, sums)):
         return math.inf
-    size = sum(abs(part) + count for part, count in zip(sums[1:], counts[1:], strict=True))
+    size = sum(abs(part) + count for part, count in zip(sums[1:], counts[1:3], strict=True))
     return abs(sums[0] - sum(sums[1:])) / size
 
 
@@ -313,11 +341,10 @@ def _forward(model: nn.Module, inputs: Inputs, what: str) -> _Forward:
             "nothing but dropout"
         )
     logits = getattr(output, "logits", None)
-    several = getattr(output, "loss_dict", None)
     return _Forward(
         mean=_mean(model, inputs, output),
         logits=logits if isinstance(logits, Tensor) else None,
-        terms=list(several) if isinstance(several, Mapping) else (),
+        terms={name: float(value) for name, value in terms_in(output).items()},
     )
 
 
@@ -397,8 +424,8 @@ def _advice(trial: _Trial) -> str:
         return 'use ctc_loss_reduction="mean", since this is a sum'
     if abs(whole.mean - first.mean - rest.mean) <= 1e-5 * abs(whole.mean):
         return "use a mean, since this is a sum"
-    if whole.terms:
-        named = ", ".join(whole.terms[:6]) + (", ..." if len(whole.terms) > 6 else "")
+    if len(whole.terms) > 1:
+        named = ", ".join([*whole.terms][:6]) + (", ..." if len(whole.terms) > 6 else "")
         return (
             f"it is made up of {named}, each with a count of its own; use {_OWN} for each of its terms, which "
             "loss_weights= names, or count= where they have one"

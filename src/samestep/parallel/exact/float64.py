@@ -69,11 +69,14 @@ _KINDS_OF_TENSORS = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
 
 
 @contextmanager
-def in_float64(enabled: bool = True) -> Iterator[None]:
+def in_float64(enabled: bool = True, *, promoting: bool = False) -> Iterator[None]:
     """Compute in float64 wherever the code inside uses float32, float16 or bfloat16.
 
     PyTorch's default dtype is float64 meanwhile, so that `torch.zeros(n)`, or a quotient of integers, is float64 too.
     Backward must run inside as well, where it computes parts of a forward again.
+
+    `promoting`: also what is computed from lower-precision tensors alone, for a model whose parameters are such. They
+    stay as they are; autograd casts the float64 gradient that reaches one to its dtype.
     """
     if not enabled:
         yield
@@ -81,7 +84,7 @@ def in_float64(enabled: bool = True) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Float64():
+        with _Float64(promoting):
             yield
     finally:
         torch.set_default_dtype(before)
@@ -89,6 +92,10 @@ def in_float64(enabled: bool = True) -> Iterator[None]:
 
 class _Float64(TorchFunctionMode):
     """A mode that replaces lower-precision dtypes by float64 in all calls of PyTorch's functions."""
+
+    def __init__(self, promoting: bool) -> None:
+        super().__init__()
+        self._promoting = promoting
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -116,7 +123,9 @@ class _Float64(TorchFunctionMode):
         if func in _LIKE_ANOTHER:
             args = (args[0], *map(_widened, args[1:]))
             keywords = {name: _widened(value) for name, value in keywords.items()}
-        elif _is_mixed(args, keywords):
+        elif self._promoting and func is Tensor.dtype.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+            return _wider(func(*args))  # the model may cast other tensors to it
+        elif (self._promoting and getattr(func, "__name__", "") != "__get__") or _is_mixed(args, keywords):
             # Such as a constant in a plain attribute of the model. A tensor that is changed in place is not replaced.
             kept = 1 if _changes_its_first(func) else 0
             args = (*args[:kept], *(_each(_widened, value) for value in args[kept:]))

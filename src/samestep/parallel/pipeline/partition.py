@@ -117,6 +117,7 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
         starts = [allowed[number] for number in chosen]
     # A stage ends right after the call of its last layer; calls between two layers belong to the later stage.
     ends = [*(at[start - 1] + 1 for start in starts[1:]), len(calls)]
+    _check_asked(model, layout, needs, calls)
     used, parameters = _of_stages(model, trace, needs, calls, ends)
     by_module, by_parameter = _hold_alike(model, units, calls, ends, parameters)
     return PartitionPlan(
@@ -169,6 +170,21 @@ def _allowed_starts(needs: Needs, calls: Sequence[UnitCall], at: Sequence[int]) 
     return [start for start in range(len(at)) if start not in refused], refused
 
 
+def _check_asked(model: nn.Module, layout: Layout, needs: Needs, calls: Sequence[UnitCall]) -> None:
+    """Raise LayoutError where the forward asks for values, outside of units, that no stage can pass on."""
+    for _, asked, need in needs.of_asked:
+        if not need.hidden and not need.parameters:
+            continue
+        kind = type(model.get_submodule(asked.module)).__name__
+        of = calls[min(need.hidden)].unit if need.hidden else min(need.parameters)
+        why = "computes and does not return" if need.hidden else "is, a parameter outside of the layers"
+        raise LayoutError(
+            f'layout "{layout}": the forward of {asked.module or kind} asks for values ({asked.function}) of what {of} '
+            f"{why}, and pipeline stages pass on outputs of layers alone; use dp{layout.size}, zero1x{layout.size} or "
+            f"fsdp{layout.size}"
+        )
+
+
 def _starts_at(cut_at: Sequence[str], blocks: Sequence[str], stages: int) -> list[int]:
     """Resolve `run.cut_at` to the index of each stage's first layer. Raises UserError for wrong names or order."""
     for name in cut_at:
@@ -211,6 +227,8 @@ def _of_stages(
         wanted = list(needs.of_calls[began:ended])
         if stage == len(ends) - 1:
             wanted.append(needs.of_output)
+        # Every stage that the forward reaches at that place asks too, and goes on as the answer says.
+        wanted += [need for before, _, need in needs.of_asked if before < ended or stage == len(ends) - 1]
         of_stage = {name for need in wanted for name in need.parameters}
         for each in calls[began:ended]:
             of_stage |= {names[parameter] for parameter in model.get_submodule(each.unit).parameters()}

@@ -12,6 +12,7 @@ from torch import nn
 
 from samestep.parallel.blocks import find_blocks, has_forward, with_forward
 from samestep.parallel.calls import Call, Trace
+from samestep.parallel.dataflow import Asked
 from samestep.torch_internals.modules import AnyBatchNorm, own_children
 
 
@@ -220,6 +221,7 @@ class Needs:
         self._of_output = {began: number for number, began in enumerate(self._began)}
         self._known: dict[int, Need] = {}
         self.of_calls = self._of_each_call()
+        self.of_asked = self._of_each_asked(trace.dataflow.asked)
         # Hidden values that the model returns unchanged, such as a cache, are ignored, as no loss depends on them.
         self.of_output = self._all(number for number in trace.dataflow.results if not self._is_hidden(number))
 
@@ -234,6 +236,16 @@ class Needs:
                 if self._caller(parent) != caller:
                     found[caller] |= self._need(parent)
         return found
+
+    def _of_each_asked(self, asked: Sequence[Asked]) -> list[tuple[int, Asked, Need]]:
+        """What the forward asks for between the calls of units: the number of the call before which it asks, and the
+        dependencies of the values."""
+        between: list[tuple[int, Asked, Need]] = []
+        for one in asked:
+            before = bisect_right(self._began, one.time)
+            if before == 0 or one.time >= self._calls[before - 1].call.ended:
+                between.append((before, one, self._all(one.nodes)))
+        return between
 
     def _caller(self, number: int) -> int | None:
         """The call in which a node was computed, or whose output it is; None for nodes between calls."""
