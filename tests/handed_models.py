@@ -8,6 +8,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.models.yolos.configuration_yolos import YolosConfig
+from transformers.models.yolos.modeling_yolos import YolosForObjectDetection
 
 import samestep
 
@@ -252,7 +254,7 @@ def box_mappings(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def yolos() -> nn.Module:
     """Its loss is a cross-entropy over queries, where those without an object weigh a tenth, and two over boxes."""
-    config = transformers.YolosConfig(
+    config = YolosConfig(
         hidden_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -260,11 +262,11 @@ def yolos() -> nn.Module:
         image_size=[32, 32],
         patch_size=16,
         num_detection_tokens=5,
-        num_labels=CLASSES,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    return transformers.YolosForObjectDetection(config)
+    config.num_labels = CLASSES
+    return YolosForObjectDetection(config)
 
 
 def object_rows(count: int = 30) -> list[dict[str, Any]]:

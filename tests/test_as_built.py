@@ -147,7 +147,10 @@ class Chaotic(Points):
 
 
 def test_a_model_that_amplifies_rounding_is_compared_without_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "one process takes the first step of the model as it was built" in prove_alone(recipe(Chaotic()), steps=1).words()[-1]
+    assert (
+        "one process takes the first step of the model as it was built"
+        in prove_alone(recipe(Chaotic()), steps=1).words()[-1]
+    )
 
     def without_float64(**_: bool) -> None:
         raise NotImplementedError

@@ -180,7 +180,7 @@ def test_the_terms_of_a_weighted_sum_are_put_together_from_parts(
 
 
 def test_what_the_terms_of_a_detection_loss_are_means_over() -> None:
-    """DETR's (Carion et al., 2020, section 3.1): boxes, and queries, of which those without an object weigh a tenth."""
+    """DETR's (Carion et al., 2020, section 3.1): boxes, and queries, where those without object weigh 0.1."""
     task = handed(yolos, object_rows(), object_mappings)
     assert task.loss_weights == {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     counts = task.collate(object_rows()[:4]).targets["count"]  # of 1, 2, 3 and 1 objects, with 5 queries each

@@ -1,4 +1,4 @@
-"""Pipelines of models whose forward asks for values between and behind the layers: every stage gets what it asks for."""
+"""Pipelines of models whose forward asks for values between and behind the layers: stages get what they ask for."""
 
 from collections.abc import Callable, Mapping
 
@@ -59,7 +59,9 @@ class Behind(Layers):
         places = output.detach().numpy().argmax(axis=1).tolist()
         firsts = [float(row[0]) for row in begun.detach()]
         pairs = zip(places, firsts, strict=True)
-        return output * output.new_tensor([[1.0 + 0.1 * place + (0.5 if first > 0 else 0.0)] for place, first in pairs])
+        return output * output.new_tensor(
+            [[1.0 + 0.1 * place + (0.5 if first > 0 else 0.0)] for place, first in pairs]
+        )
 
 
 class Selected(Layers):

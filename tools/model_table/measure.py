@@ -57,6 +57,7 @@ def measure(entry: Entry, layouts: Sequence[str], *, steps: int, limit: float) -
                 yield _result(entry, layout, answer, seconds)
             return
         prepared, refused = answer.prepared, answer.refused
+        entry = replace(entry, impossible={**entry.impossible, **answer.impossible})
         for layout, reason in refused.items():
             yield _result(entry, layout, Answer(kind="refused", text=reason, prepared=prepared), 0.0)
         left = [layout for layout in layouts if layout not in refused]

@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from model_table.entry import HELD_OUT, NotMadeError, task_of
+import torch
+from torch import Tensor, nn
+
+from model_table.entry import HELD_OUT, OF_IMAGES, NotMadeError, task_of
 from model_table.zoo import entry_of
 from samestep import AdamW, Recipe, environment
 from samestep.api import check_job
@@ -22,7 +25,7 @@ from samestep.job import Job, Run
 from samestep.launch.fork_server import end_with_starter
 from samestep.launch.world import join
 from samestep.layout import Layout
-from samestep.tasks.base import Task
+from samestep.tasks.base import Task, call
 from samestep.verification.noise import measure_noise
 from samestep.verification.proof import Proof, Reference, hold_against, proof_job, reference
 
@@ -48,6 +51,7 @@ class Answer:
     difference: float | None = None
     prepared: float = 0.0  # seconds of the checks before any step
     alike: bool = True  # whether every rank answers so by itself
+    impossible: Mapping[str, str] = field(default_factory=dict)  # as an entry's, seen in the model
     proof: Proof | None = None  # one whose differences may be the model's own noise
 
 
@@ -71,7 +75,8 @@ def take_reference(name: str, layouts: Sequence[str], steps: int, folder: Path, 
         known = reference(job, task, steps, folder, held_out=HELD_OUT)
         # By a file: the pipes of multiprocessing send tensors as shared memory of a process that soon ends.
         (folder / KNOWN).write_bytes(pickle.dumps(Known(job=job, reference=known)))
-        answer = Answer(kind="known", refused=refused, prepared=round(prepared, 2))
+        impossible = OF_IMAGES if _takes_images_alone(task) else {}
+        answer = Answer(kind="known", refused=refused, prepared=round(prepared, 2), impossible=impossible)
     except NotMadeError as error:
         answer = Answer(kind="not made", text=str(error))
     except UserError as error:
@@ -79,6 +84,27 @@ def take_reference(name: str, layouts: Sequence[str], steps: int, folder: Path, 
     except BaseException:
         answer = Answer(kind="crash", text=traceback.format_exc())
     to.send(answer)
+
+
+def _takes_images_alone(task: Task) -> bool:
+    """Whether no layer of a model takes tokens: those with parameters take images, [samples, channels, height,
+    width], or a vector a sample, and no linear layer an image whose features stand last."""
+    tokens: list[str] = []
+
+    def look(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        sizes = [value.ndim for value in arguments if isinstance(value, Tensor)]
+        most = 2 if isinstance(module, nn.Linear) else 4
+        if any(size == 3 or size > most for size in sizes):
+            tokens.append(type(module).__name__)
+
+    model = task.model()
+    rows = task.train_set()
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(look)
+    with torch.no_grad():
+        call(model, task.collate([rows[0], rows[1]]).inputs)
+    return not tokens and any(isinstance(module, nn.Conv2d) for module in model.modules())
 
 
 def hold(

@@ -9,7 +9,7 @@ from torch import nn
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.parallel.blocks import caller_of, find_blocks, is_list_of_like, with_forward
+from samestep.parallel.blocks import caller_of, is_list_of_like
 from samestep.parallel.calls import Trace
 from samestep.torch_internals.tensors import has_gradient_hooks
 

@@ -140,7 +140,9 @@ class DataflowRecorder:
             for node, key in self._outputs.items()
             if (memory := self._by_memory.get(key)) is not None and memory.written > node
         }
-        return Dataflow(nodes=tuple(self._nodes), changed=frozenset(changed), results=self._results, asked=tuple(self._asked))
+        return Dataflow(
+            nodes=tuple(self._nodes), changed=frozenset(changed), results=self._results, asked=tuple(self._asked)
+        )
 
     def sources(self, tensor: Tensor) -> tuple[int, ...]:
         """The nodes from which a tensor is computed: its own, and later writes to its storage."""

@@ -156,8 +156,8 @@ class HuggingFace(Task):
         return Batch(inputs, {**labels, _COUNT: int(count)}, split)
 
     @property
-    def loss(self) -> Callable[..., tuple[Tensor, int]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The loss as a sum and a count; one that takes `gather` where it compares the samples."""
+    def loss(self) -> Callable[..., Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The loss as a sum and a count, or those of its terms by name; it takes `gather` where it compares samples."""
         if self._own_loss is not None:
             return self._own_loss
         if self._facts.weighted:

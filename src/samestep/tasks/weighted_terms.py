@@ -1,4 +1,4 @@
-"""A model's own loss that is a weighted sum of terms, each a mean over things of its own, as detection models have it.
+"""A model's own loss that is a weighted sum of terms, each a mean over things of its own, as in detection models.
 
 DETR's loss is a cross-entropy over queries, where those without an object weigh a tenth, and two losses over boxes.
 The whole is no mean over anything, but each term is, and the model's output has them. Their weights are the

@@ -179,9 +179,9 @@ def _check_asked(model: nn.Module, layout: Layout, needs: Needs, calls: Sequence
         of = calls[min(need.hidden)].unit if need.hidden else min(need.parameters)
         why = "computes and does not return" if need.hidden else "is, a parameter outside of the layers"
         raise LayoutError(
-            f'layout "{layout}": the forward of {asked.module or kind} asks for values ({asked.function}) of what {of} '
-            f"{why}, and pipeline stages pass on outputs of layers alone; use dp{layout.size}, zero1x{layout.size} or "
-            f"fsdp{layout.size}"
+            f'layout "{layout}": the forward of {asked.module or kind} asks for values ({asked.function}) of what '
+            f"{of} {why}, and pipeline stages pass on outputs of layers alone; use dp{layout.size}, "
+            f"zero1x{layout.size} or fsdp{layout.size}"
         )
 
 
