@@ -157,7 +157,7 @@ class HuggingFace(Task):
 
     @property
     def loss(self) -> Callable[..., Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The loss as a sum and a count, or those of its terms by name; it takes `gather` where it compares samples."""
+        """The loss as a sum and a count, or those of its terms by name; with `gather` where it compares samples."""
         if self._own_loss is not None:
             return self._own_loss
         if self._facts.weighted:
