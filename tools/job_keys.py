@@ -123,6 +123,7 @@ def _arguments(task: type) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
+_LINE = 200  # characters of a line of the schema
 _LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 
 
@@ -331,7 +332,17 @@ def pages_of(table: KeyTable) -> Mapping[str, Path]:
 
 
 def schema_text() -> str:
-    return json.dumps(job_schema(), indent=1, ensure_ascii=False) + "\n"
+    return _json_text(job_schema(), "") + "\n"
+
+
+def _json_text(node: Any, indent: str) -> str:
+    """JSON with a line for whatever fits one, so that a changed key is a changed line."""
+    short = json.dumps(node, ensure_ascii=False)
+    if not isinstance(node, dict) or len(indent) + len(short) <= _LINE:
+        return short
+    inner = f"{indent} "
+    rows = [f"{inner}{json.dumps(key)}: {_json_text(value, inner)}" for key, value in node.items()]
+    return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
 
 
 def main() -> None:

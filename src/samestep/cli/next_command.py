@@ -38,7 +38,10 @@ def after_training(options: argparse.Namespace, loaded: "LoadedJob", folder: Pat
 
 def _layout_to_prove(job: "Job") -> str | None:
     """The job's layout, or for one process the first that splits it; None where nothing can be proved."""
-    from samestep.api import check_job, layout_of
+    from samestep.api import layout_of
+    from samestep.engines import checks
+    from samestep.engines.registry import resolve
+    from samestep.launch.device import device_of
     from samestep.verification.itself import check_layout_splits
     from samestep.verification.proof import proof_job
 
@@ -49,8 +52,13 @@ def _layout_to_prove(job: "Job") -> str | None:
         try:
             check_layout_splits(layout_of(job), job.run.layout)
         except UserError:
+            # The checks that don't build the task, which takes time; what a model of one process has passed, it
+            # passes in replicas.
             job = replace(job, run=replace(job.run, layout=_SPLIT))
-            check_job(job)
+            engine, split = resolve(job.run.engine), layout_of(job)
+            checks.check_layout(engine, split, job.recipe.precision, job.run.engine_config)
+            checks.check_job(job, engine, split, device_of(0, job.run.device).type)
+            split.check_batch(job.recipe.batch, job.run.micro_batch)
     except UserError:
         return None
     return job.run.layout
