@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -192,6 +193,33 @@ def test_a_weighted_sum_with_a_term_that_couples_samples_is_refused() -> None:
     task = handed(partial(WordsAndScores, coupled=True), texts(), words_and_scores)
     with pytest.raises(samestep.UserError, match=r"it is made up of words, scores, each with a count of its own"):
         task.check()
+
+
+def unmasked(collator: Callable[..., Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in collator(rows).items() if name != "attention_mask"}
+
+
+def of_one_length(collator: Callable[..., Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return unmasked(collator, [{**row, "input_ids": row["input_ids"][:4]} for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("build", "collator", "output"),
+    [
+        (partial(bert, initializer_range=0.5), classes, "logits"),
+        (partial(bert, BertForMaskedLM, initializer_range=0.5), next_words, "logits"),
+    ],
+    ids=["classes", "words"],
+)
+def test_a_model_in_which_padding_counts_is_told_and_what_to_do_helps(
+    build: Callable[[], nn.Module], collator: Any, output: str
+) -> None:
+    with pytest.raises(samestep.UserError) as refusal:
+        handed(build, texts(), partial(unmasked, collator)).check()
+    assert re.search(rf"its {output} for \d rows are others where these are padded", str(refusal.value))
+    assert "pads all rows to one length, or pass attention_mask, which keeps padding out" in str(refusal.value)
+    handed(build, texts(), collator).check()
+    handed(build, texts(), partial(of_one_length, collator)).check()
 
 
 def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient() -> None:

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from samestep.errors import UserError, described, index_errors_explained
 from samestep.tasks.loss_terms import IGNORED, POSITIONS, Inputs, Part, Terms, candidates, proportional
-from samestep.tasks.weighted_terms import WeightedTerm, terms_in, weights_of, with_background
+from samestep.tasks.weighted_terms import WeightedTerm, items_of, terms_in, weights_of, with_background
 from samestep.torch_internals import pytree
 from samestep.torch_internals.modules import own_children
 
@@ -151,6 +151,7 @@ class _Forward:
 
     mean: float
     logits: Tensor | None
+    scores: Mapping[str, Tensor]  # its outputs of real numbers, such as start_logits and end_logits
     terms: Mapping[str, float]  # other scalars, of which a loss may be made up
 
 
@@ -344,6 +345,11 @@ def _forward(model: nn.Module, inputs: Inputs, what: str) -> _Forward:
     return _Forward(
         mean=_mean(model, inputs, output),
         logits=logits if isinstance(logits, Tensor) else None,
+        scores={
+            name: value
+            for name, value in items_of(output)
+            if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
+        },
         terms={name: float(value) for name, value in terms_in(output).items()},
     )
 
@@ -391,29 +397,40 @@ def _misfit(trial: _Trial) -> str:
             "whose forward draws nothing but dropout"
         )
     begin = f"the loss of {trial.name} is no mean over its samples, its labels, its tokens or what a mask marks"
-    if _depends_on_others(trial):
+    if name := _depends_on_others(trial):
         return (
-            f"{begin}: its logits for {trial.parts.first.rows} rows are others where these are padded with "
+            f"{begin}: its {name} for {trial.parts.first.rows} rows are others where these are padded with "
             f"{trial.parts.rest.rows} more, so padding counts in the model; use a collator that pads all rows to one "
-            "length, or pass the mask that keeps padding out"
+            f"length{_mask_advice(trial)}"
         )
     return f"{begin}, so a batch's loss can't be put together from parts; {_advice(trial)}"
 
 
-def _depends_on_others(trial: _Trial) -> bool:
-    """Whether the logits of the first part are others in the whole, whose rows are longer."""
-    rows, one, other = trial.parts.first.rows, trial.of("first").logits, trial.of("whole").logits
-    if one is None or other is None or one.ndim != other.ndim or len(one) != rows or not one.is_floating_point():
-        return False
+def _mask_advice(trial: _Trial) -> str:
+    """To pass a mask of padding, where the model takes one that it wasn't given."""
+    taken = inspect.signature(trial.model.forward).parameters
+    absent = [name for name in taken if "attention_mask" in name and name not in trial.parts.whole.inputs]
+    return f", or pass {absent[0]}, which keeps padding out" if absent else ""
+
+
+def _depends_on_others(trial: _Trial) -> str | None:
+    """An output whose values for the first part are others in the whole, whose rows are longer; None without one."""
     longer = any(
         isinstance(value, Tensor) and value.shape[1:] != trial.parts.first.inputs[key].shape[1:]
         for key, value in trial.parts.whole.inputs.items()
     )
-    sizes = [slice(min(pair)) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
-    mine, theirs = one[:, *sizes].double(), other[:rows, *sizes].double()
-    if mine.ndim > 2:  # those of padding itself may differ
-        mine, theirs = mine[:, 0], theirs[:, 0]
-    return longer and bool((mine - theirs).abs().max() > 50 * trial.tolerance * mine.abs().max())
+    rows, others = trial.parts.first.rows, trial.of("whole").scores
+    for name, one in trial.of("first").scores.items() if longer else ():
+        other = others.get(name)
+        if other is None or one.ndim != other.ndim or (len(one), len(other)) != (rows, trial.parts.whole.rows):
+            continue
+        if one.ndim > 2 or one.shape[1] != other.shape[1]:  # those of padding itself may differ
+            one, other = one[:, 0], other[:, 0]
+        sizes = [slice(min(pair)) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
+        one, other = one[:, *sizes].double(), other[:rows, *sizes].double()
+        if bool((one - other).abs().max() > 50 * trial.tolerance * one.abs().max()):
+            return name
+    return None
 
 
 def _advice(trial: _Trial) -> str:

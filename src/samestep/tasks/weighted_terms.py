@@ -6,7 +6,7 @@ derivatives of the loss by them.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -34,13 +34,19 @@ class WeightedTerm:
 def terms_in(output: Any) -> Mapping[str, Tensor]:
     """The scalars of a model's output, besides its loss, by name; those of a mapping in it by theirs."""
     named: dict[str, Tensor] = {}
-    items = output.items() if isinstance(output, Mapping) else vars(output).items() if hasattr(output, "loss") else ()
-    for name, value in items:
+    for name, value in items_of(output):
         if isinstance(value, Mapping):
             named |= {str(key): inner for key, inner in value.items() if _is_scalar(inner)}
         elif name != "loss" and _is_scalar(value):
-            named[str(name)] = value
+            named[name] = value
     return named
+
+
+def items_of(output: Any) -> Iterable[tuple[str, Any]]:
+    """What a model's output has by name; nothing for a plain tuple or tensor."""
+    if isinstance(output, Mapping):
+        return output.items()
+    return vars(output).items() if hasattr(output, "loss") else ()
 
 
 def _is_scalar(value: Any) -> bool:
