@@ -217,7 +217,7 @@ def test_a_model_in_which_padding_counts_is_told_and_what_to_do_helps(
     with pytest.raises(samestep.UserError) as refusal:
         handed(build, texts(), partial(unmasked, collator)).check()
     assert re.search(rf"its {output} for \d rows are others where these are padded", str(refusal.value))
-    assert "pads all rows to one length, or pass attention_mask, which keeps padding out" in str(refusal.value)
+    assert "pads all rows to one length, or pass attention_mask where that keeps padding out" in str(refusal.value)
     handed(build, texts(), collator).check()
     handed(build, texts(), partial(of_one_length, collator)).check()
 

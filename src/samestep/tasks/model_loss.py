@@ -410,7 +410,7 @@ def _mask_advice(trial: _Trial) -> str:
     """To pass a mask of padding, where the model takes one that it wasn't given."""
     taken = inspect.signature(trial.model.forward).parameters
     absent = [name for name in taken if "attention_mask" in name and name not in trial.parts.whole.inputs]
-    return f", or pass {absent[0]}, which keeps padding out" if absent else ""
+    return f", or pass {absent[0]} where that keeps padding out" if absent else ""
 
 
 def _depends_on_others(trial: _Trial) -> str | None:
