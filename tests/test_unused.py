@@ -6,6 +6,7 @@ import own_loops
 import pytest
 import torch
 from own_loops import Case
+from proving import assert_same_steps
 from small_tasks import Points
 from torch import Tensor, nn
 
@@ -117,6 +118,35 @@ def test_branches_frozen_parameters_and_groups_take_the_same_step(ranks: int, ex
     for case, each in zip(RANKS[ranks], taken, strict=True):
         apart = own_loops.far(each, expected)
         assert apart > 1e-3 if isinstance(case.engine, ZerosKept) else apart < 1e-10, (case, apart)
+
+
+class Adapted(nn.Module):
+    """Blocks alone, of whose experts a rank's samples use some: as a model with an adapter for each language."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 7)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class Adapters(Points):
+    def model(self) -> nn.Module:
+        return Adapted()
+
+
+def test_hybrids_take_branches_that_samples_choose() -> None:
+    recipe = samestep.Recipe(
+        task=Adapters(samples=20), batch=4, steps=4, clip=0.1, optimizer=samestep.AdamW(lr=0.01, weight_decay=0.2)
+    )
+    layouts = ("pp2 fsdp2", "pp2 zero1x2", "fsdp2 tp2")
+    assert_same_steps([(recipe, layout, {}) for layout in layouts], steps=4)
 
 
 def test_what_no_sample_used_keeps_its_weights(expected: own_loops.Taken) -> None:

@@ -65,6 +65,7 @@ from samestep.parallel.tensor.apply import slice_tensors
 from samestep.parallel.tensor.vocab_parallel import Vocabulary
 from samestep.parallel.trace import follow, trace
 from samestep.parallel.unused_parameters import (
+    UnusedParameters,
     UnusedParametersAlone,
     UnusedParametersOfReplicas,
     UnusedParametersOfShards,
@@ -305,7 +306,8 @@ class _Spreading:
             move_parameters(model, disk)
         assert isinstance(root, FSDPModule)
         if self.stages is not None:
-            return self._pipeline(self.stages, disk)
+            of_stages = UnusedParametersOfShards(self.stages, self.mesh.data_group, may_differ=units.may_differ)
+            return self._pipeline(self.stages, disk, of_stages)
         used = UnusedParametersOfShards(
             model, self.mesh.data_group, may_differ=units.may_differ, names=self.parts.parameters
         )
@@ -318,7 +320,7 @@ class _Spreading:
         if self.stages is not None:
             if self.initial is not None:
                 self.initial.fill(model, self.device)
-            return self._pipeline(self.stages, None)
+            return self._pipeline(self.stages, None, None)
         watched = self.details.compile or layout.recompute != "none" or layout.cuts_model or layout.expert > 1
         whole = partial(WholeModel, repeatable=not watched and not layout.offloads("activations"), **self._common())
         # The engine sums gradients itself (Horovod, parameter servers, ordered sums): no wrapper that would do it
@@ -355,7 +357,7 @@ class _Spreading:
         lot_bytes = message * self.mesh.size("shard")  # one message from each owner
         return LateParameters(units.modules, lot_bytes, compiled=self.details.compile)
 
-    def _pipeline(self, stages: StagedModel, disk: MappedFile | None) -> Pipeline:
+    def _pipeline(self, stages: StagedModel, disk: MappedFile | None, used: UnusedParameters | None) -> Pipeline:
         """The model as a pipeline of this rank's stages; `disk` is where their offloaded parameters lie, if any."""
         return Pipeline(
             cut=stages,
@@ -365,6 +367,7 @@ class _Spreading:
             disk=disk,
             bucket_mb=self.details.bucket_mb,
             undivided=self.norm,
+            used=used,
             **self._common(),
         )
 

@@ -36,6 +36,7 @@ from samestep.parallel.pipeline.schedule import Action, Orders, backward_in_two,
 from samestep.parallel.pipeline.stage import StagedModel
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.pipeline.units import UnitOutput
+from samestep.parallel.unused_parameters import UnusedParameters
 from samestep.profiling.clock import Phase
 from samestep.torch_internals import pytree
 
@@ -52,16 +53,18 @@ class Pipeline(ParallelModel):
         device: torch.device,
         bucket_mb: float | None = None,
         undivided: str | None = None,
+        used: UnusedParameters | None = None,
         **common: Any,
     ) -> None:
         """`bucket_mb`: size of gradient buckets in MiB; None: 25.
 
-        `undivided`: a batch norm of any stage, for which a step has one micro-batch.
+        `undivided`: a batch norm of any stage, for which a step has one micro-batch. `used`: of sharded stages.
         """
         super().__init__(**common)
         self.timeline = self.times = Timeline(layout, mesh.group("pipeline"), device)
         self.cut = cut
         self._undivided = undivided
+        self._used = used
         self._layout = layout
         self._mesh = mesh
         self._last_stage = cut.plan.stages - 1
@@ -137,6 +140,8 @@ class Pipeline(ParallelModel):
 
     def _average(self, early: EarlyGradients | None) -> None:
         """Sum gradients over the ranks that hold parts of them, and average them over replicas."""
+        if self._used is not None:
+            self._used.settle()
         # Before averages over replicas, which begin for these parameters only now (`_summed`): the order is the same
         # on every rank.
         self.parts.sum_gradients(self.model)
