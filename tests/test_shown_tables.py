@@ -20,7 +20,7 @@ from samestep.comparison.methods import METHODS
 from samestep.contract.check import PARTS
 from samestep.convert.formats import FORMATS
 from samestep.drill.disturbances import KINDS as FAULTS
-from samestep.job import Checkpointing, Run
+from samestep.job import Run
 from samestep.launch.affinity import BindChoice
 from samestep.launch.options import LaunchTimeouts, RankOptions, options_of
 from samestep.launch.script_env.registry import CONTRACTS
@@ -56,7 +56,6 @@ def choices(owner: type[Any], key: str) -> tuple[str, ...]:
 TABLES: Sequence[tuple[str, Sequence[str]]] = (
     ("binding.md", get_args(BindChoice)),
     ("binding.md", [*CONTRACTS]),
-    ("checkpoints.md", names(Checkpointing)),
     ("communication.md", choices(Run, "sparse_rows")),
     ("communication.md", [*REPORT.to_json()]),
     ("compare.md", [method.of(7).name.replace("7", "N") for method in METHODS if method.default]),
@@ -104,17 +103,6 @@ def test_time_limits_of_a_launch_are_described_with_their_defaults(page: str) ->
 def seconds(text: str) -> float:
     number, unit = re.match(r"([\d.]+) ?(\w+)", text).groups()  # pyright: ignore[reportOptionalMemberAccess]
     return float(number) * (60 if unit in ("minutes", "分钟") else 1)
-
-
-@pytest.mark.parametrize("page", ["docs/checkpoints.md", "docs/zh/checkpoints.md"])
-def test_defaults_of_checkpoints_are_those_of_the_fields(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for field in fields(Checkpointing):
-        if field.default is None:
-            continue  # in words
-        (cell,) = re.findall(rf"^\| [^|]*`{field.name}` \| ([^|]*) \|", text, re.MULTILINE)
-        default = f"`{field.default}`" if isinstance(field.default, str) else str(field.default).lower()
-        assert default in re.split(r"[,，（ ]+", cell), field.name
 
 
 @pytest.mark.parametrize("page", ["docs/translate.md", "docs/zh/translate.md"])
