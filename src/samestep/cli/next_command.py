@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,28 +38,42 @@ def after_training(options: argparse.Namespace, loaded: "LoadedJob", folder: Pat
 
 
 def _layout_to_prove(job: "Job") -> str | None:
-    """The job's layout, or for one process the first that splits it; None where nothing can be proved."""
+    """The job's layout, or for one process another that splits it; None where nothing can be proved."""
     from samestep.api import layout_of
-    from samestep.engines import checks
-    from samestep.engines.registry import resolve
-    from samestep.launch.device import device_of
-    from samestep.verification.itself import check_layout_splits
+    from samestep.verification.itself import check_layout_splits, check_other_side
     from samestep.verification.proof import proof_job
 
     if job.recipe.communication is not None:  # takes another step than one process, as it declares
         return None
+    text = job.run.layout
     try:
         proof_job(job)
-        try:
-            check_layout_splits(layout_of(job), job.run.layout)
-        except UserError:
-            # The checks that don't build the task, which takes time; what a model of one process has passed, it
-            # passes in replicas.
-            job = replace(job, run=replace(job.run, layout=_SPLIT))
-            engine, split = resolve(job.run.engine), layout_of(job)
-            checks.check_layout(engine, split, job.recipe.precision, job.run.engine_config)
-            checks.check_job(job, engine, split, device_of(0, job.run.device).type)
-            split.check_batch(job.recipe.batch, job.run.micro_batch)
     except UserError:
         return None
-    return job.run.layout
+    for layout, check in (
+        (text, lambda: check_layout_splits(layout_of(job), text)),
+        (_SPLIT, lambda: _check_split(job)),
+        # One process that differs from the plain one in something else, such as its engine.
+        (text, lambda: check_other_side(job, layout_of(job), text=text, precision=None, reference_device="auto")),
+    ):
+        with suppress(UserError):
+            check()
+            return layout
+    return None
+
+
+def _check_split(job: "Job") -> None:
+    """Raise UserError where a job of one process can't be split.
+
+    These don't build the task, which takes time: what a model of one process has passed, it passes in replicas.
+    """
+    from samestep.api import layout_of
+    from samestep.engines import checks
+    from samestep.engines.registry import resolve
+    from samestep.launch.device import device_of
+
+    job = replace(job, run=replace(job.run, layout=_SPLIT))
+    engine, layout = resolve(job.run.engine), layout_of(job)
+    checks.check_layout(engine, layout, job.recipe.precision, job.run.engine_config)
+    checks.check_job(job, engine, layout, device_of(0, job.run.device).type)
+    layout.check_batch(job.recipe.batch, job.run.micro_batch)
