@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -79,6 +80,7 @@ TABLES = (
 )
 
 
+@cache
 def meanings() -> dict[str, dict[str, dict[str, Any]]]:
     """Class -> key -> what it means, in "en" and "zh"; "type" and "default" where words say more than the code."""
     return yaml.safe_load(MEANINGS.read_text(encoding="utf-8"))
