@@ -75,11 +75,22 @@ class Gained(Net):
         super().__init__(*(Gained.Layer() for _ in range(3)))
 
 
+class Unlisted(tuple[int, ...]):
+    """A sequence that is none, as e3nn's lists of representations are: it has no length and can't be gone over."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+
 class Lists(Net):
-    """Each layer is a list of modules."""
+    """Each layer is a list of modules; an attribute is a sequence that can't be gone over."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.ModuleList([nn.LayerNorm(12), Layer(), nn.Linear(12, 12)]) for _ in range(3)))
+        self.kinds = Unlisted((1, 2))
 
     def between(self, hidden: Tensor) -> Tensor:
         for norm, inner, last in self.layers:  # pyright: ignore[reportGeneralTypeIssues]

@@ -4,6 +4,7 @@ They are no code and no data of the recipe, and a step depends on them: a weight
 """
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,10 @@ def _count(value: Any) -> int:
         return 1
     if isinstance(value, str):
         return _MOST + 1 if len(value) > _MOST_TEXT or _names_a_file(value) else 1
-    if isinstance(value, (list, tuple)) and len(value) <= _MOST:
+    # A library's own sequence may have no length, or take long for it, as e3nn's lists of representations do.
+    if type(value) in (list, tuple) and len(value) <= _MOST:
         return 1 + sum(map(_count, value))
-    if isinstance(value, Mapping) and len(value) <= _MOST:
+    if type(value) in (dict, OrderedDict) and len(value) <= _MOST:
         return 1 + sum(_count(key) + _count(each) for key, each in value.items())
     return _MOST + 1
 
