@@ -222,6 +222,43 @@ def test_a_model_in_which_padding_counts_is_told_and_what_to_do_helps(
     handed(build, texts(), partial(of_one_length, collator)).check()
 
 
+class DrawsPoints(nn.Module):
+    """Its own loss looks at some of the numbers, drawn at random, as that of Mask2Former does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.layer(pixel_values[:, :, :2, :2].flatten(1))  # [samples, 12]
+        if labels is None:
+            return {"logits": logits}
+        points = torch.randint(12, (4,))
+        return {"loss": (logits - labels[:, None])[:, points].abs().mean(), "logits": logits}
+
+
+def under_another_name(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    batch = of_pictures(rows)
+    return {"pixel_values": batch["pixel_values"], "classes": batch["labels"]}
+
+
+def of_pictures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    labels = torch.tensor([row["label"] for row in rows])
+    return {"pixel_values": torch.stack([row["pixel_values"] for row in rows]), "labels": labels}
+
+
+def whole_distance(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    return (output["logits"] - batch["classes"][:, None]).abs().mean(1).sum(), len(batch["classes"])
+
+
+def test_a_loss_that_draws_is_told_and_one_of_ones_own_helps() -> None:
+    with pytest.raises(
+        samestep.UserError, match=r"the own loss of DrawsPoints draws .* without labels does not; use"
+    ):
+        handed(DrawsPoints, pictures(), of_pictures).check()
+    handed(DrawsPoints, pictures(), under_another_name, loss=whole_distance).check()
+
+
 def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient() -> None:
     task = handed(gpt2, texts(), all_masked)
     masked = [row for row in texts() if row["label"] == 0][:3]

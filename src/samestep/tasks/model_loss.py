@@ -337,6 +337,11 @@ def _forward(model: nn.Module, inputs: Inputs, what: str) -> _Forward:
             "takes"
         ) from error
     if _generators() != before and not _same_again(model, inputs, output):
+        if labels := _labels_it_draws_for(model, inputs):
+            raise UserError(
+                f"the own loss of {name} draws random numbers, as its forward without {' and '.join(labels)} does "
+                f"not; use {_OWN}, and a collator that gives labels under names that its forward doesn't take"
+            )
         raise UserError(
             f"{name} draws random numbers in evaluation mode: it draws at random; use a model whose forward draws "
             "nothing but dropout"
@@ -352,6 +357,18 @@ def _forward(model: nn.Module, inputs: Inputs, what: str) -> _Forward:
         },
         terms={name: float(value) for name, value in terms_in(output).items()},
     )
+
+
+def _labels_it_draws_for(model: nn.Module, inputs: Inputs) -> list[str]:
+    """The labels without which a forward draws nothing, as Mask2Former's loss draws points; none if it does."""
+    labels = [name for name in inputs if "label" in name]
+    before = _generators()
+    try:
+        with torch.no_grad():
+            model(**{name: value for name, value in inputs.items() if name not in labels})
+    except Exception:  # it asks for them
+        return []
+    return labels if _generators() == before else []
 
 
 def _same_again(model: nn.Module, inputs: Inputs, output: Any) -> bool:
