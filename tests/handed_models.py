@@ -317,6 +317,24 @@ def words_and_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     return {"input_ids": collated["input_ids"], "labels": kept, "scores": scores}
 
 
+class MaskedPatches(nn.Module):
+    """Its loss is a mean over masked patches, divided by a trifle more than their number, as ViT's and Swin's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, patches: Tensor, bool_masked_pos: Tensor) -> dict[str, Tensor]:
+        apart = (self.layer(patches * ~bool_masked_pos[..., None]) - patches).abs().mean(-1)  # [samples, patches]
+        return {"loss": (apart * bool_masked_pos).sum() / (bool_masked_pos.sum() + 1e-5)}
+
+
+def masked_patches(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    patches = torch.stack([row["pixel_values"].reshape(-1, 12)[:16] for row in rows])
+    masks = [torch.arange(16) % (2 + 3 * row["label"]) == 0 for row in rows]
+    return {"patches": patches, "bool_masked_pos": torch.stack(masks)}
+
+
 class Denoiser(nn.Module):
     """Gives no loss, as the models of diffusers: what it takes for the noise in a sample."""
 

@@ -15,6 +15,7 @@ from handed_models import (
     CLASSES,
     Denoiser,
     Detector,
+    MaskedPatches,
     OfPatches,
     ShiftedAndMasked,
     Table,
@@ -32,6 +33,7 @@ from handed_models import (
     joined,
     labelled_padding,
     llama,
+    masked_patches,
     mixtral,
     next_words,
     noise_sum,
@@ -180,6 +182,18 @@ def test_the_terms_of_a_weighted_sum_are_put_together_from_parts(
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+def test_what_a_model_adds_to_the_number_that_it_divides_by_is_found() -> None:
+    task = handed(MaskedPatches, pictures(), masked_patches)
+    assert task.tried_facts().slack == pytest.approx(1e-5, rel=1e-4)
+    batch = task.collate(pictures()[:4])
+    model = task.model()
+    total, count = task.loss(model(**batch.inputs), batch)
+    masked = batch.inputs["bool_masked_pos"]
+    assert count == int(masked.sum())
+    found = model.layer(batch.inputs["patches"] * ~masked[..., None]) - batch.inputs["patches"]
+    torch.testing.assert_close(total, (found.abs().mean(-1) * masked).sum(), rtol=1e-6, atol=0.0)
+
+
 def test_what_the_terms_of_a_detection_loss_are_means_over() -> None:
     """DETR's (Carion et al., 2020, section 3.1): boxes, and queries, where those without object weigh 0.1."""
     task = handed(yolos, object_rows(), object_mappings)
@@ -283,6 +297,7 @@ PROVED: Mapping[str, tuple[Callable[[], nn.Module], Any, Any, Sequence[str], Seq
     "gpt2": (gpt2, texts(), all_masked, LAYOUTS, ()),
     "boxes": (Detector, box_rows(), box_mappings, ("dp2",), ()),
     "yolos": (yolos, object_rows(), object_mappings, ("pp2",), ("dp2", "fsdp2", "tp2")),
+    "masked patches": (MaskedPatches, pictures(), masked_patches, ("dp2",), ()),
     "two terms of its own": (WordsAndScores, texts(), words_and_scores, ("dp2",), ()),
     "patches": (OfPatches, patch_rows(), joined, ("fsdp2",), ()),
 }

@@ -181,7 +181,7 @@ class HuggingFace(Task):
         count = batch.targets[_COUNT]
         if not count:
             return _nothing(output), 0
-        return loss_of(output) * count, count
+        return loss_of(output) * (count + self._facts.slack), count
 
     def _own_terms(self, output: Any, batch: Batch) -> Mapping[str, tuple[Tensor, int]]:
         """Each term of the model's loss as a sum and a count."""

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,16 @@ from samestep.parallel.exact.float64 import in_float64
 from samestep.tasks.contrastive import RETURN_LOSS, Contrast, find_contrast
 from samestep.tasks.first_rows import Chosen
 from samestep.tasks.loss_terms import IGNORED, Part, Terms, check_answers
-from samestep.tasks.model_loss import COUNT, FoundTerms, NoFitError, NotFiniteError, Parts, copied, find_terms
+from samestep.tasks.model_loss import (
+    COUNT,
+    FoundTerms,
+    NoFitError,
+    NotFiniteError,
+    Parts,
+    copied,
+    find_terms,
+    slack_of,
+)
 from samestep.tasks.weighted_terms import WeightedTerm
 
 _LARGE = 200_000_000  # parameters
@@ -28,6 +38,7 @@ class ModelFacts:
     labels: Sequence[str]  # names of the inputs that are labels
     terms: Terms | None  # what the loss is a mean over; None: counted by the user's function
     doubtful: Sequence[tuple[Terms, int, int]] = ()  # what it may be instead, so many to so many of `terms`
+    slack: float = 0.0  # what the model adds to the number of terms that it divides by
     classes: int | None = None  # number of classes, if the first labels are classes with logits
     names: Sequence[str] = ()  # of the classes
     contrast: Contrast | None = None  # the contrastive loss, if the model has one
@@ -112,6 +123,10 @@ def model_facts(
     if own_loss:
         return ModelFacts(accepted=accepted, labels=labels, terms=None)
     found, contrast = _tried(built, parts, labels, count, is_new=is_new)
+    slack = 0.0
+    if found.terms is not None and found.terms.kind == "marked" and not _is_large(built):
+        with in_float64(), suppress(UserError):  # it may have no float64
+            slack = slack_of(copied(built).double(), _in(parts, torch.float64), found.terms)
     classes = None if contrast is not None else _classes(parts.first, labels, found)
     id2label = getattr(getattr(built, "config", None), "id2label", None) or {}
     return ModelFacts(
@@ -119,6 +134,7 @@ def model_facts(
         labels=labels,
         terms=found.terms,
         doubtful=found.doubtful,
+        slack=slack,
         classes=classes,
         names=[str(id2label.get(number, number)) for number in range(classes or 0)],
         contrast=contrast,
@@ -169,7 +185,7 @@ def _tried(
     except UserError as error:
         if count is None and (contrast := _contrast(model, parts.whole.inputs)) is not None:
             return nothing, contrast
-        if not isinstance(error, NoFitError) or sum(p.numel() for p in built.parameters()) > _LARGE:
+        if not isinstance(error, NoFitError) or _is_large(built):
             raise
         refusal = error
     model, parts = copied(model).double(), _in(parts, torch.float64)
@@ -184,6 +200,11 @@ def _tried(
         raise
     except UserError:  # it has no float64
         raise refusal from None
+
+
+def _is_large(model: nn.Module) -> bool:
+    """Whether a copy in float64 would take much memory."""
+    return sum(parameter.numel() for parameter in model.parameters()) > _LARGE
 
 
 def _in(parts: Parts, dtype: torch.dtype) -> Parts:

@@ -209,6 +209,22 @@ class _Trial:
         return mean if math.isfinite(mean) else None
 
 
+def slack_of(model: nn.Module, parts: Parts, terms: Terms) -> float:
+    """What a model adds to the number of terms that it divides by, lest it be zero; 0.0 where nothing is.
+
+    The losses of masked image modelling divide by `mask.sum() + 1e-5`. With s for that, the parts' sums are
+    `mean * (count + s)`, which add up to the whole's for one s. `model` is in float64, where it shows.
+    """
+    trial = _Trial(model=model, parts=parts, labels=())
+    with at_rest(model):
+        means = [trial.of(name).mean for name in ("whole", "first", "rest")]
+    whole, first, rest = (mean * terms.of(part) for mean, part in zip(means, parts.counted, strict=False))
+    apart, by = whole - first - rest, means[1] + means[2] - means[0]
+    if not by or abs(apart) <= 1e3 * torch.finfo(torch.float64).eps * (abs(first) + abs(rest)):
+        return 0.0
+    return max(apart / by, 0.0)
+
+
 def _weighted(trial: _Trial, tried: Sequence[Terms]) -> Mapping[str, WeightedTerm]:
     """The terms of a loss that is their weighted sum; empty where it isn't, or all are means over one thing."""
     names = trial.of("first").terms
