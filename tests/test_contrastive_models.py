@@ -14,6 +14,9 @@ from proving import assert_same_steps
 from torch import Tensor, nn
 
 import samestep
+from samestep.api import check_job
+from samestep.contract.check import check_contract
+from samestep.job import Job, Run
 from samestep.tasks.model_loss import loss_of
 
 _TOWER: dict[str, Any] = {
@@ -80,6 +83,21 @@ class Towers(nn.Module):
         return {"loss": loss, "words": words, "pixels": pixels}
 
 
+class Placed(Towers):
+    """Its backward needs a buffer: the positions of the words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(7, 30)
+        self.register_buffer("positions", torch.arange(7)[None])
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor) -> dict[str, Tensor]:
+        pixels = self.pixels(pixel_values.flatten(1))
+        words = self.words(input_ids) + self.places(self.positions).mean(1)[:, :6]
+        loss = F.cross_entropy(words @ pixels.T / self.temperature, torch.arange(len(words)))
+        return {"loss": loss, "words": words, "pixels": pixels}
+
+
 def pairs(count: int = 24) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(count, 3, 12, 12, generator=generator)
@@ -139,6 +157,11 @@ def test_the_loss_is_the_models_own_of_the_whole_batch(kind: str) -> None:
             found = model.get_parameter(name).grad
             if parameter.grad is not None:
                 torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_buffer_that_a_backward_needs_is_left_alone() -> None:
+    job = Job(recipe=samestep.Recipe(task=handed(Placed, pairs(), stacked), batch=9, steps=3), run=Run(device="cpu"))
+    check_contract(job, check_job(job))
 
 
 @pytest.mark.timeout(180)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import transformers
 from handed_models import (
     CLASSES,
+    VOCABULARY,
     Denoiser,
     Detector,
     MaskedPatches,
@@ -180,6 +182,29 @@ def test_the_terms_of_a_weighted_sum_are_put_together_from_parts(
     expected = float(together["loss"])
     found = sum(task.loss_weights[name] * total / count for name, (total, count) in sums.items())
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+class IgnoresPadding(nn.Module):
+    """Its loss leaves out the label of padding as its configuration says, and every negative one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.config = SimpleNamespace(pad_token_id=0)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.table(input_ids))
+        return {
+            "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(min=0), ignore_index=0),
+            "logits": logits,
+        }
+
+
+def test_labels_that_a_model_leaves_out_in_its_own_way_are_no_failure() -> None:
+    task = handed(IgnoresPadding, texts(), next_words)
+    task.check()
+    batch = task.collate(texts()[:5])
+    assert batch.targets["count"] == int((batch.inputs["labels"] > 0).sum())
 
 
 def test_what_a_model_adds_to_the_number_that_it_divides_by_is_found() -> None:

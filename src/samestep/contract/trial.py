@@ -239,11 +239,14 @@ class Trial:
             self.model.train()
 
     def _restore_buffers(self) -> None:
-        """Restore the initial buffers, since a forward may change them (running statistics, power iterations)."""
+        """Restore the initial buffers, since a forward may change them (running statistics, power iterations).
+
+        Only those that have changed: a backward that is still to come may need the others, such as positions.
+        """
         now = dict(self.model.named_buffers())
         with torch.no_grad():
             for name, value in self._buffers.items():
-                if name in now and now[name].shape == value.shape:
+                if name in now and now[name].shape == value.shape and not torch.equal(now[name], value):
                     now[name].copy_(value)
 
     def without_batch_statistics(self) -> AbstractContextManager[None]:

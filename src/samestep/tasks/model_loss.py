@@ -331,6 +331,9 @@ def _matching_logits(trial: _Trial, fitting: Sequence[Terms]) -> list[Terms]:
             labels = labels.masked_fill(part.inputs[terms.mask] == 0, terms.ignored)
         if terms.kind == "shifted":
             logits, labels = logits[..., :-1, :], labels[..., 1:]
+        counted = labels[labels != terms.ignored]
+        if bool(((counted < 0) | (counted >= logits.shape[-1])).any()):  # the model leaves these out in another way
+            continue
         flat = logits.reshape(-1, logits.shape[-1]).double()
         mean = F.cross_entropy(flat, labels.reshape(-1).long(), ignore_index=terms.ignored)
         if abs(mean - given.mean) <= trial.tolerance * (abs(given.mean) + 1):
