@@ -184,27 +184,33 @@ def test_the_terms_of_a_weighted_sum_are_put_together_from_parts(
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-class IgnoresPadding(nn.Module):
-    """Its loss leaves out the label of padding as its configuration says, and every negative one."""
+class WantsLabels(nn.Module):
+    """Takes no row without a label; its configuration has a token of padding, which is no label that it leaves out."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
         self.config = SimpleNamespace(pad_token_id=0)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SequenceClassifierOutput:
+        if not bool((labels != -100).any(1).all()):
+            raise ValueError("a row has no label")
         logits = self.head(self.table(input_ids))
-        return {
-            "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(min=0), ignore_index=0),
-            "logits": logits,
-        }
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
-def test_labels_that_a_model_leaves_out_in_its_own_way_are_no_failure() -> None:
-    task = handed(IgnoresPadding, texts(), next_words)
+def two_labels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Rows of five words with two labels each, so that all words are as many for each label."""
+    ids = torch.tensor([row["input_ids"][:3] + [5, 6] for row in rows])
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(5) < 3, -100)}
+
+
+def test_labels_that_are_left_out_are_no_classes() -> None:
+    task = handed(WantsLabels, texts(), two_labels)
     task.check()
     batch = task.collate(texts()[:5])
-    assert batch.targets["count"] == int((batch.inputs["labels"] > 0).sum())
+    assert batch.targets["count"] in (10, 25)  # so many labels or words: a step is the same by either
 
 
 def test_what_a_model_adds_to_the_number_that_it_divides_by_is_found() -> None:

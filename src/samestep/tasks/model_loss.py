@@ -365,7 +365,7 @@ def _forward(model: nn.Module, inputs: Inputs, what: str) -> _Forward:
             f"{name} draws random numbers in evaluation mode: it draws at random; use a model whose forward draws "
             "nothing but dropout"
         )
-    logits = getattr(output, "logits", None)
+    logits = dict(items_of(output)).get("logits")
     return _Forward(
         mean=_mean(model, inputs, output),
         logits=logits if isinstance(logits, Tensor) else None,
