@@ -185,7 +185,7 @@ def test_the_terms_of_a_weighted_sum_are_put_together_from_parts(
 
 
 class WantsLabels(nn.Module):
-    """Takes no row without a label; its configuration has a token of padding, which is no label that it leaves out."""
+    """Takes no row without a label; its token of padding is no label that it leaves out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class WantsLabels(nn.Module):
 
 def two_labels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Rows of five words with two labels each, so that all words are as many for each label."""
-    ids = torch.tensor([row["input_ids"][:3] + [5, 6] for row in rows])
+    ids = torch.tensor([[*row["input_ids"][:3], 5, 6] for row in rows])
     return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(5) < 3, -100)}
 
 
