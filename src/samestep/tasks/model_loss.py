@@ -280,7 +280,8 @@ def _fitting(trial: _Trial, counts: Mapping[Terms, Sequence[int]]) -> list[Terms
     # rounding is.
     most = max(_CLEARLY * errors[best], _LEAST * trial.epsilon)
     fitting = [terms for terms, error in errors.items() if error <= most]
-    if matching := _matching_logits(trial, fitting):
+    matching = _matching_logits(trial, fitting)
+    if matching and all(proportional(counts[matching[0]], counts[other]) for other in matching):
         return matching
     if not all(proportional(counts[fitting[0]], counts[other]) for other in fitting):
         raise NoFitError(
@@ -320,7 +321,7 @@ def _misfit_of(means: Sequence[float], counts: Sequence[int]) -> float:
 def _matching_logits(trial: _Trial, fitting: Sequence[Terms]) -> list[Terms]:
     """The candidates of labels by which the cross-entropy of the logits is the model's mean."""
     part, given = trial.parts.first, trial.of("first")
-    found: list[Terms] = []
+    errors: dict[Terms, float] = {}
     for terms in fitting:
         logits, labels = given.logits, part.inputs.get(terms.label)
         if not terms.of_labels or logits is None or not isinstance(labels, Tensor) or labels.is_floating_point():
@@ -336,9 +337,10 @@ def _matching_logits(trial: _Trial, fitting: Sequence[Terms]) -> list[Terms]:
             continue
         flat = logits.reshape(-1, logits.shape[-1]).double()
         mean = F.cross_entropy(flat, labels.reshape(-1).long(), ignore_index=terms.ignored)
-        if abs(mean - given.mean) <= trial.tolerance * (abs(given.mean) + 1):
-            found.append(terms)
-    return found
+        errors[terms] = abs(float(mean) - given.mean) / (abs(given.mean) + 1)
+    best = min(errors.values(), default=math.inf)
+    most = min(trial.tolerance, max(_CLEARLY * best, _LEAST * trial.epsilon))
+    return [terms for terms, error in errors.items() if error <= most]
 
 
 def _forward(model: nn.Module, inputs: Inputs, what: str) -> _Forward:
