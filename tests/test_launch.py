@@ -219,6 +219,7 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert 'put the call under `if __name__ == "__main__":`' in done.stderr
+    assert "in use by another training" not in done.stderr
 
 
 def test_the_example_loop_learns(

@@ -5,6 +5,7 @@ Each works, or ends in one message; none in a traceback, and none waits for ever
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,9 +84,8 @@ def train(
     folder: Path, task: samestep.Task, layout: str = "dp2", *, steps: int = 6, **run: Any
 ) -> samestep.TrainResult:
     recipe = samestep.Recipe(task=task, batch=16, steps=steps, precision="fp64")
-    return samestep.train(
-        recipe, layout=layout, folder=folder, threads=1, tensorboard=False, check=False, device="cpu", **run
-    )
+    run = {"threads": 1, "tensorboard": False, "check": False, "device": "cpu", **run}
+    return samestep.train(recipe, layout=layout, folder=folder, **run)
 
 
 def test_weights_that_do_not_fit_are_told_with_what_they_need(
@@ -180,9 +180,35 @@ class Removing(Unscored):
         return super().loss(output, batch)
 
 
-def test_a_run_whose_folder_is_removed_ends_and_says_so(tmp_path: Path) -> None:
+def test_a_run_whose_folder_is_removed_ends_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    task = Removing(folder=str(tmp_path / "run"))
     with pytest.raises(samestep.CheckpointError, match="was deleted while the training ran"):
-        train(tmp_path / "run", Removing(folder=str(tmp_path / "run")), "single", checkpoint=SAVES)
+        train(tmp_path / "run", task, "single", checkpoint=SAVES, tensorboard=True)
+    assert "Traceback" not in capfd.readouterr().err  # of TensorBoard's thread
+
+
+@pytest.mark.parametrize("removed", ["run", "run/checkpoints/step-1.saving"])
+def test_a_folder_that_is_removed_while_a_checkpoint_is_written_is_told(
+    removed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gather, calls = dist.all_gather_object, []
+
+    def removing(gathered: list[Any], value: Any, **group: Any) -> None:
+        if isinstance(value, dict) and ".metadata" in value and not calls:  # the sums of what is written
+            calls.append(value)
+            shutil.rmtree(tmp_path / removed)
+        gather(gathered, value, **group)
+
+    monkeypatch.setattr(dist, "all_gather_object", removing)
+    monkeypatch.setattr("samestep.checkpoint.save.PAUSES", (0.01,))
+    if removed == "run":
+        with pytest.raises(samestep.CheckpointError, match="run was deleted while the training ran"):
+            train(tmp_path / "run", Unscored(), "single", steps=2, checkpoint=SAVES)
+    else:  # the save is tried again
+        assert train(tmp_path / "run", Unscored(), "single", steps=2, checkpoint=SAVES).steps == 2
+        assert (tmp_path / "run" / "checkpoints" / "step-1" / "checkpoint.json").exists()
+    assert calls
+    assert "all hosts share" not in capfd.readouterr().err
 
 
 def test_lines_that_find_no_room_are_written_when_there_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

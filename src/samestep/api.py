@@ -106,6 +106,7 @@ def dry_run(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> Sequ
 @phases.command("train")
 def train_job(job: Job) -> TrainResult:
     """Train a job: as one rank where a launcher has started this process, else on ranks that are started here."""
+    local.check_not_importing()  # before its folder is found in use, by the job whose rank this is
     round_ = Round.from_agent()
     if round_ is not None:
         job = _of_round(job, round_)

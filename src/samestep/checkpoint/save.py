@@ -340,6 +340,9 @@ class Saver:
         if not self._leads:
             return
         if hidden := [name for name in info.files if not (unfinished / name).is_file()]:
+            self._check_lease()  # says so if the run's folder was deleted
+            if not unfinished.is_dir():
+                raise UnwrittenError(f"{unfinished} was deleted while it was written")
             # Once a checkpoint was complete, the folder is known to be shared.
             complete = self.tally is not None and self.tally.newest is not None
             raise (UnwrittenError if complete else CheckpointError)(

@@ -188,14 +188,19 @@ def _exit_reason(failure: Failure) -> str:
 _CALL = "call.pickle"
 
 
-@contextmanager
-def _place() -> Iterator[Path]:
-    """Create a scratch folder for a start. Raises UserError if this process can't start ranks."""
+def check_not_importing() -> None:
+    """Raise UserError in a rank that only imports the script that started it, where the script starts a job again."""
     if fork_server.imports_main_again():
         raise UserError(
             "samestep starts ranks that import your script again, and the script starts a job as it is imported; "
             'put the call under `if __name__ == "__main__":`'
         )
+
+
+@contextmanager
+def _place() -> Iterator[Path]:
+    """Create a scratch folder for a start. Raises UserError if this process can't start ranks."""
+    check_not_importing()
     fork_server.preload()
     with scratch("samestep-start-") as folder:
         yield folder

@@ -1,12 +1,14 @@
 """TensorBoard's event writer, imported without TensorFlow, which takes seconds and half a gigabyte to import."""
 
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 # If a module of this name is in sys.modules, TensorBoard writes files itself and does not import TensorFlow.
 _MARKER = "tensorboard.compat.notf"
+_WRITER = "_AsyncWriterThread"
 
 _marked = _MARKER not in sys.modules
 if _marked:
@@ -24,6 +26,8 @@ class Board:
 
     def __init__(self, folder: Path, *, purge_step: int | None = None) -> None:
         """`purge_step`: hide what an earlier run wrote into the folder for this step and later ones."""
+        self._excepthook = threading.excepthook
+        threading.excepthook = self._leave_out_writers
         self._writer = SummaryWriter(folder, purge_step=purge_step)
 
     def draw(self, step: int, values: Mapping[str, float]) -> None:
@@ -33,4 +37,18 @@ class Board:
             self._writer.file_writer.add_summary(Summary(value=points), step)
 
     def close(self) -> None:
-        self._writer.close()
+        """Write what is left; also after an error, which is raised again."""
+        try:
+            self._writer.close()
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Show the errors of threads again."""
+        if threading.excepthook == self._leave_out_writers:
+            threading.excepthook = self._excepthook
+
+    def _leave_out_writers(self, failed: threading.ExceptHookArgs) -> None:
+        """Print no traceback of TensorBoard's thread that the disk refused: `draw` or `close` raises the error."""
+        if not (isinstance(failed.exc_value, OSError) and type(failed.thread).__name__ == _WRITER):
+            self._excepthook(failed)

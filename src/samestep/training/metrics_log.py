@@ -212,6 +212,7 @@ class Records:
         try:
             act(self._board)
         except OSError as error:  # of an earlier value, since a thread of TensorBoard's writes
+            self._board.leave()
             self._board = None
             _warn(f"TensorBoard's files can't be written: {error.strerror}; the training goes on without them")
 
