@@ -323,7 +323,8 @@ def test_verify_prints_and_writes_its_proof(place: Path, capfd: pytest.CaptureFi
     assert differences.keys() == {"loss", "grad_norm", "parameters", "metrics"}
     assert max(differences.values()) < 1e-10
     assert "dp2 versus one process, 2 steps in float64" in done.out
-    assert "\nthe same step (tolerance 1e-10)" in done.out
+    assert done.out.startswith("dp2 takes the same step as one process\n")
+    assert "\ntolerance 1e-10; worst parameter: " in done.out
     assert done.err == ""
 
 
@@ -338,7 +339,7 @@ def test_verify_ends_with_1_where_the_step_is_another(
     proof = json.loads((place / "proof.json").read_text(encoding="utf-8"))
     assert proof["same_step"] is False
     assert proof["max_relative_difference"]["parameters"] > 1e-10
-    assert "\nNOT the same step" in capsys.readouterr().out
+    assert "does NOT take the same step as one process" in capsys.readouterr().out
 
 
 def test_train_prints_a_table_with_a_row_a_class(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,19 +14,25 @@ _DIFFERENCES = ("loss", "grad_norm", "parameters", "metrics")
 
 
 def print_proof(proof: Proof, console: Console | None = None) -> None:
-    """Print the largest relative differences, remarks, and the verdict of a proof."""
+    """Print the verdict of a proof, the largest relative differences, and remarks."""
     console = console or plain_console()
+    console.print(_sentence(proof), soft_wrap=True)
     rows = [[name.replace("_", " "), f"{value:.2e}"] for name, value in proof.max_relative_difference.items()]
     title = f"{proof.layout} versus one process, {proof.steps} steps in {proof.dtype}"
     console.print(table([*texts("largest relative difference of"), *numbers("")], rows, title=title))
-    verdict = proof.verdict
-    if proof.nonfinite:
-        verdict = f"{proof.nonfinite[0].kind}: {verdict}"
     for words in proof.words():
         console.print(words, soft_wrap=True)
-    console.print(
-        f"{verdict} (tolerance {proof.tolerance:.0e}); worst parameter: {proof.worst_parameter}", soft_wrap=True
-    )
+    console.print(f"tolerance {proof.tolerance:.0e}; worst parameter: {proof.worst_parameter}", soft_wrap=True)
+
+
+def _sentence(proof: Proof) -> str:
+    """The verdict on a layout in a sentence."""
+    kind = f"{proof.nonfinite[0].kind}: " if proof.nonfinite else ""
+    said = {
+        "the same step": "takes the same step as one process",
+        "NOT the same step": "does NOT take the same step as one process",
+    }.get(proof.verdict, f"compared with one process: {proof.verdict}")
+    return f"{kind}{proof.layout} {said}"
 
 
 def print_matrix(rows: Sequence[MatrixRow], console: Console | None = None) -> None:
