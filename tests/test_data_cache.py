@@ -186,3 +186,12 @@ def test_two_processes_at_once_get_the_same(cache: DataCache) -> None:
     ids, starts = ids_of(TEXTS, DataCache(folder=cache.folder, limit=0))
     assert found == [digest(ids.tobytes(), starts.tobytes()) + "\n"] * 2
     assert [file.suffix for file in entries(cache)] == [".safetensors"] * 2
+
+
+def test_a_text_that_is_one_long_word_makes_no_tokens_of_its_length() -> None:
+    """Merging takes the square of a word's length: a megabyte of them would take hours."""
+    texts = ["x" * 30_000, "two words", "y" * 999 + "-" + "z" * 999]
+    trained = tokenizer.train_text(texts, 100)
+    longest = max(map(len, trained.tokenizer.get_vocab()))
+    assert 500 <= longest <= 1000
+    assert trained.tokenizer.token_to_id("[UNK]") not in trained.encode(texts, 100_000)[0]

@@ -261,6 +261,8 @@ FAULTS = [
 
 def test_faults_are_told_with_what_they_cost(tmp_path: Path) -> None:
     found = list(read(write_run(tmp_path, steps_of()[:7], report=None, faults=FAULTS)))
+    end = next(each for each in found if each.subject == "end")
+    assert end.remedy == "see the faults below (faults.jsonl), and what it printed"
     told = [each for each in found if each.subject == "fault"]
     assert [each.verdict for each in told] == ["warning", "problem", "problem"]
     assert told[0].text == (

@@ -112,21 +112,28 @@ def test_force_with_resume_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert steps_in(Path("run")) == 6
 
 
-@pytest.mark.parametrize("there", ["nothing", "an empty folder", "other files", "an interrupted run"])
+@pytest.mark.parametrize(
+    "there", ["nothing", "an empty folder", "other files", "an interrupted run", "a finished run"]
+)
 def test_resume_by_hand_needs_a_checkpoint(there: str, capsys: pytest.CaptureFixture[str]) -> None:
     if there == "an interrupted run":
         interrupted()
+    elif there == "a finished run":
+        assert train() == 0
     elif there != "nothing":
         Path("run").mkdir()
     if there == "other files":
         Path("run/notes.txt").write_text("mine\n", encoding="utf-8")
     before = contents()
+    capsys.readouterr()
     assert train(*LAST) == 2
     told = capsys.readouterr().err
     assert "--resume: run/checkpoints has no checkpoint to go on from; name the folder of a run that has one" in told
     assert len(told.splitlines()) == 1
     assert contents() == before
     assert Path("run").exists() == (there != "nothing")
+    assert ("--force" in told) == there.endswith(" run")  # without it --force is what begins at step 0
+    assert train(*(["--force"] if "--force" in told else [])) == 0
 
 
 def test_resume_by_hand_without_a_folder_needs_a_run_that_was_saved(capsys: pytest.CaptureFixture[str]) -> None:

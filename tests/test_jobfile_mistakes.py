@@ -246,6 +246,11 @@ def test_a_wrong_override_is_named_by_its_flag(tmp_path: Path, key: str, value: 
     assert text == f"--set {key}={value}: {expected}"
 
 
+def test_a_number_that_no_float_holds_is_told_so(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path, REVIEWS), ("recipe.optimizer.lr", "1" + "0" * 400))
+    assert text.endswith("it should be a number of fewer digits")
+
+
 @pytest.mark.parametrize(
     ("section", "overrides", "left", "remarks"),
     [

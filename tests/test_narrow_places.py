@@ -61,6 +61,7 @@ def run_in_shell(
             r"semaphores lie in /dev/shm, and no space is left there \(.* free\)",
             marks=slow,
         ),
+        pytest.param("ulimit -n 20; ", "", 1, "a process may open 20 files, too few", marks=slow),
         pytest.param("ulimit -n 40; ", "", 1, "a process may open 40 files, too few", marks=slow),
         pytest.param("ulimit -v 1500000; ", "", 1, r"1,536,000,000 bytes of addresses \(ulimit -v\)", marks=slow),
         ("mkdir gone; cd gone; rmdir ../gone; ", "", 2, "the folder that this command started in is no longer there"),

@@ -178,6 +178,8 @@ def _written_so(kind: str, value: Any) -> str:
         return f", in quotes: '{value}' is a date in YAML"
     if isinstance(value, bool) and kind == "string_type":
         return " (a word such as no or on stands in quotes)"
+    if kind == "float_type" and isinstance(value, int):
+        return " of fewer digits"
     if not isinstance(value, str) or kind not in ("int_parsing", "float_parsing", "number_wanted"):
         return ""
     number = _number_in(value)

@@ -28,6 +28,9 @@ def end(run: RunFiles) -> Iterator[DoctorFinding]:
         yield ok("end", f"the run came to its end, {run.report.get('steps', steps)} steps", last_step=last)
     elif run.may_be_running:
         yield ok("end", f"the run may still be going on: {reached}, {run.seconds_ago:.0f} s ago", last_step=last)
+    elif run.faults.values:
+        text = f"the run ended early: there is no {REPORT_FILE}; {reached}"
+        yield problem("end", text, f"see the faults below ({FAULTS_FILE}), and what it printed", last_step=last)
     elif not steps:
         yield problem(
             "end",
@@ -36,12 +39,11 @@ def end(run: RunFiles) -> Iterator[DoctorFinding]:
             "taken; samestep train JOB.yaml --dry-run takes three steps",
         )
     else:
-        advice = f"see the faults below ({FAULTS_FILE})" if run.faults.values else "look at what it printed"
         yield problem(
             "end",
             f"the run ended early: there is no {REPORT_FILE}; {reached}",
-            f"{advice}; without a word there, a signal (Ctrl-C) may have ended it, or the system (dmesg tells when "
-            "memory ran out)",
+            "look at what it printed; without a word there, a signal (Ctrl-C) may have ended it, or the system "
+            "(dmesg tells when memory ran out)",
             last_step=last,
         )
 

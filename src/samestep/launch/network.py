@@ -12,7 +12,7 @@ import socket
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
+_FILES_OF_A_STORE = 12  # of its thread, and of its first connections
 
 
 def is_address(text: str) -> bool:
@@ -218,11 +219,19 @@ def store_at(address: str, port: int = 0) -> "dist.TCPStore":
     """
     import torch.distributed as dist
 
+    _check_files()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, port), family=family, backlog=2048)
     port = listening.getsockname()[1]
     # The store closes the socket when it ends.
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def _check_files() -> None:
+    """Raise OSError if this process may open hardly more files: a store's thread would end, and say nothing."""
+    with ExitStack() as opened:
+        for _ in range(_FILES_OF_A_STORE):
+            opened.enter_context(Path(os.devnull).open("rb"))
 
 
 def store_client(address: str, port: int, *, answer_within: float) -> "dist.TCPStore":

@@ -63,8 +63,7 @@ def check_earlier_run(job: Job, folder: Path, *, started_again: bool, removes: b
         return
     if resume == "last":
         raise CheckpointError(
-            f"--resume: {shown(place)} has no checkpoint to go on from; name the folder of a run that has one, or "
-            "leave --resume out to begin at step 0 (what a scheduler starts again has run.checkpoint.resume: auto)"
+            f"--resume: {shown(place)} has no checkpoint to go on from; {_instead(folder, replaces)}"
         )
     if run.overwrite and not started_again:
         if removes:
@@ -89,6 +88,20 @@ def check_earlier_run(job: Job, folder: Path, *, started_again: bool, removes: b
     if run.profile is not None and run.profile.folder is not None:
         for file in _there(run.profile.folder, (PROFILE_FILE,)):
             raise UserError(f"run.profile.folder: {shown(file)} is there already; {_OTHERWISE}")
+
+
+def _instead(folder: Path, replaces: bool) -> str:
+    """What to do in place of a resume, where no checkpoint is."""
+    earlier = next(_there(folder, (*_RESULTS, *_RECORDS), aside=not replaces), None)
+    if earlier is not None:
+        return (
+            "name the folder of a run that has one, or leave --resume out to begin at step 0: "
+            f"{shown(earlier)} is of an earlier run, so {_OTHERWISE}"
+        )
+    return (
+        "name the folder of a run that has one, or leave --resume out to begin at step 0 (what a scheduler starts "
+        "again has run.checkpoint.resume: auto)"
+    )
 
 
 def checkpoints_of(job: Job, folder: Path) -> Path:
