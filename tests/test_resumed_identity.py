@@ -50,6 +50,11 @@ class Table(samestep.Task):
 
     def loss(self, output, batch):
         return nn.functional.cross_entropy(output, batch.targets, reduction="sum"), len(output)
+
+
+class OfSection(Table):
+    def __init__(self, *, data) -> None:
+        super().__init__(file=data["source"])
 """
 NETS = """
 from torch import nn
@@ -169,6 +174,25 @@ def test_another_file_of_the_same_contents_is_the_same_source(job: Path, capfd: 
     job.write_text(job.read_text(encoding="utf-8").replace("train.csv", "renamed.csv"), encoding="utf-8")
     assert resume(job) == 0
     assert "recipe.args" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("row", ["0,0,0", "1,0,0"])
+def test_a_file_that_is_written_otherwise_may_be_moved_if_its_samples_are_the_same(
+    row: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = write(tmp_path / "job")
+    text = job.read_text(encoding="utf-8").replace("Table", "OfSection")
+    start, end = text.index("  args:"), text.index("  batch:")
+    for name in ("train.csv", "moved.csv"):
+        job.write_text(f"{text[:start]}  data: {{source: {job.parent / name}}}\n{text[end:]}", encoding="utf-8")
+        if name == "train.csv":
+            assert main(["train", str(job)]) == 0
+    (job.parent / "moved.csv").write_bytes("\r\n".join([row, *LINES[1:]]).encode())
+    capfd.readouterr()
+    assert resume(job) == (0 if row.startswith("0") else 2)
+    told = capfd.readouterr().err
+    assert "recipe.data.source is" not in told
+    assert ("of other contents" in told) == row.startswith("1")
 
 
 def test_a_task_file_of_another_name_is_the_same_task_if_its_code_is(

@@ -56,7 +56,7 @@ class Compared:
     code: tuple[str, ...] = ()  # the files whose code has changed
     values: tuple[str, ...] = ()  # differences of what the task and the model hold
     sources: frozenset[str] = frozenset()  # the recipe's keys that name files then and now
-    same_sources: frozenset[str] = frozenset()  # those of the same contents, at whatever path
+    same_sources: frozenset[str] = frozenset()  # those of the same contents or samples, at whatever path
     same_code: bool = False  # whatever its files are called
 
 
@@ -91,9 +91,9 @@ class LearnsFrom:
             for name, of_now, of_before, _ in sets
             if of_now is not None and of_before is not None and not is_comparable(of_before, of_now)
         ]
+        is_whole = train.is_whole and (held is None or held.is_whole)
         for key in others:
             line = f"recipe.{key} has other contents"
-            is_whole = train.is_whole and (held is None or held.is_whole)
             seen = "the samples" if is_whole else f"those of {train.samples:,} samples that are compared"
             if of_train or of_held:
                 data.append(line)
@@ -101,6 +101,9 @@ class LearnsFrom:
                 notes.append(f"{line}, and {seen} are the same")
             elif not is_whole:
                 data.append(f"{line}, though {seen} are the same")
+        same = {key for key, digest in sources.items() if before.sources.get(key) == digest}
+        if is_whole and not data:  # a file that was written otherwise, such as with other ends of lines
+            same |= {key for key in others if key.startswith("data.")}
         return Compared(
             now=now,
             data=tuple(data),
@@ -109,7 +112,7 @@ class LearnsFrom:
             values=changed_values(before.values, self.values),
             sources=frozenset(sources.keys() & before.sources.keys()),
             same_code=bool(code) and sorted(code.values()) == sorted(before.code.values()),
-            same_sources=frozenset(key for key, digest in sources.items() if before.sources.get(key) == digest),
+            same_sources=frozenset(same),
         )
 
 
