@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import samestep
@@ -42,11 +42,11 @@ def compare(entry: Entry, layouts: Sequence[str]) -> Iterator[Compared]:
     recipe = samestep.Recipe(task=task, batch=6, steps=_STEPS, clip=0.5, optimizer=samestep.AdamW(lr=1e-3))
     job = Job(recipe=recipe, run=Run(device="cpu", threads=1))
     try:
-        found = check_layouts(replace(job, recipe=replace(recipe, dropout=False)), layouts)
+        found = check_layouts(job, layouts)
     except samestep.UserError as error:
         yield from (_trained(entry, recipe, layout, str(error)) for layout in layouts)
         return
-    broken = next((finding.text for finding in found.contract if not finding.kept), None)
+    broken = next((finding.text for finding in found.contract if finding.kept is False), None)
     rows = {row.layout: row for row in found.layouts}
     for layout in layouts:
         row = rows.get(layout)
