@@ -71,8 +71,7 @@ def of_more_schedules() -> list[Case]:
 
 
 def of_models() -> list[Case]:
-    kinds = [Sentences(kind="bert"), tasks.Images(), tasks.Conditioned(), tasks.Narrowing(), tasks.Choosing()]
-    kinds.append(tasks.Collecting())
+    kinds = [Sentences(kind="bert"), tasks.Conditioned(), tasks.Choosing(), tasks.Collecting()]
     return [(recipe(task), "pp2", {}) for task in kinds]
 
 
@@ -83,6 +82,8 @@ def of_more_models() -> list[Case]:
         NextWord(kind="llama"),
         Words(),
         tasks.Encoder(),
+        tasks.Images(),
+        tasks.Narrowing(),
         tasks.Skipping(),
         tasks.Repeating(),
     ]
