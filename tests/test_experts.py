@@ -34,7 +34,6 @@ TWO: Mapping[str, Case] = {
     "a list, in micro-batches": (RECIPES["list"], "ep2", {"micro_batch": 2}),
     "ranks without a token, recomputed": (RECIPES["masked"], "ep2 recompute=full", {"micro_batch": 1}),
     "one layer whole": (RECIPES["list"], "ep2", {"expert_plan": {"layers.0.*": "whole"}}),
-    "a dictionary with a buffer": (RECIPES["dictionary"], "ep2", {}),
     "transformers": (RECIPES["mixtral"], "ep2", {}),
     # Layouts that follow a forward, which asks for values here.
     "a list, sliced": (RECIPES["list"], "tp2", {}),
@@ -43,6 +42,7 @@ TWO: Mapping[str, Case] = {
 }
 MORE_OF_TWO: Mapping[str, Case] = {
     "a list": (RECIPES["list"], "ep2", {}),
+    "a dictionary with a buffer": (RECIPES["dictionary"], "ep2", {}),
     "a list, recomputed": (RECIPES["list"], "ep2 recompute=full", {}),
     "ranks without a token": (RECIPES["masked"], "ep2", {"micro_batch": 1}),
     "named": (RECIPES["dense"], "ep2", {"expert_plan": {"layers.*.experts": "split"}}),

@@ -37,9 +37,9 @@ print("found", json.dumps([code, sorted({name.partition(".")[0] for name in sys.
 @pytest.mark.parametrize(
     ("task", "layout"),
     [
-        pytest.param("regression", "single", marks=pytest.mark.slow),
+        ("regression", "single"),
         pytest.param("digits", "single", marks=pytest.mark.slow),
-        ("regression", "dp2"),
+        pytest.param("regression", "dp2", marks=pytest.mark.slow),
     ],
 )
 def test_training_imports_nothing_large_that_it_has_no_use_for(task: str, layout: str, tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ def read_to_the_end(terminal: int) -> Iterator[bytes]:
             yield chunk
 
 
+@pytest.mark.slow
 def test_the_bar_is_drawn_on_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("recipe: {task: regression, steps: 5}", encoding="utf-8")
     terminal, end = os.openpty()

@@ -30,6 +30,7 @@ A_STEP = 0.05  # seconds
 # Imports samestep once, and forks a process for each training: an import takes longer than they do.
 FORKS = """
 import json, os, select, sys
+import torch._dynamo  # which an optimizer's first step imports, in each fork again
 import samestep.api
 from samestep.cli.main import main
 
