@@ -246,6 +246,12 @@ def test_a_wrong_override_is_named_by_its_flag(tmp_path: Path, key: str, value: 
     assert text == f"--set {key}={value}: {expected}"
 
 
+@pytest.mark.parametrize("key", ["9" * 5000, "²", "٣"])
+def test_a_key_of_odd_digits_is_an_unknown_key(tmp_path: Path, key: str) -> None:
+    text = refusal(write(tmp_path, REVIEWS), (f"recipe.{key}", "null"))
+    assert f'unknown key "recipe.{key[:20]}' in text
+
+
 def test_a_number_that_no_float_holds_is_told_so(tmp_path: Path) -> None:
     text = refusal(write(tmp_path, REVIEWS), ("recipe.optimizer.lr", "1" + "0" * 400))
     assert text.endswith("it should be a number of fewer digits")

@@ -199,17 +199,23 @@ def _number_in(text: str) -> float | None:
     return float(plain) if (plain != text and _NUMBER.fullmatch(plain)) or _POWER.fullmatch(plain) else None
 
 
+def _index(part: str) -> int | None:
+    """The number that a part of a path is; None for a name, digits of other scripts, and thousands of digits."""
+    return int(part) if re.fullmatch(r"\d{1,18}", part, re.ASCII) else None
+
+
 def _after_comma(detail: Any, prefix: Path, path: Path, given: Any) -> str | None:
     """What to say of the key 5 without a value that YAML makes of {lr: 1,5}; None for another mistake."""
-    if detail["type"] not in _OF_KEYS or not path[-1].isdigit():
+    if detail["type"] not in _OF_KEYS or (key := _index(path[-1])) is None:
         return None
     section = given
     for part in path[:-1]:
-        if isinstance(section, list) and part.isdigit():
-            section = section[int(part)] if int(part) < len(section) else None
+        number = _index(part)
+        if isinstance(section, list) and number is not None:
+            section = section[number] if number < len(section) else None
         else:
             section = section.get(part) if isinstance(section, Mapping) else None
-    if not isinstance(section, Mapping) or section.get(int(path[-1]), section) is not None:
+    if not isinstance(section, Mapping) or section.get(key, section) is not None:
         return None
     name = ".".join((*prefix, *path))
     return f'unknown key "{name}"; a decimal number is written with a point, such as 0.{path[-1]}, not a comma'
@@ -303,8 +309,8 @@ def _schemas_at(schema: Any, path: Path, given: Any) -> list[Any]:
     for part in path:
         if not here:
             return []
-        if isinstance(value, Sequence) and part.isdigit():  # an item of a list of sections
-            value = value[int(part)]
+        if isinstance(value, Sequence) and (number := _index(part)) is not None:  # an item of a list of sections
+            value = value[number]
             here = _dataclasses(item, value)
             continue
         value = value.get(part) if isinstance(value, Mapping) else None
