@@ -20,7 +20,7 @@ from samestep.run_folder import CHECKPOINTS, MODEL_FILE, candidates
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
-_EACH = 40  # every how many operations a fast test tries
+_EACH = 120  # every how many operations a fast test tries
 
 
 @pytest.fixture(scope="module")

@@ -239,6 +239,7 @@ MORE = (
     "BERT",
     "GPT-2",
     "GPT-2, tokens split",
+    "Llama",
     "Llama, tokens split",
     "Llama, tied",
     "PyTorch's encoder",
@@ -252,6 +253,7 @@ MORE = (
     "heads cut in the middle, left whole",
     "layers alone",
     "a perceptron",
+    "a part left whole",
 )
 
 OTHER = {
