@@ -29,12 +29,9 @@ def test_coupled_losses_take_the_same_step_on_two_ranks() -> None:
     assert_same_steps(
         [
             (pairs, "dp2", {}),
-            (pairs, "zero1x2", {"micro_batch": 2}),
             (rounds, "dp2", {"micro_batch": 3}),
-            (rounds, "fsdp2", {}),
             (lines, "dp2", grouped),  # where the order of the rows is not that of the ranks
             (layers, "fsdp2", {"micro_batch": 2}),
-            (layers, "tp2", {"micro_batch": 4}),
             (layers, "pp2", {"micro_batch": 2}),
         ],
         steps=2,
@@ -50,10 +47,11 @@ def test_a_contrastive_loss_takes_the_same_step_on_three_ranks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_coupled_losses_take_the_same_step_on_four_ranks() -> None:
+def test_coupled_losses_take_the_same_step_under_more_layouts() -> None:
     pairs, layers = recipe_of(coupled.Pairs()), recipe_of(coupled.Layers())
     cases = [(layers, layout, {"micro_batch": 2}) for layout in ("dp2 tp2", "pp2 dp2", "pp2 fsdp2", "pp2 tp2")]
-    assert_same_steps([*cases, (pairs, "fsdp2 tp2", {})], steps=2, dropout=True)
+    cases += [(pairs, "fsdp2 tp2", {}), (pairs, "zero1x2", {"micro_batch": 2}), (layers, "tp2", {"micro_batch": 4})]
+    assert_same_steps([*cases, (recipe_of(coupled.TwoRounds()), "fsdp2", {})], steps=2, dropout=True)
 
 
 def test_whether_a_loss_gathers_is_seen_of_functions_methods_and_what_wraps_them() -> None:

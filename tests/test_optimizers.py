@@ -80,8 +80,6 @@ GROUPED = points(
 TWO: Mapping[str, Any] = {
     **{f"muon {layout}": (TRAINED, layout, {}) for layout in ("zero1x2", "fsdp2", "tp2", "pp2")},
     "adafactor fsdp2": (FACTORED, "fsdp2", {}),
-    "adafactor of rounding fsdp2": (SHIFTED, "fsdp2", {}),
-    "nadam tp2": (NESTEROV, "tp2", {}),
     "nadam fsdp2 offload=optimizer": (NESTEROV, "fsdp2 offload=optimizer", {}),
     "lars fsdp2": (TRUST, "fsdp2", {}),
     "groups zero1x2": (GROUPED, "zero1x2", {}),
@@ -93,8 +91,8 @@ MORE_OF_TWO: Mapping[str, Any] = {
     "muon offloaded": (TRAINED, "fsdp2 offload=optimizer", {}),
     "muon of a replica offloaded": (TRAINED, "dp2 offload=optimizer", {}),
     **{f"adafactor {layout}": (FACTORED, layout, {}) for layout in ("zero1x2", "tp2")},
-    "adafactor of rounding dp2": (SHIFTED, "dp2", {}),
-    "nadam zero1x2": (NESTEROV, "zero1x2", {}),
+    **{f"adafactor of rounding {layout}": (SHIFTED, layout, {}) for layout in ("dp2", "fsdp2")},
+    **{f"nadam {layout}": (NESTEROV, layout, {}) for layout in ("zero1x2", "tp2")},
     "lars dp2": (TRUST, "dp2", {}),
     **{f"groups {layout}": (GROUPED, layout, {}) for layout in ("dp2", "fsdp2")},
 }

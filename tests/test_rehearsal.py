@@ -41,7 +41,7 @@ OF_POINTS = Job(recipe=samestep.Recipe(task=Points(), batch=16, steps=4), run=Ru
 LAYOUTS = ("dp2", "zero1x2", "fsdp2", "pp2")
 
 OF_TINY = Job(recipe=samestep.Recipe(task=Tiny(name="qwen2"), batch=10, steps=4), run=Run(threads=1))
-SLICED = ("tp2 sequence=split", "pp2 stages=2 schedule=interleaved-1f1b")
+SLICED = ("tp2 sequence=split",)
 OFFLOADED = ("zero1x2 offload=optimizer", "fsdp2 offload=activations+parameters")
 
 
@@ -69,8 +69,9 @@ def test_slices_and_uneven_micro_batches_are_rehearsed_to_the_byte(layout: str, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_whole_tokens_of_slices_are_rehearsed_to_the_byte() -> None:
-    _assert_to_the_byte(OF_TINY, "tp2", {"tp2": samestep.dry_run(OF_TINY.recipe, "tp2", threads=1)})
+@pytest.mark.parametrize("layout", ["tp2", "pp2 stages=2 schedule=interleaved-1f1b"])
+def test_whole_tokens_of_slices_and_several_stages_a_rank_are_rehearsed_to_the_byte(layout: str) -> None:
+    _assert_to_the_byte(OF_TINY, layout, {layout: samestep.dry_run(OF_TINY.recipe, layout, threads=1)})
 
 
 def _assert_to_the_byte(job: Job, layout: str, really: Really) -> None:
