@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from samestep.torch_internals.modules import own_children
+
 _PLAIN = (bool, int, float, type(None))
 _MOST = 1000  # values in lists and sections
 _MOST_TEXT = 10_000  # characters
@@ -106,7 +108,7 @@ def _classes_in(model: nn.Module, place: str = "") -> Iterator[tuple[str, _Name]
 
     A parameter that a module holds itself has none; it counts with the checkpoint's tensors.
     """
-    numbered = not isinstance(model, nn.ModuleList) and len(model._modules) <= _MOST_NUMBERED
+    numbered = not isinstance(model, nn.ModuleList) and len(own_children(model)) <= _MOST_NUMBERED
     for name, child in model.named_children():
         below = f"{place}{name if numbered or not name.isdigit() else '*'}"
         yield below, _Name(type(child).__name__)
