@@ -301,10 +301,10 @@ class WordsAndScores(nn.Module):
 
     def forward(self, input_ids: Tensor, scores: Tensor, labels: Tensor) -> dict[str, Any]:
         hidden = self.table(input_ids)
-        found = self.score(hidden[:, 0])[:, 0]
+        predicted = self.score(hidden[:, 0])[:, 0]
         terms = {
             "words": F.cross_entropy(self.words(hidden).flatten(0, 1), labels.flatten()),
-            "scores": F.mse_loss(found, scores) / (found.std() + 0.1 if self.coupled else 1.0),
+            "scores": F.mse_loss(predicted, scores) / (predicted.std() + 0.1 if self.coupled else 1.0),
         }
         return {"loss": terms["words"] + 0.1 * terms["scores"], "terms": terms}
 

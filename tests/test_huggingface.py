@@ -180,8 +180,8 @@ def test_the_terms_of_a_weighted_sum_are_put_together_from_parts(
                 sums[name] = before + float(total), counted + count
         together = model(**task.collate(rows[split[0] : split[-1]]).inputs)
     expected = float(together["loss"])
-    found = sum(task.loss_weights[name] * total / count for name, (total, count) in sums.items())
-    assert found == pytest.approx(expected, rel=1e-5)
+    joined_loss = sum(task.loss_weights[name] * total / count for name, (total, count) in sums.items())
+    assert joined_loss == pytest.approx(expected, rel=1e-5)
 
 
 class WantsLabels(nn.Module):
@@ -221,8 +221,8 @@ def test_what_a_model_adds_to_the_number_that_it_divides_by_is_found() -> None:
     total, count = task.loss(model(**batch.inputs), batch)
     masked = batch.inputs["bool_masked_pos"]
     assert count == int(masked.sum())
-    found = model.layer(batch.inputs["patches"] * ~masked[..., None]) - batch.inputs["patches"]
-    torch.testing.assert_close(total, (found.abs().mean(-1) * masked).sum(), rtol=1e-6, atol=0.0)
+    apart = model.layer(batch.inputs["patches"] * ~masked[..., None]) - batch.inputs["patches"]
+    torch.testing.assert_close(total, (apart.abs().mean(-1) * masked).sum(), rtol=1e-6, atol=0.0)
 
 
 def test_what_the_terms_of_a_detection_loss_are_means_over() -> None:

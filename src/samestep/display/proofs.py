@@ -28,11 +28,12 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
 def _sentence(proof: Proof) -> str:
     """The verdict on a layout in a sentence."""
     kind = f"{proof.nonfinite[0].kind}: " if proof.nonfinite else ""
-    said = {
+    sentences = {
         "the same step": "takes the same step as one process",
         "NOT the same step": "does NOT take the same step as one process",
-    }.get(proof.verdict, f"compared with one process: {proof.verdict}")
-    return f"{kind}{proof.layout} {said}"
+    }
+    sentence = sentences.get(proof.verdict, f"compared with one process: {proof.verdict}")
+    return f"{kind}{proof.layout} {sentence}"
 
 
 def print_matrix(rows: Sequence[MatrixRow], console: Console | None = None) -> None:

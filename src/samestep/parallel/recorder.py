@@ -110,11 +110,11 @@ class _Functions(TorchFunctionMode):
             self._note_attention(*args, **(kwargs or {}))
         if self._values and _asks(name, args):
             # Values of inputs alone, such as whether a mask hides anything, are the same on every rank.
-            asked = _asked(name, args, kwargs or {})
-            if any(self._dataflow.needs_parameters(tensor) for tensor in asked):
+            tensors = _asked(name, args, kwargs or {})
+            if any(self._dataflow.needs_parameters(tensor) for tensor in tensors):
                 module = self._modules()[-1] if self._open else ""
                 self.asking.setdefault(module, name)
-                self._dataflow.ask(module, name, asked)
+                self._dataflow.ask(module, name, tensors)
             return _answered(func, args, kwargs)
         return _linked(func, attribute, args, kwargs)
 

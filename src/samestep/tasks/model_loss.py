@@ -310,7 +310,7 @@ def _error(counts: Sequence[int], trial: _Trial) -> float:
 
 
 def _misfit_of(means: Sequence[float], counts: Sequence[int]) -> float:
-    """That of given means of the whole, the first part and the rest."""
+    """By how much the sum of the whole is not that of its parts, for the means of whole, first part and rest."""
     sums = [mean * count if count else 0.0 for mean, count in zip(means, counts[:3], strict=True)]
     if not counts[0] or not all(map(math.isfinite, sums)):
         return math.inf

@@ -60,7 +60,7 @@ def weights_of(model: nn.Module, inputs: Inputs) -> Mapping[str, float] | None:
     """
     with torch.enable_grad():
         output = model(**inputs)
-        loss = output["loss"] if isinstance(output, Mapping) else output.loss
+        loss = dict(items_of(output))["loss"]
         terms = {name: term for name, term in terms_in(output).items() if term.requires_grad}
         if not terms or not loss.requires_grad:
             return None
