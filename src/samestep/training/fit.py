@@ -467,9 +467,7 @@ def _finish(
             state = {name: value.clone() for name, value in state.items()}
     schedule = timeline.gathered() if timeline is not None else None
     if session.is_main:
-        if supervision.held is not None:
-            supervision.held.check()
-        results.write(result, session, peaks=peaks, state=state, schedule=schedule)
+        results.write(result, session, peaks=peaks, state=state, schedule=schedule, held=supervision.held)
     return result
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from samestep import file_errors
 from samestep.checkpoint.attempts import PAUSES
 from samestep.errors import NotSavedError, UserError
+from samestep.fault_tolerance.lease import Held
 from samestep.fault_tolerance.nonfinite import without_nonfinite
 from samestep.fault_tolerance.pace import lagging
 from samestep.job import Job
@@ -91,16 +92,23 @@ def gather_peak_memory(session: Session) -> list[int]:
 
 
 def write(
-    result: TrainResult, session: Session, *, peaks: list[int], state: dict[str, Tensor], schedule: Any
+    result: TrainResult,
+    session: Session,
+    *,
+    peaks: list[int],
+    state: dict[str, Tensor],
+    schedule: Any,
+    held: Held | None,
 ) -> None:
     """Write the model's weights, a pipeline's schedule, the curves and report.json into the run's folder.
 
-    The report comes last: it says that the run came to its end. Raises NotSavedError if a file can't be written.
+    The report comes last: it says that the run came to its end. `held`: the folder's lease. Raises LeaseLostError if
+    it doesn't count any more, NotSavedError if a file can't be written.
     """
     size = sum(value.nbytes for value in state.values())
-    _kept(partial(write_weights, result.model_file, state), result.model_file, needs=size)
+    _kept(partial(write_weights, result.model_file, state), result.model_file, held, needs=size)
     if schedule is not None:
-        _kept(partial(_write_json, result.folder / SCHEDULE_FILE, schedule), result.folder / SCHEDULE_FILE)
+        _kept(partial(_write_json, result.folder / SCHEDULE_FILE, schedule), result.folder / SCHEDULE_FILE, held)
     report = partial(
         write_report,
         result,
@@ -112,18 +120,20 @@ def write(
         device=session.world.device.type,
         measured=session.trainer.measured(),
     )
-    _kept(report, result.folder / REPORT_FILE)
+    _kept(report, result.folder / REPORT_FILE, held)
 
 
-def _kept(write: Callable[[], None], file: Path, *, needs: int | None = None) -> None:
+def _kept(write: Callable[[], None], file: Path, held: Held | None, *, needs: int | None = None) -> None:
     """Call a function that writes a file, and again if the system refuses it. Raises NotSavedError if it still does.
 
-    `needs`: bytes of the file.
+    `held`: the folder's lease, which is looked at before each try. `needs`: bytes of the file.
     """
     refused: OSError | None = None
     for pause in (0.0, *PAUSES):
         time.sleep(pause)
         try:
+            if held is not None:
+                held.check()
             file.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it meanwhile
             write()
         except OSError as error:
