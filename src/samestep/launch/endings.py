@@ -50,7 +50,12 @@ def _meaning(number: int) -> str:
             f"a mapped file had no memory behind it, as where {_IN_MEMORY} is full{free} (docker run --shm-size=8g), "
             "or was cut"
         )
-    return _MEANINGS.get(number, "")
+    meaning = _MEANINGS.get(number, "")
+    if number in (signal.SIGABRT, signal.SIGSEGV):
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:  # C++ aborts where it gets no memory
+            meaning += f", or it got no memory: a process may have {limit:,} bytes of addresses (ulimit -v)"
+    return meaning
 
 
 _MEANINGS: dict[int, str] = {
