@@ -38,10 +38,10 @@ def recipe() -> samestep.Recipe:
 
 def check(folder: Path, pairs: Sequence[tuple[str, str]]) -> None:
     """Save under the first layout of each pair, go on under the second, and hold the losses against one process's."""
-    (alone,) = train_all([job_of(recipe(), "single", folder / "alone")])
     sources = tuple(dict.fromkeys(source for source, _ in pairs))
     saving = [job_of(recipe(), s, folder / "from" / s, checkpoint=Checkpointing(every=SAVED_AT)) for s in sources]
     saved = dict(zip(sources, train_all(saving), strict=True))
+    alone = saved.get("single") or train_all([job_of(recipe(), "single", folder / "alone")])[0]
     resumed = train_all(
         [
             job_of(
@@ -65,8 +65,7 @@ def check(folder: Path, pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def test_layouts_go_on_from_what_others_saved(tmp_path: Path) -> None:
-    back = ("single", "fsdp2")  # slow tests have the others
-    check(tmp_path, [("single", HYBRID), *((HYBRID, target) for target in back)])
+    check(tmp_path, [("single", HYBRID), (HYBRID, "fsdp2")])  # slow tests have the others
 
 
 @pytest.mark.slow

@@ -177,6 +177,7 @@ def test_the_report_opens_in_chinese(compared: Compared, tmp_path: Path) -> None
     assert "每个 rank 的峰值内存" in chinese.document
 
 
+@pytest.mark.slow
 def test_a_page_that_fetches_something_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text('<!DOCTYPE html><img src="http://127.0.0.1:9/x.png"><script>nothing()</script>', encoding="utf-8")

@@ -82,7 +82,6 @@ FAST = (
     "cross-attention, and relative positions that blocks hand on",
     "stages of a pipeline, which recompute",
     "a rank works on its part of the tokens",
-    "ring: llama",
     "ring: a bias with a gradient",
 )
 MORE = [name for name in (*SAME, *RING) if name not in FAST]

@@ -34,13 +34,13 @@ TWO: Mapping[str, Case] = {
     "a list, in micro-batches": (RECIPES["list"], "ep2", {"micro_batch": 2}),
     "ranks without a token, recomputed": (RECIPES["masked"], "ep2 recompute=full", {"micro_batch": 1}),
     "one layer whole": (RECIPES["list"], "ep2", {"expert_plan": {"layers.0.*": "whole"}}),
-    "transformers": (RECIPES["mixtral"], "ep2", {}),
     # Layouts that follow a forward, which asks for values here.
     "a list, sliced": (RECIPES["list"], "tp2", {}),
     "a number for each sample, in stages": (RECIPES["scored"], "pp2", {"micro_batch": 2}),
-    "uneven, tokens split": (RECIPES["uneven"], "cp2", {}),
 }
 MORE_OF_TWO: Mapping[str, Case] = {
+    "transformers": (RECIPES["mixtral"], "ep2", {}),
+    "uneven, tokens split": (RECIPES["uneven"], "cp2", {}),
     "a list": (RECIPES["list"], "ep2", {}),
     "a dictionary with a buffer": (RECIPES["dictionary"], "ep2", {}),
     "a list, recomputed": (RECIPES["list"], "ep2 recompute=full", {}),
@@ -54,7 +54,6 @@ MORE_OF_TWO: Mapping[str, Case] = {
     "transformers, tokens split": (RECIPES["mixtral"], "cp2", {}),
 }
 FOUR: Mapping[str, Case] = {
-    "stages": (RECIPES["list"], "pp2 ep2", {"micro_batch": 2}),
     "unused experts on shards": (RECIPES["dictionary"], "fsdp2 ep2", {}),
 }
 ALSO_FOUR: Mapping[str, Case] = {

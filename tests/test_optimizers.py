@@ -78,15 +78,18 @@ GROUPED = points(
 )
 
 TWO: Mapping[str, Any] = {
-    **{f"muon {layout}": (TRAINED, layout, {}) for layout in ("zero1x2", "fsdp2", "tp2", "pp2")},
+    **{f"muon {layout}": (TRAINED, layout, {}) for layout in ("fsdp2", "tp2")},
     "adafactor fsdp2": (FACTORED, "fsdp2", {}),
-    "nadam fsdp2 offload=optimizer": (NESTEROV, "fsdp2 offload=optimizer", {}),
-    "lars fsdp2": (TRUST, "fsdp2", {}),
     "groups zero1x2": (GROUPED, "zero1x2", {}),
-    "groups shared": (points(groups=GROUPED.groups), "dp2", {"share_replicas": True}),
 }
 MORE_OF_TWO: Mapping[str, Any] = {
-    **{f"muon {layout}": (TRAINED, layout, {}) for layout in ("dp2", "zero2x2", "cp2", "tp2 sequence=split")},
+    **{
+        f"muon {layout}": (TRAINED, layout, {})
+        for layout in ("dp2", "zero1x2", "zero2x2", "cp2", "pp2", "tp2 sequence=split")
+    },
+    "nadam fsdp2 offload=optimizer": (NESTEROV, "fsdp2 offload=optimizer", {}),
+    "lars fsdp2": (TRUST, "fsdp2", {}),
+    "groups shared": (points(groups=GROUPED.groups), "dp2", {"share_replicas": True}),
     "muon of experts": (EXPERTS, "ep2", {}),
     "muon offloaded": (TRAINED, "fsdp2 offload=optimizer", {}),
     "muon of a replica offloaded": (TRAINED, "dp2 offload=optimizer", {}),

@@ -94,8 +94,8 @@ def trained(
 @pytest.mark.parametrize(
     ("size", "names"),
     [
-        (2, ("mixed", "tied")),
-        pytest.param(2, ("points", "lines", "branches"), marks=pytest.mark.slow),
+        (2, ("mixed",)),
+        pytest.param(2, ("points", "lines", "branches", "tied"), marks=pytest.mark.slow),
         # 8 and 5 virtual ranks, which can't be divided evenly among 3 ranks
         pytest.param(3, ("points", "branches"), marks=pytest.mark.slow),
         pytest.param(3, ("lines", "mixed", "tied"), marks=pytest.mark.slow),
@@ -114,14 +114,18 @@ def test_the_fast_way_has_other_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layouts",
-    [("single",), pytest.param(("dp2", "zero1x2", "fsdp2"), marks=pytest.mark.slow)],  # which have the same bits
-    ids=["one rank", "two ranks"],
+    ("layouts", "names"),
+    [
+        (("single",), ("mixed", "branches")),
+        pytest.param(("single",), ("points", "lines", "tied"), marks=pytest.mark.slow),
+        pytest.param(("dp2", "zero1x2", "fsdp2"), tuple(RECIPES), marks=pytest.mark.slow),  # of the same bits
+    ],
+    ids=["one rank", "one rank, more", "two ranks"],
 )
-def test_it_is_the_step_of_one_process(layouts: tuple[str, ...]) -> None:
+def test_it_is_the_step_of_one_process(layouts: tuple[str, ...], names: tuple[str, ...]) -> None:
     cases = {
         f"{name} {layout}": (RECIPES[name], layout, ORDERED)
-        for name in RECIPES
+        for name in names
         for layout in layouts
         if not _skips_blocks(name, layout)
     }

@@ -42,6 +42,7 @@ def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:
 
 # 39 samples in batches of 17: the third step has 5. Sentences of other lengths in every micro-batch.
 LLAMA = recipe(NextWord(kind="tied-llama", samples=39))
+SMALL = recipe(tasks.Conditioned(samples=39))
 LONGER_LLAMA = recipe(NextWord(kind="tied-llama", samples=39, layers=9))
 STEPS = 3
 SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble"]
@@ -50,19 +51,20 @@ AS_MANY_AS_USUAL = ["1f1b", "zbv-zero-bubble"]  # with the micro-batches that a 
 
 def of_schedules() -> list[Case]:
     return [
-        (LLAMA, "pp2 schedule=gpipe", {"micro_batch": 7}),
+        (SMALL, "pp2 schedule=gpipe", {"micro_batch": 7}),
         (LLAMA, "pp2", {"cut_at": ("model.layers.1",)}),
-        (LLAMA, "pp2 schedule=interleaved-1f1b", {"micro_batch": 3}),
-        (LLAMA, "pp2 schedule=interleaved-zero-bubble", {"micro_batch": 3}),
+        (SMALL, "pp2 schedule=interleaved-1f1b", {"micro_batch": 3}),
+        (SMALL, "pp2 schedule=interleaved-zero-bubble", {"micro_batch": 3}),
         (LLAMA, "pp2 schedule=zbv-zero-bubble", {}),
-        (LLAMA, "pp2 balance=memory recompute=full", {}),
     ]
 
 
 def of_more_schedules() -> list[Case]:
     apart = ("gpipe", "1f1b", "zbv-zero-bubble")
     return [
-        *((LLAMA, f"pp2 schedule={schedule}", {"micro_batch": 3}) for schedule in apart),
+        *((LLAMA, f"pp2 schedule={schedule}", {"micro_batch": 3}) for schedule in (*apart, *SCHEDULES[2:4])),
+        (LLAMA, "pp2 schedule=gpipe", {"micro_batch": 7}),
+        (LLAMA, "pp2 balance=memory recompute=full", {}),
         (LLAMA, "pp2", {}),
         (LLAMA, "pp2", {"micro_batch": 7}),
         (LLAMA, "pp2 schedule=interleaved-zero-bubble stages=2", {}),
@@ -71,17 +73,24 @@ def of_more_schedules() -> list[Case]:
 
 
 def of_models() -> list[Case]:
-    kinds = [Sentences(kind="bert"), tasks.Conditioned(), tasks.Choosing(), tasks.Collecting()]
+    kinds = [tasks.Choosing(), tasks.Collecting()]
     return [(recipe(task), "pp2", {}) for task in kinds]
 
 
 def of_more_models() -> list[Case]:
-    kinds = [Sentences(kind="distilbert"), NextWord(kind="qwen2"), NextWord(kind="mistral"), Points(dropout=0.1)]
+    kinds = [
+        Sentences(kind="bert"),
+        Sentences(kind="distilbert"),
+        NextWord(kind="qwen2"),
+        NextWord(kind="mistral"),
+        Points(dropout=0.1),
+    ]
     kinds += [
         NextWord(kind="gpt2"),
         NextWord(kind="llama"),
         Words(),
         tasks.Encoder(),
+        tasks.Conditioned(),
         tasks.Images(),
         tasks.Narrowing(),
         tasks.Skipping(),
@@ -133,13 +142,27 @@ def test_more_of_four_ranks_take_the_same_step() -> None:
 
 @pytest.fixture(scope="module")
 def planted() -> Mapping[str, Proof | str]:
+    return seen(mistakes.PLANTED[:2])
+
+
+def seen(planted: tuple[type[Native], ...]) -> Mapping[str, Proof | str]:
     # The engine without a mistake comes last: what the others might leave behind in their ranks would make it differ.
-    engines = (*mistakes.PLANTED, Native)
+    engines = (*planted, Native)
     return prove({engine.__name__: (LLAMA, "pp2", {"engine": engine()}) for engine in engines}, steps=3)
 
 
-@pytest.mark.parametrize("mistake", mistakes.PLANTED, ids=lambda mistake: mistake.__name__)
+@pytest.mark.parametrize("mistake", mistakes.PLANTED[:2], ids=lambda mistake: mistake.__name__)
 def test_a_mistake_in_a_pipeline_is_seen(mistake: type[Native], planted: Mapping[str, Proof | str]) -> None:
+    assert_seen(mistake, planted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", mistakes.PLANTED[2:], ids=lambda mistake: mistake.__name__)
+def test_more_mistakes_in_a_pipeline_are_seen(mistake: type[Native]) -> None:
+    assert_seen(mistake, seen((mistake,)))
+
+
+def assert_seen(mistake: type[Native], planted: Mapping[str, Proof | str]) -> None:
     proof = planted[mistake.__name__]
     assert isinstance(proof, Proof), proof
     assert not proof.same_step
