@@ -23,7 +23,7 @@ SOURCE = Path(samestep.__file__).parent
 WINGS: Mapping[str, tuple[str, str]] = {
     "base": (
         "",
-        "errors limits synonyms sizes input_files durations host_names variables launchers ranks environment version "
+        "errors limits synonyms sizes input_files output_files durations host_names variables launchers ranks environment version "
         "private_folders layout yaml_loader validation field_types communication recipe job plausibility run_folder "
         "subprocess_group processor progress file_errors streams jobfile extras torch_internals "
         "display/tables display/page display/columns display/curves_svg display/schedule_svg",

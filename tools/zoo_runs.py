@@ -111,7 +111,7 @@ def _become(start: ScriptStart, rank: int, variables: Mapping[str, str]) -> None
     os.dup2(output, 2)
     os.environ.update(variables)
     torch.set_num_threads(1)
-    runner.main(["--", str(start.settings_file), *start.command])
+    runner.main(start.rank_command[1:])
 
 
 def _variables(start: ScriptStart, proof: ScriptProof, rank: int, port: int) -> dict[str, str]:

@@ -149,7 +149,14 @@ def __getattr__(name: str) -> Any:
         return import_module("samestep.tasks")
     if name not in _HOME:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    try:
+        return getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != _HOME[name]:
+            raise
+        raise ImportError(
+            f"samestep.{name} is not in the prover, which is installed alone (samestep-prove); use pip install samestep"
+        ) from None
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,8 @@
-"""The version of the installed package, which stands in pyproject.toml alone."""
+"""The version of what is installed, which stands in pyproject.toml alone."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
-VERSION = version("samestep")
+try:
+    VERSION = version("samestep")
+except PackageNotFoundError:  # the prover alone
+    VERSION = version("samestep-prove")

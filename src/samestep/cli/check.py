@@ -2,7 +2,8 @@
 
 import argparse
 
-from samestep.cli import job_options, output_files
+from samestep import output_files
+from samestep.cli import job_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli import output_files
+from samestep import output_files
+
 from samestep.errors import UserError
 from samestep.input_files import path_option
 

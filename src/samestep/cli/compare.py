@@ -4,7 +4,8 @@ import argparse
 import importlib.util
 from dataclasses import replace
 
-from samestep.cli import job_options, output_files
+from samestep import output_files
+from samestep.cli import job_options
 from samestep.durations import add_time_limit
 from samestep.errors import UserError
 from samestep.limits import MOST_REPEATS, WholeNumber

@@ -3,7 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options, output_files
+from samestep import output_files
+from samestep.cli import job_options
 from samestep.durations import add_time_limit, seconds
 from samestep.errors import UserError
 from samestep.limits import MOST_REPEATS, MOST_SEED, WholeNumber

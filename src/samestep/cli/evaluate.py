@@ -2,7 +2,8 @@
 
 import argparse
 
-from samestep.cli import job_options, output_files
+from samestep import output_files
+from samestep.cli import job_options
 from samestep.input_files import path_option
 
 # What decides how a training is spread, of which nothing matters to one process.

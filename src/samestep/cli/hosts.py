@@ -2,7 +2,8 @@
 
 import argparse
 
-from samestep.cli import job_options, launch_options, output_files
+from samestep import output_files
+from samestep.cli import job_options, launch_options
 from samestep.launch.options import RankOptions
 
 

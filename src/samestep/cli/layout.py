@@ -2,7 +2,8 @@
 
 import argparse
 
-from samestep.cli import output_files
+from samestep import output_files
+
 from samestep.layout import Layout
 from samestep.limits import MOST_RANKS, WholeNumber
 

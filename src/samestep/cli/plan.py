@@ -3,7 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options, output_files, plan_job
+from samestep import output_files
+from samestep.cli import job_options, plan_job
 from samestep.errors import UserError, closest
 from samestep.input_files import path_option
 from samestep.limits import MOST_LENGTH, MOST_RANKS, MOST_REPEATS, MOST_WIDTH, WholeNumber

@@ -4,7 +4,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options, output_files
+from samestep import output_files
+from samestep.cli import job_options
 from samestep.errors import UserError
 
 if TYPE_CHECKING:

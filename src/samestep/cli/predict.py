@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from itertools import chain, islice
 from typing import Any, TextIO
 
-from samestep.cli import job_options, output_files
+from samestep import output_files
+from samestep.cli import job_options
 from samestep.cli.evaluate import NOT_HERE, add_checkpoint
 from samestep.errors import UserError
 from samestep.input_files import path_option

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options, launch_options, next_command, output_files
+from samestep import output_files
+from samestep.cli import job_options, launch_options, next_command
 from samestep.errors import UserError
 from samestep.limits import MOST_RANKS, WholeNumber
 

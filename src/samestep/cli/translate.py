@@ -3,7 +3,8 @@
 import argparse
 import sys
 
-from samestep.cli import output_files
+from samestep import output_files
+
 from samestep.errors import UserError
 from samestep.limits import MOST_RANKS, WholeNumber
 

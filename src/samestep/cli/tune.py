@@ -2,7 +2,8 @@
 
 import argparse
 
-from samestep.cli import job_options, output_files
+from samestep import output_files
+from samestep.cli import job_options
 from samestep.durations import add_time_limit
 from samestep.limits import MOST_REPEATS, WholeNumber
 

@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from samestep.cli import job_options, output_files, verify_script
+from samestep import output_files
+from samestep.cli import job_options, verify_script
 from samestep.errors import UserError
 from samestep.input_files import path_option
 from samestep.limits import WholeNumber

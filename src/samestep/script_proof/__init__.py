@@ -5,6 +5,8 @@ Read in this order. `settings`: the recorder's settings. `runner`: the first lin
 what `samestep.recording` has. `runs`: the script alone, alone once more with its rows in another order, and split;
 `follow`: alone on the split run's batches. `compare`: the first difference; `sampling`, `gradients` and `updates` say
 what a difference looks like, `kinds` in which words. `report`: the verdict in the terminal; `page`: as a page.
+`options` and `command`: the command `samestep-prove`, which needs nothing else of samestep than the base; `torchrun`
+starts its ranks then.
 
 Three runs make a verdict: the script alone in one process, alone once more with rows in another order (which shows
 what rounding does), and split over ranks as the user starts it. Nothing in the script is changed; what it calls of

@@ -1,6 +1,6 @@
 """A rank's first lines: it installs the recorder, and runs the user's script or module as Python itself would.
 
-`python -m samestep.script_proof.runner [ENGINE'S ARGUMENTS] -- SETTINGS.json (SCRIPT.py | -m MODULE) [ARGUMENTS]`
+`python -m samestep.script_proof.runner [ENGINE'S ARGUMENTS] --recorder=SETTINGS.json (SCRIPT.py | -m MODULE) [ARGUMENTS]`
 """
 
 import atexit
@@ -18,14 +18,14 @@ import torch
 
 from samestep import environment
 from samestep.script_proof.recorder import RecordingEnd, ScriptRecorder
-from samestep.script_proof.settings import RecordSettings
+from samestep.script_proof.settings import RECORDER, RecordSettings
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the script to its end, or to the last step that is noted. What it raises is raised here too."""
-    at = list(arguments).index("--")
-    engines, file, command = arguments[:at], Path(arguments[at + 1]), arguments[at + 2 :]
-    settings = RecordSettings.read(file)
+    at = next(index for index, word in enumerate(arguments) if word.startswith(RECORDER))
+    engines, command = arguments[:at], arguments[at + 1 :]
+    settings = RecordSettings.read(Path(arguments[at].removeprefix(RECORDER)))
     ranks = environment.ranks()
     _prepare(settings)
     recorder = ScriptRecorder(settings, rank=ranks.rank if ranks else 0, world_size=ranks.world_size if ranks else 1)

@@ -15,10 +15,11 @@ from samestep.recording.record import RunRecord
 from samestep.recording.store import events, steps_in
 from samestep.script_proof.follow import following
 from samestep.script_proof.sampling import check_steps, places_matter
-from samestep.script_proof.settings import RecordSettings, Variant
+from samestep.script_proof.settings import RECORDER, RecordSettings, Variant
 
 ALONE, AGAIN, SPLIT = "alone", "again", "split"
 SETTINGS = "settings.json"
+LOGS = "logs"  # what each rank wrote, in a run's folder
 # Ways to measure rounding, in the order in which they are tried.
 VARIANTS: Mapping[str, Sequence[Variant]] = {
     "order": ("reversed", "moved"),
@@ -117,6 +118,11 @@ class ScriptStart:
     def settings_file(self) -> Path:
         return self.place / SETTINGS
 
+    @property
+    def rank_command(self) -> tuple[str, ...]:
+        """The module that a rank runs, and its arguments."""
+        return ("samestep.script_proof.runner", f"{RECORDER}{self.settings_file}", *self.command)
+
 
 Starter = Callable[[Sequence[ScriptStart], ScriptProof], Sequence[subprocess_group.CommandOutcome]]
 
@@ -129,8 +135,8 @@ def launched(starts: Sequence[ScriptStart], proof: ScriptProof) -> list[subproce
         command = [
             *(sys.executable, "-m", "samestep", "launch", *ranks, "--threads", "1"),
             *("--bind", "none", "--device", proof.device, "--engine", proof.engine),
-            *("--logs", str(start.place / "logs"), "--output", "files", *start.further),
-            *("--", "-m", "samestep.script_proof.runner", "--", str(start.settings_file), *start.command),
+            *("--logs", str(start.place / LOGS), "--output", "files", *start.further),
+            *("--", "-m", *start.rank_command),
         ]
         phases.say(f"{start.name}: {start.title}")
         with phases.status(start.status):
@@ -323,7 +329,7 @@ _NAMES_SHOWN = 8
 
 def _last_words(folder: Path) -> str:
     """The last lines that rank 0 of the run alone wrote."""
-    files = [*folder.glob(f"{ALONE}/logs/**/*.out"), *folder.glob(f"{ALONE}/logs/**/*.err")]
+    files = [file for end in ("out", "err", "log") for file in sorted((folder / ALONE / LOGS).rglob(f"*.{end}"))]
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files or [folder / ALONE / "output.txt"]]
     return "\n".join([line for text in texts for line in text.splitlines() if line.strip()][-_LAST_LINES:])
 

@@ -11,6 +11,10 @@ from typing import Literal
 # of a model as two micro-batches.
 Variant = Literal["as-is", "reversed", "moved", "halves"]
 
+# The option that names the file: it ends what an engine's launcher puts before a script's arguments. Not "--", which
+# torchrun takes for its own.
+RECORDER = "--recorder="
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSettings:
