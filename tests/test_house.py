@@ -23,9 +23,10 @@ SOURCE = Path(samestep.__file__).parent
 WINGS: Mapping[str, tuple[str, str]] = {
     "base": (
         "",
-        "errors limits synonyms sizes input_files output_files durations host_names variables launchers ranks environment version "
-        "private_folders layout yaml_loader validation field_types communication recipe job plausibility run_folder "
-        "subprocess_group processor progress file_errors streams jobfile extras torch_internals "
+        "errors limits synonyms sizes input_files output_files durations host_names variables launchers ranks "
+        "environment version private_folders layout yaml_loader validation field_types communication recipe job "
+        "plausibility run_folder subprocess_group processor progress file_errors streams jobfile extras "
+        "torch_internals "
         "display/tables display/page display/columns display/curves_svg display/schedule_svg",
     ),
     "prove": ("base", "recording script_proof"),

@@ -1,9 +1,12 @@
-"""The wheel holds the package's files and no others, the changelog has the version, and what lies beside is right."""
+"""Two wheels hold the package's files, each once; the prover's has what it imports; what lies beside is right."""
 
 import hashlib
 import json
+import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +19,8 @@ import release_records
 import samestep
 from samestep.cli.main import main
 
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+BUILD = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
+PLACES = {"samestep": ".", "samestep-prove": "packages/prove"}
 
 
 @pytest.fixture(scope="module")
@@ -25,39 +29,96 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def names(sources: Path) -> list[str]:
-    """The files of a wheel that is built with the setuptools that is here, without an environment for it."""
-    pytest.importorskip("setuptools", minversion="77")
-    dist = sources.parent / "dist"
-    dist.mkdir()
-    subprocess.run([sys.executable, "-c", BUILD, str(dist)], cwd=sources, capture_output=True, check=True)
-    (wheel,) = dist.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        return archive.namelist()
+def wheels(sources: Path) -> dict[str, list[str]]:
+    """The files of each wheel, built with the hatchling that is here, without an environment for it."""
+    pytest.importorskip("hatchling")
+    files = {}
+    for name, place in PLACES.items():
+        dist = sources.parent / f"dist-{name}"
+        dist.mkdir()
+        subprocess.run([sys.executable, "-c", BUILD, str(dist)], cwd=sources / place, capture_output=True, check=True)
+        (wheel,) = dist.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            files[name] = archive.namelist()
+    return files
 
 
-def test_a_wheel_has_the_files_of_the_package_and_no_others(sources: Path, names: list[str]) -> None:
-    assert release.wheel_faults(names, release.source_files(sources)) == []
-    assert not any(name.startswith("tests/") or "/tests/" in name for name in names)
+def test_the_wheels_have_each_file_of_the_package_once_and_no_others(
+    sources: Path, wheels: dict[str, list[str]]
+) -> None:
+    assert release.wheel_faults(list(wheels.values()), release.source_files(sources)) == []
     assert {
-        "samestep/py.typed",
         "samestep/job.schema.json",
         "samestep/comm/shared_memory/kernel.cpp",
+        "samestep/templates/text/job.yaml",
+        "samestep/templates/own/task.py",
+    } <= {*wheels["samestep"]}
+    assert {
+        "samestep/__init__.py",
+        "samestep/py.typed",
         "samestep/display/page.html",
         "samestep/display/page.css",
         "samestep/display/page.js",
-        "samestep/templates/text/job.yaml",
-        "samestep/templates/own/task.py",
-    } <= set(names)
-    beside = {name.rpartition("/")[2] for name in names if ".dist-info/" in name}
-    assert {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "LICENSE"} <= beside
+    } <= {*wheels["samestep-prove"]}
+    for names in wheels.values():
+        beside = {name.rpartition("/")[2] for name in names if ".dist-info/" in name}
+        assert {"METADATA", "RECORD", "WHEEL", "entry_points.txt"} <= beside
+
+
+def test_the_provers_wheel_has_all_that_it_imports(
+    tmp_path: Path, sources: Path, wheels: dict[str, list[str]]
+) -> None:
+    pattern = re.compile(r"samestep/.*\.(py|html|css|js)")
+    for name in filter(pattern.fullmatch, wheels["samestep-prove"]):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((sources / "src" / name).read_bytes())
+    modules = sorted(path.relative_to(tmp_path) for path in (tmp_path / "samestep").rglob("*.py"))
+    names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in modules]
+    # Imports inside of functions, too: each module's own names of samestep are looked up.
+    program = (
+        "import ast, importlib, importlib.util, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    tree = ast.parse(open(importlib.import_module(name).__file__, encoding='utf-8').read())\n"
+        "    for node in ast.walk(tree):\n"
+        "        if name == 'samestep' or not isinstance(node, ast.ImportFrom):\n"
+        "            continue\n"
+        "        if str(node.module).startswith('samestep'):\n"
+        "            module = importlib.import_module(node.module)\n"
+        "            for alias in node.names:\n"
+        "                if alias.name != '__version__' and not hasattr(module, alias.name):\n"
+        "                    importlib.import_module(f'{node.module}.{alias.name}')\n"
+        "print(sorted(set(sys.modules) & {'transformers', 'pydantic', 'yaml', 'safetensors'}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *names],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_both_say_the_same_version() -> None:
+    settings = {
+        name: tomllib.loads((release.ROOT / place / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        for name, place in PLACES.items()
+    }
+    number = settings["samestep"]["version"]
+    assert settings["samestep-prove"]["version"] == number
+    assert f"samestep-prove=={number}" in settings["samestep"]["dependencies"]
+    needed = {re.split("[<>=]", text)[0]: text for text in settings["samestep"]["dependencies"]}
+    for text in settings["samestep-prove"]["dependencies"]:
+        assert re.split("[<>=]", text)[0] in needed
 
 
 def test_a_file_that_is_missing_or_too_many_is_found() -> None:
     sources = {"samestep/__init__.py", "samestep/py.typed"}
     names = ["samestep/__init__.py", "samestep-1.0.dist-info/METADATA", "tests/test_layout.py"]
-    assert release.wheel_faults(names, sources) == [
+    assert release.wheel_faults([names, names[:1]], sources) == [
         "samestep/py.typed is missing",
+        "samestep/__init__.py is in two wheels",
         "tests/test_layout.py is not of the package",
     ]
     files = ["pyproject.toml", "README.md", "LICENSE", "src/samestep/__init__.py", "src/samestep/py.typed"]
@@ -69,12 +130,13 @@ def test_a_file_that_is_missing_or_too_many_is_found() -> None:
 
 def test_what_is_built_or_compiled_beside_the_sources_is_left_out(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    for name in (*release.FILES, "src/samestep/__init__.py", "src/samestep/__pycache__/a.pyc", "src/s.egg-info/PKG"):
+    kept = (*release.FILES, "src/samestep/__init__.py", "packages/prove/pyproject.toml")
+    for name in (*kept, "src/samestep/__pycache__/a.pyc", "src/s.egg-info/PKG"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("", encoding="utf-8")
     copy = release.copy_sources(tmp_path / "copy", root)
     files = {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()}
-    assert files == {*release.FILES, "src/samestep/__init__.py"}
+    assert files == {*kept}
 
 
 def test_the_changelog_has_the_version_and_every_place_says_the_same_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,11 +177,11 @@ def test_requirements_have_a_version_and_a_sum_of_each_package(tmp_path: Path) -
     sums = {"archive_info": {"hashes": {"sha256": "ab" * 32}}}
     reports = [report_of("torch", "2.13.0+cpu", **sums), report_of("Jinja2", "3.1.6", **sums)]
     reports.append(report_of("samestep", "0.1.0", archive_info={}))  # the wheel itself, whose sum is in SHA256SUMS
-    written = release_records.hashed_requirements(reports, without="samestep").splitlines()
+    written = release_records.hashed_requirements(reports, without=("samestep",)).splitlines()
     assert written[0].startswith("# For Python 3.")
     assert written[1:] == [f"Jinja2==3.1.6 --hash=sha256:{'ab' * 32}", f"torch==2.13.0+cpu --hash=sha256:{'ab' * 32}"]
     with pytest.raises(release_records.RecordError, match="torch 2: pip knows no SHA-256"):
-        release_records.hashed_requirements([report_of("torch", "2", dir_info={})], without="samestep")
+        release_records.hashed_requirements([report_of("torch", "2", dir_info={})], without=("samestep",))
 
 
 def test_pip_takes_the_requirements_and_no_other_file(tmp_path: Path) -> None:
@@ -133,7 +195,7 @@ def test_pip_takes_the_requirements_and_no_other_file(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--dry-run"]
     pip += ["--no-index", "--find-links", str(tmp_path)]
     subprocess.run([*pip, "--report", str(report), "tiny"], check=True, capture_output=True)
-    release_records.write_requirements([report], requirements, without="samestep")
+    release_records.write_requirements([report], requirements, without=("samestep",))
     hashed = [*pip, "--require-hashes", "-r", str(requirements)]
     assert subprocess.run(hashed, check=False, capture_output=True).returncode == 0
     with zipfile.ZipFile(wheel, "a") as archive:

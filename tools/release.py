@@ -1,10 +1,11 @@
-"""Builds the wheel and the sdist, and tries the wheel in an environment of its own.
+"""Builds the wheels and sdists of samestep and samestep-prove, and tries them in an environment of their own.
 
 python tools/release.py            `make release`: into dist/
 
-1. The sources are copied, so that nothing gets in that an earlier build left; sdist and wheel are built of the copy.
-2. The wheel must hold the files of src/samestep, all of them and no others, and CHANGELOG.md must have its version.
-3. An empty environment gets torch by its pinned version, then the wheel; there each template of `samestep init` is
+1. The sources are copied, so that nothing gets in that an earlier build left; all is built of the copy.
+2. The two wheels together must hold the files of src/samestep, each once and no others, and CHANGELOG.md must have
+   their version.
+3. An empty environment gets torch by its pinned version, then the wheels; there each template of `samestep init` is
    written, trained and proved in two processes, in a folder from which the repository can't be imported.
 4. Beside them go what that environment was made of, with hashes and as an SBOM, and the sums of all files
    (`release_records.py`).
@@ -20,6 +21,7 @@ import tarfile
 import time
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +30,8 @@ from release_records import REQUIREMENTS, SUMS, RecordError, sbom_command, write
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE")
+PROVE = Path("packages/prove")  # the distribution with the files that the other one leaves out
+DISTRIBUTIONS = ("samestep", "samestep-prove")
 LEFT_BEHIND = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc")
 UNDATED = "Unreleased"  # in place of a version's date, until it is published
 TIME_LIMIT = 3600.0  # seconds of one command, of which the installation of torch takes longest
@@ -45,7 +49,8 @@ def copy_sources(folder: Path, root: Path = ROOT) -> Path:
     folder.mkdir(parents=True)
     for name in FILES:
         shutil.copyfile(root / name, folder / name)
-    shutil.copytree(root / "src", folder / "src", ignore=LEFT_BEHIND)
+    for name in ("src", PROVE):
+        shutil.copytree(root / name, folder / name, ignore=LEFT_BEHIND)
     return folder
 
 
@@ -55,11 +60,12 @@ def source_files(root: Path) -> set[str]:
     return {path.relative_to(source).as_posix() for path in (source / "samestep").rglob("*") if path.is_file()}
 
 
-def wheel_faults(names: Collection[str], sources: Collection[str]) -> list[str]:
-    """What is wrong with the files of a wheel: those of the package that it lacks, and those of nothing in it."""
-    of_package = {name for name in names if not re.match(r"[^/]+\.dist-info/", name)}
-    lacking = [f"{name} is missing" for name in sorted(set(sources) - of_package)]
-    return lacking + [f"{name} is not of the package" for name in sorted(of_package - set(sources))]
+def wheel_faults(wheels: Sequence[Collection[str]], sources: Collection[str]) -> list[str]:
+    """What is wrong with the files of wheels: those of the package that none or two have, and those of no package."""
+    names = [name for wheel in wheels for name in wheel if not re.match(r"[^/]+\.dist-info/", name)]
+    lacking = [f"{name} is missing" for name in sorted(set(sources) - set(names))]
+    twice = [f"{name} is in two wheels" for name, count in sorted(Counter(names).items()) if count > 1]
+    return lacking + twice + [f"{name} is not of the package" for name in sorted(set(names) - set(sources))]
 
 
 def sdist_faults(names: Collection[str], sources: Collection[str]) -> list[str]:
@@ -80,38 +86,47 @@ def changelog_faults(changelog: str, version: str) -> list[str]:
     return [f"no section [{version}] - YEAR-MONTH-DAY; make one of what stands under [Unreleased]"]
 
 
-def build(copy: Path, dist: Path) -> tuple[Path, Path]:
-    """Build the sdist, and the wheel from it. Raises ReleaseError where a file of one is missing or too many."""
-    _run([sys.executable, "-m", "build", "--outdir", str(dist), str(copy)], cwd=copy)
-    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+def build(copy: Path, dist: Path) -> tuple[Sequence[Path], Sequence[Path]]:
+    """Build the sdists, and the wheels from them. Raises ReleaseError where a file is missing, too many, or twice."""
+    for place in (copy, copy / PROVE):
+        _run([sys.executable, "-m", "build", "--outdir", str(dist), str(place)], cwd=copy)
+    wheels, sdists = sorted(dist.glob("*.whl")), sorted(dist.glob("*.tar.gz"))
     sources = source_files(copy)
-    with zipfile.ZipFile(wheel) as archive:
-        _none(wheel, wheel_faults(archive.namelist(), sources))
-    with tarfile.open(sdist) as archive:
-        _none(sdist, sdist_faults(archive.getnames(), sources))
-    return wheel, sdist
+    names = []
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            names.append(archive.namelist())
+    _none(dist, wheel_faults(names, sources))
+    for sdist, kept in zip(sdists, (sources, {*names[-1]} & sources), strict=True):
+        with tarfile.open(sdist) as archive:
+            _none(sdist, sdist_faults(archive.getnames(), kept))
+    return wheels, sdists
 
 
-def install(wheel: Path, environment: Path) -> tuple[Path, Sequence[Path]]:
-    """Install the wheel into an empty environment, torch first and pinned.
+def install(wheels: Sequence[Path], environment: Path) -> tuple[Path, Sequence[Path]]:
+    """Install the wheels into an empty environment, torch first and pinned.
 
     Returns the folder of its programs, and pip's reports of what it installed.
     """
     _run([sys.executable, "-m", "venv", "--clear", str(environment)], cwd=ROOT)
     pip = [str(environment / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     pip += ["--constraint", str(ROOT / "constraints.txt")]
+    main, *others = wheels
     reports = [environment / f"installed-{number}.json" for number in range(2)]
-    for report, package in zip(reports, ("torch", f"{wheel}[text]"), strict=True):
-        _run([*pip, "--report", str(report), package], cwd=ROOT)
+    for report, packages in zip(reports, (["torch"], [f"{main}[text]", *map(str, others)]), strict=True):
+        _run([*pip, "--report", str(report), *packages], cwd=ROOT)
     return environment / "bin", reports
 
 
-def write_records(wheel: Path, sdist: Path, programs: Path, reports: Sequence[Path], version: str) -> None:
-    """Write the requirements with hashes, the SBOM and the sums beside the wheel."""
-    requirements, sbom = wheel.parent / REQUIREMENTS, wheel.parent / f"samestep-{version}.cdx.json"
-    write_requirements(reports, requirements, without="samestep")
+def write_records(
+    wheels: Sequence[Path], sdists: Sequence[Path], programs: Path, reports: Sequence[Path], version: str
+) -> None:
+    """Write the requirements with hashes, the SBOM and the sums beside the wheels."""
+    dist = wheels[0].parent
+    requirements, sbom = dist / REQUIREMENTS, dist / f"samestep-{version}.cdx.json"
+    write_requirements(reports, requirements, without=DISTRIBUTIONS)
     _run(sbom_command(programs / "python", sbom, ROOT / "pyproject.toml"), cwd=ROOT)
-    write_sums((wheel, sdist, requirements, sbom), wheel.parent / SUMS)
+    write_sums((*wheels, *sdists, requirements, sbom), dist / SUMS)
 
 
 def try_out(programs: Path, place: Path, version: str) -> None:
@@ -155,7 +170,7 @@ def _none(file: Path, faults: Sequence[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Build the wheel and the sdist, and try the wheel.")
+    parser = argparse.ArgumentParser(description="Build the wheels and sdists, and try the wheels.")
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="made again (default: dist/)")
     parser.add_argument("--environment", type=Path, default=ROOT / "build" / "release", help="made again")
     options = parser.parse_args()
@@ -165,16 +180,17 @@ def main() -> int:
         _none(ROOT / "CHANGELOG.md", changelog_faults(changelog, version))
         shutil.rmtree(options.dist, ignore_errors=True)
         with TemporaryDirectory(prefix="samestep-release-") as folder:
-            wheel, sdist = build(copy_sources(Path(folder) / "sources"), options.dist.resolve())
+            wheels, sdists = build(copy_sources(Path(folder) / "sources"), options.dist.resolve())
             place = Path(folder) / "jobs"
             place.mkdir()
-            programs, reports = install(wheel, options.environment.resolve())
-            write_records(wheel, sdist, programs, reports, version)
+            programs, reports = install(wheels, options.environment.resolve())
+            write_records(wheels, sdists, programs, reports, version)
             try_out(programs, place, version)
     except (ReleaseError, RecordError) as error:
         print(f"release: {error}", file=sys.stderr)
         return 1
-    print(f"{wheel.name} and {sdist.name} are in {options.dist}, with {REQUIREMENTS}, an SBOM and {SUMS}")
+    names = ", ".join(file.name for file in (*wheels, *sdists))
+    print(f"{names} are in {options.dist}, with {REQUIREMENTS}, an SBOM and {SUMS}")
     if f"## [{version}] - {UNDATED}" in changelog:
         print(f"CHANGELOG.md says {UNDATED} of {version}: write the date there before you publish it")
     return 0

@@ -37,15 +37,15 @@ def write_sums(files: Iterable[Path], target: Path) -> None:
     target.write_text("".join(lines), encoding="utf-8")
 
 
-def hashed_requirements(reports: Sequence[Mapping[str, Any]], *, without: str) -> str:
+def hashed_requirements(reports: Sequence[Mapping[str, Any]], *, without: Sequence[str]) -> str:
     """The packages of pip's installation reports, each with its version and its sum.
 
-    `without`: the package whose requirements they are. Raises RecordError for a package that has no sum.
+    `without`: the packages whose requirements they are. Raises RecordError for a package that has no sum.
     """
     found: dict[str, str] = {}
     for each in (package for report in reports for package in report["install"]):
         name, version = each["metadata"]["name"], each["metadata"]["version"]
-        if name == without:
+        if name in without:
             continue
         sums = each["download_info"].get("archive_info", {}).get("hashes", {})
         if "sha256" not in sums:
@@ -54,11 +54,11 @@ def hashed_requirements(reports: Sequence[Mapping[str, Any]], *, without: str) -
     made = (
         f"# For Python {sys.version_info.major}.{sys.version_info.minor} on {platform.system()} {platform.machine()}"
     )
-    head = f"{made}: pip install --require-hashes -r {REQUIREMENTS}, then the wheel with --no-deps.\n"
+    head = f"{made}: pip install --require-hashes -r {REQUIREMENTS}, then the wheels with --no-deps.\n"
     return head + "".join(found[name] for name in sorted(found))
 
 
-def write_requirements(reports: Sequence[Path], target: Path, *, without: str) -> None:
+def write_requirements(reports: Sequence[Path], target: Path, *, without: Sequence[str]) -> None:
     """Write `hashed_requirements` of the files that `pip install --report` has written."""
     read = [json.loads(report.read_text(encoding="utf-8")) for report in reports]
     target.write_text(hashed_requirements(read, without=without), encoding="utf-8")

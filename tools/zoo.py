@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import importlib.util
 import json
 import re
 import shlex
@@ -79,6 +80,19 @@ def animals(words: Sequence[str] = ()) -> list[Animal]:
     """The scripts of the zoo, or those whose names hold one of some words."""
     files = sorted([*ZOO.glob("fault_*.py"), *ZOO.glob("right_*.py")])
     return [_read(file) for file in files if not words or any(word in file.stem for word in words)]
+
+
+def missing(animal: Animal) -> list[str]:
+    """The packages that a script imports and that aren't installed."""
+    tree = ast.parse((ZOO / f"{animal.name}.py").read_text(encoding="utf-8"))
+    modules = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    # pieces.py imports what few scripts need in the functions that they call.
+    modules += ["deepspeed"] * (animal.options.engine == "deepspeed")
+    packages = {module.partition(".")[0] for module in modules} - {file.stem for file in ZOO.glob("*.py")}
+    if "samestep" in packages and importlib.util.find_spec("samestep.api") is None:  # the prover alone is installed
+        return ["samestep"]
+    return sorted(package for package in packages if importlib.util.find_spec(package) is None)
 
 
 def _read(file: Path) -> Animal:
@@ -184,6 +198,9 @@ def main() -> int:
     given = parser.parse_args()
     seen = []
     for animal in animals(given.names):
+        if lacking := missing(animal):
+            print(f"left   {animal.name:34} needs {', '.join(lacking)}", flush=True)
+            continue
         seen.append(look(animal, processes=given.processes, seed=given.seed))
         if (given.losses or given.write) and not animal.right and seen[-1].verdict is not None:
             seen[-1] = replace(seen[-1], shown=shown_by_loss(seen[-1]))

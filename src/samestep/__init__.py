@@ -155,7 +155,7 @@ def __getattr__(name: str) -> Any:
         if error.name != _HOME[name]:
             raise
         raise ImportError(
-            f"samestep.{name} is not in the prover, which is installed alone (samestep-prove); use pip install samestep"
+            f"samestep.{name}: only the prover is installed (samestep-prove); use pip install samestep"
         ) from None
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samestep import output_files
-
 from samestep.errors import UserError
 from samestep.input_files import path_option
 

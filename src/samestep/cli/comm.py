@@ -4,7 +4,6 @@ import argparse
 from typing import Any
 
 from samestep import output_files
-
 from samestep.durations import add_time_limit, seconds
 from samestep.limits import MOST_RANKS_A_HOST, WholeNumber
 

@@ -4,9 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep import environment
-from samestep import output_files
-
+from samestep import environment, output_files
 from samestep.durations import add_time_limit
 from samestep.errors import UserError
 from samestep.input_files import path_option

@@ -3,7 +3,6 @@
 import argparse
 
 from samestep import output_files
-
 from samestep.layout import Layout
 from samestep.limits import MOST_RANKS, WholeNumber
 

@@ -4,7 +4,6 @@ import argparse
 import sys
 
 from samestep import output_files
-
 from samestep.errors import UserError
 from samestep.limits import MOST_RANKS, WholeNumber
 

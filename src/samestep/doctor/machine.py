@@ -284,7 +284,11 @@ def packages(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     try:
         needed = [Requirement(text) for text in requires("samestep") or []]
     except PackageNotFoundError:
-        yield warning("packages", "samestep is not installed, it runs from its source", "pip install --editable .")
+        yield warning(
+            "packages",
+            "samestep is not installed, it runs from its source",
+            "pip install --editable packages/prove --editable .",
+        )
         return
     always = [each for each in needed if each.marker is None]
     wrong = [text for each in always if (text := _wrong(each)) is not None]

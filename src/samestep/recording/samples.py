@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from samestep.torch_internals.sharded import DTensor
 
 _DEPTH = 4  # containers inside each other that are looked into
 _MASK = "attention_mask"

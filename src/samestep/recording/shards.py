@@ -10,11 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial
 
 from samestep.torch_internals.modules import WRAPPERS, own_buffers, own_children, own_parameters, unsaved_buffers
-from samestep.torch_internals.sharded import flat_handle, flat_parts, local_part, offset_of, shard_counts, unflattened
+from samestep.torch_internals.sharded import (
+    DTensor,
+    FSDPModule,
+    Partial,
+    flat_handle,
+    flat_parts,
+    local_part,
+    offset_of,
+    shard_counts,
+    unflattened,
+)
 
 # Wrapper modules by class name, and the attribute with the wrapped module.
 _WRAPPERS: Mapping[str, str] = {

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from samestep.recording import shards
 from samestep.recording.activations import Activations
@@ -26,7 +25,7 @@ from samestep.script_proof import interception
 from samestep.script_proof.batches import Batches
 from samestep.script_proof.halves import Halves
 from samestep.script_proof.settings import RecordSettings
-from samestep.torch_internals.sharded import local_part
+from samestep.torch_internals.sharded import DTensor, local_part
 from samestep.torch_internals.tensors import version_of
 
 

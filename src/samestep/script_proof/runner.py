@@ -1,6 +1,7 @@
 """A rank's first lines: it installs the recorder, and runs the user's script or module as Python itself would.
 
-`python -m samestep.script_proof.runner [ENGINE'S ARGUMENTS] --recorder=SETTINGS.json (SCRIPT.py | -m MODULE) [ARGUMENTS]`
+`python -m samestep.script_proof.runner [ENGINE'S ARGUMENTS] --recorder=SETTINGS.json SCRIPT.py [ARGUMENTS]`, or
+`-m MODULE` in place of the script.
 """
 
 import atexit

@@ -41,7 +41,7 @@ def _command(start: ScriptStart) -> list[str]:
 
 def _variables(device: str) -> dict[str, str]:
     """Of the ranks: one thread each, so that a run alone sums in the order of the split one; and which devices."""
-    hidden = {name: "" for name in DEVICE_VARIABLES} | {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}
+    hidden = dict.fromkeys(DEVICE_VARIABLES, "") | {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}
     return {"OMP_NUM_THREADS": "1", **hidden}
 
 

@@ -12,12 +12,23 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["AsyncCollectiveTensor"]  # the result of a functional collective, which waits when it is used
+# Older names, under which the prover alone, which takes torch 2.4, meets them.
+try:
+    from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+except ImportError:  # before 2.5
+    from torch.distributed._tensor import DTensor
+    from torch.distributed._tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed._tensor.placement_types import Partial
+try:
+    from torch.distributed.fsdp import FSDPModule
+except ImportError:  # before 2.6
+    from torch.distributed._composable.fsdp import FSDPModule
+
+# AsyncCollectiveTensor: the result of a functional collective, which waits when it is used.
+__all__ = ["AsyncCollectiveTensor", "DTensor", "FSDPModule", "Partial"]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -33,7 +44,10 @@ def offset_of(tensor: DTensor) -> tuple[int, ...]:
 
 def shard_counts(module: FSDPModule) -> list[int]:
     """Over how many ranks FSDP2 shards each group of a module's parameters."""
-    return [group.mesh_info.mesh.size() for group in module._get_fsdp_state()._fsdp_param_groups]
+    state: Any = module._get_fsdp_state()
+    # Before 2.10 there was one group, or none.
+    groups = getattr(state, "_fsdp_param_groups", None) or [group for group in [state._fsdp_param_group] if group]
+    return [group.mesh_info.mesh.size() for group in groups]
 
 
 @dataclass(frozen=True, kw_only=True)
