@@ -30,14 +30,18 @@ def config_file(folder: Path, **changes: Any) -> Path:
     return file
 
 
-def test_two_ranks_take_the_step_of_one_process(tmp_path: Path) -> None:
+# Fast tests have words in shards, and units by the example's file; tests/test_unused.py has branches.
+MORE = ("replicas, words", "replicas, branches", "shards", "shards, by size, loaded by rank 0")
+
+
+def cases_of(folder: Path) -> dict[str, Any]:
     # 200 samples in batches of 33 leave a last one of 2: a rank with one sample, and micro-batches with zero weight.
     plain = recipe(schedule=samestep.Schedule(warmup=3, decay="linear"))
     words = recipe(Words(), optimizer=samestep.SGD(lr=0.1, momentum=0.9), batch=199, clip=None)
     text = recipe(Tiny(name="bert"), batch=13)
     by_size = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 100}
     loads = {"fsdp_cpu_ram_efficient_loading": True, **by_size}
-    file = config_file(tmp_path, fsdp_config=loads)
+    file = config_file(folder, fsdp_config=loads)
     cases: dict[str, Any] = {
         "replicas": (plain, "dp2", {"micro_batch": 7}),
         "replicas, words": (words, "dp2", {"micro_batch": 30}),
@@ -50,9 +54,18 @@ def test_two_ranks_take_the_step_of_one_process(tmp_path: Path) -> None:
         "shards by size, of lists": (text, "fsdp2", {"engine_config": file}),
         "shards of a class that is not there": (plain, "fsdp2", {"engine_config": EXAMPLE}),
     }
-    proofs = prove(
-        {name: (job, layout, {"engine": "accelerate", **run}) for name, (job, layout, run) in cases.items()}
-    )
+    return {name: (job, layout, {"engine": "accelerate", **run}) for name, (job, layout, run) in cases.items()}
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_step_of_one_process_with_more_models_and_units(tmp_path: Path) -> None:
+    cases = {name: case for name, case in cases_of(tmp_path).items() if name in MORE}
+    assert same(prove(cases), MORE) == {}
+
+
+def test_two_ranks_take_the_step_of_one_process(tmp_path: Path) -> None:
+    cases = {name: case for name, case in cases_of(tmp_path).items() if name not in MORE}
+    proofs = prove(cases)
     *names, lists, absent = cases
     assert same(proofs, names) == {}
     assert "an FSDP unit of the list bert.encoder.layer (ModuleList), and FSDP2 takes no lists" in str(proofs[lists])

@@ -64,10 +64,11 @@ def problem_of(task: str, layout: str) -> str | None:
     return None if found is not None and offloads and found.startswith("waits for the device") else found
 
 
-def test_shards_and_tokens_take_the_same_step_and_wait_nowhere() -> None:
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("cp2", marks=pytest.mark.slow)])
+def test_shards_and_tokens_take_the_same_step_and_wait_nowhere(layout: str) -> None:
     # Embeddings that are tied to the output, gradients that are summed after backward, parameters that are gathered.
     sizes = {"layers": 2, "hidden": 32, "heads": 8, "key_value_heads": 4, "feed_forward": 48}
-    _assert_right(["language"], ["fsdp2", "cp2"], {"model": {"type": "llama", "tied": True, **sizes}})
+    _assert_right(["language"], [layout], {"model": {"type": "llama", "tied": True, **sizes}})
 
 
 def _asked(

@@ -135,7 +135,12 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], list[dict[str, Any]], Any]] 
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+MORE = ("embeddings that are alike at first", "two scales")  # of two towers with their means, as CLIP has them
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in MORE else ()) for kind in MODELS]
+)
 def test_the_loss_is_the_models_own_of_the_whole_batch(kind: str) -> None:
     build, rows, collator = MODELS[kind]
     task = handed(build, rows, collator)
@@ -167,8 +172,7 @@ def test_a_buffer_that_a_backward_needs_is_left_alone() -> None:
 @pytest.mark.timeout(180)
 def test_clip_as_it_comes_takes_one_processs_steps() -> None:
     recipe = samestep.Recipe(task=handed(clip, pairs(), asked_for), batch=9, steps=3, clip=0.5)
-    cases = [(recipe, layout, {}) for layout in ("fsdp2", "pp2")]
-    assert_same_steps([*cases, (recipe, "dp2", {"micro_batch": 2})], steps=2, dropout=True)
+    assert_same_steps([(recipe, "pp2", {}), (recipe, "dp2", {"micro_batch": 2})], steps=2, dropout=True)
 
 
 @pytest.mark.slow
@@ -180,6 +184,7 @@ def test_contrastive_models_take_one_processs_steps() -> None:
     cases = [(images, layout, {}) for layout in ("dp2", "fsdp2", "pp2")]
     cases += [(heard, layout, {}) for layout in ("dp2", "fsdp2", "pp2")]  # with batch norm of audio
     cases += [(recipe, layout, {}) for recipe in (clips, images) for layout in ("tp2", "cp2")]
+    cases.append((clips, "fsdp2", {}))
     assert_same_steps(cases, steps=2)
 
 

@@ -134,13 +134,25 @@ def test_a_draw_of_no_sample_is_refused(shape: tuple[int, ...]) -> None:
         drawn(lambda x: torch.rand(shape), torch.arange(4))
 
 
-def test_draws_take_the_same_step_under_layouts() -> None:
-    recipes = [
+RUNS: list[tuple[str, dict[str, int]]] = [("dp2", {}), ("dp2", {"micro_batch": 3}), ("fsdp2", {}), ("pp2", {})]
+
+
+def recipes_of_draws() -> list[samestep.Recipe]:
+    return [
         samestep.Recipe(task=odd.Odd(net), batch=13, steps=5, optimizer=samestep.AdamW(lr=0.01))
         for net in (drawing.DropPath, drawing.NewEmptyDropPath, drawing.LayerDrop, drawing.Noisy)
     ]
-    runs = [("dp2", {}), ("dp2", {"micro_batch": 3}), ("fsdp2", {}), ("pp2", {})]
-    assert_same_steps([(recipe, layout, run) for recipe in recipes for layout, run in runs], steps=3)
+
+
+def test_draws_take_the_same_step_under_layouts() -> None:
+    """Each kind under another layout, and one in micro-batches."""
+    cases = [(recipe, layout, run) for recipe, (layout, run) in zip(recipes_of_draws(), RUNS[::-1], strict=True)]
+    assert_same_steps(cases, steps=3)
+
+
+@pytest.mark.slow
+def test_every_draw_takes_the_same_step_under_every_layout() -> None:
+    assert_same_steps([(recipe, layout, run) for recipe in recipes_of_draws() for layout, run in RUNS], steps=3)
 
 
 @pytest.mark.slow

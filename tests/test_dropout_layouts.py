@@ -18,7 +18,7 @@ def recipe_of(name: str) -> samestep.Recipe:
 
 def test_a_cut_model_drops_what_one_process_drops() -> None:
     recipe = recipe_of("bert")
-    layouts = ["tp2 sequence=split", "cp2", "pp2"]
+    layouts = ["tp2 sequence=split", "pp2"]
     cases: dict[str, Case] = {layout: (recipe, layout, {}) for layout in layouts}
     cases["no dropout in attention"] = replace(recipe, attention_dropout=False), "pp2", {}
     proofs = prove(cases, steps=2, dropout=True)

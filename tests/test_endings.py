@@ -40,7 +40,7 @@ def failure(folder: Path, how: str, layout: str = "dp2", **run: Any) -> samestep
     ("how", "reason"),
     [
         ("os._exit 0", "its process ended with exit code 0 while the other ranks still needed it"),
-        ("signal SIGTERM", "ended by SIGTERM: somebody told it to end"),
+        pytest.param("signal SIGTERM", "ended by SIGTERM: somebody told it to end", marks=slow),
         pytest.param(
             "sys.exit 0",
             r"^the training called sys\.exit\(0\) before its end, at .*ending_tasks\.py:\d+; raise an error",
@@ -74,6 +74,7 @@ def test_a_rank_alone_that_ends_well_too_early_leaves_nobody_waiting(tmp_path: P
     assert len(faults_in(tmp_path)) == 2  # in both rounds
 
 
+@slow
 @pytest.mark.timeout(60)
 def test_a_killed_fork_server_is_named_and_the_next_round_has_another(tmp_path: Path) -> None:
     caught = failure(tmp_path, "server SIGKILL")

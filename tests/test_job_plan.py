@@ -125,6 +125,7 @@ def test_layouts_are_left_out_for_want_of_time() -> None:
     assert "dp2" in found.untried
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shortly")
 def test_devices_of_a_data_sheet(two: JobPlan) -> None:
     found = plan_job(job(), devices_of(cluster_of("h100", 2)))

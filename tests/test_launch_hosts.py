@@ -251,7 +251,11 @@ def test_where_a_host_has_no_such_python_the_option_that_names_it_is_told(
     ("changes", "says"),
     [
         ({"version": "0.0.9"}, 'samestep version: the starting machine has "0.0.9", a has "'),
-        ({"specs": [{"host": "a", "of_another_samestep": 1}]}, "samestep sources: a and the starting machine have"),
+        pytest.param(
+            {"specs": [{"host": "a", "of_another_samestep": 1}]},
+            "samestep sources: a and the starting machine have",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["version", "sources"],
 )

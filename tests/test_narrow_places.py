@@ -47,7 +47,7 @@ def run_in_shell(
 @pytest.mark.parametrize(
     ("before", "after", "code", "told"),
     [
-        ("", ">&-", 0, ""),
+        pytest.param("", ">&-", 0, "", marks=slow),
         pytest.param("", "2>&-", 0, "", marks=slow),
         pytest.param("", "<&-", 0, "", marks=slow),
         pytest.param("", "| true", 0, "", marks=slow),

@@ -62,6 +62,7 @@ def test_a_class_that_no_file_holds_is_told_before_ranks_start(way: str, tmp_pat
     assert "Can't get attribute" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_what_the_message_advises_works(tmp_path: Path) -> None:
     """One process needs no file, and ranks take the class from one."""

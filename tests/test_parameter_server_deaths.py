@@ -199,7 +199,11 @@ class Unpicklable(Unscored):
     ("mistaken", "message"),
     [
         (lambda place: Mortal(place, ["user error"], dies_in=2), "the user's fault, seen late"),
-        (lambda place: Unpicklable(), r"worker_restarts: a batch goes .* by pickle, .* leave worker_restarts out"),
+        pytest.param(
+            lambda place: Unpicklable(),
+            r"worker_restarts: a batch goes .* by pickle, .* leave worker_restarts out",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_mistake_of_the_users_is_no_death(mistaken: Any, message: str, tmp_path: Path) -> None:

@@ -92,14 +92,12 @@ def test_a_training_and_its_restart_are_told_from_the_first_seconds_to_the_end(t
     assert steps_in(tmp_path / "run") == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [
         (*SAMESTEP, "launch", "--num-procs", "2", "--progress", f"{EVERY}s", "--", "-m", "samestep"),
-        pytest.param(
-            (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "samestep"),
-            marks=pytest.mark.slow,
-        ),
+        (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "samestep"),
     ],
     ids=["launch", "torchrun"],
 )
@@ -193,7 +191,7 @@ def test_a_terminal_has_bars_and_no_lines(tmp_path: Path) -> None:
     assert not re.search(r"contract|ranks started|rendezvous|elapsed|still", text), text
 
 
-# Closed standard output has a fast test in tests/test_narrow_places.py.
+# Other streams that are closed or full have slow tests in tests/test_narrow_places.py.
 @pytest.mark.parametrize("stderr", ["/dev/full", pytest.param(None, marks=pytest.mark.slow)])
 def test_standard_error_that_takes_nothing_ends_no_training(tmp_path: Path, stderr: str | None) -> None:
     file = job_file(tmp_path, run={"folder": str(tmp_path / "run")})

@@ -42,7 +42,7 @@ LAYOUTS = ("dp2", "zero1x2", "fsdp2", "pp2")
 
 OF_TINY = Job(recipe=samestep.Recipe(task=Tiny(name="qwen2"), batch=10, steps=4), run=Run(threads=1))
 SLICED = ("tp2 sequence=split",)
-OFFLOADED = ("zero1x2 offload=optimizer", "fsdp2 offload=activations+parameters")
+OFFLOADED = ("zero1x2 offload=optimizer",)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,8 @@ def test_of_data_ranks_the_one_with_the_longest_samples_is_rehearsed() -> None:
         job = Job(recipe=samestep.Recipe(task=Lines(), batch=8, steps=4, seed=seed), run=Run(threads=1))
         (found,) = rehearse_job(replace(job, run=replace(job.run, layout="dp2")), 2)
         by_rank.setdefault(found.rank, (job, found))
+        if len(by_rank) == 2:
+            break
     assert by_rank.keys() == {0, 1}
     for job, found in by_rank.values():
         really = dry_run_layouts(job, ["dp2"])["dp2"]
@@ -127,8 +129,8 @@ def test_what_is_offloaded_is_rehearsed_to_the_byte(layout: str, tiny: Really) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_offloaded_activations_are_rehearsed_to_the_byte() -> None:
-    layout = "dp2 offload=activations"
+@pytest.mark.parametrize("layout", ["dp2 offload=activations", "fsdp2 offload=activations+parameters"])
+def test_offloaded_activations_are_rehearsed_to_the_byte(layout: str) -> None:
     _assert_offloaded_to_the_byte(layout, dry_run_layouts(OF_TINY, [layout]))
 
 
@@ -331,7 +333,7 @@ class UntracedTask(Points):
         ("words", "fails in it .*must be Tensor, not tuple.*--layout single"),
     ],
 )
-@pytest.mark.parametrize("layout", ["dp2", "fsdp2"])
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_a_model_that_shapes_do_not_lead_through_is_told_in_one_message(kind: str, told: str, layout: str) -> None:
     with pytest.raises(UserError, match=told) as caught:
         rehearsed(layout, 2, task=UntracedTask(kind))

@@ -103,7 +103,7 @@ def test_what_is_sent_is_counted_alike() -> None:
     assert counted["point-to-point"] == small
 
 
-@pytest.mark.parametrize("kernel", ["", " without a compiler"])
+@pytest.mark.parametrize("kernel", ["", pytest.param(" without a compiler", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -146,7 +146,7 @@ def left_behind() -> set[str]:
     return {each.name for each in MEMORY.glob("samestep-*") if not each.name.startswith("samestep-memory")}
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_a_killed_rank_leaves_nothing_behind(kills: int, tmp_path: Path) -> None:
     before, chance = left_behind(), random.Random(0)
     for kill in range(kills):

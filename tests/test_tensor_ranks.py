@@ -214,10 +214,7 @@ def on_each_rank() -> dict[str, Any]:
             "tokens": tokens_in_blocks(world),
             "messages": messages(world),
             "own loop": own_loop(world),
-            "dropout": [
-                with_dropout(world, layout)
-                for layout in ("tp2", "tp2 recompute=full", "tp2 sequence=split", "tp2 sequence=split recompute=full")
-            ],
+            "dropout": [with_dropout(world, layout) for layout in ("tp2", "tp2 sequence=split recompute=full")],
             "attention": attention(world),
             "float32": losses(training(world, LLAMA, "tp2")),
             "bf16": losses(training(world, LLAMA, "tp2", precision="bf16")),
@@ -269,13 +266,11 @@ def test_a_loop_of_ones_own_gives_an_example(found: dict[str, Any]) -> None:
 
 
 def test_dropout_leaves_what_ranks_hold_alike_alike(found: dict[str, Any]) -> None:
-    whole, recomputed, split, split_recomputed = found["dropout"]
-    assert whole["apart"] == split["apart"] == 0
-    # What is computed again in backward has the masks of the forward; other masks would be another step.
-    assert recomputed["losses"] == pytest.approx(whole["losses"], rel=1e-5)
-    assert split_recomputed["losses"] == pytest.approx(split["losses"], rel=1e-5)
-    # A mask depends on the seed, the step, the sample and the place, and on no slice of anything.
-    assert split["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    whole, split_recomputed = found["dropout"]
+    assert whole["apart"] == split_recomputed["apart"] == 0
+    # What is computed again in backward has the masks of the forward; other masks would be another step. And a mask
+    # depends on the seed, the step, the sample and the place, and on no slice of anything.
+    assert split_recomputed["losses"] == pytest.approx(whole["losses"], rel=1e-5)
 
 
 def test_pytorch_attention_on_slices_is_itself(found: dict[str, Any]) -> None:

@@ -163,6 +163,7 @@ def test_two_new_ones_at_once(programs: Programs, slow: str, right: bytes) -> No
     assert leases(programs.folder / "run") == []
 
 
+@pytest.mark.slow
 def test_two_new_ones_without_a_folder_have_one_each(programs: Programs, slow: str, right: bytes) -> None:
     for name in ("one", "two"):
         programs.start(name, [slow])

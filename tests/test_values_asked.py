@@ -1,6 +1,6 @@
 """Pipelines of models whose forward asks for values between and behind the layers: stages get what they ask for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from proving import Case, Proof, prove, same
@@ -125,29 +125,44 @@ REFUSED = {
 }
 
 
-def cases() -> dict[str, Case]:
-    recipes = {
-        build.__name__: samestep.Recipe(task=Asking(build), batch=6, steps=3) for build in (*ANSWERED, *REFUSED)
-    }
+FAST = (Between, Behind, OfParameter)
+MORE = (Early, Selected, OfKept)
+
+
+def cases(builds: Sequence[type[Layers]]) -> dict[str, Case]:
+    recipes = {build.__name__: samestep.Recipe(task=Asking(build), batch=6, steps=3) for build in builds}
     return {name: (recipe, "pp2", {}) for name, recipe in recipes.items()}
 
 
 @pytest.fixture(scope="module")
 def proofs() -> Mapping[str, Proof | str]:
-    return prove(cases(), steps=3)
+    return prove(cases(FAST), steps=3)
 
 
-@pytest.mark.parametrize("build", ANSWERED)
+@pytest.mark.parametrize("build", [build for build in ANSWERED if build in FAST])
 def test_stages_that_need_values_for_a_decision_get_them(
     build: type[Layers], proofs: Mapping[str, Proof | str]
 ) -> None:
     assert same(proofs, [build.__name__]) == {}
 
 
-@pytest.mark.parametrize("build", REFUSED)
+@pytest.mark.parametrize("build", [build for build in REFUSED if build in FAST])
 def test_what_no_stage_can_pass_on_is_refused_with_the_reason(
     build: type[Layers], proofs: Mapping[str, Proof | str]
 ) -> None:
+    assert_refused(build, proofs)
+
+
+@pytest.mark.slow
+def test_more_stages_get_values_or_are_refused() -> None:
+    found = prove(cases(MORE), steps=3)
+    assert same(found, [build.__name__ for build in MORE if build in ANSWERED]) == {}
+    for build in MORE:
+        if build in REFUSED:
+            assert_refused(build, found)
+
+
+def assert_refused(build: type[Layers], proofs: Mapping[str, Proof | str]) -> None:
     said = proofs[build.__name__]
     assert isinstance(said, str), said
     assert REFUSED[build] in said
