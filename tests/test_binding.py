@@ -345,7 +345,7 @@ class Bound(Points):
 
 
 @pytest.mark.skipif(len(this_machine().cores) < 2, reason="two ranks with a core each need two cores")
-@pytest.mark.parametrize("choice", ["auto", "none", "numa"])
+@pytest.mark.parametrize("choice", ["auto", "none", pytest.param("numa", marks=pytest.mark.slow)])
 def test_ranks_that_a_training_starts_are_bound(choice: str, tmp_path: Path) -> None:
     own = bindings(this_machine(), 2, choice)  # pyright: ignore[reportArgumentType]
     everywhere = sorted(os.sched_getaffinity(0))

@@ -79,10 +79,9 @@ def word_tokenizer(path: Path, *special: str) -> Path:
 @pytest.mark.parametrize(
     "model",
     [
-        {"type": "llama", "key_value_heads": 2},
-        {"type": "gpt2", "tied": True, "dropout": 0.3},
+        pytest.param({"type": "llama", "key_value_heads": 2}, id="llama"),
+        pytest.param({"type": "gpt2", "tied": True, "dropout": 0.3}, id="gpt2", marks=pytest.mark.slow),
     ],
-    ids=lambda model: model["type"],
 )
 def test_two_ranks_take_the_same_step(source: Path, model: dict[str, Any]) -> None:
     job = recipe(

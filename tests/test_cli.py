@@ -211,7 +211,9 @@ def test_a_good_job_would_start_processes(command: str, place: Path, no_process:
         main(arguments_of(command))
 
 
-@pytest.mark.parametrize("mistake", ["unknown flag", "empty data set of one's own"])
+@pytest.mark.parametrize(
+    "mistake", ["unknown flag", pytest.param("empty data set of one's own", marks=pytest.mark.slow)]
+)
 def test_a_mistake_ends_the_program_with_2(mistake: str, place: Path) -> None:
     """Before PyTorch is imported, and after."""
     command, message = MISTAKES[mistake]

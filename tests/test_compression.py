@@ -1,7 +1,7 @@
 """`recipe.communication`: every method beside a plain loop over simulated ranks, bytes, checkpoints, mistakes."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from samestep.checkpoint.folder import name_of
 from samestep.checkpoint.info import read_info
 from samestep.display.proofs import print_proof
 from samestep.errors import CheckpointError, UserError
+from samestep.job import Job
 from samestep.validation import checked
 
 BATCH, SAMPLES, STEPS, EVALUATED, SAVED, CLIP = 10, 45, 12, 5, 7, 0.5
@@ -75,6 +76,11 @@ SIMULATED: Mapping[str, Any] = {
     "zero-one-adam": zero_one_adam(renewals=(1, 2, 3, 5), exchanges=(4, 6, 8, 12)),
 }
 KEEPS_NOTHING = ("bf16", "fp16")  # from one step to the next
+# Each is beside a fast one: of the other half precision, without fragments, and with more bits.
+SLOW = ("fp16", "diloco", "streaming-8")
+FAST = tuple(name for name in METHODS if name not in SLOW)
+# Fast tests go on with another number of ranks by a method of a round, and by one of an optimizer of its own.
+FAST_ON_THREE = ("streaming", "zero-one-adam")
 MICRO_BATCH = 3  # of up to five samples on a rank
 CLOSE = 1e-9
 
@@ -129,41 +135,58 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compression")
 
 
+class OnDemand(dict[Any, samestep.TrainResult]):
+    """Trainings by what they are called; the first one that is wanted of a group has the whole group trained."""
+
+    def __init__(self, groups: Sequence[Sequence[Any]], job: Callable[[Any], Job]) -> None:
+        super().__init__()
+        self.groups, self.job = groups, job
+
+    def __missing__(self, key: Any) -> samestep.TrainResult:
+        (group,) = (group for group in self.groups if key in group)
+        self.update(zip(group, train_all([self.job(each) for each in group]), strict=True))
+        return self[key]
+
+
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Mapping[str, samestep.TrainResult]:
     """Every method on two ranks, in one start of them; evaluated and saved in the middle of every round."""
-    jobs = [
-        job_of(
-            recipe(method),
-            "dp2",
-            folder / name,
-            micro_batch=MICRO_BATCH,
-            checkpoint={"every": SAVED, "keep": 9},
-        )
-        for name, method in METHODS.items()
-    ]
-    return dict(zip(METHODS, train_all(jobs), strict=True))
+
+    def job(name: str) -> Job:
+        saving = {"every": SAVED, "keep": 9}
+        return job_of(recipe(METHODS[name]), "dp2", folder / name, micro_batch=MICRO_BATCH, checkpoint=saving)
+
+    return OnDemand([FAST, SLOW], job)
 
 
 @pytest.fixture(scope="module")
 def resumed(folder: Path, trained: Mapping[str, Any]) -> Mapping[tuple[str, int], samestep.TrainResult]:
     """The same from the checkpoints after step 7, on two and on three ranks."""
-    assert set(trained) == set(METHODS)
-    cases = [(name, ranks) for ranks in (2, 3) for name in METHODS if ranks == 2 or name not in KEEPS_NOTHING]
-    jobs = [
-        job_of(
+
+    def job(case: tuple[str, int]) -> Job:
+        name, ranks = case
+        return job_of(
             recipe(METHODS[name]),
             f"dp{ranks}",
             folder / f"{name}-on-{ranks}",
             micro_batch=MICRO_BATCH,
-            checkpoint={"resume": str(checkpoint_of(folder / name, SAVED))},
+            checkpoint={"resume": str(checkpoint_of(trained[name].folder, SAVED))},
         )
-        for name, ranks in cases
-    ]
-    return dict(zip(cases, train_all(jobs), strict=True))
+
+    more = [name for name in METHODS if name not in (*KEEPS_NOTHING, *FAST_ON_THREE)]
+    groups = [[(name, 2) for name in FAST], [(name, 2) for name in SLOW]]
+    groups += [[(name, 3) for name in FAST_ON_THREE], [(name, 3) for name in more]]
+    return OnDemand(groups, job)
 
 
-@pytest.mark.parametrize("name", METHODS)
+def methods(fast: Sequence[str] = FAST, *, left_out: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """A test of every method, of which those that are not among the fast ones are slow."""
+    names = [name for name in METHODS if name not in left_out]
+    marked = [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("name", marked)
+
+
+@methods()
 def test_a_method_takes_the_steps_of_simulated_ranks(name: str, trained: Mapping[str, Any]) -> None:
     run = simulated(name)
     run.take(STEPS, SIMULATED[name])
@@ -174,7 +197,7 @@ def test_a_method_takes_the_steps_of_simulated_ranks(name: str, trained: Mapping
 def test_methods_take_other_steps_than_plain_replicas_and_each_other(trained: Mapping[str, Any]) -> None:
     run = simulated("plain")
     run.take(STEPS, plain)
-    last = [run.losses[-1], *(result.losses[-1] for result in trained.values())]
+    last = [run.losses[-1], *(trained[name].losses[-1] for name in FAST)]
     assert min(abs(a - b) for i, a in enumerate(last) for b in last[:i]) > 1000 * CLOSE
 
 
@@ -188,8 +211,8 @@ def test_an_evaluation_in_a_round_is_of_the_mean_of_all_ranks(
     inputs, labels = zip(*task().eval_set(), strict=True)  # type: ignore[misc]
     scores = functional_call(run.model, model_of(run), (torch.stack(inputs).double(),))
     right = (scores.argmax(dim=1) == torch.stack(labels)).double().mean().item()
-    lines = (folder / name / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
     assert trained[name].steps == STEPS
+    lines = (folder / name / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
     assert {"step": EVALUATED, "accuracy": pytest.approx(right)}.items() <= json.loads(lines[0]).items()
 
 
@@ -224,24 +247,24 @@ def expected_bytes(name: str, step: int) -> int:
     }[name]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@methods()
 def test_the_bytes_that_are_recorded_are_those_of_the_formula(
     name: str, folder: Path, trained: Mapping[str, Any]
 ) -> None:
     wanted = [expected_bytes(name, step) for step in range(1, STEPS + 1)]
-    assert sent(folder / name) == wanted
     assert trained[name].sent_bytes == sum(wanted)
+    assert sent(folder / name) == wanted
     assert json.loads((folder / name / "report.json").read_text())["sent_bytes"] == sum(wanted)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@methods()
 def test_the_bytes_that_are_recorded_are_those_that_are_seen_on_their_way(
     name: str, trained: Mapping[str, Any], folder: Path
 ) -> None:
     assert trained[name].usage[0].sent_in_all == sent(folder / name)[2]  # the third step is measured
 
 
-@pytest.mark.parametrize("name", METHODS)
+@methods()
 def test_a_training_goes_on_as_if_it_had_not_ended(
     name: str, folder: Path, trained: Mapping[str, Any], resumed: Mapping[Any, Any]
 ) -> None:
@@ -253,7 +276,7 @@ def test_a_training_goes_on_as_if_it_had_not_ended(
     assert sent(folder / f"{name}-on-2") == sent(folder / name)[SAVED:]
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in KEEPS_NOTHING])
+@methods(FAST_ON_THREE, left_out=KEEPS_NOTHING)
 def test_a_training_goes_on_with_another_number_of_ranks(name: str, resumed: Mapping[Any, Any]) -> None:
     run = simulated(name)
     run.take(SAVED, SIMULATED[name])
@@ -352,10 +375,9 @@ def test_ranks_that_step_by_themselves_have_no_batch_norm(proofs: Mapping[str, A
     assert "local-sgd, whose ranks step by themselves, and 1 (BatchNorm1d)" in proofs["normed"]
 
 
-def test_another_method_does_not_go_on_from_a_checkpoint(folder: Path, trained: Mapping[str, Any]) -> None:
-    assert "diloco" in trained
-    saved = read_info(checkpoint_of(folder / "diloco", SAVED)).recipe
-    other = jobfile.plain(recipe({**METHODS["diloco"], "outer_momentum": 0.9}))
+def test_another_method_does_not_go_on_from_a_checkpoint(trained: Mapping[str, Any]) -> None:
+    saved = read_info(checkpoint_of(trained["four-bits"].folder, SAVED)).recipe
+    other = jobfile.plain(recipe({**METHODS["four-bits"], "outer_momentum": 0.9}))
     with pytest.raises(CheckpointError, match=r"recipe\.communication\.outer_momentum is 0\.9, and was 0\.8"):
         changes(saved, {**other, "task": saved["task"]})
 

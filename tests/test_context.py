@@ -77,10 +77,9 @@ RING: Mapping[str, Case] = {
     "ring: stages of a pipeline": (recipe("llama"), "pp2 cp2 attention=ring", {"micro_batch": 2}),
     "ring: slices of heads": (recipe("llama"), "cp2 tp2 attention=ring", {}),
 }
-# The others are proved by slow tests: models beside these, three ranks, and shards.
+# The others are proved by slow tests: models beside these, three ranks, shards and stages.
 FAST = (
     "cross-attention, and relative positions that blocks hand on",
-    "stages of a pipeline, which recompute",
     "a rank works on its part of the tokens",
     "ring: a bias with a gradient",
 )

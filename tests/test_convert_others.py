@@ -144,7 +144,9 @@ def test_sliced_models_are_refused(by_deepspeed: tuple[Path, dict[str, dict[str,
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_deepspeed_loads_what_is_written(stage: int, tmp_path: Path) -> None:
     torch.manual_seed(1)
     expected = Mixed().state_dict()

@@ -123,7 +123,7 @@ def test_the_model_has_learned(alone: list[dict[str, Any]]) -> None:
     assert all(any(row[guess] for row in rows) for guess in range(3))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_several_ranks_find_exactly_the_same(
     ranks: int, cases: list[tuple[Scored, int]], alone: list[dict[str, Any]]
 ) -> None:

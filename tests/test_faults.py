@@ -145,8 +145,15 @@ def test_a_loss_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:
     assert not (tmp_path / "faults.jsonl").exists()
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
-@pytest.mark.parametrize("layout", ["single", "dp2"])
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [
+        ("dp2", "skip"),
+        ("single", "rollback"),
+        pytest.param("single", "skip", marks=pytest.mark.slow),
+        pytest.param("dp2", "rollback", marks=pytest.mark.slow),
+    ],
+)
 def test_a_batch_that_is_not_finite_is_left_out_as_a_plain_loop_would(
     tmp_path: Path, layout: str, policy: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,7 +89,11 @@ def parameters(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    "model", [{"width": 8}, {"type": "resnet18", "width": 8, "norm": "group"}], ids=["small", "resnet18"]
+    "model",
+    [
+        pytest.param({"width": 8}, id="small"),
+        pytest.param({"type": "resnet18", "width": 8, "norm": "group"}, id="resnet18", marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_take_the_same_step(source: Path, model: dict[str, Any]) -> None:
     job = recipe(source, model, batch=7, optimizer=samestep.SGD(lr=0.05, momentum=0.9), clip=0.5)

@@ -7,10 +7,10 @@ import copy
 import json
 import pkgutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from job_keys import TABLES, job_schema, key_table, pages_of, schema_text
 from page_parts import read_part
@@ -27,12 +27,21 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = job_schema()
-VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+@cache
+def validator() -> Any:
+    """Of the schema. Imported here: it takes a second, and every worker collects all files."""
+    from jsonschema import Draft202012Validator
+
+    return Draft202012Validator(SCHEMA)
+
+
 SMALLEST: dict[str, Any] = {"recipe": {"task": "regression"}}
 
 
 def refused_by_the_schema(job: Any) -> bool:
-    return not VALIDATOR.is_valid(job)
+    return not validator().is_valid(job)
 
 
 def refused_by_the_checks(job: Any) -> bool:
@@ -57,7 +66,7 @@ def test_the_schema_and_the_tables_are_those_of_the_declarations() -> None:
 
 
 def test_the_schema_is_one_and_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    validator().check_schema(SCHEMA)
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == SCHEMA
 
@@ -73,7 +82,7 @@ def test_the_schema_is_one_and_is_what_the_command_prints(capsys: pytest.Capture
 def test_every_job_that_ships_is_taken(file: Path) -> None:
     job = parse_yaml(file.read_text(encoding="utf-8"))
     if isinstance(job, dict) and "recipe" in job:
-        assert [error.message for error in VALIDATOR.iter_errors(job)] == []
+        assert [error.message for error in validator().iter_errors(job)] == []
         jobfile.load(file)
 
 
@@ -154,7 +163,7 @@ def test_what_the_checks_take_in_place_of_a_fields_own_type_is_taken(
     job = copy.deepcopy(SMALLEST)
     for key, value in changes.items():
         put(job, tuple(key.split(".")), value)
-    assert [error.message for error in VALIDATOR.iter_errors(job)] == []
+    assert [error.message for error in validator().iter_errors(job)] == []
     monkeypatch.setenv("RANKS", "2")
     monkeypatch.setenv("PRECISION", "bf16")
     file = tmp_path / "job.yaml"

@@ -53,11 +53,9 @@ RUN: Mapping[str, Any] = {"bucket_mb": SMALL}
 
 
 def test_the_step_is_that_of_one_process() -> None:
-    """Also with micro-batches, and an average of the weights, which is taken after a step."""
-    averaged = _recipe(Tiny(name="llama-tied"), average=samestep.Average(decay=0.5))
+    """Also with micro-batches, and a parameter that is read outside of its layer."""
     cases: dict[str, Case] = {
         "micro-batches": (_recipe(Tiny(name="llama")), "zero1x2", {**RUN, "micro_batch": 2}),
-        "average": (averaged, "zero1x2", RUN),
         "read elsewhere": (_recipe(Peeks()), "zero1x2", RUN),
     }
     assert same(prove(cases, steps=4), list(cases)) == {}
@@ -65,10 +63,12 @@ def test_the_step_is_that_of_one_process() -> None:
 
 @pytest.mark.slow
 def test_the_step_is_that_of_one_process_under_other_layouts() -> None:
-    """With recomputation, replicas, slices and split tokens."""
+    """With recomputation, replicas, slices, split tokens, and an average of the weights, taken after a step."""
     llama = _recipe(Tiny(name="llama"))
+    averaged = _recipe(Tiny(name="llama-tied"), average=samestep.Average(decay=0.5))
     cases: dict[str, Case] = {
         "two": (llama, "zero1x2", RUN),
+        "average": (averaged, "zero1x2", RUN),
         "recomputed": (llama, "zero1x2 recompute=full", RUN),
         "replicas": (llama, "dp2 zero1x2", RUN),
         "slices": (llama, "zero1x2 tp2", RUN),

@@ -56,7 +56,13 @@ def usage(layout: str, *, precision: Any = "fp32", task: samestep.Task | None = 
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("dpN", "fp32"), ("zero1xN", "fp32"), ("zero2xN", "fp32"), ("fsdpN", "fp32"), ("fsdpN", "bf16")],
+    [
+        pytest.param("dpN", "fp32", marks=pytest.mark.slow),
+        ("zero1xN", "fp32"),
+        pytest.param("zero2xN", "fp32", marks=pytest.mark.slow),
+        pytest.param("fsdpN", "fp32", marks=pytest.mark.slow),
+        ("fsdpN", "bf16"),
+    ],
 )
 def test_bytes_of_two_ranks_follow_the_formulas(name: str, precision: str) -> None:
     formulas = benchmark()

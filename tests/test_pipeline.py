@@ -267,8 +267,8 @@ def test_shards_of_a_pipeline_take_the_same_step_and_reduce_gradients_once_a_ste
     for name in how:
         (tmp_path / name).mkdir()
     cases: dict[str, Case] = {
-        "few": (LLAMA, "pp2 fsdp2", how["few"]),
-        "many": (LLAMA, "pp2 fsdp2", {**how["many"], "micro_batch": 1}),
+        "few": (SMALL, "pp2 fsdp2", how["few"]),
+        "many": (SMALL, "pp2 fsdp2", {**how["many"], "micro_batch": 1}),
     }
     assert same(prove(cases, steps=2), list(cases)) == {}
     few, many = (written(tmp_path / name) for name in cases)

@@ -28,7 +28,12 @@ def recipe(task: samestep.Task | str, batch: int = 32) -> samestep.Recipe:
 
 @pytest.mark.parametrize(
     ("layout", "batch", "micro_batch"),
-    [("single", 32, 5), ("dp2", 32, None), ("dp3", 32, 4), ("dp4", 7, None)],
+    [
+        ("single", 32, 5),
+        ("dp2", 32, None),
+        pytest.param("dp3", 32, 4, marks=pytest.mark.slow),
+        pytest.param("dp4", 7, None, marks=pytest.mark.slow),
+    ],
 )
 def test_a_layout_takes_the_step_of_one_process(layout: str, batch: int, micro_batch: int | None) -> None:
     # 200 samples: with batches of 32 the seventh step, the last of its epoch, has 8 samples.

@@ -133,7 +133,12 @@ DATA: dict[str, tuple[str, Callable[[list[str]], list[str]], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DATA)
+FAST = ("values", "fewer", "labels", "columns", "held out")  # the others change contents or the number as well
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in DATA]
+)
 def test_other_data_are_refused_and_can_be_accepted(job: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     file, edit, said = DATA[name]
     change(job.parent / f"{file}.csv", edit)

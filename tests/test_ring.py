@@ -62,7 +62,9 @@ def _largest_difference(ranks: int, written_out: bool) -> float:
     return apart
 
 
-@pytest.mark.parametrize(("ranks", "written_out"), [(2, False), (3, True), (4, False)])
+@pytest.mark.parametrize(
+    ("ranks", "written_out"), [(2, False), (3, True), pytest.param(4, False, marks=pytest.mark.slow)]
+)
 def test_a_ring_gives_the_attention_of_the_whole(ranks: int, written_out: bool) -> None:
     assert local.start(_largest_difference, (ranks, written_out), ranks) < 1e-12
 

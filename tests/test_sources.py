@@ -445,6 +445,7 @@ def test_no_package_descriptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("apt-cache") is None, reason="no apt-cache on this machine")
 def test_the_package_descriptions_of_this_machine() -> None:
     try:

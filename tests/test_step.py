@@ -63,7 +63,7 @@ RECIPES = {
     ("name", "layout", "micro_batch"),
     [
         *((name, "single", micro_batch) for name in RECIPES for micro_batch in (None, 8, 5)),
-        ("adamw", "dp2", None),
+        pytest.param("adamw", "dp2", None, marks=pytest.mark.slow),
         ("sgd", "dp2", 4),
         ("words", "dp2", 1),
     ],

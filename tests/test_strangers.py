@@ -111,7 +111,7 @@ class TwoHosts:
         self.handshakes[0].leave(0.1)
 
 
-@pytest.fixture(params=["a secret", "no secret"])
+@pytest.fixture(params=["a secret", pytest.param("no secret", marks=pytest.mark.slow)])
 def two_hosts(request: pytest.FixtureRequest) -> Iterator[TwoHosts]:
     both = TwoHosts(JobSecret.made() if request.param == "a secret" else None)
     yield both
