@@ -8,6 +8,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from samestep import environment, output_files
 from samestep.errors import USERS_MISTAKE, InterruptedJobError, UserError
@@ -45,7 +46,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; `samestep-prove --help` says what there is")
 
 

@@ -20,7 +20,9 @@ try:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 except ImportError:  # before 2.5
     from torch.distributed._tensor import DTensor
-    from torch.distributed._tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed._tensor._utils import (  # pyright: ignore[reportMissingImports]
+        compute_local_shape_and_global_offset,
+    )
     from torch.distributed._tensor.placement_types import Partial
 try:
     from torch.distributed.fsdp import FSDPModule
