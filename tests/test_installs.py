@@ -67,6 +67,8 @@ def test_every_install_names_what_there_is() -> None:
             assert module in FILLED_IN, (module, word)
         elif extra := re.fullmatch(r"samestep\[(.+)\]", word):
             assert extra[1] in EXTRAS, (module, word)
+        elif "/" in word:
+            assert (ROOT / word / "pyproject.toml").is_file(), (module, word)
         else:
             assert name_of(word) in KNOWN, (module, word)
 

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     registry.check_installed(engine)  # the script alone runs on this host
     launch = parse_command(words("--launch", options.launch, script=False)) if options.launch else ()
     proof = script_options.read(options, options.script, flag="--script", engine=engine, launch=launch)
-    script_options.check_outputs(options, extra='"samestep[report]"')
+    script_options.check_outputs(options, install='pip install "samestep[report]"')
     return script_options.run(proof, options, launched, options.script)
 
 

@@ -40,7 +40,7 @@ def _run(options: argparse.Namespace) -> int:
     from samestep.script_proof.torchrun import by_torchrun
 
     proof = script_options.read(options, options.script, flag="COMMAND")
-    script_options.check_outputs(options, extra="plotly")
+    script_options.check_outputs(options, install="pip install plotly")
     whole = importlib.util.find_spec("samestep.launch") is not None
     return script_options.run(proof, options, launched if whole else by_torchrun, options.script)
 

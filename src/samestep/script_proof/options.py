@@ -20,7 +20,7 @@ PROCESSES, STEPS, TIME_LIMIT = 2, 10, 600.0
 NAMES = ("alone", "then", "every", "modules", "dtype", "seed", "noise", "time_limit", "keep")
 
 
-def add_arguments(parser: argparse._ActionsContainer) -> None:
+def add_arguments(parser: "argparse._ActionsContainer") -> None:
     """Add the options that only a script's proof has: those of `NAMES`."""
     add = parser.add_argument
     add("--alone", metavar="COMMAND", help="the same with other arguments, for one process")
@@ -72,11 +72,11 @@ def read(
     )
 
 
-def check_outputs(options: argparse.Namespace, *, extra: str) -> None:
-    """Raise UserError where a file or folder can't be written; `extra`: what to install for the page."""
+def check_outputs(options: argparse.Namespace, *, install: str) -> None:
+    """Raise UserError where a file or folder can't be written; `install`: the command for what a page needs."""
     output_files.check(options, "json", "report")
     if options.report is not None and importlib.util.find_spec("plotly") is None:
-        raise UserError(f"--report needs plotly, which is not installed; pip install {extra}")
+        raise UserError(f"--report needs plotly, which is not installed; {install}")
     if options.keep is not None and options.keep.exists():
         raise UserError(f"--keep {options.keep}: it is there already; name a new folder")
 
