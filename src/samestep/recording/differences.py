@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -97,31 +97,57 @@ def _apart(
     """
     known = alone.joined(number, kind, name)
     assert known is not None
-    norm = known.value.norm().item()
-    least = max(norm, _SMALL * usual * math.sqrt(max(1, known.value.numel())), 1e-300)
     repeated = again.joined(number, kind, name) if again is not None and number < again.steps else None
-    noise = _distance(repeated.value, known.value) / least if repeated is not None else 0.0
     found = split.joined(number, kind, name)
-    if found is None or found.value.shape != known.value.shape:
+    difference = tensor_difference(
+        name,
+        known.value,
+        None if found is None else found.value,
+        usual=usual,
+        repeated=None if repeated is None else repeated.value,
+        copies=() if found is None else found.copies,
+    )
+    if found is None or difference.missing:
+        return difference
+    return replace(
+        difference, of_ranks=_of_ranks(found, known.value), absent=found.absent if found.copies else ()
+    )
+
+
+def tensor_difference(
+    name: str,
+    known: Tensor,
+    value: Tensor | None,
+    *,
+    usual: float,
+    repeated: Tensor | None = None,
+    copies: Sequence[Tensor] = (),
+) -> TensorDifference:
+    """Compare a whole tensor, in float64, with the known one; None or another shape: it is missing.
+
+    `usual`: the typical magnitude of a number. `repeated`: the known one's noise. `copies`: of each rank.
+    """
+    norm = known.norm().item()
+    least = max(norm, _SMALL * usual * math.sqrt(max(1, known.numel())), 1e-300)
+    noise = _distance(repeated, known) / least if repeated is not None else 0.0
+    if value is None or value.shape != known.shape:
         return TensorDifference(
             name=name, alone=norm, apart=math.inf, noise=noise, ranks_apart=0.0, ratio=0.0, rest=0.0, missing=True
         )
-    product = (found.value * known.value).sum().item()
-    square, split_square = known.value.square().sum().item(), found.value.square().sum().item()
+    product = (value * known).sum().item()
+    square, split_square = known.square().sum().item(), value.square().sum().item()
     ratio, rest = ratio_of(product, square, split_square)
     return TensorDifference(
         name=name,
         alone=norm,
-        apart=_distance(found.value, known.value) / least,
+        apart=_distance(value, known) / least,
         noise=noise,
-        ranks_apart=max((_distance(copy, found.copies[0]) / least for copy in found.copies), default=0.0),
+        ranks_apart=max((_distance(copy, copies[0]) / least for copy in copies), default=0.0),
         ratio=ratio,
         rest=rest,
-        of_ranks=_of_ranks(found, known.value),
         product=product,
         square=square,
         split_square=split_square,
-        absent=found.absent if found.copies else (),
     )
 
 

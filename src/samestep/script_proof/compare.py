@@ -27,7 +27,7 @@ from samestep.recording.differences import (
 from samestep.recording.record import RunRecord, with_names_of
 from samestep.script_proof.follow import order_finding
 from samestep.script_proof.gradients import StepPair, gradient_finding
-from samestep.script_proof.kinds import ScriptFinding
+from samestep.script_proof.kinds import Finding
 from samestep.script_proof.runs import (
     AGAIN,
     ALONE,
@@ -64,7 +64,7 @@ class Verdict:
 
     processes: int
     steps: int  # that were compared
-    finding: ScriptFinding | None
+    finding: Finding | None
     noise: Mapping[str, float]  # largest measured noise of gradients and of parameters
     curve: Sequence[StepNumbers] = ()
     notes: Sequence[Words] = ()
@@ -122,7 +122,7 @@ def prove(proof: ScriptProof, folder: Path, starter: Starter = launched) -> Verd
     return _checked(verdict, found, proof, folder, starter)
 
 
-def _checked(verdict: Verdict, found: ScriptFinding, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
+def _checked(verdict: Verdict, found: Finding, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
     """Return the verdict in float64 if it is clear there; else the given one, with a note on the attempt.
 
     Code that computes in bfloat16 anyway rounds halves of a batch differently from the whole: in float64 they differ
@@ -206,7 +206,7 @@ class _Comparison:
     own: RunRecord | None = None  # the run alone with its own batches, if `alone` was given the split run's
     whole: bool = False  # the model can't be called with half batches, by which rounding is measured
     placed: bool = False  # a sample's place in its batch matters
-    order: tuple[int, ScriptFinding] | None = (
+    order: tuple[int, Finding] | None = (
         None  # first step of the split run whose samples are wrong, and the finding
     )
 
@@ -277,7 +277,7 @@ class _Comparison:
     def _drops(self) -> bool:
         return any(step.values["dropout"] for step in self.split.step(0))
 
-    def _initial(self) -> ScriptFinding | None:
+    def _initial(self) -> Finding | None:
         """Compare the weights before the first step. Raises UserError for unseeded ones."""
         tensors = compare_tensors(0, "before", self.alone, self.split, self.again)
         limits = limits_of(tensors, self.alone.dtype())
@@ -292,7 +292,7 @@ class _Comparison:
 
     def _step(
         self, number: int, known: dict[str, RoundingLimits], *, judged: bool
-    ) -> tuple[ScriptFinding | None, StepNumbers]:
+    ) -> tuple[Finding | None, StepNumbers]:
         """Compare one step; return the first difference if `judged`, and the step's numbers."""
         dtype = self.alone.dtype()
         found = {}
@@ -313,7 +313,7 @@ class _Comparison:
 
     def _judge(
         self, number: int, found: Mapping[str, Sequence[TensorDifference]], limits: Mapping[str, RoundingLimits]
-    ) -> ScriptFinding | None:
+    ) -> Finding | None:
         """Judge a step's gradients, update and buffers; None if all differences are noise."""
         pair = StepPair(
             number=number,
@@ -323,14 +323,14 @@ class _Comparison:
             limits=limits["gradient"],
         )
         return (
-            gradient_finding(pair, self.alone, self.split, keys_of(self.alone, self.split))
+            gradient_finding(pair, keys_of(self.alone, self.split))
             or update_finding(
                 number, found["after"], limits["after"], self.alone, self.split, gradients=limits["gradient"].common
             )
             or buffer_finding(number, found["buffer"], limits["buffer"])
         )
 
-    def _without_samples(self) -> ScriptFinding | None:
+    def _without_samples(self) -> Finding | None:
         """With different samples in both runs, compare the ranks of the split run with each other."""
         for number in range(self.split.steps):
             for kind, name, what in (
@@ -345,20 +345,20 @@ class _Comparison:
                     if kind == "gradient" and len(own) <= 0.9 * len(tensors):
                         name = "parameter-not-reduced"
                     module = common_module(own) if len(own) < len(tensors) else None
-                    return ScriptFinding(kind=name, step=number + 1, what=what, relative=worst, module=module)
+                    return Finding(kind=name, step=number + 1, what=what, relative=worst, module=module)
         return None
 
-    def _rest(self) -> ScriptFinding | None:
+    def _rest(self) -> Finding | None:
         """Compare what is left if every step was the same: evaluation, dropout, number of steps."""
         found = evaluation_finding(self.alone, self.split, keys_of(self.alone, self.split))
         if found is None and self.dropout and self._equal_draws():
-            return ScriptFinding(kind="equal-draws", step=1, what="random numbers", relative=1.0)
+            return Finding(kind="equal-draws", step=1, what="random numbers", relative=1.0)
         ends = [run.ranks[0].end.get("how") for run in (self.alone, self.split)]
         if found is None and self.alone.steps != self.split.steps and ends == ["ended", "ended"]:
             facts = {"alone": self.alone.steps, "split": self.split.steps}
             number = min(self.alone.steps, self.split.steps)
             relative = abs(self.split.steps / self.alone.steps - 1)
-            return ScriptFinding(kind="steps-differ", step=number + 1, what="steps", relative=relative, facts=facts)
+            return Finding(kind="steps-differ", step=number + 1, what="steps", relative=relative, facts=facts)
         return found
 
     def _equal_draws(self) -> bool:
@@ -436,7 +436,7 @@ class _Comparison:
                     "打开 dropout 时，所有 rank 会抽到相同的掩码：它们的生成器相同",
                 )
 
-    def _schedule_note(self, finding: ScriptFinding | None) -> Iterator[Words]:
+    def _schedule_note(self, finding: Finding | None) -> Iterator[Words]:
         """A schedule that is stepped for each rank may be meant to follow samples, as Accelerate's does.
 
         Others differ since one process, with its own smaller batches, would take more steps.

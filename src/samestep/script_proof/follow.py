@@ -12,7 +12,7 @@ from pathlib import Path
 
 from samestep.recording.record import RunRecord
 from samestep.script_proof.batches import Iteration, iterations
-from samestep.script_proof.kinds import ScriptFinding
+from samestep.script_proof.kinds import Finding
 from samestep.script_proof.sampling import check_steps, sampling
 
 
@@ -44,7 +44,7 @@ def following(alone: Path, split: Path) -> Following | None:
     return Following(folder=str(split), times=times if times > 1 and not rest else 1, widened=made)
 
 
-def order_finding(own: Path, split: Path, steps: RunRecord) -> tuple[int, ScriptFinding] | None:
+def order_finding(own: Path, split: Path, steps: RunRecord) -> tuple[int, Finding] | None:
     """What is wrong with the order of the split run's samples, and the number of the step, from 0.
 
     `own`: the folder of the run alone with batches of its own, which says what is usual: a sampler that draws with
@@ -61,7 +61,7 @@ def order_finding(own: Path, split: Path, steps: RunRecord) -> tuple[int, Script
                 count, kind = finding
                 total = len(found[number].joined[at])
                 facts = {"count": count}
-                return step, ScriptFinding(
+                return step, Finding(
                     kind=kind, step=step + 1, what="samples", relative=count / total, facts=facts
                 )
         begun += len(found[number].joined)

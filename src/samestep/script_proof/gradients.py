@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from samestep.recording.differences import RoundingLimits, TensorDifference, common_module, together
 from samestep.recording.forward import Keys, ModuleDifference, first_module_apart
-from samestep.recording.record import RankStep, RunRecord
-from samestep.script_proof.kinds import ScriptFinding
+from samestep.recording.record import RankStep
+from samestep.script_proof.kinds import Finding
 
 # Largest remainder, after subtracting a multiple, at which the difference counts as that multiple.
 _REST = 0.02
@@ -41,15 +41,15 @@ class StepPair:
     def micro_batches(self) -> int:
         return max(len(step.losses) for step in self.split)
 
-    def finding(self, kind: str, names: Sequence[str] | None = None, **facts: object) -> ScriptFinding:
+    def finding(self, kind: str, names: Sequence[str] | None = None, **facts: object) -> Finding:
         """Build a finding of this step, with the module if only some tensors depart."""
         module = common_module(names) if names is not None and len(names) < len(self.tensors) else None
-        return ScriptFinding(
+        return Finding(
             kind=kind, step=self.number + 1, what="gradient", relative=self.worst, module=module, facts=facts
         )
 
 
-def gradient_finding(pair: StepPair, alone: RunRecord, split: RunRecord, keys: Keys | None) -> ScriptFinding | None:
+def gradient_finding(pair: StepPair, keys: Keys | None) -> Finding | None:
     """Classify the difference of a step's gradients; None if there is none."""
     apart = _ranks_apart(pair)
     if apart is not None:
@@ -73,22 +73,22 @@ def gradient_finding(pair: StepPair, alone: RunRecord, split: RunRecord, keys: K
     return pair.finding("gradients-differ", names)
 
 
-def _of_forward(kind: str, pair: StepPair, found: ModuleDifference) -> ScriptFinding:
+def _of_forward(kind: str, pair: StepPair, found: ModuleDifference) -> Finding:
     """Build a finding about a module's output."""
-    return ScriptFinding(
+    return Finding(
         kind=kind, step=pair.number + 1, what="forward", relative=found.relative, module=found.module
     )
 
 
-def _ranks_apart(pair: StepPair) -> ScriptFinding | None:
+def _ranks_apart(pair: StepPair) -> Finding | None:
     """Find parameters whose gradients differ between ranks."""
     own = [each.name for each in pair.tensors if not each.missing and pair.limits.ranks_exceeded(each)]
     if not own:
         return None
     relative = max(each.ranks_apart for each in pair.tensors if each.name in own)
     if len(own) > 0.9 * len(pair.tensors):
-        return ScriptFinding(kind="not-reduced", step=pair.number + 1, what="gradient", relative=relative)
-    return ScriptFinding(
+        return Finding(kind="not-reduced", step=pair.number + 1, what="gradient", relative=relative)
+    return Finding(
         kind="parameter-not-reduced",
         step=pair.number + 1,
         what="gradient",
@@ -97,7 +97,7 @@ def _ranks_apart(pair: StepPair) -> ScriptFinding | None:
     )
 
 
-def _clipped(pair: StepPair) -> ScriptFinding | None:
+def _clipped(pair: StepPair) -> Finding | None:
     """Find clipping at the wrong time, or by the wrong norm."""
     mine, theirs = pair.alone[0].clips, pair.split[0].clips
     if not mine and not theirs:
@@ -116,7 +116,7 @@ def _clipped(pair: StepPair) -> ScriptFinding | None:
     return _shards_scaled_apart(pair)
 
 
-def _shards_scaled_apart(pair: StepPair) -> ScriptFinding | None:
+def _shards_scaled_apart(pair: StepPair) -> Finding | None:
     """Find shards that each rank has scaled by a factor of its own."""
     ratios: dict[int, list[float]] = {}
     for each in pair.tensors:
@@ -131,7 +131,7 @@ def _shards_scaled_apart(pair: StepPair) -> ScriptFinding | None:
     return pair.finding("clip-local-norm", norms=", ".join(f"x {mean:.3g}" for mean in means))
 
 
-def _scaled(pair: StepPair) -> ScriptFinding | None:
+def _scaled(pair: StepPair) -> Finding | None:
     """Find gradients, all or some, that are a multiple of the right ones."""
     ratio, rest = together(pair.tensors)
     ranks, micro_batches = len(pair.split), pair.micro_batches
@@ -147,7 +147,7 @@ def _scaled(pair: StepPair) -> ScriptFinding | None:
     return None
 
 
-def _multiple(pair: StepPair, ratio: float, ranks: int, micro_batches: int) -> ScriptFinding:
+def _multiple(pair: StepPair, ratio: float, ranks: int, micro_batches: int) -> Finding:
     """Attribute a ratio to the number of ranks or of micro-batches; if both are equal, the losses decide."""
     # One process with as many micro-batches would not divide by them either. Twice may well be the ranks' alone, as
     # where an engine divides that is not there with one process.
@@ -209,7 +209,7 @@ def counts_of(step: RankStep) -> list[dict[str, float]]:
     return found
 
 
-def _mean_of_means(pair: StepPair) -> ScriptFinding | None:
+def _mean_of_means(pair: StepPair) -> Finding | None:
     """Find counts with which the weighted mean of the split run's losses is the loss alone, unlike their plain mean.
 
     Losses are compared up to a common factor, since with accumulation a backward may get a part of its loss.
@@ -252,7 +252,7 @@ def _divided(pair: StepPair) -> bool:
     return pair.micro_batches > 1 and ratio is not None and 0.5 < ratio < 2.0
 
 
-def _lost_micro_batches(pair: StepPair) -> ScriptFinding | None:
+def _lost_micro_batches(pair: StepPair) -> Finding | None:
     """Find much smaller gradients in a step of several micro-batches: some of them are missing."""
     if pair.micro_batches < 2:
         return None

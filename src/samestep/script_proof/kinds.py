@@ -1,4 +1,4 @@
-"""Kinds of differences that a script's proof reports, with their texts in both languages."""
+"""Kinds of differences that proofs of scripts and of jobs report, with their texts in both languages."""
 
 import math
 from collections.abc import Mapping
@@ -91,6 +91,10 @@ KINDS: Mapping[str, Words] = {
         "the gradients of these parameters are {ratio:.4g} times as large, the others' are right",
         "这些参数的梯度是 {ratio:.4g} 倍，其余参数的梯度正确",
     ),
+    "parts-weighted": Words(
+        "the samples of ranks or micro-batches count {weights} times as much as they should",
+        "各 rank 或 micro-batch 的样本所占的权重是应有的 {weights} 倍",
+    ),
     "mean-of-means": Words(
         "a mean of means: each rank or micro-batch divides by its own {name} ({counts}), and the results count alike",
         "均值的均值：每个 rank 或 micro-batch 除以自己的 {name}（{counts}），结果却按同样的权重平均",
@@ -175,6 +179,14 @@ KINDS: Mapping[str, Words] = {
         "all ranks draw the same random numbers: dropout masks of different samples are equal",
         "所有 rank 抽到相同的随机数：不同样本的 dropout 掩码相同",
     ),
+    "loss-differs": Words(
+        "of equal gradients the loss that is reported is another one",
+        "梯度相同，报告的损失却不同",
+    ),
+    "evaluation-differs": Words(
+        "after equal steps the metrics of the held-out samples are others",
+        "每一步都相同，留出样本的指标却不同",
+    ),
     "evaluation-repeats": Words(
         "evaluation counts {count} samples more than once",
         "评估把 {count} 个样本算了不止一次",
@@ -187,7 +199,7 @@ KINDS: Mapping[str, Words] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptFinding:
+class Finding:
     """A difference, and what it looks like."""
 
     kind: str
@@ -200,6 +212,14 @@ class ScriptFinding:
     @property
     def words(self) -> Words:
         return KINDS[self.kind].format(**self.facts)
+
+    @property
+    def line(self) -> str:
+        """Where, what it looks like, and how large it is."""
+        where = f"step {self.step}, {self.what}" if self.step else self.what
+        module = f" of {self.module}" if self.module else ""
+        size = f" (relative difference {self.relative:.2g})" if math.isfinite(self.relative) else ""
+        return f"{where}{module}: {self.words.en}{size} [{self.kind}]"
 
     def to_json(self) -> dict[str, Any]:
         """`relative` is None where nothing can be measured, as of a gradient that is missing."""

@@ -1,12 +1,9 @@
 """The verdict in the terminal."""
 
-import math
-
 from rich.console import Console
 
 from samestep.display.tables import WIDTH, formatted, numbers, plain_console, table, texts
 from samestep.script_proof.compare import Verdict
-from samestep.script_proof.kinds import ScriptFinding
 
 
 def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
@@ -29,12 +26,5 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
     if verdict.finding is None:
         console.print("the same step: what differs is as small as the noise", soft_wrap=True)
     else:
-        console.print(f"NOT the same step: {said(verdict.finding)}", soft_wrap=True)
+        console.print(f"NOT the same step: {verdict.finding.line}", soft_wrap=True)
 
-
-def said(finding: ScriptFinding) -> str:
-    """A finding in one line: where, what it looks like, and how large it is."""
-    where = f"step {finding.step}, {finding.what}" if finding.step else finding.what
-    module = f" of {finding.module}" if finding.module else ""
-    size = f" (relative difference {finding.relative:.2g})" if math.isfinite(finding.relative) else ""
-    return f"{where}{module}: {finding.words.en}{size} [{finding.kind}]"

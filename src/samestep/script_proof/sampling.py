@@ -12,7 +12,7 @@ from typing import Any
 from samestep.errors import UserError
 from samestep.recording.forward import Keys, first_module_apart, rows_of_forward
 from samestep.recording.record import Row, RunRecord
-from samestep.script_proof.kinds import ScriptFinding
+from samestep.script_proof.kinds import Finding
 
 Rows = Counter[Row]
 
@@ -22,7 +22,7 @@ class Sampling:
     """Comparison of the samples of two runs."""
 
     same: int  # number of first steps with the same samples
-    finding: ScriptFinding | None = None  # what is wrong in the next step
+    finding: Finding | None = None  # what is wrong in the next step
     mistake: str | None = None  # why steps can't be compared, and what to pass
     seen: bool = True  # whether samples were seen at all
 
@@ -132,9 +132,9 @@ def _drawn_anew(mine: Sequence[Rows], repeated: Sequence[Rows]) -> str | None:
     return None
 
 
-def _samples(kind: str, number: int, count: int, of: Rows, **facts: Any) -> ScriptFinding:
+def _samples(kind: str, number: int, count: int, of: Rows, **facts: Any) -> Finding:
     """Build a finding about `count` samples of those in `of`."""
-    return ScriptFinding(
+    return Finding(
         kind=kind,
         step=number + 1,
         what="samples",
@@ -151,7 +151,7 @@ _GIVEN = (
 
 def _judged(
     alone: RunRecord, split: RunRecord, number: int, mine: Sequence[Rows], theirs: Sequence[Rows], keys: Keys
-) -> tuple[ScriptFinding | None, str | None]:
+) -> tuple[Finding | None, str | None]:
     """Classify the first step with different samples; or return why that isn't possible."""
     a, s = mine[number], theirs[number]
     missing, extra = sum((a - s).values()), sum((s - a).values())
@@ -192,13 +192,13 @@ def _hint(mine: Sequence[Rows], theirs: Sequence[Rows]) -> str:
     )
 
 
-def _same_on_ranks(split: RunRecord, number: int, keys: Keys, theirs: Sequence[Rows]) -> ScriptFinding | None:
+def _same_on_ranks(split: RunRecord, number: int, keys: Keys, theirs: Sequence[Rows]) -> Finding | None:
     """The finding that all ranks train on the same samples: no sampler shares them out."""
     ranks = [_of_rank(split, rank, number, keys.split) for rank in range(len(split.ranks))]
     if len(ranks) <= _sharers(split) or not ranks[0] or any(rank != ranks[0] for rank in ranks):
         return None
     total = theirs[number]
-    return ScriptFinding(
+    return Finding(
         kind="same-samples",
         step=number + 1,
         what="samples",
@@ -207,7 +207,7 @@ def _same_on_ranks(split: RunRecord, number: int, keys: Keys, theirs: Sequence[R
     )
 
 
-def _resumed(split: RunRecord, number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> ScriptFinding | None:
+def _resumed(split: RunRecord, number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
     """Steps that train, from a resumption on, on the samples of earlier or later ones."""
     loaded = [at for rank in split.ranks for at in rank.loaded if at <= number]
     if not loaded:
@@ -237,7 +237,7 @@ def _epoch(rows: Sequence[Rows]) -> int | None:
     return None
 
 
-def _epoch_again(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> ScriptFinding | None:
+def _epoch_again(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
     """The finding that each epoch has the order of the one before: set_epoch isn't called."""
     length = _epoch(theirs)
     if length is None or number < length or not theirs[number]:
@@ -247,7 +247,7 @@ def _epoch_again(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> S
     return _samples("same-order-each-epoch", number, sum((mine[number] - theirs[number]).values()), mine[number])
 
 
-def _padded_or_lost(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> ScriptFinding | None:
+def _padded_or_lost(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
     """Find samples that were added to fill the end of an epoch, or dropped there."""
     a, s = mine[number], theirs[number]
     missing, extra = sum((a - s).values()), sum((s - a).values())
@@ -264,7 +264,7 @@ def _padded_or_lost(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -
     return None
 
 
-def _shorter_epoch(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> ScriptFinding | None:
+def _shorter_epoch(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
     """An epoch of the split run that has each of its samples once, and begins again before it has had all."""
     length, whole = _epoch(theirs), _epoch(mine)
     if length is None or whole is None or number >= length:
@@ -275,7 +275,7 @@ def _shorter_epoch(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) ->
     return _samples("lost-samples", number, len(known) - len(found), known)
 
 
-def _shuffled_apart(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> ScriptFinding | None:
+def _shuffled_apart(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
     """Samples that come twice in the split run within a stretch in which the run alone has each once."""
     length = _epoch(mine) or min(len(mine), len(theirs))
     alone: Rows = sum(mine[:length], Counter())
@@ -290,7 +290,7 @@ def _shuffled_apart(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -
 
 def _never_seen(
     alone: RunRecord, split: RunRecord, number: int, mine: Sequence[Rows], theirs: Sequence[Rows]
-) -> ScriptFinding | None:
+) -> Finding | None:
     """Find samples of the run alone that never occur in the split run, though both completed their epoch."""
     for run, rows in ((alone, mine), (split, theirs)):
         if _continues(run) and _epoch(rows) is None:
@@ -301,7 +301,7 @@ def _never_seen(
     return _samples("lost-samples", number, len(known - found), Counter(known))
 
 
-def evaluation_finding(alone: RunRecord, split: RunRecord, keys: Keys | None) -> ScriptFinding | None:
+def evaluation_finding(alone: RunRecord, split: RunRecord, keys: Keys | None) -> Finding | None:
     """Evaluation's samples, phase by phase. What Accelerate cuts off before a metric sees it doesn't count."""
     if keys is None:
         return None
@@ -316,7 +316,7 @@ def evaluation_finding(alone: RunRecord, split: RunRecord, keys: Keys | None) ->
         kind = "evaluation-loses" if lost and not repeated else "evaluation-repeats"
         count = lost if kind == "evaluation-loses" else repeated
         relative = count / sum(a.values())
-        return ScriptFinding(kind=kind, step=after, what="evaluation", relative=relative, facts={"count": count})
+        return Finding(kind=kind, step=after, what="evaluation", relative=relative, facts={"count": count})
     return None
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 from samestep.recording.differences import RoundingLimits, TensorDifference, common_module
 from samestep.recording.record import RankStep, RunRecord, piece_of
-from samestep.script_proof.kinds import ScriptFinding
+from samestep.script_proof.kinds import Finding
 
 _RELATIVE = 1e-6  # of settings, which are computed in Python
 
 
 def initial_finding(
     tensors: Sequence[TensorDifference], limits: RoundingLimits, alone: RunRecord, split: RunRecord
-) -> ScriptFinding | None:
+) -> Finding | None:
     """Weights with which the first step begins."""
     copies = [each for each in tensors if each.ranks_apart > 0 or each.absent]
     departing = [each for each in tensors if limits.exceeded(each)]
@@ -41,13 +41,13 @@ def _rank_0_agrees(alone: RunRecord, split: RunRecord, name: str) -> bool:
     return all(first) and bool(held)
 
 
-def _weights(kind: str, tensors: Sequence[TensorDifference], names: Sequence[str], relative: float) -> ScriptFinding:
+def _weights(kind: str, tensors: Sequence[TensorDifference], names: Sequence[str], relative: float) -> Finding:
     """Build a finding about initial weights, with the module if it is a single one."""
     module = common_module(names) if len(names) < len(tensors) else None
-    return ScriptFinding(kind=kind, step=0, what="initial weights", relative=relative, module=module)
+    return Finding(kind=kind, step=0, what="initial weights", relative=relative, module=module)
 
 
-def settings_finding(number: int, alone: RunRecord, split: RunRecord) -> ScriptFinding | None:
+def settings_finding(number: int, alone: RunRecord, split: RunRecord) -> Finding | None:
     """The optimizer's settings of each parameter in one step: learning rate, decay, betas, ..."""
     if (own := _rates_of_ranks(number, split)) is not None:
         return own
@@ -72,7 +72,7 @@ def settings_finding(number: int, alone: RunRecord, split: RunRecord) -> ScriptF
     return None
 
 
-def _rates_of_ranks(number: int, split: RunRecord) -> ScriptFinding | None:
+def _rates_of_ranks(number: int, split: RunRecord) -> Finding | None:
     """Find learning rates that differ between ranks."""
     rates = [
         next((options["lr"] for options in step.settings.values() if "lr" in options), None)
@@ -83,7 +83,7 @@ def _rates_of_ranks(number: int, split: RunRecord) -> ScriptFinding | None:
         return None
     facts = {"rates": ", ".join(f"{rate:.4g}" for rate in known)}
     relative = _relative(min(known), max(known))
-    return ScriptFinding(
+    return Finding(
         kind="learning-rate-differs", step=number + 1, what="learning rate", relative=relative, facts=facts
     )
 
@@ -117,16 +117,16 @@ def _relative(a: Any, b: Any) -> float:
 
 def _setting(
     kind: str, number: int, names: Sequence[str], known: Mapping[str, Any], relative: float, **facts: Any
-) -> ScriptFinding:
+) -> Finding:
     """A finding about an optimizer's setting."""
     module = common_module(names) if len(names) < len(known) else None
     what = "learning rate" if kind in ("schedule-steps", "learning-rate", "learning-rate-scaled") else "optimizer"
-    return ScriptFinding(kind=kind, step=number + 1, what=what, relative=relative, module=module, facts=facts)
+    return Finding(kind=kind, step=number + 1, what=what, relative=relative, module=module, facts=facts)
 
 
 def _learning_rate(
     number: int, alone: RunRecord, split: RunRecord, name: str, a: float, s: float, names: Sequence[str] | None
-) -> ScriptFinding:
+) -> Finding:
     """Classify a learning rate: a schedule that is stepped too often, a common factor, or something else."""
     mine = _rates(alone, name)
     theirs = _rates(split, split.names.get(name, name))
@@ -143,7 +143,7 @@ def _learning_rate(
         ratios = [one / other for one, other in zip(theirs, mine, strict=False) if other]
         if a and all(_equal(ratio, s / a) for ratio in ratios):
             kind, more = "learning-rate-scaled", {"ratio": s / a}
-    return ScriptFinding(
+    return Finding(
         kind=kind,
         step=number + 1,
         what="learning rate",
@@ -184,7 +184,7 @@ def update_finding(
     split: RunRecord,
     *,
     gradients: float,
-) -> ScriptFinding | None:
+) -> Finding | None:
     """Weights after a step whose gradients were the same, up to `gradients`, relative.
 
     AdamW makes a whole step of a number whose sign is rounding, so gradients that are known coarsely, as those of
@@ -220,14 +220,14 @@ def _parameters(
     tensors: Sequence[TensorDifference],
     departing: Sequence[TensorDifference],
     relative: float,
-) -> ScriptFinding:
+) -> Finding:
     """A finding about parameters after a step."""
     names = [each.name for each in departing]
     module = common_module(names) if len(names) < len(tensors) else None
-    return ScriptFinding(kind=kind, step=number + 1, what="parameters", relative=relative, module=module)
+    return Finding(kind=kind, step=number + 1, what="parameters", relative=relative, module=module)
 
 
-def buffer_finding(number: int, tensors: Sequence[TensorDifference], limits: RoundingLimits) -> ScriptFinding | None:
+def buffer_finding(number: int, tensors: Sequence[TensorDifference], limits: RoundingLimits) -> Finding | None:
     """Buffers after a step, such as running statistics."""
     own = [each for each in tensors if limits.ranks_exceeded(each)]
     departing = [each for each in tensors if limits.exceeded(each)]
@@ -236,7 +236,7 @@ def buffer_finding(number: int, tensors: Sequence[TensorDifference], limits: Rou
         return None
     names = [each.name for each in found]
     relative = max(each.ranks_apart if own else each.apart for each in found)
-    return ScriptFinding(
+    return Finding(
         kind="buffers-differ" if own else "buffer",
         step=number + 1,
         what="buffers",

@@ -181,16 +181,21 @@ def _not_compared(reason: str) -> AsBuilt:
 
 def _built(recipe: Recipe, task: Task, samples: Samples, device: torch.device) -> tuple[nn.Module, Batch]:
     """Build the task's model under the recipe's seed, without dropout, and collate the first global batch."""
+    model = built_model(recipe, task, device)
+    order = SampleOrder(size=len(samples), batch=recipe.batch, seed=recipe.seed)
+    inputs, targets = task.collate([samples[index] for index in order.global_batch(0).tolist()])
+    return model, Batch(_on(inputs, device), _on(targets, device))
+
+
+def built_model(recipe: Recipe, task: Task, device: torch.device) -> nn.Module:
+    """Build the task's model under the recipe's seed, without dropout, in its own dtype."""
     torch.manual_seed(recipe.seed)
     model = task.model()
     if recipe.adapter is not None:
         put_adapters(model, recipe.adapter)
     switch_off(model)
-    order = SampleOrder(size=len(samples), batch=recipe.batch, seed=recipe.seed)
-    inputs, targets = task.collate([samples[index] for index in order.global_batch(0).tolist()])
     with tied_stay_tied(device):
-        model.to(device).train()
-    return model, Batch(_on(inputs, device), _on(targets, device))
+        return model.to(device).train()
 
 
 def _on(nest: Any, device: torch.device) -> Any:

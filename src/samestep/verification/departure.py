@@ -1,8 +1,8 @@
-"""Finds the first module at which a proof's steps depart, with the recorder of script proofs.
+"""Finds where a proof's steps first depart and what that looks like, by the records and kinds of script proofs.
 
 A failed proof is repeated on both sides: in each forward of a step every module's output is recorded as two numbers
 for each sample, and after it the parameters and the optimizer's averages of gradients. They are compared in the order
-of computation: the forward, the gradients, the update.
+of computation: the initial weights, the samples, the forward and the gradients, the update.
 """
 
 import math
@@ -44,27 +44,29 @@ _PARAMETERS_LIMIT = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Departure:
-    """The first difference between a layout's steps and those of one process."""
-
-    step: int  # from 1
-    what: str  # forward, loss, gradient, parameters
-    module: str | None  # or parameter; None: all of them, or unknown
-    relative: float
-
-    def words(self) -> str:
-        """Describe the departure in one line."""
-        where = f" of {self.module}" if self.module else ""
-        return f"first difference: step {self.step}, {self.what}{where} (relative {self.relative:.2g})"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Looked:
     """Records of the reference's steps."""
 
     folder: Path  # with a file of tensors for each step
-    losses: Sequence[float]
+    reports: Sequence["_Report"]
     forwards: Sequence[Sequence[Mapping[str, Any]]]  # by step
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    """What a step reports of itself, and the decay of each group of its optimizer."""
+
+    loss: float
+    lr: float
+    decays: Sequence[tuple[float, int]]  # with the number of parameters; empty of an engine's own optimizer
+
+    @classmethod
+    def of(cls, trainer: Trainer, report: StepReport) -> "_Report":
+        decays: list[tuple[float, int]] = []
+        if isinstance(trainer, NativeTrainer):
+            groups = [group for each in innermost(trainer.optimizer) for group in each.param_groups]
+            decays = [(float(group.get("weight_decay", 0.0)), len(group["params"])) for group in groups]
+        return cls(loss=report.loss.item(), lr=report.lr, decays=decays)
 
 
 class _Watch:
@@ -109,31 +111,38 @@ def look(job: Job, task: Task, steps: int, folder: Path) -> Looked:
     alone = Run(device=given.device, threads=given.threads, workers=given.workers)
 
     recipe = replace(job.recipe, precision="fp64", communication=None)
+    reports: list[_Report] = []
     forwards: list[list[dict[str, Any]]] = []
     with join(alone=True, device=alone.device, threads=alone.threads) as world:
         training = Training(replace(job, recipe=recipe, run=alone), task, world, Layout())
+        trainer = training.session.trainer
+        before = _weights(trainer)
+        save(before, _file(folder, -1))
         with _watched() as watch:
 
-            def after(_: StepReport) -> None:
-                """After each step: save its gradients and weights to a file, and its forwards to the list."""
-                tensors = dict(_tensors(training.session.trainer))
-                save({name: value.cpu().clone() for name, value in tensors.items()}, _file(folder, len(forwards)))
+            def after(_: StepBatch, report: StepReport) -> None:
+                """After each step: save its gradients and weights to a file, and note the rest."""
+                nonlocal before
+                weights = _weights(trainer)
+                save({**weights, **_gradients(recipe, trainer, before, weights)}, _file(folder, len(forwards)))
+                before = weights
+                reports.append(_Report.of(trainer, report))
                 forwards.append(watch.forwards)
                 watch.forwards = []
 
-            taken = take(training, min(steps, _MOST_STEPS), "where it departs: one process", after)
-    return Looked(folder=folder, losses=taken.losses, forwards=forwards)
+            take(training, min(steps, _MOST_STEPS), "where it departs: one process", after)
+    return Looked(folder=folder, reports=reports, forwards=forwards)
 
 
-def find(job: Job, task: Task, world: World, layout: Layout, steps: int, known: Looked | None) -> Departure | None:
+def find(job: Job, task: Task, world: World, layout: Layout, steps: int, known: Looked | None) -> Finding | None:
     """Take the same steps on this rank under a layout, and find where they first depart; rank 0 has `known`.
 
     None if they don't depart in the compared steps. Every rank returns the same.
     """
     training = Training(job, task, world, layout)
-    comparison = _Comparison(training=training, known=known, world=world, precision=job.recipe.precision)
     with _watched() as watch:
-        comparison.watch = watch
+        comparison = _Comparison(job=job, task=task, training=training, known=known, world=world, watch=watch)
+        comparison.begin()
         take(training, min(steps, _MOST_STEPS), f"where it departs: {layout}", comparison.after)
     return comparison.found
 
@@ -141,102 +150,138 @@ def find(job: Job, task: Task, world: World, layout: Layout, steps: int, known: 
 class _Comparison:
     """Compares each step of a layout with the reference, until one departs."""
 
-    def __init__(self, *, training: Training, known: Looked | None, world: World, precision: str) -> None:
-        self.watch = _Watch()
-        self.found: Departure | None = None
+    def __init__(
+        self, *, job: Job, task: Task, training: Training, known: Looked | None, world: World, watch: _Watch
+    ) -> None:
+        self.found: Finding | None = None
+        self._recipe = job.recipe
+        self._task = task
         self._training = training
+        self._trainer = training.session.trainer
         self._known = known
         self._world = world
-        self._limit = _LIMITS[precision]
-        self._exact = precision == "fp64"
+        self._watch = watch
+        self._limit = _LIMITS[job.recipe.precision]
+        self._exact = job.recipe.precision == "fp64"
         self._step = 0
+        self._before: dict[str, Tensor] = {}
 
-    def after(self, report: StepReport) -> None:
-        """After each step, until a departure is found: compare forwards, then gradients and weights."""
-        forwards, self.watch.forwards = self.watch.forwards, []
+    def begin(self) -> None:
+        """Compare the weights before the first step."""
+        self._before = _weights(self._trainer)
+        values = self._reference(-1)
+        tensors = self._differences(self._before, values)
+        limits = RoundingLimits(common=_INITIAL_LIMIT, own={})
+        if own := [each.name for each in tensors if each.ranks_apart > limits.common]:
+            kind, names, worst = "weights-not-broadcast", own, max(each.ranks_apart for each in tensors)
+        elif other := [each.name for each in tensors if limits.exceeded(each)]:
+            kind, names, worst = "other-initial-weights", other, max(each.apart for each in tensors)
+        else:
+            return
+        module = common_module(names) if len(names) < len(tensors) else None
+        self.found = Finding(kind=kind, step=0, what="initial weights", relative=worst, module=module)
+
+    def after(self, batch: StepBatch, report: StepReport) -> None:
+        """After each step, until a departure is found: compare samples, forwards and gradients, and the update."""
+        forwards, self._watch.forwards = self._watch.forwards, []
         if self.found is None:
-            self.found = self._forward(forwards, report.loss.item()) or self._update()
+            weights = _weights(self._trainer)
+            ranks = self._of_ranks((forwards, any(each.weight == 0 for each in batch.micro_batches)))
+            alone = self._known.forwards[self._step] if self._known is not None else []
+            told = self._told(_Report.of(self._trainer, report))
+            self.found = (
+                self._on_rank_0(lambda: _samples(self._step + 1, alone, ranks) if self._replicated else None)
+                or self._settings(told)
+                or self._gradient(batch, alone, [each for each, _ in ranks], weights, told)
+                or self._update(weights)
+                or self._loss(told)
+            )
+            self._before = weights
         self._step += 1
 
-    def _forward(self, forwards: Sequence[Mapping[str, Any]], loss: float) -> Departure | None:
-        """Compare the forwards of all ranks on rank 0, and broadcast the result."""
-        everyone: list[Any] = [None] * self._world.world_size
-        dist.all_gather_object(everyone, forwards)
-        answer: list[Any] = [None]
-        if self._known is not None:
-            answer = [self._first_module(self._known, [each for mine in everyone for each in mine], loss)]
+    @property
+    def _replicated(self) -> bool:
+        """Whether every rank computes whole samples, and no sample is another rank's too."""
+        layout = self._training.session.layout
+        return layout.data_ranks == layout.size
+
+    def _of_ranks(self, mine: Any) -> list[Any]:
+        ranks: list[Any] = [None] * self._world.world_size
+        dist.all_gather_object(ranks, mine)
+        return ranks
+
+    def _on_rank_0(self, find: Callable[[], Any]) -> Any:
+        """What rank 0, which has the reference, finds."""
+        answer = [find() if self._known is not None else None]
         dist.broadcast_object_list(answer)
         return answer[0]
 
-    def _first_module(self, known: Looked, split: Sequence[Mapping[str, Any]], loss: float) -> Departure | None:
-        """Return the first module whose output differs for the same rows, else a differing loss."""
-        alone = known.forwards[self._step]
-        module = _module_apart(alone, split, eps=self._limit / 100)
-        if module is not None:
-            return self._departure("forward", module.module or None, module.relative)
-        apart = relative(loss, known.losses[self._step])
-        return self._departure("loss", None, apart) if not apart <= self._limit else None
+    def _told(self, mine: _Report) -> tuple[_Report, _Report]:
+        """The step's reports: of one process, and of this layout."""
+        known = self._known
+        return self._on_rank_0(lambda: (known.reports[self._step], mine) if known is not None else None)
 
-    def _update(self) -> Departure | None:
-        """Return the first gradient or weight that differs, in the order of the model."""
-        values = load_file(_file(self._known.folder, self._step)) if self._known is not None else {}
-        named = {name: value.cpu() for name, value in _tensors(self._training.session.trainer)}
-        gradients = {name: value for name, value in named.items() if name.endswith(")")}
-        found = self._departing("gradient", gradients, values, self._limit)
-        if found is None and self._exact:
-            weights = {name: value for name, value in named.items() if name not in gradients}
-            found = self._departing("parameters", weights, values, _PARAMETERS_LIMIT)
+    def _reference(self, step: int) -> dict[str, Tensor]:
+        return load_file(_file(self._known.folder, step)) if self._known is not None else {}
+
+    def _settings(self, told: tuple[_Report, _Report]) -> Finding | None:
+        """Compare learning rate and weight decay, which the update shows only together with the gradient."""
+        alone, split = told
+        step = self._step + 1
+        if abs(split.lr - alone.lr) > _SETTINGS_LIMIT * abs(alone.lr):
+            facts = {"alone": alone.lr, "split": split.lr}
+            kind = "learning-rate-scaled" if alone.lr else "learning-rate"
+            facts |= {"ratio": split.lr / alone.lr} if alone.lr else {}
+            apart = abs(split.lr - alone.lr) / abs(alone.lr) if alone.lr else math.inf
+            return Finding(kind=kind, step=step, what="learning rate", relative=apart, facts=facts)
+        if len(alone.decays) != len(split.decays):
+            return None
+        for (known, count), (other, _) in zip(alone.decays, split.decays, strict=True):
+            if known != other:
+                facts = {"alone": known, "split": other, "count": count}
+                return Finding(kind="weight-decay", step=step, what="weight decay", relative=math.inf, facts=facts)
+        return None
+
+    def _gradient(
+        self,
+        batch: StepBatch,
+        alone: Sequence[Mapping[str, Any]],
+        ranks: Sequence[Sequence[Mapping[str, Any]]],
+        weights: Mapping[str, Tensor],
+        told: tuple[_Report, _Report],
+    ) -> Finding | None:
+        """Compare the forward and the gradients of all ranks."""
+        gradients = _gradients(self._recipe, self._trainer, self._before, weights)
+        tensors = self._differences(gradients, self._reference(self._step))
+        parts = len(batch.micro_batches)
+        pair = StepPair(
+            number=self._step,
+            alone=[_rank_step(alone, told[0].loss, 1)],
+            split=[_rank_step(each, told[1].loss, parts) for each in ranks],
+            tensors=tensors,
+            limits=RoundingLimits(common=self._limit, own={}),
+        )
+        keys = _keys(alone, [forward for each in ranks for forward in each])
+        found: Finding | None = self._on_rank_0(lambda: gradient_finding(pair, keys) or _forward(pair, keys))
+        if found is not None and found.kind in _UNEXPLAINED and self._replicated:
+            return self._by_parts(found, batch, gradients) or found
         return found
 
-    def _departing(
-        self, what: str, mine: Mapping[str, Tensor], values: Mapping[str, Tensor], limit: float
-    ) -> Departure | None:
-        """Compare tensors that every rank holds whole, each with the reference; the largest difference counts."""
-        floor = _usual(mine.values())
-        apart = {}
-        for name, value in mine.items():
-            theirs = values.get(name, torch.zeros_like(value, dtype=torch.float64)).to(self._world.device)
-            dist.broadcast(theirs, src=0)
-            apart[name] = relative_tensors(value.double(), theirs.cpu(), floor)
-        everyone: list[Any] = [None] * self._world.world_size
-        dist.all_gather_object(everyone, apart)
-        most = {name: max(each[name] for each in everyone) for name in apart}
-        names = [name for name, value in most.items() if not value <= limit]
-        if not names:
+    def _by_parts(self, found: Finding, batch: StepBatch, gradients: Mapping[str, Tensor]) -> Finding | None:
+        """Explain gradients by the weights that the samples of each rank and micro-batch have in them."""
+        device = self._world.device
+        parts = gathered(parts_of(self._recipe, self._task, self._before, batch, device))
+        earlier = self._earlier
+        if not parts or {*gradients} != {*self._before}:
             return None
-        module = common_module([name.partition(" (")[0] for name in names])
-        worst = max(most[name] for name in names)
-        return self._departure(what, module if len(names) < len(most) else None, worst)
 
-    def _departure(self, what: str, module: str | None, apart: float) -> Departure:
-        return Departure(step=self._step + 1, what=what, module=module, relative=apart)
+        def fitted() -> Finding | None:
+            values = self._reference(self._step)
+            alone, split = (
+                torch.cat([each[_gradient_name(name)].double().reshape(-1) for name in self._before])
+                for each in (values, {_gradient_name(name): value for name, value in gradients.items()})
+            )
+            weights = weights_of_parts(parts, alone, split, earlier(values))
+            return None if weights is None else _of_weights(found, weights, len(batch.micro_batches))
 
-
-def _module_apart(
-    alone: Sequence[Mapping[str, Any]], split: Sequence[Mapping[str, Any]], *, eps: float
-) -> ModuleDifference | None:
-    inputs = [set(forward["rows"]) for forward in (*alone, *split)]
-    shared = sorted(set.intersection(*inputs)) if alone and split else []
-    if not shared:
-        return None
-    mine, theirs = ([RankStep(folder=Path(), values={"forwards": list(each)})] for each in (alone, split))
-    return first_module_apart(mine, theirs, Keys(alone=shared, split=shared), eps=eps)
-
-
-def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter, and the optimizer's averages of its gradients where they can be read."""
-    yield from ((name, as_real(value)) for name, value in trainer.parameters())
-    yield from ((state_name(name, key), as_real(value)) for name, key, value in trainer.optimizer_state(_GRADIENTS))
-
-
-def _usual(tensors: Iterable[Tensor]) -> float:
-    """Return the root mean square of all numbers."""
-    squares = numbers = 0.0
-    for each in tensors:
-        squares += each.double().square().sum().item()
-        numbers += each.numel()
-    return math.sqrt(squares / numbers) if numbers else 0.0
-
-
-def _file(folder: Path, step: int) -> Path:
-    return folder / f"looked-{step}.safetensors"
+        return self._on_rank_0(fitted)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from samestep.data.loader import StepBatch
 from samestep.engines.base import StepReport, Trainer
 from samestep.engines.registry import resolve as resolve_engine
 from samestep.errors import UserError
@@ -30,6 +31,7 @@ from samestep.parallel.parallel_model import Findings
 from samestep.progress import phases
 from samestep.ranks import DeviceChoice
 from samestep.recipe import SGD
+from samestep.script_proof.kinds import Finding
 from samestep.tasks.base import Task
 from samestep.training.as_built import AsBuilt, FirstStep, hold_as_built
 from samestep.training.fit import Training
@@ -56,7 +58,6 @@ from samestep.training.rounding import (
     worst_of,
 )
 from samestep.training.update_rule import UpdateRule
-from samestep.verification.departure import Departure
 from samestep.verification.noise import Noise, NoiseFound, judge, of_buffer
 from samestep.verification.steps import (
     AVERAGE,
@@ -101,7 +102,7 @@ class Proof:
     communication: str | None = None  # the recipe's compressed communication, which takes another step by design
     # In float32 and bfloat16: parameters and optimizer state compared with measured rounding.
     rounding: RoundingFound | None = None
-    departure: Departure | None = None  # the first difference, if it was searched for
+    departure: Finding | None = None  # the first difference, if it was searched for
     # In float64: parameters and buffers that differ by more than the tolerance, and what of it is rounding.
     beyond: Mapping[str, float] = field(default_factory=dict)
     noise: NoiseFound | None = None
@@ -148,6 +149,12 @@ class Proof:
         values = asdict(self)
         del values["worst_parameter"]
         values["nonfinite"] = [{**asdict(each), "words": each.words()} for each in self.nonfinite]
+        if self.departure is not None:
+            values["departure"] = {
+                "kind": self.departure.kind,
+                "words": self.departure.words.en,
+                **self.departure.to_json(),
+            }
         if self.as_built is not None:
             values["as_built"] |= {"same": self.as_built.same, "words": self.as_built.words()}
         if self.rounding is not None:
@@ -161,11 +168,9 @@ class Proof:
         """Remarks on the differences: a line for each non-finite value, and on the model as built."""
         model = [self.as_built.words()] if self.as_built is not None else []
         rounding = [self.rounding.words()] if self.rounding is not None else []
-        first = [self.departure.words()] if self.departure is not None else []
         noise = [self.noise.words()] if self.noise is not None and (self.same_step or self.undecided) else []
         return [
             *(each.words() for each in self.nonfinite),
-            *first,
             *noise,
             *rounding,
             *model,
@@ -251,7 +256,7 @@ def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | N
         if rounded is not None:
             rounded.begin(training)
 
-        def after(report: StepReport) -> None:
+        def after(_: StepBatch, report: StepReport) -> None:
             if not first:
                 first.append(_first(training, report))
             if rounding is not None:
@@ -316,7 +321,7 @@ def hold_against(
     training = Training(job, task, world, layout, held_out=expected.held_out, findings=findings)
     in_float64 = job.recipe.precision == "fp64"
     rule = None if in_float64 else UpdateRule(job.recipe, training.total_steps, training.session.trainer)
-    taken = take(training, steps, str(layout), None if rule is None else lambda _: rule.after_step())
+    taken = take(training, steps, str(layout), None if rule is None else lambda *_: rule.after_step())
     weights = list(weights_of(training.session.trainer, job.recipe))
     with phases.status(lambda: "comparing parameters"):
         compared = _compare_parameters(weights, known, world.device, expected.rounding is not None)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from samestep.data.loader import StepBatch
 from samestep.engines.base import StepReport, Trainer
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.errors import UserError
@@ -120,7 +121,9 @@ def weights_of(trainer: Trainer, recipe: Recipe) -> Iterator[tuple[str, Tensor]]
             yield from ((f"{name}{AVERAGE}", value.clone()) for name, value in trainer.parameters())
 
 
-def take(training: Training, steps: int, title: str, after: Callable[[StepReport], None] | None = None) -> Taken:
+def take(
+    training: Training, steps: int, title: str, after: Callable[[StepBatch, StepReport], None] | None = None
+) -> Taken:
     """Take the first steps; return losses, gradient norms, and the metrics after them.
 
     There is an evaluation after the first step as well: the steps that follow must not know of it.
@@ -137,12 +140,12 @@ def take(training: Training, steps: int, title: str, after: Callable[[StepReport
         ) as bar,
         watched(model if isinstance(model, nn.Module) else None) as gradients,
     ):
-        for _, report in training.steps(stop=steps):
+        for batch, report in training.steps(stop=steps):
             losses.append(report.loss.item())
             grad_norms.append(report.grad_norm.item())
             bar.advance(told=f"loss {losses[-1]:.6g}")
             if after is not None:
-                after(report)
+                after(batch, report)
             if len(losses) == 1:
                 training.evaluate(bar)
         return Taken(
