@@ -21,12 +21,12 @@ from samestep.job import Job, Run
 from samestep.job_check import LAYOUTS, CheckResult, print_checked
 from samestep.launch.environments.hostfile import read_hostfile
 from samestep.profiling.breakdown import CATEGORIES, Profile, RankProfile
+from samestep.script_proof.kinds import Finding
 from samestep.tasks.registry import resolve
 from samestep.training.as_built import AsBuilt
 from samestep.training.nonfinite_values import BOTH, NonFiniteValue
 from samestep.tuning.results import Timing, TuningResult, TuningRow, print_tuned
 from samestep.verification.bits import BitsRow
-from samestep.verification.departure import Departure
 from samestep.verification.proof import Proof
 
 pytestmark = pytest.mark.quick
@@ -77,8 +77,8 @@ def test_what_is_not_finite_is_printed_as_shown(capsys: pytest.CaptureFixture[st
 
 
 def test_the_first_difference_is_printed_as_shown() -> None:
-    words = Departure(step=1, what="forward", module="1", relative=0.001).words()
-    assert f"{words}\n" == the_output(PROMISE, "first difference")
+    summed = Finding(kind="summed", step=1, what="gradient", relative=1.0, facts={"ratio": 2.0, "by": 2})
+    assert f"first difference: {summed.line}\n" == the_output(PROMISE, "first difference")
 
 
 def test_a_proof_in_json_has_the_keys_that_are_shown() -> None:

@@ -50,7 +50,7 @@ from samestep.training.result import TrainResult, check_folder
 from samestep.training.usage import Usage
 from samestep.validation import checked
 from samestep.verification.bits import BitsRow, compare_bits
-from samestep.verification.departure import look
+from samestep.verification.departure import after_equal_steps, look
 from samestep.verification.itself import check_layout_splits, check_other_side
 from samestep.verification.matrix import MatrixRow
 from samestep.verification.noise import Noise, measure_noise
@@ -330,7 +330,10 @@ def verify_job(
                 return proof
         with phases.phase("looking for the step and the module that depart"):
             looked = look(job, task, steps, Path(folder))
-        return replace(proof, departure=_on_ranks(rank_tasks.find_rank, job, layout, task, steps, looked))
+        departure = _on_ranks(rank_tasks.find_rank, job, layout, task, steps, looked)
+        if departure is None:
+            departure = after_equal_steps(proof.max_relative_difference, proof.worst_parameter, proof.tolerance)
+        return replace(proof, departure=departure)
 
 
 @phases.command("verify")

@@ -28,6 +28,7 @@ from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.parallel_model import Findings
 from samestep.progress import phases
+from samestep.script_proof.kinds import Finding
 from samestep.tasks.base import Task
 from samestep.tasks.registry import knowing
 from samestep.tasks.registry import resolve as resolve_task
@@ -35,7 +36,7 @@ from samestep.torch_internals.groups import default_store
 from samestep.training.fit import Training, try_out
 from samestep.training.usage import Usage
 from samestep.verification.bits import BitsTaken, take_bits
-from samestep.verification.departure import Departure, Looked, find
+from samestep.verification.departure import Looked, find
 from samestep.verification.proof import Proof, Reference, hold_against
 
 T = TypeVar("T")
@@ -155,7 +156,7 @@ def verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -
         return hold_against(job, resolve_task(job.recipe), world, layout, steps, known if world.rank == 0 else None)
 
 
-def find_rank(job: Job, layout: Layout, steps: int, looked: Looked) -> Departure | None:
+def find_rank(job: Job, layout: Layout, steps: int, looked: Looked) -> Finding | None:
     """On a rank: look for the first module whose steps depart."""
     with phases.running(_title("verify", f"{layout}, again")), joined(job) as world:
         return find(job, resolve_task(job.recipe), world, layout, steps, looked if world.rank == 0 else None)

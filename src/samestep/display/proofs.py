@@ -17,6 +17,8 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
     """Print the verdict of a proof, the largest relative differences, and remarks."""
     console = console or plain_console()
     console.print(_sentence(proof), soft_wrap=True)
+    if proof.departure is not None:
+        console.print(f"first difference: {proof.departure.line}", soft_wrap=True)
     rows = [[name.replace("_", " "), f"{value:.2e}"] for name, value in proof.max_relative_difference.items()]
     title = f"{proof.layout} versus one process, {proof.steps} steps in {proof.dtype}"
     console.print(table([*texts("largest relative difference of"), *numbers("")], rows, title=title))

@@ -109,9 +109,7 @@ def _apart(
     )
     if found is None or difference.missing:
         return difference
-    return replace(
-        difference, of_ranks=_of_ranks(found, known.value), absent=found.absent if found.copies else ()
-    )
+    return replace(difference, of_ranks=_of_ranks(found, known.value), absent=found.absent if found.copies else ())
 
 
 def tensor_difference(

@@ -206,9 +206,7 @@ class _Comparison:
     own: RunRecord | None = None  # the run alone with its own batches, if `alone` was given the split run's
     whole: bool = False  # the model can't be called with half batches, by which rounding is measured
     placed: bool = False  # a sample's place in its batch matters
-    order: tuple[int, Finding] | None = (
-        None  # first step of the split run whose samples are wrong, and the finding
-    )
+    order: tuple[int, Finding] | None = None  # first step of the split run whose samples are wrong, and the finding
 
     def verdict(self) -> Verdict:
         """Find the first difference, and compute the curve of all steps."""

@@ -61,9 +61,7 @@ def order_finding(own: Path, split: Path, steps: RunRecord) -> tuple[int, Findin
                 count, kind = finding
                 total = len(found[number].joined[at])
                 facts = {"count": count}
-                return step, Finding(
-                    kind=kind, step=step + 1, what="samples", relative=count / total, facts=facts
-                )
+                return step, Finding(kind=kind, step=step + 1, what="samples", relative=count / total, facts=facts)
         begun += len(found[number].joined)
         previous = found[number]
     return None

@@ -28,6 +28,11 @@ class StepPair:
     split: Sequence[RankStep]
     tensors: Sequence[TensorDifference]
     limits: RoundingLimits
+    forward_eps: float | None = None  # of forwards; None: the common limit of gradients
+
+    @property
+    def forward_limit(self) -> float:
+        return self.limits.common if self.forward_eps is None else self.forward_eps
 
     @property
     def departing(self) -> list[TensorDifference]:
@@ -59,7 +64,7 @@ def gradient_finding(pair: StepPair, keys: Keys | None) -> Finding | None:
     missing = [each.name for each in pair.departing if each.missing]
     if missing:
         return pair.finding("missing-gradient", missing)
-    forward = first_module_apart(pair.alone, pair.split, keys, eps=pair.limits.common) if keys is not None else None
+    forward = first_module_apart(pair.alone, pair.split, keys, eps=pair.forward_limit) if keys is not None else None
     if forward is not None and "BatchNorm" in forward.kind:
         return _of_forward("local-batch-statistics", pair, forward)
     found = _clipped(pair) or _scaled(pair) or _mean_of_means(pair) or _lost_micro_batches(pair)
@@ -75,9 +80,7 @@ def gradient_finding(pair: StepPair, keys: Keys | None) -> Finding | None:
 
 def _of_forward(kind: str, pair: StepPair, found: ModuleDifference) -> Finding:
     """Build a finding about a module's output."""
-    return Finding(
-        kind=kind, step=pair.number + 1, what="forward", relative=found.relative, module=found.module
-    )
+    return Finding(kind=kind, step=pair.number + 1, what="forward", relative=found.relative, module=found.module)
 
 
 def _ranks_apart(pair: StepPair) -> Finding | None:

@@ -27,4 +27,3 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
         console.print("the same step: what differs is as small as the noise", soft_wrap=True)
     else:
         console.print(f"NOT the same step: {verdict.finding.line}", soft_wrap=True)
-

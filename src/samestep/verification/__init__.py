@@ -3,7 +3,8 @@
 Read in this order. `steps`: takes a few steps of a training and keeps what is compared. `proof`: compares those of
 a layout with those of one process in float64 or float32, number by number. `bits`: compares a layout's ordered steps
 bit for bit, and times them. `noise`: how far rounding alone moves the steps, where they differ by more than the
-fixed tolerance. `departure`: names the first module at which the steps of a failed proof depart.
+fixed tolerance. `departure`: where the steps of a failed proof first depart, and what kind of difference it is, by
+`parts` also from the weights of the ranks' samples.
 `matrix`: many jobs under many layouts. `itself`: refuses one process against itself. Ranks run their part through
 `samestep.rank_tasks`; `samestep.api.verify` starts them. Scripts that are no samestep jobs are verified by
 `samestep.script_proof`.

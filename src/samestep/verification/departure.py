@@ -6,7 +6,8 @@ of computation: the initial weights, the samples, the forward and the gradients,
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,30 +18,40 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from samestep.data.loader import StepBatch
 from samestep.engines.base import StepReport, Trainer
+from samestep.engines.native.trainer import NativeTrainer
 from samestep.job import Job, Run
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
+from samestep.parallel.state_shards import innermost
+from samestep.recipe import SGD, Recipe
 from samestep.recording.activations import Activations
 from samestep.recording.calls import ModelCalls, listen_to_modules
-from samestep.recording.differences import common_module
-from samestep.recording.forward import Keys, ModuleDifference, first_module_apart
-from samestep.recording.record import RankStep
+from samestep.recording.differences import RoundingLimits, TensorDifference, common_module, tensor_difference
+from samestep.recording.forward import Keys, first_module_apart, rows_of_forward
+from samestep.recording.record import RankStep, Row
 from samestep.recording.samples import rows_of
+from samestep.script_proof.gradients import StepPair, gradient_finding
+from samestep.script_proof.kinds import Finding
 from samestep.tasks.base import Task
 from samestep.training.fit import Training
-from samestep.training.rounding import relative, relative_tensors, state_name
+from samestep.training.rounding import relative
+from samestep.verification.noise import A_BUFFER
+from samestep.verification.parts import PartWeights, gathered, parts_of, weights_of_parts
 from samestep.verification.steps import save, take
 
 # Optimizer state that accumulates gradients: after the first step it is a multiple of the gradient.
 _GRADIENTS = ("exp_avg", "momentum_buffer")
 _MOST_STEPS = 10  # steps compared at most
-# Relative to a tensor's largest number, or to the root mean square of all. In all correct layouts of the tests,
-# gradients stay below these limits. Under AdamW rounding may move a number by a whole step, so parameters are
-# compared only in float64, with a wider limit.
+# Relative to a tensor's norm. In all correct layouts of the tests, gradients stay below these limits. Under AdamW
+# rounding may move a number by a whole step, so parameters are compared only in float64, with a wider limit.
 _LIMITS = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2}
 _PARAMETERS_LIMIT = 1e-6
+_INITIAL_LIMIT = 1e-7  # of weights that were drawn alike; an engine may hold them in float32
+_SETTINGS_LIMIT = 1e-9
+_UNEXPLAINED = ("gradients-differ", "lost-micro-batches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +135,8 @@ def look(job: Job, task: Task, steps: int, folder: Path) -> Looked:
                 """After each step: save its gradients and weights to a file, and note the rest."""
                 nonlocal before
                 weights = _weights(trainer)
-                save({**weights, **_gradients(recipe, trainer, before, weights)}, _file(folder, len(forwards)))
+                gradients = _gradients(recipe, trainer, before, weights)
+                save({**weights, **_saved_gradients(gradients)}, _file(folder, len(forwards)))
                 before = weights
                 reports.append(_Report.of(trainer, report))
                 forwards.append(watch.forwards)
@@ -164,7 +176,8 @@ class _Comparison:
         self._limit = _LIMITS[job.recipe.precision]
         self._exact = job.recipe.precision == "fp64"
         self._step = 0
-        self._before: dict[str, Tensor] = {}
+        self._before: dict[str, Tensor] = {}  # weights
+        self._gradients_before: Mapping[str, Tensor] = {}
 
     def begin(self) -> None:
         """Compare the weights before the first step."""
@@ -252,7 +265,7 @@ class _Comparison:
     ) -> Finding | None:
         """Compare the forward and the gradients of all ranks."""
         gradients = _gradients(self._recipe, self._trainer, self._before, weights)
-        tensors = self._differences(gradients, self._reference(self._step))
+        tensors = self._differences(gradients, _read_gradients(self._reference(self._step)))
         parts = len(batch.micro_batches)
         pair = StepPair(
             number=self._step,
@@ -260,28 +273,189 @@ class _Comparison:
             split=[_rank_step(each, told[1].loss, parts) for each in ranks],
             tensors=tensors,
             limits=RoundingLimits(common=self._limit, own={}),
+            forward_eps=self._limit / 100,
         )
         keys = _keys(alone, [forward for each in ranks for forward in each])
-        found: Finding | None = self._on_rank_0(lambda: gradient_finding(pair, keys) or _forward(pair, keys))
-        if found is not None and found.kind in _UNEXPLAINED and self._replicated:
-            return self._by_parts(found, batch, gradients) or found
-        return found
+        finding: Finding | None = self._on_rank_0(lambda: gradient_finding(pair, keys) or _forward(pair, keys))
+        if finding is not None and finding.kind in _UNEXPLAINED and self._replicated:
+            finding = self._by_parts(finding, batch, gradients) or finding
+        self._gradients_before = gradients
+        return finding
 
-    def _by_parts(self, found: Finding, batch: StepBatch, gradients: Mapping[str, Tensor]) -> Finding | None:
+    def _by_parts(self, finding: Finding, batch: StepBatch, gradients: Mapping[str, Tensor]) -> Finding | None:
         """Explain gradients by the weights that the samples of each rank and micro-batch have in them."""
-        device = self._world.device
-        parts = gathered(parts_of(self._recipe, self._task, self._before, batch, device))
-        earlier = self._earlier
-        if not parts or {*gradients} != {*self._before}:
+        names = [name for name in self._before if name in gradients]
+        parts = gathered(parts_of(self._recipe, self._task, self._before, names, batch, self._world.device))
+        if not parts:
             return None
 
         def fitted() -> Finding | None:
-            values = self._reference(self._step)
-            alone, split = (
-                torch.cat([each[_gradient_name(name)].double().reshape(-1) for name in self._before])
-                for each in (values, {_gradient_name(name): value for name, value in gradients.items()})
-            )
-            weights = weights_of_parts(parts, alone, split, earlier(values))
-            return None if weights is None else _of_weights(found, weights, len(batch.micro_batches))
+            known = _read_gradients(self._reference(self._step))
+            others = [_joined(each, names) for each in (self._gradients_before, self._before) if each]
+            weights = weights_of_parts(parts, _joined(known, names), _joined(gradients, names), others)
+            return None if weights is None else _of_weights(finding, weights)
 
         return self._on_rank_0(fitted)
+
+    def _update(self, weights: Mapping[str, Tensor]) -> Finding | None:
+        """Compare the weights after a step of equal gradients, in float64: AdamW makes whole steps of rounding."""
+        if not self._exact:
+            return None
+        tensors = self._differences(weights, self._reference(self._step))
+        limits = RoundingLimits(common=_PARAMETERS_LIMIT, own={})
+        kind, apart = "ranks-differ", [each for each in tensors if limits.ranks_exceeded(each)]
+        if not apart:
+            kind, apart = "update-differs", [each for each in tensors if limits.exceeded(each)]
+        if not apart:
+            return None
+        worst = max(max(each.apart, each.ranks_apart) for each in apart)
+        module = common_module([each.name for each in apart]) if len(apart) < len(tensors) else None
+        return Finding(kind=kind, step=self._step + 1, what="parameters", relative=worst, module=module)
+
+    def _loss(self, told: tuple[_Report, _Report]) -> Finding | None:
+        apart = relative(told[1].loss, told[0].loss)
+        if apart <= self._limit:
+            return None
+        return Finding(kind="loss-differs", step=self._step + 1, what="loss", relative=apart)
+
+    def _differences(self, mine: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> list[TensorDifference]:
+        """Compare tensors that every rank holds whole with those of one process, which rank 0 has. Collective."""
+        usual = self._on_rank_0(lambda: _usual(known.values()))
+        tensors = []
+        for name, value in mine.items():
+            theirs = self._from_rank_0(known.get(name, torch.zeros_like(value, dtype=torch.float64)))
+            first = self._from_rank_0(value.double())
+            tensors.append(
+                tensor_difference(name, theirs, value.double(), usual=usual, copies=(first, value.double()))
+            )
+        return [_of_all_ranks(ranks) for ranks in zip(*self._of_ranks(tensors), strict=True)]
+
+    def _from_rank_0(self, value: Tensor) -> Tensor:
+        value = value.double().to(self._world.device, copy=True).contiguous()
+        dist.broadcast(value, src=0)
+        return value.cpu()
+
+
+def _of_all_ranks(ranks: Sequence[TensorDifference]) -> TensorDifference:
+    """One difference of those that ranks see of a tensor: the largest; missing where it is 0 on every rank."""
+    worst = max(ranks, key=lambda each: each.apart)
+    worst = replace(worst, ranks_apart=max(each.ranks_apart for each in ranks))
+    missing = worst.square > 0 and all(each.split_square == 0 for each in ranks)
+    return replace(worst, missing=True, apart=math.inf) if missing else worst
+
+
+def _samples(step: int, alone: Sequence[Mapping[str, Any]], ranks: Sequence[tuple[Any, bool]]) -> Finding | None:
+    """Compare the samples of a step: each of one process's must be on one rank, once."""
+    if any(repeats for _, repeats in ranks):  # a rank without samples joins in with another's, at weight 0
+        return None
+    keys = _keys(alone, [forward for forwards, _ in ranks for forward in forwards])
+    if keys is None:
+        return None
+    known = Counter(row for forward in alone for row in rows_of_forward(forward, keys.alone))
+    of_ranks = [
+        Counter(row for each in forwards for row in rows_of_forward(each, keys.split)) for forwards, _ in ranks
+    ]
+    split = sum(of_ranks, Counter[Row]())
+    if split == known or not all(of_ranks) or not {*split} <= {*known}:  # rounded inputs have other hashes
+        return None
+    repeated, lost = (split - known).total(), (known - split).total()
+    shares = {"relative": (repeated + lost) / known.total(), "step": step, "what": "samples"}
+    if all(each == of_ranks[0] for each in of_ranks):
+        facts = {"samples": len(split), "rows": split.total()}
+        return Finding(kind="same-samples", facts=facts, **shares)
+    if repeated:
+        return Finding(kind="padded-sampler", facts={"count": repeated}, **shares)
+    return Finding(kind="lost-samples", facts={"count": lost}, **shares)
+
+
+def _keys(alone: Sequence[Mapping[str, Any]], split: Sequence[Mapping[str, Any]]) -> Keys | None:
+    """The inputs that all forwards have; None where there is none."""
+    inputs = [set(forward["rows"]) for forward in (*alone, *split)]
+    shared = sorted(set.intersection(*inputs)) if alone and split else []
+    return Keys(alone=shared, split=shared) if shared else None
+
+
+def _rank_step(forwards: Sequence[Mapping[str, Any]], loss: float, parts: int) -> RankStep:
+    """A step's record of one rank, with the step's loss in as many parts as it has micro-batches."""
+    losses = [{"value": loss / parts, "targets": None, "after": number + 1} for number in range(parts)]
+    values = {"forwards": [{"counts": {}, **each} for each in forwards], "losses": losses, "clips": []}
+    return RankStep(folder=Path(), values=values)
+
+
+def _forward(pair: StepPair, keys: Keys | None) -> Finding | None:
+    """A forward that differs though the gradients don't, as far as they are known."""
+    module = first_module_apart(pair.alone, pair.split, keys, eps=pair.forward_limit) if keys is not None else None
+    if module is None:
+        return None
+    step = pair.number + 1
+    return Finding(
+        kind="forward-differs", step=step, what="forward", relative=module.relative, module=module.module or None
+    )
+
+
+def _of_weights(finding: Finding, weights: PartWeights) -> Finding | None:
+    """What the weights of parts look like; None where all are alike."""
+    if weights.mean_of_means:
+        facts = {"name": "count", "counts": ", ".join(f"{count:.6g}" for count in weights.counts)}
+        return replace(finding, kind="mean-of-means", facts=facts)
+    if weights.even:
+        return None
+    return replace(finding, kind="parts-weighted", facts={"weights": ", ".join(f"{r:.4g}" for r in weights.ratios)})
+
+
+def after_equal_steps(differences: Mapping[str, float], worst_parameter: str, tolerance: float) -> Finding | None:
+    """What is left of a proof's differences where no step departs: a buffer, or the metrics."""
+    if differences["parameters"] > tolerance and worst_parameter.endswith(A_BUFFER):
+        name = worst_parameter.removesuffix(A_BUFFER)
+        return Finding(kind="buffer", step=0, what="buffers", relative=differences["parameters"], module=name)
+    metrics = differences["metrics"]
+    if metrics > tolerance:
+        return Finding(kind="evaluation-differs", step=0, what="evaluation", relative=metrics)
+    return None
+
+
+def _weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Every parameter, whole, in host memory."""
+    return {name: as_real(value).detach().cpu().clone() for name, value in trainer.parameters()}
+
+
+_GRADIENT = " (gradient)"
+
+
+def _gradients(
+    recipe: Recipe, trainer: Trainer, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Multiples of the gradients by their parameters' names: the optimizer's averages, or plain SGD's updates.
+
+    Empty for an optimizer of which neither is known.
+    """
+    averages = {name: as_real(value).cpu().clone() for name, _, value in trainer.optimizer_state(_GRADIENTS)}
+    if averages or recipe.groups or not isinstance(recipe.optimizer, SGD):
+        return averages
+    return {name: before[name].double() - value.double() for name, value in after.items()}
+
+
+def _saved_gradients(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{name}{_GRADIENT}": value for name, value in gradients.items()}
+
+
+def _read_gradients(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removesuffix(_GRADIENT): value for name, value in tensors.items() if name.endswith(_GRADIENT)}
+
+
+def _joined(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    return torch.cat([tensors[name].double().reshape(-1) for name in names])
+
+
+def _usual(tensors: Iterable[Tensor]) -> float:
+    """Return the root mean square of all numbers."""
+    squares = numbers = 0.0
+    for each in tensors:
+        squares += each.double().square().sum().item()
+        numbers += each.numel()
+    return math.sqrt(squares / numbers) if numbers else 0.0
+
+
+def _file(folder: Path, step: int) -> Path:
+    """Of the tensors after a step; -1: before the first."""
+    return folder / f"looked-{step}.safetensors"

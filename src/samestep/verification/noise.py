@@ -136,6 +136,9 @@ def _of_tensors(trainer: Trainer, recipe: Recipe, known: Reference) -> dict[str,
     return found
 
 
+A_BUFFER = " (a buffer)"
+
+
 def of_buffer(name: str) -> str:
     """The name under which a buffer is compared."""
-    return f"{name} (a buffer)"
+    return f"{name}{A_BUFFER}"
