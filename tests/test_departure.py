@@ -6,6 +6,7 @@ from pathlib import Path
 
 import mistakes
 import pytest
+from mistakes_of_pipelines import NothingHandedBack, OtherSamples
 from small_tasks import Points
 
 import samestep
@@ -65,11 +66,15 @@ CASES: Mapping[str, Case] = {
     ),
     "gradient": Case(engine=mistakes.OtherGradient(), kind="some-gradients-scaled", module="4.weight"),
     "summed": Case(engine=mistakes.Summed(), kind="summed"),
+    "summed, shards": Case(engine=mistakes.Summed(), layout="fsdp2", kind="summed"),
+    "summed, sharded states": Case(engine=mistakes.Summed(), layout="zero1x2", kind="summed"),
     "summed, sgd": Case(engine=mistakes.Summed(), recipe=PLAIN, kind="summed"),
     "mean of means": Case(engine=mistakes.MeanOfMeans(), kind="mean-of-means"),
     "mean of means, sgd": Case(engine=mistakes.MeanOfMeans(), recipe=PLAIN, kind="mean-of-means"),
     "padded": Case(engine=mistakes.Padded(), kind="padded-sampler", what="samples"),
     "not divided": Case(engine=NotDivided(), micro_batch=4, kind="accumulation-divisor"),
+    "other samples in a stage": Case(engine=OtherSamples(), layout="pp2", kind="gradients-differ"),
+    "a stage learns nothing": Case(engine=NothingHandedBack(), layout="pp2", kind="missing-gradient", module="0"),
     "decay": Case(engine=mistakes.OtherDecay(), kind="weight-decay", what="weight decay"),
     "schedule": Case(engine=mistakes.ForgottenSchedule(), kind="learning-rate-scaled", step=2, what="learning rate"),
     "weights": Case(

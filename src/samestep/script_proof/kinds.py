@@ -165,6 +165,10 @@ KINDS: Mapping[str, Words] = {
         "of equal gradients and settings the optimizer makes another update",
         "梯度和设置都相同，优化器的更新却不同",
     ),
+    "weights-differ": Words(
+        "these weights are others after the step; the gradients are not known",
+        "这一步之后这些权重不同；梯度不得而知",
+    ),
     "steps-differ": Words(
         "the optimizer steps {split} times where it steps {alone} times alone",
         "优化器走了 {split} 步，单独运行时是 {alone} 步",

@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from samestep.data.loader import StepBatch
-from samestep.engines.base import StepReport, Trainer
+from samestep.engines.base import Checkpointed, StepReport, Trainer
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.job import Job, Run
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
-from samestep.parallel.state_shards import innermost
+from samestep.parallel.state_shards import OPTIMIZER, innermost
 from samestep.recipe import SGD, Recipe
 from samestep.recording.activations import Activations
 from samestep.recording.calls import ModelCalls, listen_to_modules
@@ -277,8 +277,11 @@ class _Comparison:
         )
         keys = _keys(alone, [forward for each in ranks for forward in each])
         finding: Finding | None = self._on_rank_0(lambda: gradient_finding(pair, keys) or _forward(pair, keys))
-        if finding is not None and finding.kind in _UNEXPLAINED and self._replicated:
-            finding = self._by_parts(finding, batch, gradients) or finding
+        if finding is not None and finding.kind in _UNEXPLAINED:
+            by_parts = self._by_parts(finding, batch, gradients) if self._replicated else None
+            # Small gradients alone don't tell that micro-batches are lost: the parts do.
+            plain = replace(finding, kind="gradients-differ")
+            finding = by_parts or self._on_rank_0(lambda: _forward(pair, keys)) or plain
         self._gradients_before = gradients
         return finding
 
@@ -303,13 +306,15 @@ class _Comparison:
             return None
         tensors = self._differences(weights, self._reference(self._step))
         limits = RoundingLimits(common=_PARAMETERS_LIMIT, own={})
+        known = bool(self._gradients_before)  # else nothing is known of the gradients, and so of the update
         kind, apart = "ranks-differ", [each for each in tensors if limits.ranks_exceeded(each)]
-        if not apart:
+        if not apart or not known:
             kind, apart = "update-differs", [each for each in tensors if limits.exceeded(each)]
         if not apart:
             return None
         worst = max(max(each.apart, each.ranks_apart) for each in apart)
         module = common_module([each.name for each in apart]) if len(apart) < len(tensors) else None
+        kind = kind if known else "weights-differ"
         return Finding(kind=kind, step=self._step + 1, what="parameters", relative=worst, module=module)
 
     def _loss(self, told: tuple[_Report, _Report]) -> Finding | None:
@@ -429,10 +434,37 @@ def _gradients(
 
     Empty for an optimizer of which neither is known.
     """
-    averages = {name: as_real(value).cpu().clone() for name, _, value in trainer.optimizer_state(_GRADIENTS)}
+    averages = _averages(trainer)
     if averages or recipe.groups or not isinstance(recipe.optimizer, SGD):
         return averages
     return {name: before[name].double() - value.double() for name, value in after.items()}
+
+
+def _averages(trainer: Trainer) -> dict[str, Tensor]:
+    """The optimizer's averages of gradients, whole, as this rank holds them or, of other parts, the others do."""
+    if not isinstance(trainer, Checkpointed):
+        return {name: as_real(value).cpu().clone() for name, _, value in trainer.optimizer_state(_GRADIENTS)}
+    pieces = {}
+    for place, piece in trainer.pieces().items():
+        name, _, key = place.removeprefix(OPTIMIZER).rpartition(".")
+        if place.startswith(OPTIMIZER) and key in _GRADIENTS:
+            boxes = [(box.offsets, as_real(box.values).detach().cpu().clone()) for box in piece.boxes]
+            pieces[name] = tuple(piece.shape), boxes
+    ranks: list[Mapping[str, Any]] = [pieces]
+    if dist.is_initialized():
+        ranks = [{}] * dist.get_world_size()
+        dist.all_gather_object(ranks, pieces)
+    wholes: dict[str, Tensor] = {}
+    for of_rank in (*ranks, pieces):  # its own last: copies may differ
+        for name, (shape, boxes) in of_rank.items():
+            for offsets, values in boxes:
+                if name not in wholes:
+                    # As real numbers a complex tensor has one dimension more.
+                    wholes[name] = torch.zeros((*shape, *values.shape[len(shape) :]), dtype=values.dtype)
+                place = tuple(slice(at, at + size) for at, size in zip(offsets, values.shape, strict=False))
+                wholes[name][place] = values
+    # In the order of the model, on every rank.
+    return {name: wholes[name] for name, _ in trainer.parameters() if name in wholes}
 
 
 def _saved_gradients(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
