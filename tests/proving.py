@@ -13,7 +13,7 @@ from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.parallel.parallel_model import Findings
 from samestep.tasks.registry import resolve
-from samestep.verification.noise import Noise, measure_noise
+from samestep.verification.noise import NoiseMeasurement
 from samestep.verification.proof import Proof, Reference, hold_against, proof_job, reference
 
 STEPS = 3
@@ -50,12 +50,12 @@ def prove(
         proofs: dict[str, Proof | str] = {}
         for size, mine in sizes.items():
             proofs |= local.start(_on_each_rank, (mine, {name: known[name] for name in mine}, recipes, steps), size)
-        noise: dict[int, Noise] = {}  # by recipe
+        noise: dict[int, NoiseMeasurement] = {}  # by recipe
         for name, proof in proofs.items():
             if isinstance(proof, Proof) and proof.wants_noise():
                 recipe, job = recipes[name], jobs[name]
                 if recipe not in noise:
-                    noise[recipe] = measure_noise(job, resolve(job.recipe), steps, known[name])
+                    noise[recipe] = NoiseMeasurement(job, resolve(job.recipe), steps, known[name])
                 proofs[name] = proof.held_against_noise(noise[recipe])
         return proofs
 

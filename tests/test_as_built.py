@@ -19,6 +19,7 @@ from samestep.data.order import SampleOrder
 from samestep.display.proofs import print_proof
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.training import as_built, session
+from samestep.training.as_built import FirstStep
 from samestep.training.nonfinite_values import first_metric
 from samestep.verification.proof import Proof, as_real
 
@@ -136,8 +137,12 @@ def test_a_kink_that_rounding_crosses_is_not_taken_for_a_fault(channel: int, mon
 
 
 class Sine(nn.Module):
+    def __init__(self, times: float = 1e6) -> None:
+        super().__init__()
+        self.times = times
+
     def forward(self, x: Tensor) -> Tensor:
-        return (1e6 * x).sin()
+        return (self.times * x).sin()
 
 
 class Chaotic(Points):
@@ -158,6 +163,42 @@ def test_a_model_that_amplifies_rounding_is_compared_without_rounding(monkeypatc
 
     monkeypatch.setattr(as_built, "in_float64", without_float64)
     assert "which would hide any fault" in prove_alone(recipe(Chaotic()), steps=1).words()[-1]
+
+
+class ChaoticInFloat64(Points):
+    """A model that makes a difference of a hundredth of float64's rounding."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), Sine(2e12), nn.Linear(16, self.classes))
+
+
+def other_order(task: Points, times: float = 1.0) -> FirstStep:
+    """The step of the first batch in float64 by PyTorch alone, its rows added in another order."""
+    pairs = [task.pairs[index] for index in SampleOrder(size=len(task.pairs), batch=10, seed=0).global_batch(0)]
+    pairs.reverse()
+    torch.manual_seed(0)
+    model = task.model().double()
+    output = model(torch.stack([point for point, _ in pairs]).double())
+    loss = nn.functional.cross_entropy(output, torch.tensor([label for _, label in pairs]))
+    loss.backward()
+    gradients = {
+        name: parameter.grad * times for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
+    return FirstStep(loss=loss.item(), grad_norm=norm, gradients=gradients)
+
+
+def test_rounding_in_float64_that_a_model_amplifies_is_no_fault() -> None:
+    task = ChaoticInFloat64()
+
+    def held(first: FirstStep) -> as_built.AsBuilt:
+        return as_built.hold_as_built(recipe(task, dropout=False), task, task.pairs, torch.device("cpu"), first)
+
+    right = held(other_order(task))
+    assert right.same, right
+    assert right.max_relative_difference["gradients"] > 2 * as_built.TOLERANCE
+    assert 2 * as_built.TOLERANCE < right.tolerance < 0.1
+    assert not held(other_order(task, times=1.1)).same
 
 
 class Draw(nn.Module):

@@ -1,5 +1,7 @@
 """Rounding that a model amplifies is no difference of a layout; a mistake in such a model is found all the same."""
 
+from pathlib import Path
+
 import mistakes
 import pytest
 import torch
@@ -12,9 +14,11 @@ from torch import Tensor, nn
 import samestep
 from samestep.data.loader import StepBatch
 from samestep.engines.native.trainer import NativeTrainer
+from samestep.job import Job, Run
 from samestep.training.last_bits import LastBitsChanged
-from samestep.verification.noise import Noise, judge
-from samestep.verification.proof import TOLERANCE
+from samestep.verification import noise
+from samestep.verification.noise import Noise, NoiseFound, NoiseMeasurement, judge
+from samestep.verification.proof import TOLERANCE, Reference
 
 
 class Cancelling(nn.Module):
@@ -96,14 +100,45 @@ def test_amplified_rounding_passes_and_mistakes_do_not() -> None:
 
 
 def test_what_is_above_its_noise_is_named_whatever_else_is_rounding() -> None:
-    noise = Noise(quantities={"loss": 1e-12, "grad_norm": 1e-9}, tensors={"a": 1e-9, "b": 1e-12, "c": 1e-6})
-    assert judge({"loss": 1e-11, "grad_norm": 5e-9, "a": 4e-9}, noise, 1e-10, 3).verdict == "rounding"
-    found = judge({"loss": 3e-10, "grad_norm": 5e-9, "a": 4e-9}, noise, 1e-10, 3)
+    measured = Noise(quantities={"loss": 1e-12, "grad_norm": 1e-9}, tensors={"a": 1e-9, "b": 1e-12, "c": 1e-6})
+    assert judge({"loss": 1e-11, "grad_norm": 5e-9, "a": 4e-9}, measured, 1e-10, 3).verdict == "rounding"
+    found = judge({"loss": 3e-10, "grad_norm": 5e-9, "a": 4e-9}, measured, 1e-10, 3)
     assert (found.verdict, found.where) == ("more than rounding", "loss")
-    assert judge({"b": 3e-8}, noise, 1e-10, 3).verdict == "more than rounding"  # the median's noise is its least
-    found = judge({"a": 4e-9, "c": 2e-7}, noise, 1e-10, 3)
+    assert judge({"b": 3e-8}, measured, 1e-10, 3).verdict == "more than rounding"  # the median's noise is its least
+    found = judge({"a": 4e-9, "c": 2e-7}, measured, 1e-10, 3)
     assert (found.verdict, found.where) == ("can't tell", "c")
     assert "with fewer --steps" in found.words()
+
+
+def test_a_branch_that_rounding_takes_at_times_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[float] = []
+
+    def judged(metrics: list[float], loss: float = 0.0) -> NoiseFound:
+        measured.clear()
+
+        def measure(*_: object) -> Noise:
+            measured.append(metrics[len(measured)])
+            return Noise(quantities={"loss": loss, "metrics": measured[-1]}, tensors={})
+
+        monkeypatch.setattr(noise, "_measured", measure)
+        job, task = Job(recipe=recipe(1.0), run=Run(device="cpu", threads=1)), CancellingPoints(1.0)
+        known = Reference(
+            losses=[],
+            grad_norms=[],
+            parameters=Path(),
+            rounding=None,
+            most_rounding=0.0,
+            metrics={},
+            held_out=None,
+            buffers={},
+        )
+        return NoiseMeasurement(job, task, 2, known).judge({"metrics": 0.13, "loss": 1e-12}, 1e-10)
+
+    assert judged([2e-6, 1e-5, 2e-6, 0.134]).verdict == "can't tell"
+    assert judged([2e-6] * 8).verdict == "more than rounding"
+    assert len(measured) == 8
+    assert judged([1e-14] * 8, loss=1e-5).verdict == "more than rounding"
+    assert len(measured) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])

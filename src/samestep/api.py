@@ -53,7 +53,7 @@ from samestep.verification.bits import BitsRow, compare_bits
 from samestep.verification.departure import after_equal_steps, look
 from samestep.verification.itself import check_layout_splits, check_other_side
 from samestep.verification.matrix import MatrixRow
-from samestep.verification.noise import Noise, measure_noise
+from samestep.verification.noise import NoiseMeasurement
 from samestep.verification.proof import Proof, Reference, proof_job, reference
 
 
@@ -325,7 +325,7 @@ def verify_job(
         if ranks is not None or proof.same_step or proof.communication is not None or proof.nonfinite:
             return proof
         if proof.wants_noise() and known is not None:
-            proof = proof.held_against_noise(measure_noise(job, task, steps, known, reference_device))
+            proof = proof.held_against_noise(NoiseMeasurement(job, task, steps, known, reference_device))
             if proof.same_step or proof.undecided:
                 return proof
         with phases.phase("looking for the step and the module that depart"):
@@ -382,10 +382,9 @@ def verify_layouts(
         for size in dict.fromkeys(layout.size for layout in fitting.values()):
             of_size = {text: each for text, each in fitting.items() if each.size == size}
             rows |= _rows(job, of_size, task, steps, known)
-        noise: Noise | None = None
+        noise = NoiseMeasurement(job, task, steps, known, reference_device)
         for text, row in rows.items():
             if row.proof is not None and row.proof.wants_noise():
-                noise = noise or measure_noise(job, task, steps, known, reference_device)
                 rows[text] = replace(row, proof=row.proof.held_against_noise(noise))
     return [rows[text] for text in layouts]
 

@@ -26,7 +26,7 @@ from samestep.launch.fork_server import end_with_starter
 from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.tasks.base import Task, call
-from samestep.verification.noise import measure_noise
+from samestep.verification.noise import NoiseMeasurement
 from samestep.verification.proof import Proof, Reference, hold_against, proof_job, reference
 
 KNOWN = "known.pickle"
@@ -151,7 +151,7 @@ def hold_against_noise(proof: Proof, steps: int, folder: Path, output: Path, to:
     known: Known = pickle.loads((folder / KNOWN).read_bytes())
     task = known.job.recipe.task
     assert isinstance(task, Task)
-    to.send(_answer(proof.held_against_noise(measure_noise(known.job, task, steps, known.reference))))
+    to.send(_answer(proof.held_against_noise(NoiseMeasurement(known.job, task, steps, known.reference))))
 
 
 def _begin(output: Path) -> None:

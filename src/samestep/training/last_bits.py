@@ -36,11 +36,11 @@ class LastBitsChanged(TorchDispatchMode):
     The half is random, so that equal numbers do not all change in the same way.
     """
 
-    def __init__(self, bit: int = 1) -> None:
-        """`bit`: 1 for the last, 2 for the one before it."""
+    def __init__(self, bit: int = 1, seed: int = 0) -> None:
+        """`bit`: 1 for the last, 2 for the one before it. Another seed changes other halves."""
         super().__init__()
         self._bit = bit
-        self._generator = torch.Generator().manual_seed(bit)
+        self._generator = torch.Generator().manual_seed(bit + 16 * seed)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -58,7 +58,7 @@ from samestep.training.rounding import (
     worst_of,
 )
 from samestep.training.update_rule import UpdateRule
-from samestep.verification.noise import Noise, NoiseFound, judge, of_buffer
+from samestep.verification.noise import NoiseFound, NoiseMeasurement, of_buffer
 from samestep.verification.steps import (
     AVERAGE,
     STATE_KEYS,
@@ -139,10 +139,10 @@ class Proof:
         apart = self.communication is None and not self.nonfinite and (self.as_built is None or self.as_built.same)
         return self.dtype == "float64" and self.noise is None and apart and finite and not self.same_step
 
-    def held_against_noise(self, noise: Noise) -> "Proof":
+    def held_against_noise(self, noise: NoiseMeasurement) -> "Proof":
         """Return the proof with what of its differences is rounding."""
         quantities = {name: value for name, value in self.max_relative_difference.items() if name != "parameters"}
-        return replace(self, noise=judge({**quantities, **self.beyond}, noise, self.tolerance, self.steps))
+        return replace(self, noise=noise.judge({**quantities, **self.beyond}, self.tolerance))
 
     def to_json(self) -> dict[str, Any]:
         """Return all results as JSON, with the words on non-finite values."""
