@@ -33,6 +33,7 @@ from samestep.parallel.holdings import Holdings, holdings
 from samestep.parallel.joined_optimizer import Joined
 from samestep.parallel.master_weights import MasterWeights
 from samestep.parallel.offload.optimizer import OffloadedOptimizer
+from samestep.parallel.own_messages import own_messages_refused
 from samestep.parallel.rounded_state import RoundedState
 from samestep.parallel.sharding import Entry, ShardTable, local
 from samestep.parallel.state_shards import (
@@ -92,7 +93,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         failures, self._failures_of_step = self._failures_of_step, None
         if failures is None:
             return self._step(batch, loss)
-        with failures.explained():
+        with failures.explained(), own_messages_refused():
             return self._step(batch, _wrapped(loss, failures.of_task))
 
     def _step(self, batch: StepBatch, loss: Loss) -> StepReport:

@@ -1,0 +1,62 @@
+"""Refuses models and losses that send messages themselves.
+
+Some libraries do so as soon as there is a process group: a mixture of experts spreads its experts over all ranks, a
+contrastive loss gathers. Their gradients are then those of another computation than one process's, and their ranks
+are not the layout's. It shows on ranks only, where the first step is watched: by the names that `torch.distributed`
+offers, since a mode that sees every operator would change what compiles and which kernels run.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.nn import functional
+
+from samestep.errors import UserError, shown
+
+# Not isend and irecv, which PyTorch compares with those that it was given.
+_NAMES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("broadcast", "broadcast_object_list", "gather", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+    *("scatter", "send"),
+)
+_OWN = (Path(torch.__file__).parent, Path(__file__).parent.parent)
+
+
+@contextmanager
+def own_messages_refused() -> Iterator[None]:
+    """Context in which a collective that code of others than samestep and PyTorch calls raises UserError.
+
+    Names that a module has imported before are not watched.
+    """
+    places: list[Any] = [dist, functional]
+    watched = [(place, name, vars(place)[name]) for place in places for name in _NAMES if name in vars(place)]
+    for place, name, function in watched:
+        setattr(place, name, _watched(name, function))
+    try:
+        yield
+    finally:
+        for place, name, function in watched:
+            setattr(place, name, function)
+
+
+def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        frame = sys._getframe(1)
+        file = Path(frame.f_code.co_filename)
+        if not any(file.is_relative_to(own) for own in _OWN):
+            raise UserError(
+                f"the model or the loss sends messages itself ({name}, {frame.f_code.co_name} at {shown(file)}:"
+                f"{frame.f_lineno}), so its ranks compute something else than one process does, and other ranks than "
+                "the layout's take part; build it without, often by an argument such as is_distributed=False, and "
+                "leave the ranks to the layout"
+            )
+        return function(*arguments, **keywords)
+
+    return call

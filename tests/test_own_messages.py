@@ -1,0 +1,130 @@
+"""Models and losses that send messages themselves are refused in the first step on ranks, with the place."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_tasks import Points
+from torch import Tensor, nn
+from torch.distributed.nn import functional
+
+import samestep
+from samestep.errors import UserError
+from samestep.job import Job, Run
+from samestep.launch import local
+from samestep.launch.world import join
+from samestep.layout import Layout
+from samestep.training.fit import Training
+
+
+class Gathered(torch.autograd.Function):
+    """As libraries spread their experts: gather rows of all ranks, and give each its own slice's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class Spread(nn.Module):
+    """Sends as soon as there is a process group of several ranks."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, points: Tensor) -> Tensor:
+        rows = self.linear(points)
+        if not (dist.is_initialized() and dist.get_world_size() > 1):
+            return rows
+        if self.way == "gathered":
+            return Gathered.apply(rows)[: len(rows)]
+        if self.way == "functional":
+            return functional.all_reduce(rows) / 2
+        dist.all_reduce(rows.detach().clone())
+        return rows
+
+
+class Spreading(Points):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def model(self) -> nn.Module:
+        return Spread(self.way)
+
+
+class SpreadLoss(Points):
+    def loss(self, output: Tensor, batch: samestep.Batch) -> Any:
+        total, count = super().loss(output, batch)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(torch.tensor(float(count)))
+        return total, count
+
+
+class Synchronized(Points):
+    """PyTorch's own module sends: no message of the model's."""
+
+    def model(self) -> nn.Module:
+        return nn.SyncBatchNorm.convert_sync_batchnorm(super().model())
+
+
+CASES: Mapping[str, tuple[samestep.Task, str]] = {
+    "gathered": (Spreading("gathered"), "dp2"),
+    "functional": (Spreading("functional"), "dp2"),
+    "reduced": (Spreading("reduced"), "fsdp2"),
+    "loss": (SpreadLoss(), "dp2"),
+    "right": (Points(), "dp2"),
+    "right shards": (Points(), "fsdp2"),
+    "right slices": (Points(), "tp2"),
+    "right stages": (Points(), "pp2"),
+    "synchronized": (Synchronized(), "dp2"),
+}
+
+
+def messages() -> dict[str, str]:
+    told = {}
+    with join(device="cpu", threads=1) as world:
+        for name, (task, layout) in CASES.items():
+            recipe = samestep.Recipe(task=task, batch=8, steps=1, optimizer=samestep.SGD(lr=0.1))
+            job = Job(recipe=recipe, run=Run(layout=layout, threads=1))
+            told[name] = ""
+            try:
+                for _ in Training(job, task, world, Layout.parse(layout)).steps(stop=1):
+                    pass
+            except UserError as error:
+                told[name] = str(error)
+    return told
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, str]:
+    return local.start(messages, (), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("gathered", "all_gather, forward at "),
+        ("functional", "all_reduce, forward at "),
+        ("reduced", "all_reduce, forward at "),
+        ("loss", "all_reduce, loss at "),
+    ],
+)
+def test_the_call_is_named_with_its_place(told: Mapping[str, str], name: str, where: str) -> None:
+    assert told[name].startswith(f"the model or the loss sends messages itself ({where}")
+    assert "test_own_messages.py:" in told[name]
+    assert "is_distributed=False" in told[name]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("right", "synch"))])
+def test_messages_of_layouts_and_of_pytorchs_modules_are_no_fault(told: Mapping[str, str], name: str) -> None:
+    assert told[name] == ""
