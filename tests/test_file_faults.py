@@ -195,5 +195,6 @@ def test_crashes_that_lose_or_reorder_writes(undisturbed: Undisturbed, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_many_crashes_that_lose_or_reorder_writes(undisturbed: Undisturbed, tmp_path: Path) -> None:
     lost_writes(undisturbed, tmp_path, crashes=200)
