@@ -15,10 +15,9 @@ Read `apply` first: ten steps in one order. Then, by what it calls:
 - `joined_optimizer`, `spread_optimizer`, `whole_optimizer`, `optimizer_kinds`: optimizers of parts and of wholes;
   `master_weights`, `weight_average`: what is kept besides parameters; `rounded_state`, `optimizer_lots`: Adam's
   averages in bf16 or 8 bits, and parameters that are stepped together.
-- `step_loss`, `coupled_loss`: the loss of a step. `own_messages`: models that send messages. `deferred_init`, `init_recorder`: the initial weights.
+- `step_loss`, `coupled_loss`: the loss of a step. `deferred_init`, `init_recorder`: the initial weights.
 - `complex_parameters`, `low_rank`: kinds of parameters. `collectives`: those that have a backward.
-- `checks`, `layout_failure`: what a layout can't have, in one sentence. `variation`: values with which models are
-  compared. `valueless`, `valueless_replicas`:
-  rehearsals.
+- `own_messages`: models that send messages themselves. `checks`, `layout_failure`: what a layout can't have, in one
+  sentence. `variation`: values with which models are compared. `valueless`, `valueless_replicas`: rehearsals.
 - `parallel_model`: what comes out, as engines step it.
 """
