@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from odd_nets import Net
 from torch import Tensor, nn
 
+import samestep
+
 
 class DropPath(Net):
     """Stochastic depth: some samples skip a branch (Huang et al. 2016)."""
@@ -43,6 +45,32 @@ class Noisy(Net):
         kinds = torch.multinomial(hidden.detach().softmax(-1), 2)
         gumbel = F.gumbel_softmax(hidden, hard=True)
         return hidden * steps[:, None] + hidden.gather(1, kinds).sum(1, keepdim=True) + gumbel
+
+
+class SecondSamples(Net):
+    """Draws for two experts a sample, with the samples second, as libraries of experts have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        samestep.draws_along(self, 1)
+
+    def between(self, hidden: Tensor) -> Tensor:
+        if not self.training:
+            return hidden
+        kept = hidden.new_empty(2, *hidden.shape).uniform_() < 0.5
+        return hidden * kept[0] + F.dropout(hidden.expand(2, -1, -1), 0.3)[1]
+
+
+class TokensFirst(Net):
+    """An encoder of PyTorch with dropout over [tokens, samples, features]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.TransformerEncoderLayer(16, 2, 24, dropout=0.2) for _ in range(2)]
+        self.encoder = samestep.draws_along(nn.Sequential(*layers), 1)
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return self.encoder(torch.stack([hidden, hidden * 2, -hidden])).sum(0)
 
 
 class LateDropout(Net):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.data.loader import Moment
 from samestep.parallel.exact.dropout import same_dropout
-from samestep.parallel.exact.forward_context import ForwardContext
+from samestep.parallel.exact.forward_context import ForwardContext, Portion
 
 SAMPLES = 20_000
 
@@ -134,25 +134,108 @@ def test_a_draw_of_no_sample_is_refused(shape: tuple[int, ...]) -> None:
         drawn(lambda x: torch.rand(shape), torch.arange(4))
 
 
+SHAPES = {"a sample": (3,), "tokens": (5, 3), "a pair": (2, 3), "heads of tokens": (2, 5, 3)}
+
+
+@pytest.mark.parametrize("before", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("kind", ["uniform_", "dropout", "randn"])
+def test_samples_may_be_another_dimension(kind: str, shape: tuple[int, ...], before: int) -> None:
+    """As many samples as are in front of them, one, and more: each alone has its numbers of all."""
+
+    def draw(x: Tensor) -> Tensor:
+        size = (*(2, 4)[-before:], len(x), *shape)
+        if kind == "randn":
+            return torch.randn(size)
+        return torch.zeros(size).uniform_() if kind == "uniform_" else nn.functional.dropout(torch.ones(size), 0.5)
+
+    def of(*samples: int) -> Tensor:
+        forward_context, model = ForwardContext(), samestep.draws_along(Draws(draw), before)
+        same_dropout(model.train(), forward_context)
+        with forward_context.at(Moment(step=2, samples=torch.tensor(samples), zero_weight=False)):
+            return model(torch.zeros(len(samples), 1))
+
+    together = of(4, 11, 6, 8, 2)
+    assert together.unique().numel() > 1
+    assert torch.equal(together, torch.cat([of(4), of(11), of(6, 8, 2)], dim=before))
+    assert torch.equal(together.narrow(before, 1, 2), of(11, 6))
+
+
+def test_a_rank_with_some_tokens_or_features_draws_those_of_the_whole() -> None:
+    """Of [pair, samples, tokens, features], and of tokens in front of the samples."""
+
+    def of(part: Portion, *shape: int) -> Tensor:
+        forward_context = ForwardContext()
+        model = samestep.draws_along(Draws(lambda x: torch.rand(shape)), 1)
+        same_dropout(model, forward_context)
+        moment = Moment(step=2, samples=torch.tensor([7, 1, 9]), zero_weight=False)
+        with forward_context.at(moment), forward_context.holding(part):
+            return model(torch.zeros(3, 1))
+
+    whole = of(Portion(), 2, 3, 6, 8)
+    assert torch.equal(whole[:, :, 4:], of(Portion(activations={1: 4}), 2, 3, 2, 8))
+    assert torch.equal(whole[..., 5:], of(Portion(activations={-1: 5}), 2, 3, 6, 3))
+    tokens_first = of(Portion(), 6, 3, 8)
+    assert torch.equal(tokens_first[4:], of(Portion(activations={0: 4}), 2, 3, 8))
+
+
+def test_modules_within_may_say_another_dimension() -> None:
+    forward_context = ForwardContext()
+    first, second = (Draws(lambda x, size=size: torch.rand(size)) for size in [(3, 5), (5, 3)])
+    model = samestep.draws_along(nn.Sequential(samestep.draws_along(first, 0), second), 1)
+    same_dropout(model, forward_context)
+    with forward_context.at(Moment(step=2, samples=torch.tensor([7, 1, 9]), zero_weight=False)):
+        assert model(torch.zeros(3, 1)).shape == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "message"),
+    [
+        ((4,), 1, r"rand of shape \[4\], of which samestep.draws_along says that samples are dimension 1, which it"),
+        ((2, 5), 1, r"rand of shape \[2, 5\] at .*the 4 samples of a micro-batch are not dimension 1, as samestep"),
+        ((2, 4), 0, r"rand of shape \[2, 4\] at .*not the first dimension.*: samestep.draws_along\(module, dim\)"),
+    ],
+)
+def test_a_dimension_that_has_not_the_samples_is_refused(shape: tuple[int, ...], dim: int, message: str) -> None:
+    forward_context, model = ForwardContext(), samestep.draws_along(Draws(lambda x: torch.rand(shape)), dim)
+    same_dropout(model, forward_context)
+    with (
+        forward_context.at(Moment(step=0, samples=torch.arange(4), zero_weight=False)),
+        pytest.raises(samestep.UserError, match=message),
+    ):
+        model(torch.zeros(4, 1))
+
+
+@pytest.mark.parametrize("dim", [-1, True, 1.0])
+def test_a_dimension_of_samples_is_a_number_from_0(dim: int) -> None:
+    with pytest.raises(samestep.UserError, match=r"draws_along\(dim=.*\): a dimension is counted from the first one"):
+        samestep.draws_along(nn.Linear(2, 2), dim)
+
+
 RUNS: list[tuple[str, dict[str, int]]] = [("dp2", {}), ("dp2", {"micro_batch": 3}), ("fsdp2", {}), ("pp2", {})]
 
 
-def recipes_of_draws() -> list[samestep.Recipe]:
-    return [
-        samestep.Recipe(task=odd.Odd(net), batch=13, steps=5, optimizer=samestep.AdamW(lr=0.01))
-        for net in (drawing.DropPath, drawing.NewEmptyDropPath, drawing.LayerDrop, drawing.Noisy)
-    ]
+def recipes(*nets: type[nn.Module]) -> list[samestep.Recipe]:
+    optimizer = samestep.AdamW(lr=0.01)
+    return [samestep.Recipe(task=odd.Odd(net), batch=13, steps=5, optimizer=optimizer) for net in nets]
 
 
 def test_draws_take_the_same_step_under_layouts() -> None:
     """Each kind under another layout, and one in micro-batches."""
-    cases = [(recipe, layout, run) for recipe, (layout, run) in zip(recipes_of_draws(), RUNS[::-1], strict=True)]
+    by_sample = recipes(drawing.DropPath, drawing.NewEmptyDropPath, drawing.LayerDrop, drawing.Noisy)
+    cases = [(recipe, layout, run) for recipe, (layout, run) in zip(by_sample, RUNS[::-1], strict=True)]
+    elsewhere = recipes(drawing.SecondSamples, drawing.TokensFirst)
+    cases += [(elsewhere[0], "dp2", {"micro_batch": 2}), (elsewhere[1], "dp2", {}), (elsewhere[1], "tp2", {})]
     assert_same_steps(cases, steps=3)
 
 
 @pytest.mark.slow
 def test_every_draw_takes_the_same_step_under_every_layout() -> None:
-    assert_same_steps([(recipe, layout, run) for recipe in recipes_of_draws() for layout, run in RUNS], steps=3)
+    every = recipes(
+        *(drawing.DropPath, drawing.NewEmptyDropPath, drawing.LayerDrop, drawing.Noisy),
+        *(drawing.SecondSamples, drawing.TokensFirst),
+    )
+    assert_same_steps([(recipe, layout, run) for recipe in every for layout, run in RUNS], steps=3)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from samestep.job import Checkpointing, Job, Run
     from samestep.job_check import CheckResult, check
     from samestep.layout import Layout
+    from samestep.parallel.exact.sample_dims import draws_along
     from samestep.recipe import (
         SGD,
         AdamW,
@@ -82,6 +83,7 @@ _HOME = {
     "Turn": "samestep.tasks.turns",
     "Gather": "samestep.tasks.losses",
     "alone": "samestep.tasks.losses",
+    "draws_along": "samestep.parallel.exact.sample_dims",
     "UserError": "samestep.errors",
     "CheckpointError": "samestep.errors",
     "Checkpointing": "samestep.job",
@@ -130,6 +132,7 @@ __all__ = [
     "alone",
     "check",
     "compare",
+    "draws_along",
     "dry_run",
     "evaluate",
     "load_model",

@@ -40,6 +40,7 @@ class Entry:
     loss: Loss | None = None  # None: the model's own, through HuggingFace
     stages: int = 4  # how many parts stand one behind the other, which is the most stages it can have
     impossible: Mapping[str, str] = field(default_factory=dict)  # axis (tp, pp, cp, tokens) -> why none can exist
+    held_out: bool = True  # False: the model draws in evaluation mode too, so that nothing is evaluated
     half: Half = "chosen"  # the part of the table
     weight: float = 1.0  # how many types it stands for, where it was drawn
 
@@ -63,6 +64,8 @@ class OwnTask(samestep.Task):
         return [self._entry.row(index) for index in range(SAMPLES)]
 
     def eval_set(self) -> samestep.Samples | None:
+        if not self._entry.held_out:
+            return None
         return [self._entry.row(index) for index in range(SAMPLES, SAMPLES + HELD_OUT)]
 
     def collate(self, samples: Sequence[Row]) -> samestep.Batch:

@@ -270,7 +270,8 @@ class Experts(nn.Module):
 
         super().__init__()
         self.embed = nn.Embedding(47, 24)
-        self.moe = SparseMoEBlock(MoE(dim=24, num_experts=4, gating_top_n=2, capacity_factor_train=8.0))
+        experts = MoE(dim=24, num_experts=4, gating_top_n=2, capacity_factor_train=8.0, is_distributed=False)
+        self.moe = samestep.draws_along(SparseMoEBlock(experts), 1)  # [experts of a token, samples, tokens]
         self.head = nn.Linear(24, 47)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -351,6 +352,7 @@ def entries() -> list[Entry]:
             collate=graphs if row is graph else stacked,
             loss=loss,
             impossible=impossible,
+            held_out=model is not Experts,
             half="library",
         )
         for name, library, model, row, loss, impossible in _MODELS

@@ -33,6 +33,7 @@ from samestep.errors import UserError, place_here
 from samestep.parallel.exact.counter_rng import columns, draw, key_of, split, threshold
 from samestep.parallel.exact.draws import Draw, body_of, draw_of, without_override
 from samestep.parallel.exact.forward_context import ForwardContext, Positions
+from samestep.parallel.exact.sample_dims import dims_of, parts_of, samples_back, samples_first
 from samestep.torch_internals.autograd import is_in_backward
 from samestep.torch_internals.modules import AnyDropout
 from samestep.torch_internals.operators import without_function_modes
@@ -74,6 +75,7 @@ def explicit_attention(
 
 
 _SWITCH_OFF = "use recipe.dropout: false"
+_SAY = "where they are another, say which: samestep.draws_along(module, dim)"
 _SPLIT = "where it joins the rows of samples, give samestep.Batch a split with the number of each sample's rows"
 
 
@@ -83,8 +85,9 @@ def same_dropout(model: nn.Module, forward_context: ForwardContext, *, attention
     The model must still be whole. `attention`: whether attention applies its dropout.
     Raises UserError for a module whose dropout can't be drawn by sample.
     """
-    _check(model)
-    dropout = Dropout(forward_context, attention=attention)
+    dims = dims_of(model)
+    _check(model, dims)
+    dropout = Dropout(forward_context, attention=attention, dims=dims)
     for name, module in model.named_modules():
         if _may_drop(module):
             module.forward = dropout.within(name, module.forward)
@@ -104,8 +107,11 @@ def _may_drop(module: nn.Module) -> bool:
     return not plain_layer or isinstance(module, AnyDropout)
 
 
-def _check(model: nn.Module) -> None:
-    """Raise UserError for modules that draw random numbers in a kernel, or whose first dimension isn't samples."""
+def _check(model: nn.Module, dims: Mapping[str, int]) -> None:
+    """Raise UserError for modules that draw random numbers in a kernel, or whose first dimension isn't samples.
+
+    `dims`: where the samples are, by module.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
             raise UserError(
@@ -115,19 +121,24 @@ def _check(model: nn.Module) -> None:
             )
         if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             attention = module.self_attn
-            if module.dropout.p and isinstance(attention, nn.MultiheadAttention) and not attention.batch_first:
+            first = isinstance(attention, nn.MultiheadAttention) and not attention.batch_first  # tokens
+            if module.dropout.p and first and dims.get(name) != 1:
                 raise UserError(
                     f"{name or 'the model'} ({type(module).__name__}) drops elements of [tokens, batch, features], "
-                    f"in which a sample is hard to find; batch_first=True, or {_SWITCH_OFF}"
+                    "in which a sample is hard to find; batch_first=True, samestep.draws_along(module, 1) for this "
+                    f"module or one around it, or {_SWITCH_OFF}"
                 )
 
 
 class Dropout(TorchFunctionMode):
     """A mode that replaces calls of dropout and random functions in a training forward."""
 
-    def __init__(self, forward_context: ForwardContext, *, attention: bool = True) -> None:
+    def __init__(
+        self, forward_context: ForwardContext, *, attention: bool = True, dims: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__()
         self.forward_context = forward_context
+        self._dims = dims or {}  # of samples, where it isn't 0, by module
         self._attends = attention
         self._printed = False  # whether the message about attention was printed
         self.answered: list[tuple[str, str]] = []  # module and function of each draw, if `notes`
@@ -217,23 +228,35 @@ class Dropout(TorchFunctionMode):
     def _bits(self, drawn: Draw, what: str, parts: Mapping[int, Positions]) -> Tensor:
         """Uniform int32 numbers of a draw's shape, by sample, or by step for a scalar."""
         moment = self._moment("draw")
-        shape, samples = drawn.shape, len(moment.samples)
+        dim = self._dim(drawn.shape, what) if drawn.shape else 0
+        shape, samples = samples_first(drawn.shape, dim), len(moment.samples)
+        parts = parts_of(parts, shape, dim)
         of_step = len(shape) == 0
         joined = not of_step and _split_of(shape, moment) is not None
         of_samples = joined or (not of_step and shape[0] % samples == 0 and (shape[0] == samples or shape[0] > 1))
         if not of_step and not of_samples:
             place = place_here()
             raise UserError(
-                f"{self._name or 'the model'}: {what} of shape {list(shape)}{f' at {place}' if place else ''}, in "
-                f"which the {samples} samples of a "
-                "micro-batch are not the first dimension, so each number's sample is unknown; draw numbers of shape "
-                "[samples, ...], or torch.rand(()) for one number that is the whole step's"
+                f"{self._name or 'the model'}: {what} of shape {list(drawn.shape)}{f' at {place}' if place else ''}, in "
+                f"which the {samples} samples of a micro-batch are not {_ordinal(dim)}, so each number's "
+                "sample is unknown; draw numbers of shape [samples, ...], or torch.rand(()) for one number that is "
+                f"the whole step's; {_SAY}"
             )
         # Positions along dimensions of which this rank has a part; others begin at 0. A dimension of one element is
         # broadcast over other ranks' parts as well.
         spread = {dim: at for dim, at in parts.items() if shape and shape[dim] > 1} if _within(parts, shape) else {}
         numbers = self._numbers(shape, spread, drawn.device, moment, what, of_step=of_step)
-        return numbers.reshape(shape)
+        return samples_back(numbers.reshape(shape), dim)
+
+    def _dim(self, shape: Sequence[int], what: str) -> int:
+        """The dimension of samples of what the running module draws. Raises UserError for one that isn't there."""
+        dim = 0 if self._samples_lead else self._dims.get(self._name, 0)
+        if dim >= len(shape) > 0:
+            raise UserError(
+                f"{self._name or 'the model'}: {what} of shape {list(shape)}, of which samestep.draws_along says that "
+                f"samples are dimension {dim}, which it doesn't have; say it of the modules alone that have it"
+            )
+        return dim
 
     def _attention(
         self,
@@ -272,14 +295,15 @@ class Dropout(TorchFunctionMode):
     def _drop_weights(self, weights: Tensor, probability: float) -> Tensor:
         """Dropout of probabilities [samples, heads, queries, keys], by the rank's heads or queries."""
         parts = self.forward_context.part.attention if weights.ndim == 4 else {}
-        return weights * self._noise(weights, weights.shape, probability, parts).mul_(_scale(probability))
+        noise = self._noise(weights, weights.shape, probability, parts, 0)
+        return weights * noise.mul_(_scale(probability))
 
     def _drop(self, given: Tensor, probability: float, kind: "_Kind", *, in_place: bool) -> Tensor:
         """Apply one of F's dropout functions to a tensor [samples, ...]."""
-        shape = given.shape
+        shape, dim = given.shape, self._dim(given.shape, "dropout")
         if kind.features:  # a channel is dropped as a whole
             shape = (*shape[:2], *(1 for _ in shape[2:]))
-        noise = self._noise(given, shape, probability, self.forward_context.part.activations)
+        noise = self._noise(given, shape, probability, self.forward_context.part.activations, dim)
         if kind.alpha:
             factor, shift = _alpha(noise, probability)
             return given.mul_(factor).add_(shift) if in_place else given * factor + shift
@@ -289,12 +313,13 @@ class Dropout(TorchFunctionMode):
         return given.mul_(noise) if in_place else given * noise
 
     def _noise(
-        self, like: Tensor, shape: Sequence[int], probability: float, parts: Mapping[int, Positions]
+        self, like: Tensor, shape: Sequence[int], probability: float, parts: Mapping[int, Positions], dim: int
     ) -> Tensor:
-        """A mask [*shape] of the dtype of `like`: 1 for kept elements, 0 for dropped ones."""
-        numbers = self._numbers(shape, parts, like.device, self._moment("dropout"), "dropout")
+        """A mask [*shape] of the dtype of `like`: 1 for kept elements, 0 for dropped ones. `dim`: of samples."""
+        first, parts = samples_first(shape, dim), parts_of(parts, shape, dim)
+        numbers = self._numbers(first, parts, like.device, self._moment("dropout"), "dropout", dim=dim)
         noise = torch.empty(numbers.shape, dtype=like.dtype, device=like.device)
-        return torch.ge(numbers, threshold(probability), out=noise).view(shape)
+        return samples_back(torch.ge(numbers, threshold(probability), out=noise).view(first), dim)
 
     def _moment(self, what: str) -> Moment:
         """The samples of the running forward. Raises UserError in a recomputation by the model itself."""
@@ -314,10 +339,11 @@ class Dropout(TorchFunctionMode):
         what: str,
         *,
         of_step: bool = False,
+        dim: int = 0,
     ) -> Tensor:
         """Uniform int32 numbers [samples, ...], each a function of its sample, its site and its position.
 
-        `of_step`: one number [1], a function of the step and the site only.
+        `of_step`: one number [1], a function of the step and the site only. `dim`: where samples were before.
         """
         self.forward_context.drew = True
         if self.notes:
@@ -336,7 +362,7 @@ class Dropout(TorchFunctionMode):
         if split_by is not None:
             keys, cut = _keys_of_rows(keys, split_by), shape
         else:
-            cut = self._by_sample(shape, len(moment.samples), site)
+            cut = self._by_sample(shape, len(moment.samples), site, dim)
         # For every dimension after the samples its positions in the whole tensor; negative keys of `parts` count from
         # the end.
         rest = [
@@ -347,23 +373,27 @@ class Dropout(TorchFunctionMode):
         *outer, (_, row) = rest or [self._table(0, 1, device)]
         return draw(keys, [positions for positions, _ in outer], row)
 
-    def _by_sample(self, shape: Sequence[int], samples: int, site: tuple[str, int]) -> Sequence[int]:
-        """Unfold a shape [samples x tokens, ...] to [samples, tokens, ...]; raises UserError for other shapes."""
+    def _by_sample(self, shape: Sequence[int], samples: int, site: tuple[str, int], dim: int) -> Sequence[int]:
+        """Unfold a shape [samples x tokens, ...] to [samples, tokens, ...]; raises UserError for other shapes.
+
+        `dim`: where the samples were, if it was said, before they were moved to the front.
+        """
         if len(shape) and shape[0] == samples:
             return shape
         # [tokens, samples, ...], or by chance as many samples as tokens: what is square is attention's weights, and
         # samples that were once elsewhere than second are never second.
         second = len(shape) > 2 and shape[1] == samples
-        doubtful = second and shape[2] != samples and site not in self._folded and not self._samples_lead
+        unsaid = not dim and site not in self._folded and not self._samples_lead
+        doubtful = second and shape[2] != samples and unsaid
         if len(shape) and shape[0] % samples == 0 and not doubtful:
             # A model may fold tokens (or heads) into the first dimension, with samples as the outer index.
             if not second:
                 self._folded.add(site)
             return samples, shape[0] // samples, *shape[1:]
         raise UserError(
-            f"{self._name or 'the model'}: dropout of a tensor of shape {list(shape)}, in which the {samples} "
-            f"samples of a micro-batch are not the first dimension, so each element's sample is unknown; "
-            f"{_SPLIT}, or {_SWITCH_OFF}"
+            f"{self._name or 'the model'}: dropout of a tensor of shape "
+            f"{list(samples_first(shape, len(shape) - dim))}, in which the {samples} samples of a micro-batch are "
+            f"not {_ordinal(dim)}, so each element's sample is unknown; {_SAY}; {_SPLIT}; or {_SWITCH_OFF}"
         )
 
     def _sample_keys(self, moment: Moment, device: torch.device) -> Tensor:
@@ -430,6 +460,10 @@ def _keys_of_rows(keys: Tensor, split_by: Sequence[int]) -> Tensor:
 def _within(parts: Mapping[int, Positions], shape: Sequence[int]) -> bool:
     """Whether a tensor of this shape has all dimensions in `parts`."""
     return all(-len(shape) <= dim < len(shape) for dim in parts)
+
+
+def _ordinal(dim: int) -> str:
+    return f"dimension {dim}, as samestep.draws_along says" if dim else "the first dimension"
 
 
 def _scale(probability: float) -> float:
