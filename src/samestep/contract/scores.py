@@ -38,8 +38,8 @@ def check_evaluation(trial: Trial) -> None:
         raise ContractError(
             EVALUATION,
             f"the model draws from {who} generator of random numbers in evaluation mode, where every layout would "
-            "draw others; draw only while self.training, or, where that code is another's, let eval_set() give None and "
-            f"evaluate in one process{line_of(type(trial.model).forward)}",
+            "draw others; draw only while self.training, or, where that code is another's, let eval_set() give None "
+            f"and evaluate in one process{line_of(type(trial.model).forward)}",
         )
     if writes.written is not None and layout.pipeline > 1:
         raise ContractError(

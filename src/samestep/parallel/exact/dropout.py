@@ -235,11 +235,10 @@ class Dropout(TorchFunctionMode):
         joined = not of_step and _split_of(shape, moment) is not None
         of_samples = joined or (not of_step and shape[0] % samples == 0 and (shape[0] == samples or shape[0] > 1))
         if not of_step and not of_samples:
-            place = place_here()
+            place = f" at {found}" if (found := place_here()) else ""
             raise UserError(
-                f"{self._name or 'the model'}: {what} of shape {list(drawn.shape)}{f' at {place}' if place else ''}, in "
-                f"which the {samples} samples of a micro-batch are not {_ordinal(dim)}, so each number's "
-                "sample is unknown; draw numbers of shape [samples, ...], or torch.rand(()) for one number that is "
+                f"{self._name or 'the model'}: {what} of shape {list(drawn.shape)}{place}, in which the {samples} samples "
+                f"of a micro-batch are not {_ordinal(dim)}, so each number's sample is unknown; draw numbers of shape [samples, ...], or torch.rand(()) for one number that is "
                 f"the whole step's; {_SAY}"
             )
         # Positions along dimensions of which this rank has a part; others begin at 0. A dimension of one element is
@@ -253,8 +252,8 @@ class Dropout(TorchFunctionMode):
         dim = 0 if self._samples_lead else self._dims.get(self._name, 0)
         if dim >= len(shape) > 0:
             raise UserError(
-                f"{self._name or 'the model'}: {what} of shape {list(shape)}, of which samestep.draws_along says that "
-                f"samples are dimension {dim}, which it doesn't have; say it of the modules alone that have it"
+                f"{self._name or 'the model'}: {what} of shape {list(shape)}, of which samestep.draws_along says "
+                f"that samples are dimension {dim}, which it doesn't have; say it of the modules alone that have it"
             )
         return dim
 

@@ -2,7 +2,7 @@
 
 Libraries write their dropout and draws for shapes of their own, such as [2, samples, tokens] for the experts of a
 token, or [tokens, samples, features]. By its size that dimension can't be told from others: as many samples as
-tokens, or two in a micro-batch, would be taken for the wrong ones. So the user says it, once where the model is built.
+tokens, or two in a micro-batch, would be taken for the wrong ones. So the user says it, where the model is built.
 """
 
 from collections.abc import Mapping, Sequence
