@@ -237,9 +237,10 @@ class Dropout(TorchFunctionMode):
         if not of_step and not of_samples:
             place = f" at {found}" if (found := place_here()) else ""
             raise UserError(
-                f"{self._name or 'the model'}: {what} of shape {list(drawn.shape)}{place}, in which the {samples} samples "
-                f"of a micro-batch are not {_ordinal(dim)}, so each number's sample is unknown; draw numbers of shape [samples, ...], or torch.rand(()) for one number that is "
-                f"the whole step's; {_SAY}"
+                f"{self._name or 'the model'}: {what} of shape {list(drawn.shape)}{place}, in which the {samples} "
+                f"samples of a micro-batch are not {_ordinal(dim)}, so each number's sample is unknown; draw numbers "
+                "of shape [samples, ...], or torch.rand(()) for one number that is the whole step's; "
+                f"{_SAY}"
             )
         # Positions along dimensions of which this rank has a part; others begin at 0. A dimension of one element is
         # broadcast over other ranks' parts as well.
