@@ -38,8 +38,13 @@ def main() -> None:
         _as_run(chosen, options)
         return
     known = result.read(options.json) if options.resume and options.json is not None else {}
-    known = {pair: each for pair, each in known.items() if each.verdict not in options.again}
     pairs = {entry.name: _layouts(entry, options) for entry in chosen}
+    # Of models and layouts that were not chosen, what is known stays.
+    known = {
+        pair: each
+        for pair, each in known.items()
+        if each.verdict not in options.again or each.layout not in pairs.get(_base(each), ())
+    }
     _measure(chosen, pairs, known, options)
     of_interest = [known[entry.name, layout] for entry in chosen for layout in pairs[entry.name]]
     if options.second_look:
