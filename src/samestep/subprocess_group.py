@@ -79,6 +79,30 @@ def run(
         return CommandOutcome(code=code, seconds=seconds, output=output.read().decode("utf-8", errors="replace"))
 
 
+@contextmanager
+def started(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A command in its own session, with pipes to it; it and all of its processes end with the block."""
+    mark = uuid.uuid4().hex
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment.marked(mark),
+            start_new_session=True,
+        )
+        yield process
+    finally:
+        if process is not None:
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(BrokenPipeError):
+                        pipe.close()
+        _end(process, mark)
+
+
 def _end(process: subprocess.Popen[bytes] | None, mark: str) -> None:
     """End all processes of a run: launchers put ranks into sessions of their own, so its process group is not all.
 

@@ -6,7 +6,9 @@ what `samestep.recording` has. `runs`: the script alone, alone once more with it
 `follow`: alone on the split run's batches. `compare`: the first difference; `sampling`, `gradients` and `updates` say
 what a difference looks like, `kinds` in which words. `report`: the verdict in the terminal; `page`: as a page.
 `options` and `command`: the command `samestep-prove`, which needs nothing else of samestep than the base; `torchrun`
-starts its ranks then.
+starts its ranks then. `forked`: ranks are forked by a `server` that has imported what `imports` reads in the script;
+`rebinding`: what was imported so early gets the replaced functions as well. `devices`: `--on cpu` and `--on gpu:0`;
+`start_notes`: what a verdict says of them.
 
 Three runs make a verdict: the script alone in one process, alone once more with rows in another order (which shows
 what rounding does), and split over ranks as the user starts it. Nothing in the script is changed; what it calls of

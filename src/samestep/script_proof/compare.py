@@ -41,6 +41,7 @@ from samestep.script_proof.runs import (
     run_all,
 )
 from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, rows_in_step, sampling
+from samestep.script_proof.start_notes import start_notes
 from samestep.script_proof.updates import COARSE, buffer_finding, follows_samples, initial_finding, update_finding
 
 
@@ -185,7 +186,7 @@ def compare_runs(folder: Path, *, dropout: bool = False) -> Verdict:
     own = RunRecord.read(folder / OWN) if (folder / OWN).is_dir() else None
     order = order_finding(folder / OWN, folder / SPLIT, split) if own is not None else None
     named = with_names_of(split, alone)
-    return _Comparison(
+    verdict = _Comparison(
         alone=alone,
         again=again,
         split=named,
@@ -195,6 +196,7 @@ def compare_runs(folder: Path, *, dropout: bool = False) -> Verdict:
         whole=gave_no_measure(folder, "halves"),
         placed=gave_no_measure(folder, "reversed"),
     ).verdict()
+    return replace(verdict, notes=[*verdict.notes, *start_notes(folder / ALONE, folder / SPLIT)])
 
 
 @dataclass(frozen=True, kw_only=True)

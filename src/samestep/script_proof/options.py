@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,12 +18,17 @@ if TYPE_CHECKING:
     from samestep.script_proof.runs import ScriptProof, Starter
 
 PROCESSES, STEPS, TIME_LIMIT = 2, 10, 600.0
-NAMES = ("alone", "then", "every", "modules", "dtype", "seed", "noise", "time_limit", "keep")
+NAMES = ("on", "alone", "then", "every", "modules", "dtype", "seed", "noise", "time_limit", "keep")
 
 
 def add_arguments(parser: "argparse._ActionsContainer") -> None:
     """Add the options that only a script's proof has: those of `NAMES`."""
     add = parser.add_argument
+    add(
+        "--on",
+        metavar="DEVICE",
+        help="where accelerators that the script names are: cpu, or gpu:0 for all ranks on one of them over gloo",
+    )
     add("--alone", metavar="COMMAND", help="the same with other arguments, for one process")
     add("--then", metavar="COMMAND", help="what goes on where the split run has ended: a resumption")
     add("--every", type=WholeNumber(), metavar="N", help="compare tensors in each N-th step (default: 1)")
@@ -59,7 +65,8 @@ def read(
         then=words("--then", options.then) if options.then is not None else None,
         processes=_processes(options.processes),
         engine=engine,
-        device=options.device or "auto",
+        device=_device(options),
+        on=options.on,
         steps=STEPS if options.steps is None else options.steps,
         every=1 if options.every is None else options.every,
         modules=options.modules,
@@ -85,13 +92,15 @@ def run(proof: "ScriptProof", options: argparse.Namespace, starter: "Starter", s
     """Prove the script, and print and write the verdict. Exit codes: 0 the same step, 1 not."""
     from samestep import environment, subprocess_group
     from samestep.script_proof.compare import prove
+    from samestep.script_proof.forked import forking
     from samestep.script_proof.report import print_verdict
 
     if environment.ranks() is not None:
         raise UserError("the proof of a script starts its own processes; start it without a launcher")
     with TemporaryDirectory(prefix="samestep-script-") as scratch, subprocess_group.signals_raise():
         folder = options.keep if options.keep is not None else Path(scratch) / "runs"
-        verdict = prove(proof, folder, starter)
+        with forking(proof, starter) as quick:
+            verdict = prove(proof, folder, quick)
     output_files.write_json(options.json, verdict.to_json())
     if options.report is not None:
         from samestep.script_proof.page import page
@@ -99,6 +108,17 @@ def run(proof: "ScriptProof", options: argparse.Namespace, starter: "Starter", s
         output_files.write(options.report, page(verdict, script))
     print_verdict(verdict)
     return 0 if verdict.same_step else 1
+
+
+def _device(options: argparse.Namespace) -> str:
+    """`--device`, which `--on` decides where it is given."""
+    if options.on is None:
+        return options.device or "auto"
+    if re.fullmatch(r"cpu|gpu:\d+", options.on) is None:
+        raise UserError(f"--on {options.on}: use cpu, or gpu:0 with the number of an accelerator")
+    if options.device is not None:
+        raise UserError(f"--on {options.on} says where the script runs; leave --device {options.device} out")
+    return "cpu" if options.on == "cpu" else "auto"
 
 
 def _processes(given: str | None) -> int:

@@ -357,6 +357,10 @@ class ScriptRecorder:
     def state_loaded(self) -> None:
         self._writer.event("loaded", after=sum(self._counts))
 
+    def turned(self, what: str, place: str) -> None:
+        """What the script asks of an accelerator, and gets of another device."""
+        self._writer.event("turned", what=what, place=place)
+
     def process_started(self) -> None:
         self._processes += 1
         if self._processes == 1:  # a run that is ended by its time limit has no end that could say it

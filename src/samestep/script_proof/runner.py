@@ -18,6 +18,8 @@ from types import ModuleType
 import torch
 
 from samestep import environment
+from samestep.script_proof import devices
+from samestep.script_proof.rebinding import rebinding
 from samestep.script_proof.recorder import RecordingEnd, ScriptRecorder
 from samestep.script_proof.settings import RECORDER, RecordSettings
 
@@ -30,7 +32,15 @@ def main(arguments: Sequence[str]) -> None:
     ranks = environment.ranks()
     _prepare(settings)
     recorder = ScriptRecorder(settings, rank=ranks.rank if ranks else 0, world_size=ranks.world_size if ranks else 1)
-    recorder.install()
+    with rebinding():
+        if settings.on is not None:
+            devices.install(
+                devices.target_of(settings.on),
+                devices=settings.devices,
+                local_rank=ranks.local_rank if ranks else 0,
+                note=recorder.turned,
+            )
+        recorder.install()
     try:
         with environment.given(settings.variables):
             _run(command, engines)
@@ -76,7 +86,7 @@ def _run(command: Sequence[str], engines: Sequence[str]) -> None:
     exec(compile(Path(script).read_bytes(), script, "exec"), vars(main_module))
 
 
-def _leave() -> None:
+def leave() -> None:
     """End a process whose script has ended well, without the destructors of what the script has left open.
 
     The threads of a process group that was not destroyed may abort the process there, long after the last step.
@@ -92,4 +102,4 @@ def _leave() -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    _leave()
+    leave()

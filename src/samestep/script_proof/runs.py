@@ -15,10 +15,9 @@ from samestep.recording.record import RunRecord
 from samestep.recording.store import events, steps_in
 from samestep.script_proof.follow import following
 from samestep.script_proof.sampling import check_steps, places_matter
-from samestep.script_proof.settings import RECORDER, RecordSettings, Variant
+from samestep.script_proof.settings import RECORDER, SETTINGS, RecordSettings, Variant
 
 ALONE, AGAIN, SPLIT = "alone", "again", "split"
-SETTINGS = "settings.json"
 LOGS = "logs"  # what each rank wrote, in a run's folder
 # Ways to measure rounding, in the order in which they are tried.
 VARIANTS: Mapping[str, Sequence[Variant]] = {
@@ -38,6 +37,7 @@ class ScriptProof:
     processes: int = 2
     engine: str = "torch"
     device: str = "auto"
+    on: str | None = None  # cpu or gpu:N: where accelerators that the script names are
     steps: int | None = 10
     every: int = 1
     modules: str | None = None
@@ -58,6 +58,7 @@ class ScriptProof:
             dropout=self.dropout,
             dtype=self.dtype,
             seed=self.seed,
+            on=self.on,
         )
 
 
@@ -253,7 +254,7 @@ def make_start(
     place = folder / name
     place.mkdir(parents=True)
     variables, command = with_variables(command)
-    settings = replace(settings, folder=str(place), variables=variables)
+    settings = replace(settings, folder=str(place), variables=variables, devices=ranks)
     further = proof.launch if name.startswith(SPLIT) else ()
     start = ScriptStart(name=name, command=command, settings=settings, ranks=ranks, place=place, further=further)
     settings.write(start.settings_file)

@@ -15,6 +15,8 @@ Variant = Literal["as-is", "reversed", "moved", "halves"]
 # torchrun takes for its own.
 RECORDER = "--recorder="
 
+SETTINGS = "settings.json"  # in a run's folder
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSettings:
@@ -32,6 +34,8 @@ class RecordSettings:
     follow: str | None = None  # the folder of a run whose batches this one is given
     times: int = 1  # how many times as large the batches of these samplers are made, for the lengths of DataLoaders
     widened: tuple[int, ...] = ()
+    on: str | None = None  # cpu or gpu:N: where accelerators that the script names are
+    devices: int = 1  # how many of them there are said to be
 
     def write(self, file: Path) -> None:
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")

@@ -21,7 +21,7 @@ def by_torchrun(starts: Sequence[ScriptStart], proof: ScriptProof) -> list[Comma
     outcomes: list[CommandOutcome] = []
     for start in starts:
         phases.say(f"{start.name}: {start.title}")
-        with phases.status(start.status), environment.given(_variables(proof.device)):
+        with phases.status(start.status), environment.given(variables_of(proof.device)):
             outcome = subprocess_group.run(_command(start), limit=proof.time_limit)
         outcomes.append(replace(outcome, output=_output(start.place / LOGS, outcome)))
         if outcome.code != 0:
@@ -39,7 +39,7 @@ def _command(start: ScriptStart) -> list[str]:
     ]
 
 
-def _variables(device: str) -> dict[str, str]:
+def variables_of(device: str) -> dict[str, str]:
     """Of the ranks: one thread each, so that a run alone sums in the order of the split one; and which devices."""
     hidden = dict.fromkeys(DEVICE_VARIABLES, "") | {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}
     return {"OMP_NUM_THREADS": "1", **hidden}

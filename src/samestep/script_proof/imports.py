@@ -1,0 +1,75 @@
+"""What a script imports from installed packages, read from its text and that of the modules beside it."""
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_MOST_FILES = 200  # of the script's own that are read
+
+
+def imports_of(command: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """Installed modules, with the names that are taken from each; those of a script's own are followed."""
+    found: dict[str, dict[str, None]] = {}
+    files, folders = _first(command)
+    seen: set[Path] = set()
+    while files and len(seen) < _MOST_FILES:
+        file = files.pop(0)
+        if file in seen:
+            continue
+        seen.add(file)
+        for module, names in _imports(file):
+            own = [
+                place for name in [module, *(f"{module}.{name}" for name in names)] for place in _own(name, folders)
+            ]
+            files += own
+            if not own and module.partition(".")[0] not in sys.stdlib_module_names:
+                found.setdefault(module, {}).update(dict.fromkeys(names))
+    return [(module, tuple(names)) for module, names in found.items()]
+
+
+def _first(command: Sequence[str]) -> tuple[list[Path], list[Path]]:
+    """The file that a command runs, and the folders from which it imports modules of its own."""
+    if command[0] != "-m":
+        file = Path(command[0]).resolve()
+        return [file], [file.parent]
+    with suppress(ImportError, ValueError, AttributeError):
+        for name in (f"{command[1]}.__main__", command[1]):
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.origin is not None and Path(spec.origin).suffix == ".py":
+                return [Path(spec.origin)], [Path.cwd()]
+    return [], [Path.cwd()]
+
+
+def _own(name: str, folders: Sequence[Path]) -> list[Path]:
+    """The files of a module that lies beside the script."""
+    places = [folder.joinpath(*name.split(".")) for folder in folders]
+    tries = [path for place in places for path in (place.with_suffix(".py"), place / "__init__.py")]
+    return [path for path in tries if path.is_file() and "site-packages" not in path.parts]
+
+
+def _imports(file: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The imports at the beginning of a file: none of those that wait for a call or for a condition."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, OSError):  # the script itself says so
+        return
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, ()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            yield node.module, tuple(alias.name for alias in node.names if alias.name != "*")
+
+
+def import_early(wanted: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Import what can be imported; what fails is left for the script, which may handle it."""
+    for module, names in wanted:
+        try:
+            imported = importlib.import_module(module)
+            for name in names:
+                getattr(imported, name, None)  # transformers imports a module when its name is asked for
+        except Exception:
+            continue

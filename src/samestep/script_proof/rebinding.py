@@ -1,0 +1,43 @@
+"""Functions that were replaced after other modules had imported them: they are replaced there as well."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import isclass, isroutine
+from types import ModuleType
+from typing import Any
+
+_AT_FIRST = frozenset(sys.modules)  # what was imported before the script's own modules: PyTorch, without its parts
+
+
+@contextmanager
+def rebinding() -> Iterator[None]:
+    """Whatever of PyTorch is replaced inside is replaced too in modules that were imported early.
+
+    A server imports what a script imports before it is forked: `from torch.nn.utils import clip_grad_norm_` has
+    the original then, where a script that imports it later gets what stands in its place.
+    """
+    before = {(module.__name__, name): value for module, name, value in _names_of("torch")}
+    yield
+    replaced: dict[int, tuple[Any, Any]] = {}
+    for module, name, value in _names_of("torch"):
+        old = before.get((module.__name__, name))
+        if old is not None and old is not value and (isroutine(old) or isclass(old)):
+            replaced[id(old)] = old, value
+    later = [module for name, module in list(sys.modules.items()) if name not in _AT_FIRST and _is_of_others(module)]
+    for module in later:
+        for name, value in list(vars(module).items()):
+            if (pair := replaced.get(id(value))) is not None and pair[0] is value:
+                setattr(module, name, pair[1])
+
+
+def _names_of(package: str) -> Iterator[tuple[ModuleType, str, Any]]:
+    """All names of the modules of a package that are imported."""
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and (name == package or name.startswith(f"{package}.")):
+            for each, value in list(vars(module).items()):
+                yield module, each, value
+
+
+def _is_of_others(module: Any) -> bool:
+    return isinstance(module, ModuleType) and not module.__name__.startswith("samestep.")
