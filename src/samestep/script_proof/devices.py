@@ -200,7 +200,7 @@ def _stand_in(real: type, make: Callable[..., Any]) -> type:
 
 def _location(turn: _Turn, given: Any) -> Any:
     """Where torch.load puts tensors: a mapping or a function may name accelerators too."""
-    if isinstance(given, str) or isinstance(given, _REAL_DEVICE):
+    if isinstance(given, (str, _REAL_DEVICE)):
         return turn.device(given)
     if turn.target != _CPU:
         return given
