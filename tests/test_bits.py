@@ -104,6 +104,10 @@ def _bits(folder: Path) -> Mapping[str, bytes]:
         (["--script", "train.py", "--bits"], "--bits is for run.reduction: ordered of a job file"),
         ([EXAMPLE, "--bits", "--dropout"], "--dropout: --bits compares steps with the recipe's dropout as it is"),
         (
+            [EXAMPLE, "--bits", "--report", "page.html"],
+            "--report: --bits has no page; write its numbers with --json",
+        ),
+        (
             [EXAMPLE, "--bits", "--precision", "bf16"],
             "--precision: --bits compares steps in the recipe's own precision",
         ),

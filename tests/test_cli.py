@@ -329,6 +329,10 @@ def test_verify_prints_and_writes_its_proof(place: Path, capfd: pytest.CaptureFi
     differences, as_built = proof.pop("max_relative_difference"), proof.pop("as_built")
     assert as_built["same"] is True
     assert proof.pop("nonfinite") == []
+    by_step = proof.pop("by_step")
+    assert {name: (len(values), max(values)) for name, values in by_step.items()} == {
+        name: (2, differences[name]) for name in ("loss", "grad_norm")
+    }
     told = {"layout": "dp2", "dtype": "float64", "steps": 2, "tolerance": 1e-10, "same_step": True}
     nothing = {"communication": None, "rounding": None, "departure": None, "noise": None, "beyond": {}}
     assert proof == {**told, **nothing}
@@ -402,8 +406,9 @@ def test_a_training_ends_with_its_losses_and_a_command_that_runs(
         "--layout",
         "dp2",
     ]
-    assert main(command) == 0
+    assert main([*command, "--report", "proof.html"]) == 0
     assert "dp2 versus one process, 3 steps in float64" in capfd.readouterr().out
+    assert "dp2: the same step" in (place / "proof.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("word", ["recipe.batch=1 --layout single", "recipe.communication={kind:|bf16} --layout dp2"])

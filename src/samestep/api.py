@@ -374,7 +374,7 @@ def verify_layouts(
                 passed = find_gradients_passed(_alone(job), task) if passed is None else passed
                 check_second_gradients(passed, layout, job.run.engine)
         except UserError as error:
-            rows[text] = MatrixRow(job=_name_of(job), layout=text, reason=str(error))
+            rows[text] = MatrixRow(job=job_name(job), layout=text, reason=str(error))
         else:
             fitting[text] = layout
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
@@ -434,9 +434,9 @@ def _rows(job: Job, layouts: Mapping[str, Layout], task: Task, steps: int, known
         # The job has passed with one process, so a UserError is about the layout.
         (text,), message = layouts, str(error)
         if isinstance(error, UserError):
-            row = MatrixRow(job=_name_of(job), layout=text, reason=message)
+            row = MatrixRow(job=job_name(job), layout=text, reason=message)
         else:
-            row = MatrixRow(job=_name_of(job), layout=text, failure=message)
+            row = MatrixRow(job=job_name(job), layout=text, failure=message)
         return {text: row}
 
 
@@ -464,9 +464,9 @@ def _in_one_start(
     rows: dict[str, MatrixRow] = {}
     for text, (found, seconds) in zip(layouts, proofs, strict=True):
         if isinstance(found, Proof):
-            rows[text] = MatrixRow(job=_name_of(job), layout=text, proof=found, seconds=seconds)
+            rows[text] = MatrixRow(job=job_name(job), layout=text, proof=found, seconds=seconds)
         else:
-            rows[text] = MatrixRow(job=_name_of(job), layout=text, reason=found)
+            rows[text] = MatrixRow(job=job_name(job), layout=text, reason=found)
     return rows
 
 
@@ -476,7 +476,8 @@ def _alone(job: Job) -> Job:
     return replace(job, recipe=replace(job.recipe, communication=None), run=run)
 
 
-def _name_of(job: Job) -> str:
+def job_name(job: Job) -> str:
+    """The job's name in tables: its own, or its task's."""
     return job.name or str(job.recipe.task)
 
 

@@ -5,6 +5,7 @@ A command adds its options by `add_arguments(parser, json="...", report="...")`,
 """
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ def check(options: argparse.Namespace, *names: str) -> None:
         _check(f"--{name}", file, force=options.force)
         if (other := named.setdefault(file.resolve(), name)) != name and not _takes_both(file):
             raise UserError(f"--{name} {file}: --{other} writes the same file; give each its own")
+
+
+def check_report(options: argparse.Namespace, *, install: str = 'pip install "samestep[report]"') -> None:
+    """Raise UserError for --report where plotly isn't installed; `install`: the command that installs it."""
+    if options.report is not None and importlib.util.find_spec("plotly") is None:
+        raise UserError(f"--report needs plotly, which is not installed; {install}")
 
 
 def _check(flag: str, file: Path, *, force: bool) -> None:

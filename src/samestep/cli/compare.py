@@ -1,13 +1,11 @@
 """Train one job by many methods and engines, each in processes of its own, and compare them."""
 
 import argparse
-import importlib.util
 from dataclasses import replace
 
 from samestep import output_files
 from samestep.cli import job_options
 from samestep.durations import add_time_limit
-from samestep.errors import UserError
 from samestep.limits import MOST_REPEATS, WholeNumber
 
 
@@ -38,8 +36,7 @@ def run(options: argparse.Namespace) -> int:
     if options.print_config:
         return job_options.print_config(loaded)
     output_files.check(options, "json", "report")
-    if options.report is not None and importlib.util.find_spec("plotly") is None:
-        raise UserError('--report needs plotly, which is not installed; pip install "samestep[report]"')
+    output_files.check_report(options)
 
     from samestep.comparison.compare import compare_job
     from samestep.comparison.terminal import print_comparison

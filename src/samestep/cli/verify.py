@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from samestep import output_files
@@ -13,6 +14,7 @@ from samestep.ranks import DeviceChoice
 
 if TYPE_CHECKING:
     from samestep.jobfile import LoadedJob
+    from samestep.verification.matrix import MatrixRow
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bits", action="store_true", help="hold the bits of run.reduction: ordered against one process, and time it"
     )
     output_files.add_arguments(
-        parser, json="write the differences to a file", report="of a script: write a page of HTML, without a network"
+        parser, json="write the differences to a file", report="write a page of HTML, without a network"
     )
     verify_script.add_arguments(parser)
 
@@ -59,7 +61,8 @@ def run(options: argparse.Namespace) -> int:
     if options.print_config:
         return job_options.print_config(loaded)
 
-    output_files.check(options, "json")
+    output_files.check(options, "json", "report")
+    output_files.check_report(options)
     if options.bits:
         return _bits(options, loaded)
     if options.layouts is not None:
@@ -68,12 +71,14 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"{options.more[0]} is a second job file; a list of layouts takes them: --layouts all")
 
     job_options.prepare(loaded.job, options)
-    from samestep.api import verify_job
+    from samestep.api import job_name, verify_job
     from samestep.display.proofs import print_proof
+    from samestep.verification.matrix import MatrixRow
 
     proof = verify_job(loaded.job, **_how(options))
     if job_options.is_main():
         output_files.write_json(options.json, proof.to_json())
+        _write_page(options.report, [MatrixRow(job=job_name(loaded.job), layout=proof.layout, proof=proof)])
         print_proof(proof)
     return 0 if proof.same_step else 1
 
@@ -84,6 +89,8 @@ def _bits(options: argparse.Namespace, loaded: "LoadedJob") -> int:
         raise UserError(f"{options.more[0]} is a second job file, and --bits takes one; prove them one by one")
     if options.precision is not None:
         raise UserError("--precision: --bits compares steps in the recipe's own precision; leave it out")
+    if options.report is not None:
+        raise UserError("--report: --bits has no page; write its numbers with --json")
     if options.dropout:
         raise UserError("--dropout: --bits compares steps with the recipe's dropout as it is; leave it out")
     job_options.prepare(loaded.job, options)
@@ -113,8 +120,17 @@ def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
     rows = [row for job in jobs for row in verify_layouts(job, layouts, **_how(options))]
     _check_compared([row.reason for row in rows])
     output_files.write_json(options.json, [row.to_json() for row in rows])
+    _write_page(options.report, rows)
     print_matrix(rows)
     return 0 if all(row.passed for row in rows) else 1
+
+
+def _write_page(file: Path | None, rows: "Sequence[MatrixRow]") -> None:
+    """Write the page of proofs; None: nowhere."""
+    if file is not None:
+        from samestep.display.proofs_page import page
+
+        output_files.write(file, page(rows))
 
 
 def _check_compared(reasons: Sequence[str | None]) -> None:

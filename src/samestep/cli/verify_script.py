@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_OWN = (*script_options.NAMES, "report", "launch")
+_OWN = (*script_options.NAMES, "launch")
 _OF_JOBS = (
     "layout",
     "layouts",

@@ -1,7 +1,6 @@
 """Options of a script's proof, which `samestep verify --script` and `samestep-prove` have alike, and what they do."""
 
 import argparse
-import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,8 +81,7 @@ def read(
 def check_outputs(options: argparse.Namespace, *, install: str) -> None:
     """Raise UserError where a file or folder can't be written; `install`: the command for what a page needs."""
     output_files.check(options, "json", "report")
-    if options.report is not None and importlib.util.find_spec("plotly") is None:
-        raise UserError(f"--report needs plotly, which is not installed; {install}")
+    output_files.check_report(options, install=install)
     if options.keep is not None and options.keep.exists():
         raise UserError(f"--keep {options.keep}: it is there already; name a new folder")
 

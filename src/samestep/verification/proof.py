@@ -97,6 +97,7 @@ class Proof:
     max_relative_difference: Mapping[str, float]  # of loss, grad_norm, parameters, metrics
     tolerance: float
     worst_parameter: str
+    by_step: Mapping[str, Sequence[float]] = field(default_factory=dict)  # relative differences of loss and grad_norm
     as_built: AsBuilt | None = None  # comparison of one process with the model as its task built it
     nonfinite: Sequence[NonFiniteValue] = ()
     communication: str | None = None  # the recipe's compressed communication, which takes another step by design
@@ -327,9 +328,12 @@ def hold_against(
         compared = _compare_parameters(weights, known, world.device, expected.rounding is not None)
     if expected.buffers:
         compared = _compare_buffers(training.session.trainer, expected, compared)
+    by_step = {
+        "loss": [relative(a, b) for a, b in pairs(taken.losses, expected.losses)],
+        "grad_norm": [relative(a, b) for a, b in pairs(taken.grad_norms, expected.grad_norms)],
+    }
     mine = {
-        "loss": largest(relative(a, b) for a, b in pairs(taken.losses, expected.losses)),
-        "grad_norm": largest(relative(a, b) for a, b in pairs(taken.grad_norms, expected.grad_norms)),
+        **{name: largest(values) for name, values in by_step.items()},
         "parameters": compared.worst,
         "metrics": difference(taken.metrics, expected.metrics),
     }
@@ -351,6 +355,7 @@ def hold_against(
         max_relative_difference=most,
         tolerance=TOLERANCE if in_float64 else tolerance_of(expected.allowed),
         worst_parameter=worst_parameter,
+        by_step=by_step,
         as_built=expected.as_built,
         nonfinite=_nonfinite_values(str(layout), taken, gradient, compared.nonfinite, expected),
         communication=job.recipe.communication and job.recipe.communication.kind,
