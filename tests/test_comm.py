@@ -394,6 +394,7 @@ def test_a_transport_that_is_unavailable_is_refused(capsys: pytest.CaptureFixtur
     )
 
 
+@pytest.mark.slow
 def test_what_a_back_end_has_is_found_by_trying(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "support.json"
     assert main(["comm", "support", "--device", "cpu", "--json", str(file)]) == 0

@@ -16,6 +16,7 @@ def recipe_of(name: str) -> samestep.Recipe:
     return samestep.Recipe(task=Tiny(name=name), batch=10, steps=3, clip=0.5, optimizer=optimizer)
 
 
+@pytest.mark.slow
 def test_a_cut_model_drops_what_one_process_drops() -> None:
     recipe = recipe_of("bert")
     layouts = ["tp2 sequence=split", "pp2"]

@@ -131,6 +131,7 @@ def launch(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_program_that_leaves_early_is_named_and_not_the_one_that_lost_it(tmp_path: Path) -> None:
     ended = launch(tmp_path, FIRST_LEAVES)
@@ -189,6 +190,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_program_that_stops_itself_is_named_and_ended(tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text(SHORT, encoding="utf-8")

@@ -92,6 +92,7 @@ def test_optimizer_shards_and_replicas_of_stages_send_few_large_messages() -> No
     assert of_four["zero1x2 pp2"]["broadcast"] == 2
 
 
+@pytest.mark.slow
 def test_what_a_model_has_beside_its_blocks_is_gathered_once_a_step() -> None:
     of_two = local.start(_of_third_step, (["fsdp2", "zero2x2"], None, ScaledLayers()), 2)
     # Blocks in forward and in backward, but the last one, with which backward begins; the rest once.

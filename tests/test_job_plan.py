@@ -210,6 +210,7 @@ def test_messages_as_comm_measured_them(tmp_path: Path) -> None:
         message_rates(file)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_steps_are_taken_beside_predictions(two: JobPlan) -> None:
     few = replace(two, predictions=[each for each in two.predictions if each.layout in ("dp2", "fsdp2")])

@@ -121,6 +121,7 @@ def _assert_right(layouts: Sequence[str]) -> None:
             assert rank.moved, layout
 
 
+@pytest.mark.slow
 def test_ranks_with_other_parameters_hear_of_each_others_overflows() -> None:
     _assert_right(FAST)
 

@@ -202,6 +202,7 @@ def test_fractions_of_mistakes_in_the_native_engine_are_those_of_a_fresh_run(mod
             assert theirs[name] < 10 or mine[name] == pytest.approx(theirs[name], rel=0.1), (mine, name)
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 def test_the_figures_of_the_source_are_near_a_fresh_count() -> None:
     """Near, so that not every commit has to write them again."""
@@ -214,6 +215,7 @@ def test_the_figures_of_the_source_are_near_a_fresh_count() -> None:
         )
 
 
+@pytest.mark.slow
 def test_as_many_files_lie_between_train_and_backward_as_the_table_says() -> None:
     assert len(source_figures.stack(ROOT / "src")) == today("en")[-1] == today("zh")[-1]
 

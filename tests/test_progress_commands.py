@@ -192,7 +192,8 @@ def test_a_terminal_has_bars_and_no_lines(tmp_path: Path) -> None:
 
 
 # Other streams that are closed or full have slow tests in tests/test_narrow_places.py.
-@pytest.mark.parametrize("stderr", ["/dev/full", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stderr", ["/dev/full", None])
 def test_standard_error_that_takes_nothing_ends_no_training(tmp_path: Path, stderr: str | None) -> None:
     file = job_file(tmp_path, run={"folder": str(tmp_path / "run")})
     redirected = "2>&-" if stderr is None else f"2>{stderr}"

@@ -173,6 +173,7 @@ def test_two_new_ones_without_a_folder_have_one_each(programs: Programs, slow: s
     assert [weights(run) for run in runs] == [right, right]
 
 
+@pytest.mark.slow
 def test_others_beside_a_running_one_and_two_that_resume_at_once(programs: Programs, slow: str, right: bytes) -> None:
     run = programs.folder / "run"
     programs.start("first", [slow, "--folder", "run"])
