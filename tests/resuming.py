@@ -7,6 +7,7 @@ from unittest import mock
 
 import samestep
 from samestep.api import _train_rank
+from samestep.door import Ready
 from samestep.fault_tolerance.rank import Round
 from samestep.job import Job, Run
 from samestep.launch import local
@@ -38,7 +39,7 @@ def train_all(jobs: Sequence[Job]) -> list[samestep.TrainResult]:
 def _on_ranks(jobs: Sequence[Job]) -> list[samestep.TrainResult]:
     # The processor's peak, which a training's speed is held against, takes longer to measure than these trainings.
     with join(threads=1), mock.patch.object(usage, "_peak", return_value=1e9):
-        found = [_train_rank(job, Layout.parse(job.run.layout), Round()) for job in jobs]
+        found = [_train_rank(Ready(job=job, layout=Layout.parse(job.run.layout)), Round()) for job in jobs]
     return [result for result in found if isinstance(result, samestep.TrainResult)]
 
 

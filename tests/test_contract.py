@@ -16,6 +16,7 @@ from torch import nn
 import samestep
 from samestep.cli.main import main
 from samestep.contract import check, errors
+from samestep.layout import Layout
 
 FILES = {str(module.__file__) for module in (drawing, nets, odd)}
 
@@ -170,7 +171,7 @@ def test_a_contract_that_is_kept_says_nothing(task: samestep.Task, capsys: pytes
 
 
 def test_a_forward_that_ran_is_kept_where_its_loss_is_broken() -> None:
-    found = check.examine(samestep.Job(recipe=recipe_of(odd.NoTerms())), odd.NoTerms())
+    found = check.examine(samestep.Job(recipe=recipe_of(odd.NoTerms())), Layout(), odd.NoTerms())
     assert [finding.kept for finding in found[:6]] == [True, True, True, True, False, None]
 
 
@@ -233,9 +234,9 @@ def test_a_model_too_large_for_one_process_is_not_checked(
             self.table = nn.Embedding(10_000, 16)  # 640 kB
 
     monkeypatch.setattr(errors, "available_memory", lambda: 2**20)
-    found = check.examine(samestep.Job(recipe=recipe_of(odd.Odd(Large))), odd.Odd(Large))
+    found = check.examine(samestep.Job(recipe=recipe_of(odd.Odd(Large))), Layout(), odd.Odd(Large))
     assert [finding.kept for finding in found if finding.part == "model"] == [None]
-    check.check_contract(samestep.Job(recipe=recipe_of(odd.Odd(Large))), odd.Odd(Large))
+    check.check_contract(samestep.Job(recipe=recipe_of(odd.Odd(Large))), Layout(), odd.Odd(Large))
     assert "was not checked: the model takes more than" in capsys.readouterr().err
 
 
@@ -380,7 +381,7 @@ def test_the_check_takes_few_forwards(task: samestep.Task, forwards: int, monkey
 
     monkeypatch.setattr(task, "model", counted_model)
     monkeypatch.setattr(torch.Tensor, "backward", counted_backward)
-    check.check_contract(samestep.Job(recipe=recipe_of(task)), task)
+    check.check_contract(samestep.Job(recipe=recipe_of(task)), Layout(), task)
     assert counts == {"forward": forwards, "backward": 3}
 
 
@@ -416,4 +417,4 @@ def test_batch_norm_over_padding_is_refused_and_works_with_rows_of_one_length(*,
     )
     assert re.search(words, message_of(OverTokens(glances=glances)))
     task = OverTokens(glances=glances, length=9)
-    check.check_contract(samestep.Job(recipe=recipe_of(task)), task)
+    check.check_contract(samestep.Job(recipe=recipe_of(task)), Layout(), task)

@@ -14,8 +14,7 @@ from proving import assert_same_steps
 from torch import Tensor, nn
 
 import samestep
-from samestep.api import check_job
-from samestep.contract.check import check_contract
+from samestep import door
 from samestep.job import Job, Run
 from samestep.tasks.model_loss import loss_of
 
@@ -166,7 +165,7 @@ def test_the_loss_is_the_models_own_of_the_whole_batch(kind: str) -> None:
 
 def test_a_buffer_that_a_backward_needs_is_left_alone() -> None:
     job = Job(recipe=samestep.Recipe(task=handed(Placed, pairs(), stacked), batch=9, steps=3), run=Run(device="cpu"))
-    check_contract(job, check_job(job))
+    door.hold_contract(door.check(job))
 
 
 @pytest.mark.timeout(180)

@@ -34,7 +34,7 @@ WINGS: Mapping[str, tuple[str, str]] = {
     "train": (
         "base prove launch",
         "data tasks comm profiling parallel training checkpoint convert contract verification rank_imports "
-        "rank_tasks preflight api job_check inference engines/__init__ engines/registry engines/base "
+        "rank_tasks door api job_check inference engines/__init__ engines/registry engines/base "
         "engines/precision engines/setup engines/checks engines/config_file engines/native engines/data_parallel",
     ),
     "plan": ("base launch train", "planning job_plan"),

@@ -17,7 +17,7 @@ from job_files import refusal, write
 from pydantic.dataclasses import is_pydantic_dataclass
 
 import samestep
-from samestep import api, durations, jobfile
+from samestep import api, door, durations, jobfile
 from samestep.cli.main import _parser, main
 from samestep.cli.suggestions import subparsers
 from samestep.communication import PowerSGD
@@ -274,7 +274,7 @@ def test_they_are_held_against_the_steps_that_the_data_give(key: str, tmp_path: 
     assert key in str(caught.value)
     assert message in str(caught.value)
     assert (tmp_path / "report.json").exists()
-    api.check_job(jobfile.load(file, [(key, mended, "--set")]).job)
+    door.check(jobfile.load(file, [(key, mended, "--set")]).job)
 
 
 def test_a_shortened_recipe_has_nothing_that_would_begin_after_its_end(tmp_path: Path) -> None:

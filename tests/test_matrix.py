@@ -1,7 +1,9 @@
 """`samestep verify --layouts`: a table of many jobs under many layouts."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import samestep
-from samestep import api
+from samestep import api, door
 from samestep.cli.main import main
 from samestep.errors import LayoutError, RankFailedError, UserError
 from samestep.job import Job, Run
@@ -56,10 +58,10 @@ def test_a_layout_that_fails_is_a_row_and_the_others_go_on(
 ) -> None:
     ranks = api._on_ranks
 
-    def fail(function: object, job: object, layout: Layout, *arguments: object) -> object:
-        if layout.size == 2 and "replicate" in layout.split_axes():
+    def fail(function: Callable[..., Any], ready: door.Ready, *arguments: Any) -> Any:
+        if ready.layout.size == 2 and "replicate" in ready.layout.split_axes():
             raise RankFailedError(1, "ValueError: planted")
-        return ranks(function, job, layout, *arguments)  # pyright: ignore[reportArgumentType]
+        return ranks(function, ready, *arguments)
 
     monkeypatch.setattr(api, "_on_ranks", fail)
     assert main(["verify", jobs[0], "--layouts", "dp2, recompute=full"]) == 1

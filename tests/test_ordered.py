@@ -251,9 +251,9 @@ def test_buffers_that_a_forward_writes_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_one_thread_a_rank_unless_the_job_says_more() -> None:
-    from samestep.api import _settled
+    from samestep import door
     from samestep.job import Job, Run
 
     for given, found in ((None, 1), (2, 2)):
         job = Job(recipe=RECIPES["points"], run=Run(layout="dp2", reduction="ordered", threads=given))
-        assert _settled(job, Layout.parse("dp2"))[0].run.threads == found
+        assert door.settle(job)[0].run.threads == found

@@ -42,7 +42,7 @@ def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         raise UserError("before any rank")
 
     monkeypatch.setattr(api, "_trained", start)
-    monkeypatch.setattr(api.fork_server, "start_early", lambda job, modules: None)
+    monkeypatch.setattr(api.fork_server, "start_early", lambda modules, ranks: None)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_shipped_engines_without_checkpoints(
 ) -> None:
     from samestep.engines.registry import resolve
 
-    monkeypatch.setattr(api, "preflight", lambda job, layout: Points())
+    monkeypatch.setattr("samestep.door.entry.preflight", lambda job, layout, task, here: Points())
     abilities = resolve(engine).abilities
     assert not abilities.checkpoints
     if missing := [package for package in abilities.packages if not is_installed(package)]:

@@ -20,6 +20,7 @@ from samestep.engines.parameter_server.settings import ParameterServerSettings
 from samestep.job import Job, Run
 from samestep.job_check import LAYOUTS, CheckResult, print_checked
 from samestep.launch.environments.hostfile import read_hostfile
+from samestep.layout import Layout
 from samestep.profiling.breakdown import CATEGORIES, Profile, RankProfile
 from samestep.script_proof.kinds import Finding
 from samestep.tasks.registry import resolve
@@ -181,7 +182,7 @@ def test_a_training_of_ones_own_task_prints_what_is_shown(
 def test_a_contract_that_is_kept_is_printed_as_shown(in_a_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = the_output(CONTRACT, "the contract of own_task")
     job, task = job_of("examples/own_task.py:Spirals")
-    print_checked(CheckResult(job="own_task", contract=examine(job, task), layouts=()))
+    print_checked(CheckResult(job="own_task", contract=examine(job, Layout(), task), layouts=()))
     contract, layouts = masked(shown).split("\nlayouts,")
     assert contract == masked(capsys.readouterr().out).partition("\nlayouts,")[0]
     assert [masked(each) for each in LAYOUTS] == re.findall(r"^│ (.*?) │ (?:same|refused)", layouts, re.MULTILINE)

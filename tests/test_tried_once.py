@@ -1,6 +1,7 @@
 """What a model that is handed over is tried for is found once a job, in few forwards, and ranks get the result."""
 
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,8 @@ import torch
 from handed_models import OfPatches, Table, joined, patch_rows, pictures
 
 import samestep
-from samestep import api
-from samestep.contract.check import check_contract
+from samestep import api, door
 from samestep.job import Job
-from samestep.layout import Layout
-from samestep.preflight import preflight
 from samestep.tasks import registry
 
 HERE = Path(__file__).parent
@@ -49,7 +47,7 @@ def test_a_job_takes_six_forwards_before_its_ranks_start(tmp_path: Path) -> None
     """Three find what the loss is a mean over, three are the contract's; neither repeats the held-out rows."""
     file = tmp_path / "notes"
     job = Job(recipe=recipe_of(file))
-    check_contract(job, api.check_job(job))
+    door.hold_contract(door.check(job))
     assert noted(file) == [EVALUATED] * 3 + ["train graph"] * 3
 
 
@@ -73,18 +71,17 @@ def test_a_draw_that_the_configuration_switches_is_refused_with_its_switch() -> 
     task = samestep.tasks.HuggingFace(model=Masking, data=Table(pictures()))
     job = Job(recipe=samestep.Recipe(task=task, batch=6))
     with pytest.raises(samestep.UserError, match=r"NumPy's generator.*use apply_spec_augment=False in its config"):
-        check_contract(job, api.check_job(job))
+        door.hold_contract(door.check(job))
 
 
 def test_facts_that_another_process_has_found_are_taken(tmp_path: Path) -> None:
     file = tmp_path / "notes"
-    recipe = recipe_of(file)
-    first = preflight(Job(recipe=recipe), Layout())
+    first = door.check(Job(recipe=recipe_of(file)))
     tried = len(noted(file))
-    with registry.knowing(first.tried_facts()):
-        again = preflight(Job(recipe=recipe), Layout())
-    assert again is not first
-    assert again.tried_facts() == first.tried_facts()
+    again: door.Ready = pickle.loads(pickle.dumps(first))
+    assert again.task is not first.task
+    assert again.task is again.of(again.job).task
+    assert again.task.tried_facts() == first.task.tried_facts()
     assert len(noted(file)) == tried
 
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 import samestep
 from samestep.contract.check import check_contract
-from samestep.job import Job, Run
+from samestep.job import Job
 from samestep.launch import local
+from samestep.layout import Layout
 
 
 @pytest.fixture(autouse=True)
@@ -340,4 +341,4 @@ def test_check_names_the_layouts_without_gradients_of_gradients(monkeypatch: pyt
 def test_gradients_behind_the_model_are_no_matter_for_a_layout() -> None:
     recipe = recipe_of(Sharpened())
     for layout in ("fsdp2", "pp2"):
-        check_contract(Job(recipe=recipe, run=Run(layout=layout)), Sharpened())
+        check_contract(Job(recipe=recipe), Layout.parse(layout), Sharpened())

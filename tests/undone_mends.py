@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -297,7 +297,7 @@ def _main(folder: str, *tried_by: str) -> int:
     task, layout = tried_by
     job = jobfile.load(JOBS / f"{task}.yaml", []).job
     # Its ranks need not import all again.
-    fork_server.fork_early(replace(job, run=replace(job.run, layout="dp2")), rank_imports(job))
+    fork_server.fork_early(rank_imports(job), ranks=2)
     print(json.dumps({"problem": problem_of(task, layout)}))
     return 0
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samestep import environment
-from samestep.api import check_job
+from samestep import door, environment
 from samestep.checkpoint.compatibility import check_base, differences, fingerprint
 from samestep.convert.base import Weights
 from samestep.convert.formats import FORMATS, format_of
@@ -65,7 +64,7 @@ def load_model(recipe: Recipe, checkpoint: str | Path) -> nn.Module:
 def evaluate_job(job: Job, checkpoint: Path) -> dict[str, Any]:
     """Compute the metrics of a job's held-out samples with a checkpoint's model. Raises UserError."""
     job = _alone(job)
-    task = check_job(job)
+    task = door.check(job).task
     _check_held_out(task, "")
     with (
         _model(job, task, checkpoint) as training,
@@ -78,7 +77,7 @@ def evaluate_job(job: Job, checkpoint: Path) -> dict[str, Any]:
 def predict_job(job: Job, checkpoint: Path, file: Path | None, new_tokens: int = 0) -> Iterator[Prediction]:
     """Yield predictions of a checkpoint's model for a file's samples, or the held-out ones. Raises UserError."""
     job = _alone(job)
-    task = check_job(job)
+    task = door.check(job).task
     if file is None:
         _check_held_out(task, "--input")
     elif task.predicts_from is None:

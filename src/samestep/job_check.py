@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from samestep.api import check_job, verify_layouts
+from samestep import door
+from samestep.api import verify_layouts
 from samestep.contract.check import ContractFinding, examine
 from samestep.display.tables import formatted, numbers, plain_console, table, texts
 from samestep.job import Job, Run
@@ -86,11 +87,12 @@ def check_layouts(job: Job, layouts: Sequence[str] | None = None) -> CheckResult
     # What belongs to a layout goes with it.
     ignored: dict[str, Any] = {"processes": None, "engine_config": None, "cut_at": None}
     alone = replace(job, recipe=recipe, run=replace(job.run, layout="single", **ignored))
-    task = check_job(alone)
+    ready = door.check(alone)
+    task = ready.task
     given = job.recipe.task
     name = job.name or (given if isinstance(given, str) else type(given).__name__)
     with phases.phase("checking the task's contract"):
-        contract = examine(alone, task)
+        contract = examine(alone, ready.layout, task)
     if not all(finding.kept for finding in contract):
         return CheckResult(job=name, contract=contract, layouts=())
     if layouts is None:

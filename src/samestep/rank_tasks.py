@@ -19,6 +19,7 @@ import torch.distributed as dist
 from samestep import environment
 from samestep.comm.group_pool import GroupPool
 from samestep.comm.shared_memory import backend as shared_memory
+from samestep.door.ready import Ready
 from samestep.engines import registry as engines
 from samestep.engines.precision import float32_products
 from samestep.errors import LayoutError, UserError
@@ -30,8 +31,6 @@ from samestep.parallel.parallel_model import Findings
 from samestep.progress import phases
 from samestep.script_proof.kinds import Finding
 from samestep.tasks.base import Task
-from samestep.tasks.registry import knowing
-from samestep.tasks.registry import resolve as resolve_task
 from samestep.torch_internals.groups import default_store
 from samestep.training.fit import Training, try_out
 from samestep.training.usage import Usage
@@ -67,22 +66,22 @@ def _title(otherwise: str, what: object) -> str:
     return f"{phases.work(otherwise)}: {what}"
 
 
-def dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
+def dry_run_rank(ready: Ready) -> Sequence[Usage]:
     """On a rank: build, take one step, and report what it held."""
-    with phases.running(f"dry run: {layout}"), joined(job) as world:
-        return try_out(job, resolve_task(job.recipe), world, layout)
+    with phases.running(f"dry run: {ready.layout}"), joined(ready.job) as world:
+        return try_out(ready.job, ready.task, world, ready.layout)
 
 
-def dry_run_rank_many(job: Job, _: Layout, layouts: Sequence[Layout]) -> list[Sequence[Usage] | str]:
+def dry_run_rank_many(ready: Ready, layouts: Sequence[Layout]) -> list[Sequence[Usage] | str]:
     """Dry-run several layouts of one world size in turn; a refusal is returned as text."""
-    found: list[Sequence[Usage] | str] = []
-    with phases.running("dry run: ranks"), joined(job) as world:
-        task, findings, groups = resolve_task(job.recipe), Findings(), GroupPool()
+    usages: list[Sequence[Usage] | str] = []
+    with phases.running("dry run: ranks"), joined(ready.job) as world:
+        task, findings, groups = ready.task, Findings(), GroupPool()
         for number, layout in enumerate(layouts, 1):
             phases.say(f"layout {number} of {len(layouts)}, {layout}")
-            attempt = partial(try_out, job, task, world, layout, findings.of_model())
-            found.append(_or_refusal(attempt, groups, number, len(layouts)))
-    return found
+            attempt = partial(try_out, ready.job, task, world, layout, findings.of_model())
+            usages.append(_or_refusal(attempt, groups, number, len(layouts)))
+    return usages
 
 
 def _or_refusal(attempt: Callable[[], T], groups: GroupPool, number: int, of: int) -> T | str:
@@ -144,58 +143,54 @@ def time_steps(job: Job, task: Task, world: World, layout: Layout, steps: int) -
     return tuple(ranks)
 
 
-def time_steps_rank(job: Job, layout: Layout, steps: int) -> Sequence[StepTiming]:
+def time_steps_rank(ready: Ready, steps: int) -> Sequence[StepTiming]:
     """On a rank: how long steps take, of all ranks (seconds)."""
-    with phases.running(_title("time steps", layout)), joined(job) as world:
-        return time_steps(job, resolve_task(job.recipe), world, layout, steps)
+    with phases.running(_title("time steps", ready.layout)), joined(ready.job) as world:
+        return time_steps(ready.job, ready.task, world, ready.layout, steps)
 
 
-def verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:
+def verify_rank(ready: Ready, steps: int, known: Reference | None) -> Proof:
     """On a rank: hold the layout's steps against the reference, which rank 0 has."""
-    with phases.running(_title("verify", layout)), joined(job) as world:
-        return hold_against(job, resolve_task(job.recipe), world, layout, steps, known if world.rank == 0 else None)
+    with phases.running(_title("verify", ready.layout)), joined(ready.job) as world:
+        known = known if world.rank == 0 else None
+        return hold_against(ready.job, ready.task, world, ready.layout, steps, known)
 
 
-def find_rank(job: Job, layout: Layout, steps: int, looked: Looked) -> Finding | None:
+def find_rank(ready: Ready, steps: int, looked: Looked) -> Finding | None:
     """On a rank: look for the first module whose steps depart."""
-    with phases.running(_title("verify", f"{layout}, again")), joined(job) as world:
-        return find(job, resolve_task(job.recipe), world, layout, steps, looked if world.rank == 0 else None)
+    with phases.running(_title("verify", f"{ready.layout}, again")), joined(ready.job) as world:
+        return find(ready.job, ready.task, world, ready.layout, steps, looked if world.rank == 0 else None)
 
 
-def bits_rank(job: Job, layout: Layout, steps: int, folder: Path, threads: int | None) -> BitsTaken:
+def bits_rank(ready: Ready, steps: int, folder: Path, threads: int | None) -> BitsTaken:
     """On a rank: take ordered steps, and leave their bits in a folder."""
-    with phases.running(f"verify --bits: {layout}"), joined(job) as world:
-        fast = threads_of(layout.size, threads)
-        return take_bits(job, resolve_task(job.recipe), world, layout, steps, folder, fast)
+    with phases.running(f"verify --bits: {ready.layout}"), joined(ready.job) as world:
+        fast = threads_of(ready.layout.size, threads)
+        return take_bits(ready.job, ready.task, world, ready.layout, steps, folder, fast)
 
 
 def verify_rank_many(
-    job: Job, _: Layout, layouts: Sequence[Layout], steps: int, known: Reference
+    ready: Ready, layouts: Sequence[Layout], steps: int, known: Reference
 ) -> list[tuple[Proof | str, float]]:
     """Verify several layouts in turn; return each proof, or why it was refused, with its seconds."""
-    found: list[tuple[Proof | str, float]] = []
-    with phases.running(_title("verify", "ranks")), joined(job) as world:
+    proofs: list[tuple[Proof | str, float]] = []
+    with phases.running(_title("verify", "ranks")), joined(ready.job) as world:
         groups = GroupPool()
-        task, findings = resolve_task(job.recipe), Findings()  # reading the data may take longer than a proof
+        task, findings = ready.task, Findings()  # reading the data may take longer than a proof
         for number, layout in enumerate(layouts, 1):
             began = time.perf_counter()
-            mine = known if world.rank == 0 else None
-            proof = partial(hold_against, job, task, world, layout, steps, mine, findings.of_model())
+            held = known if world.rank == 0 else None
+            proof = partial(hold_against, ready.job, task, world, layout, steps, held, findings.of_model())
             with phases.phase(f"layout {number} of {len(layouts)}, {layout}"):
                 result = _or_refusal(proof, groups, number, len(layouts))
-            found.append((result, time.perf_counter() - began))
-    return found
+            proofs.append((result, time.perf_counter() - began))
+    return proofs
 
 
-def on_its_cores(
-    own: Sequence[Binding], work: str | None, facts: Any, function: Callable[..., Any], *arguments: Any
-) -> Any:
-    """Call a function in a rank that this process started for a command, bound to the rank's cores.
-
-    `facts` are those of the job's task, found in the process that started the rank.
-    """
+def on_its_cores(own: Sequence[Binding], work: str | None, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a rank that this process started for a command, bound to the rank's cores."""
     ranks = environment.ranks()
     assert ranks is not None
     bind(own[ranks.local_rank])
-    with phases.working(work), knowing(facts):
+    with phases.working(work):
         return function(*arguments)

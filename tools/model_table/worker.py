@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from model_table.entry import HELD_OUT, OF_IMAGES, NotMadeError, task_of
 from model_table.zoo import entry_of
-from samestep import AdamW, Recipe, environment
-from samestep.api import check_job
+from samestep import AdamW, Recipe, door, environment
 from samestep.comm.group_pool import GroupPool
 from samestep.comm.shared_memory.backend import for_transport
 from samestep.contract.check import check_contract
@@ -62,14 +61,14 @@ def take_reference(name: str, layouts: Sequence[str], steps: int, folder: Path, 
         task = task_of(entry_of(name))
         began = time.monotonic()
         job = _job(task)
-        check_job(job)
+        layout = door.check(job).layout
         job = proof_job(job)
-        check_contract(job, task)
+        check_contract(job, layout, task)
         prepared = time.monotonic() - began
         refused: dict[str, str] = {}
         for layout in layouts:
             try:
-                check_job(replace(job, run=replace(job.run, layout=layout)), task)
+                door.check(replace(job, run=replace(job.run, layout=layout)), task=task)
             except UserError as error:
                 refused[layout] = str(error)
         known = reference(job, task, steps, folder, held_out=HELD_OUT)

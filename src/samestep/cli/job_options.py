@@ -125,10 +125,21 @@ def prepare(job: "Job", options: argparse.Namespace) -> None:
         from samestep.rank_imports import rank_imports
 
         if not options.own_process:
-            fork_server.start_early(job, rank_imports(job))
+            fork_server.start_early(rank_imports(job), ranks=_ranks_of(job))
         importlib.import_module("samestep.api")
         if options.own_process:
-            fork_server.fork_early(job, rank_imports(job))
+            fork_server.fork_early(rank_imports(job), ranks=_ranks_of(job))
+
+
+def _ranks_of(job: "Job") -> int:
+    """The ranks of a job that isn't checked yet; several where their number is open, one where a mistake hides it."""
+    from samestep.layout import Layout, unsized
+
+    layout, processes = job.run.layout, job.run.processes
+    try:
+        return 2 if unsized(layout) and processes is None else Layout.parse(layout, processes).size
+    except UserError:
+        return 1
 
 
 @contextmanager

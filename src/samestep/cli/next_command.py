@@ -39,7 +39,7 @@ def after_training(options: argparse.Namespace, loaded: "LoadedJob", folder: Pat
 
 def _layout_to_prove(job: "Job") -> str | None:
     """The job's layout, or for one process another that splits it; None where nothing can be proved."""
-    from samestep.api import layout_of
+    from samestep.door.layouts import layout_of
     from samestep.verification.itself import check_layout_splits, check_other_side
     from samestep.verification.proof import proof_job
 
@@ -67,7 +67,7 @@ def _check_split(job: "Job") -> None:
 
     These don't build the task, which takes time: what a model of one process has passed, it passes in replicas.
     """
-    from samestep.api import layout_of
+    from samestep.door.layouts import layout_of
     from samestep.engines import checks
     from samestep.engines.registry import resolve
     from samestep.launch.device import device_of

@@ -166,7 +166,7 @@ def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
     found = launch_options.found_from(wanted)
 
     with environment.quiet_import():
-        from samestep.api import check_job
+        from samestep import door
         from samestep.training.own_folder import check_folder_free
         from samestep.training.result import check_folder
 
@@ -178,7 +178,7 @@ def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
         # A host that starts its own part may join ranks that hold the folder already.
         check_folder_free(job, wanted.run.chosen())
     with environment.as_first_of(*world_of(found, wanted)):
-        check_job(job, here=here)
+        door.check(job, here=here)
     return launch_options.launch(options, found, wanted)
 
 

@@ -11,14 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from samestep import environment, subprocess_group
-from samestep.api import check_job
+from samestep import door, environment, subprocess_group
 from samestep.comparison import results
 from samestep.comparison.methods import METHODS, SINGLE, ComparedMethod, chosen
 from samestep.comparison.results import Comparison, ComparisonRow, explain, machine
 from samestep.comparison.runs import run_method
 from samestep.comparison.same_step import STEPS, References, SameStep, best, short_job, unevaluated
-from samestep.contract.check import check_contract
 from samestep.durations import check_seconds
 from samestep.engines import ENGINES
 from samestep.engines.registry import resolve
@@ -112,7 +110,7 @@ def _refused(job: Job, task: Task, method: ComparedMethod) -> str | None:
         if job.recipe.precision not in method.start.precisions:
             return f"recipe.precision is {job.recipe.precision}, which the handwritten methods don't have"
     try:
-        check_job(job, task)
+        door.check(job, task=task)
     except UserError as error:
         return str(error)
     return None
@@ -196,11 +194,10 @@ def _check(job: Job) -> Task:
             "compare without it, and use benchmarks/compression.py for it"
         )
     alone = replace(job, run=Run(device=job.run.device))
-    task = check_job(alone)
+    ready = door.check(alone)
     if job.run.check:  # once for all methods
-        with phases.phase("checking the task's contract"):
-            check_contract(alone, task)
-    return task
+        door.hold_contract(ready)
+    return ready.task
 
 
 def _evaluated(job: Job, task: Task, evaluations: int) -> Job:

@@ -73,15 +73,15 @@ class ContractFinding:
     text: str  # what holds, or how it is broken
 
 
-def check_contract(job: Job, task: Task) -> None:
-    """Raise ContractError for the first part of its contract that a job's task breaks.
+def check_contract(job: Job, layout: Layout, task: Task) -> None:
+    """Raise ContractError for the first part of its contract that a job's task breaks under a layout.
 
     Takes four forwards and three backwards of at most 12 samples in this process, whatever the layout, and one of
     held-out samples in evaluation mode; more only to find the cause of what is broken.
     A model that is too large for one process is not checked, which is said on standard error.
     """
     try:
-        for _ in _kept(job, task):
+        for _ in _kept(job, layout, task):
             pass
     except TooLargeError as error:
         print(f"samestep: the task's contract was not checked: {error}", file=sys.stderr)
@@ -96,18 +96,18 @@ def find_gradients_passed(job: Job, task: Task) -> list[GradientThroughBlocks]:
             torch.random.fork_rng(devices=[]),
         ):
             sampled = take_samples(task)
-            trials = (Trial(job, task, sampled, world.device, turn) for turn in turns_of(task) or (None,))
+            trials = (Trial(job, Layout(), task, sampled, world.device, turn) for turn in turns_of(task) or (None,))
             return [each for trial in trials for each in gradients_passed(trial)]
     except (ContractError, TooLargeError):
         return []
 
 
-def examine(job: Job, task: Task) -> list[ContractFinding]:
+def examine(job: Job, layout: Layout, task: Task) -> list[ContractFinding]:
     """Check each part of the contract and return a finding for each; parts after the first broken one are unknown."""
     found: dict[str, ContractFinding] = {}
     why = "a part before it is broken"
     try:
-        for part in _kept(job, task):
+        for part in _kept(job, layout, task):
             found[part] = ContractFinding(part=part, kept=True, text=PARTS[part])
         why = "the loss is not finite, and nothing can be compared"
     except ContractError as error:
@@ -120,7 +120,7 @@ def examine(job: Job, task: Task) -> list[ContractFinding]:
     return [found.get(finding.part, finding) for finding in unknown]
 
 
-def _kept(job: Job, task: Task) -> Iterator[str]:
+def _kept(job: Job, layout: Layout, task: Task) -> Iterator[str]:
     """Yield each part of the contract that holds, up to the first broken one."""
     task = copy.copy(task)  # a loss may count its calls
     device: DeviceChoice = job.run.device
@@ -132,7 +132,7 @@ def _kept(job: Job, task: Task) -> Iterator[str]:
         turns = turns_of(task)
         first, *others = turns or (None,)
         with _named(first):
-            trial = Trial(job, task, sampled, world.device, first)
+            trial = Trial(job, layout, task, sampled, world.device, first)
         with said(MODEL, "turns()"):
             check_turns(turns, trial.model)
         if job.run.reduction == "ordered":
@@ -143,7 +143,7 @@ def _kept(job: Job, task: Task) -> Iterator[str]:
             yield from _kept_in(trial)
         for turn in others:
             with _named(turn):
-                yield from _kept_in(Trial(job, task, sampled, world.device, turn))
+                yield from _kept_in(Trial(job, layout, task, sampled, world.device, turn))
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def _kept_in(trial: Trial) -> Iterator[str]:
         yield LOSS
         if not math.isfinite(first):
             return  # a training skips or reports such steps; their gradients can't be compared
-    layout, engine = Layout.parse(trial.job.run.layout), trial.job.run.engine
+    layout, engine = trial.layout, trial.job.run.engine
     passes = can_lack_gradients(layout, engine)
     taken = whole_and_parts(trial, gradient_calls=passes)
     if first is None:

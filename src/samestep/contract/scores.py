@@ -9,7 +9,6 @@ from samestep.contract.samples import MOST
 from samestep.contract.trial import Trial, Writes
 from samestep.data.nests import equal
 from samestep.data.types import as_batch
-from samestep.layout import Layout
 from samestep.recipe import EarlyStop
 from samestep.tasks.base import Task
 from samestep.training.early_stop import check_number
@@ -28,7 +27,7 @@ def check_evaluation(trial: Trial) -> None:
         few = [samples[index] for index in range(min(MOST // 3, len(samples)))]
         samples[len(samples) - 1]
         batch = as_batch(task.collate(few))
-    layout = Layout.parse(trial.job.run.layout)
+    layout = trial.layout
     if task.held_out_tried() and layout.pipeline == 1 and trial.job.recipe.early_stop is None:
         return
     found: list[Any] = []

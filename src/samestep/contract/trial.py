@@ -21,6 +21,7 @@ from samestep.data.nests import equal, map_tensors
 from samestep.data.types import Batch, splits_of
 from samestep.engines.precision import Precision
 from samestep.job import Job
+from samestep.layout import Layout
 from samestep.parallel.coupled_loss import CallRows, Coupling
 from samestep.parallel.deferred_init import move
 from samestep.parallel.exact import generators
@@ -47,10 +48,17 @@ class Trial:
     """A task's model with its initial weights, and the first samples to call it with."""
 
     def __init__(
-        self, job: Job, task: Task, sampled: Sampled, device: torch.device, turn: Turn | None = None
+        self,
+        job: Job,
+        layout: Layout,
+        task: Task,
+        sampled: Sampled,
+        device: torch.device,
+        turn: Turn | None = None,
     ) -> None:
-        """Build the model. `turn`: the turn of the task's steps to try, where it has turns."""
+        """Build the model. `layout`: of the training to come. `turn`: the one of the task's turns to try, if any."""
         self.job = job
+        self.layout = layout
         self.task = task
         self.sampled = sampled
         self.device = device

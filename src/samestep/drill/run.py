@@ -6,8 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from samestep import environment, subprocess_group
-from samestep.api import check_job, layout_of
+from samestep import door, environment, subprocess_group
 from samestep.display.tables import WIDTH, formatted, numbers, plain_console, table, texts, values_table
 from samestep.drill.drill import Drill, DrillRow, Runs, row_of
 from samestep.drill.faults import DRILLS
@@ -74,9 +73,9 @@ def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time
     check_whole("--steps", steps, least=FEWEST_STEPS)
     check_seconds(time_limit=time_limit)
     job = _of(job, steps)
-    layout = layout_of(job)
+    layout = door.layout_of(job)
     picked = chosen(faults, layout.size)
-    check_job(job)
+    door.check(job, layout)
     with TemporaryDirectory(prefix="samestep-drill-") as place, subprocess_group.signals_raise():
         runs = Runs(job=job, place=Path(place), time_limit=time_limit, step=steps * 3 // 5, rank=layout.size - 1)
         with Bar("drill", 1 + len(picked)) as bar:

@@ -14,8 +14,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from samestep import environment, subprocess_group
-from samestep.api import check_job, layout_of
+from samestep import door, environment, subprocess_group
 from samestep.drill.disturbances import INJECTED, Processes, Target, fault_file, kinds_of
 from samestep.drill.drill import FinishedRun, Runs
 from samestep.drill.under_faults import UnderFaults, planned
@@ -153,20 +152,19 @@ def soak_job(
         faults=faults,
         seed=seed,
         between=between,
-        kinds=kinds_of(kinds, ranks=layout_of(job).size),
+        kinds=kinds_of(kinds, ranks=door.layout_of(job).size),
         steps=steps,
         time_limit=time_limit,
     )
     job = soaked_job(job, faults)
-    layout = layout_of(job)
-    check_job(job)
+    layout = door.check(job).layout
     with TemporaryDirectory(prefix="samestep-drill-") as folder, subprocess_group.signals_raise():
         return soak(OneHost(place=Path(folder), processes=layout.size), job, settings)
 
 
 def soak(place: SoakRunner, job: Job, settings: SoakSettings) -> SoakReport:
     """Soak a job of `soaked_job` that was checked. Raises UserError where the undisturbed run fails."""
-    layout = layout_of(job)
+    layout = door.layout_of(job)
     with Bar("soak", settings.faults) as bar:
         bar.say("a few steps, for their time")
         step_seconds = _step_seconds(_undisturbed(place, "calibration", _with_steps(job, _CALIBRATION, 10), settings))

@@ -18,8 +18,6 @@ from typing import NoReturn
 from samestep import environment, private_folders
 from samestep.errors import UserError
 from samestep.fault_tolerance.scratch import scratch
-from samestep.job import Job
-from samestep.layout import Layout, unsized
 from samestep.torch_internals.compiler import COMPILER
 
 _PR_SET_PDEATHSIG = 1  # Linux, <sys/prctl.h>; preserved across exec
@@ -88,23 +86,23 @@ def preload(more: Sequence[str] = ()) -> None:
         multiprocessing.set_forkserver_preload([_FIRST, *dict.fromkeys((*_ALWAYS, *used, *more))])
 
 
-def start_early(job: Job, modules: Sequence[str]) -> None:
-    """Start the fork server for a job's ranks, if it will have any; it imports `modules`, which its ranks need.
+def start_early(modules: Sequence[str], *, ranks: int) -> None:
+    """Start the fork server for a job of several ranks; it imports `modules`, which they need.
 
-    It ends with this process. Mistakes in the job are not reported here.
+    It ends with this process. A job whose process is a rank already starts none.
     """
-    if _wants_server(job):
+    if _wants_server(ranks):
         preload(modules)
         ensure_running()
 
 
-def fork_early(job: Job, modules: Sequence[str]) -> None:
+def fork_early(modules: Sequence[str], *, ranks: int) -> None:
     """Like `start_early`, by a fork of this process, which has imported `samestep.api`: nothing is imported again.
 
     Only at the start of a samestep command: a user's program may have threads and open files that a fork must not
     inherit.
     """
-    if not _wants_server(job):
+    if not _wants_server(ranks):
         return
     for module in (*_ALWAYS, *modules):
         with suppress(ImportError):
@@ -134,12 +132,12 @@ def _has_long_path(folder: Path) -> bool:
     return len(os.fsencode(folder)) > _LONGEST_PATH
 
 
-def _wants_server(job: Job) -> bool:
-    """Whether the job starts ranks here, on a system with a fork server."""
+def _wants_server(ranks: int) -> bool:
+    """Whether a job starts ranks here, on a system with a fork server."""
     if METHOD != "forkserver" or imports_main_again():
         return False
     with suppress(UserError):
-        return environment.ranks() is None and _has_ranks(job)
+        return environment.ranks() is None and ranks > 1
     return False
 
 
@@ -192,12 +190,6 @@ def _serve(listener: int, alive: int) -> NoReturn:
 def imports_main_again() -> bool:
     """Whether this is a new rank importing the starting process's main module, where it can't start ranks."""
     return getattr(multiprocessing.current_process(), "_inheriting", False)
-
-
-def _has_ranks(job: Job) -> bool:
-    """Whether a job has more than one rank."""
-    layout, processes = job.run.layout, job.run.processes
-    return (unsized(layout) and processes is None) or Layout.parse(layout, processes).size > 1
 
 
 def _end() -> None:

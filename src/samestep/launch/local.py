@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -40,8 +40,19 @@ _HOST = "localhost"  # in the paths of the ranks' logs
 
 # A function and its arguments.
 Call = tuple[Callable[..., Any], Sequence[Any]]
-# Returns a job and its layout with fewer ranks; None if there is none.
-Shrink = Callable[[Job, Layout], tuple[Job, Layout] | None]
+
+
+class JobOnRanks(Protocol):
+    """A job that has been checked, and the layout of its ranks."""
+
+    @property
+    def job(self) -> Job: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+OnRanks = TypeVar("OnRanks", bound=JobOnRanks)
 
 
 def start(function: Callable[..., Any], arguments: Sequence[Any], processes: int) -> Any:
@@ -55,65 +66,73 @@ def start(function: Callable[..., Any], arguments: Sequence[Any], processes: int
         return _run(place, place / LOGS, processes)
 
 
-def train(job: Job, layout: Layout, folder: Path, *, call: Callable[[Job, Layout], Call], shrink: Shrink) -> Any:
+def train(
+    ready: OnRanks, folder: Path, *, call: Callable[[OnRanks], Call], shrink: Callable[[OnRanks], OnRanks | None]
+) -> Any:
     """Train in rounds until one ends well, and return what its rank 0 returned; `folder` is the run's.
 
-    Each of `layout.size` ranks does `call(job, layout)`. Raises as `start` does, RankFailedError when restarts are
-    used up. Where the training can be saved, SIGTERM and Ctrl-C let the ranks take one more step, save and return.
+    Each rank of the layout does `call(ready)`; `shrink` gives the job with fewer ranks, None if there is none. Raises
+    as `start` does, RankFailedError when restarts are used up. Where the training can be saved, SIGTERM and Ctrl-C
+    let the ranks take one more step, save and return.
     """
-    run = job.run
+    run = ready.job.run
     with ExitStack() as stack:
         place = stack.enter_context(_place())
         signals = None
         if run.checkpoint is not None:
             signals = stack.enter_context(Signals(grace_period=run.grace_period))
-        training = _Training(job, layout, folder, place, call, shrink)
+        training = _Training(ready, folder, place, call, shrink)
         supervision = Supervision(known=training.known, signals=signals, shrink=training.shrink)
         try:
-            return _run(place, folder / LOGS, layout.size, max_restarts=run.max_restarts, supervision=supervision)
+            return _run(
+                place,
+                folder / LOGS,
+                ready.layout.size,
+                max_restarts=run.max_restarts,
+                supervision=supervision,
+            )
         except (RankFailedError, SignalException):  # SignalException: a second signal
             if signals is None or signals.number is None:
                 raise
             raise InterruptedJobError(signals.number) from None
 
 
-class _Training:
+class _Training(Generic[OnRanks]):
     """The job, layout and call of the current round."""
 
     def __init__(
         self,
-        job: Job,
-        layout: Layout,
+        ready: OnRanks,
         folder: Path,
         place: Path,
-        call: Callable[[Job, Layout], Call],
-        shrink: Shrink,
+        call: Callable[[OnRanks], Call],
+        shrink: Callable[[OnRanks], OnRanks | None],
     ) -> None:
-        self._job, self._layout = job, layout
+        self._ready = ready
         self._folder = folder
         self._place = place
         self._call = call
         self._shrink = shrink
-        _write(call(job, layout), place)
+        _write(call(ready), place)
 
     def known(self) -> JobInfo:
         """Return the job's facts for the watchdog and the rounds, before a rank publishes them."""
-        run = self._job.run
+        run = self._ready.job.run
         return JobInfo(
             hang_limit=run.hang_limit,
             grace_period=run.grace_period,
-            layout=str(self._layout),
+            layout=str(self._ready.layout),
             run_folder=str(self._folder.absolute()),
         )
 
     def shrink(self) -> int | None:
         """Switch to a smaller layout, if the job is elastic, after a rank is lost for good; return its size."""
-        found = self._shrink(self._job, self._layout) if self._job.run.elastic else None
-        if found is None:
+        smaller = self._shrink(self._ready) if self._ready.job.run.elastic else None
+        if smaller is None:
             return None
-        self._job, self._layout = found
-        _write(self._call(*found), self._place)
-        return self._layout.size
+        self._ready = smaller
+        _write(self._call(smaller), self._place)
+        return smaller.layout.size
 
 
 def _run(

@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -30,27 +29,13 @@ from samestep.validation import check_keys, closest, explain
 _SECTIONS = ("data", "model")
 
 
-# What trying the task's model has found in another process, or earlier in this one; None: nothing.
-_FACTS: ContextVar[Any] = ContextVar("facts of the task", default=None)
+def resolve(recipe: Recipe, facts: Any = None) -> Task:
+    """Build the task that a recipe names. Raises UserError for what is wrong with the name or its arguments.
 
-
-@contextmanager
-def knowing(facts: Any) -> Iterator[None]:
-    """Hand facts to the tasks that are resolved within the block, which then don't try their models again.
-
-    `facts` are those of one job's task (`Task.tried_facts`).
+    `facts`: what another process has found by trying the task's model (`Task.tried_facts`), None: nothing.
     """
-    token = _FACTS.set(facts)
-    try:
-        yield
-    finally:
-        _FACTS.reset(token)
-
-
-def resolve(recipe: Recipe) -> Task:
-    """Build the task that a recipe names. Raises UserError for what is wrong with the name or its arguments."""
     task = _built(recipe)
-    if (facts := _FACTS.get()) is not None:
+    if facts is not None:
         task.take_facts(facts)
     return task
 

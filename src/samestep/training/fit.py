@@ -317,7 +317,6 @@ def fit(
     lost: str | None = None
     learns = learns_from(task, job.recipe, training.samples, training.kinds, training.values)
     with Checkpoints(job, session, folder, learns, supervision.memory, supervision.held) as checkpoints:
-        checkpoints.early_stop.check(task)
         training.first_step = checkpoints.resume(training.steps_per_epoch)
         bar = Bar(
             f"train {layout}",

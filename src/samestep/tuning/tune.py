@@ -8,10 +8,8 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from samestep import environment, subprocess_group
-from samestep.api import check_job, layout_of
+from samestep import door, environment, subprocess_group
 from samestep.comparison.results import explain
-from samestep.contract.check import check_contract
 from samestep.durations import check_seconds
 from samestep.errors import RankFailedError, UserError, closest
 from samestep.job import Job
@@ -64,7 +62,7 @@ def tune_job(
     check_whole("repeats", repeats, most=MOST_REPEATS)
     check_seconds(time_limit=time_limit)
     task = _check(job)
-    job = replace(job, run=replace(job.run, layout=str(layout_of(job)), processes=None))
+    job = replace(job, run=replace(job.run, layout=str(door.layout_of(job)), processes=None))
     with TemporaryDirectory(prefix="samestep-tune-") as folder, subprocess_group.signals_raise():
         trials = _Trials(Path(folder), steps, time_limit)
         found = greedy(job, chosen, trials.seconds, repeats=repeats, task=task)
@@ -93,11 +91,9 @@ def _check(job: Job) -> Task:
             f"recipe.task is {job.recipe.task!r}; tune starts each trial as a command, which wants the task's name, "
             'such as "my_task.py:MyTask"'
         )
-    task = check_job(job)
-    if job.run.check:  # once for all trials
-        with phases.phase("checking the task's contract"):
-            check_contract(job, task)
-    return task
+    ready = door.check(job)
+    door.hold_contract(ready)  # once for all trials
+    return ready.task
 
 
 def greedy(
@@ -107,7 +103,7 @@ def greedy(
 
     What changes the result is tried last, with the settings that were kept, and not kept itself.
     """
-    layout = layout_of(job)
+    layout = door.layout_of(job)
     variables: dict[str, str] = {}
     rows: list[TuningRow] = []
     best = SettingCandidate(value="")
@@ -186,7 +182,7 @@ def _refused(candidate: SettingCandidate, job: Job, task: Task | None) -> TrialE
         return TrialError("not installed", candidate.missing)
     try:
         if task is not None:
-            check_job(candidate.of(job), task)
+            door.check(candidate.of(job), task=task)
     except UserError as error:
         return TrialError("refused", str(error))
     return None

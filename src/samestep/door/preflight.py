@@ -26,13 +26,12 @@ from samestep.training.optimizer import check_average_start, check_recipe_optimi
 
 @phases.status(lambda: "checking the job")
 def preflight(job: Job, layout: Layout, task: Task | None = None, *, here: bool = True) -> Task:
-    """Check a job, and return its task, which is built unless given. Raises UserError for the first mistake.
+    """Check a settled job, and return its task, which is built unless given. Raises UserError for the first mistake.
 
     The order: the job against its engine and layout, this machine, and last the task, since data and tokenizers take
     time to read. With `here` false all ranks are on other hosts, whose accelerators are not known.
     """
     engine = engines.resolve(job.run.engine)
-    checks.check_layout(engine, layout, job.recipe.precision, job.run.engine_config)
     checks.check_job(job, engine, layout, device_of(0, job.run.device).type if here else "cpu")
     check_recipe_optimizers(job, engine, layout)
     if environment.ranks() is None:
