@@ -24,7 +24,6 @@ from samestep.errors import RankFailedError, UserError
 from samestep.job import Job, Run
 from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators, check_devices
-from samestep.layout import Layout
 from samestep.limits import MOST_RANKS_A_HOST, MOST_REPEATS, check_whole
 from samestep.progress import phases
 from samestep.progress.bars import Bar
@@ -56,7 +55,7 @@ def cores_of(job: Job, processes: int) -> int:
 
 def _entry(job: Job, task: Task, method: ComparedMethod, budget: int) -> MethodJob:
     """Build a method's job: the recipe with the method's `run:` section; or give the reason why it can't run."""
-    size = Layout.parse(method.layout).size
+    size = method.sizes.size
     threads = max(1, (method.cores or budget) // size)
     recipe = job.recipe if method.precision is None else replace(job.recipe, precision=method.precision)
     row = ComparisonRow(method=method, processes=size, threads=threads, precision=recipe.precision, status="measured")
@@ -68,7 +67,7 @@ def _entry(job: Job, task: Task, method: ComparedMethod, budget: int) -> MethodJ
         engine=method.engine if ours else "native",
         engine_config=job.run.engine_config if job.run.engine == method.engine else None,
         threads=threads,
-        cut_at=job.run.cut_at if Layout.parse(method.layout).pipeline > 1 else None,
+        cut_at=job.run.cut_at if method.sizes.pipeline > 1 else None,
         check=False,
         bucket_mb=None,  # DDP's gradient buckets only
         profile=None,

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,11 @@ class ComparedMethod:
         default_factory=dict, hash=False
     )  # keys of a job's `run:` section that are this method's own
     default: bool = True  # whether it is compared where no methods are named
+
+    @cached_property
+    def sizes(self) -> Layout:
+        """The layout, read once, of a method for a number of processes."""
+        return Layout.parse(self.layout)
 
     def of(self, processes: int) -> "ComparedMethod":
         """Return this method for a number of processes."""

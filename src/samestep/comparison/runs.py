@@ -24,7 +24,6 @@ from samestep.comparison.methods import SAMESTEP, ComparedMethod
 from samestep.errors import NonFiniteError, RankFailedError, UserError
 from samestep.job import Job
 from samestep.jobfile import to_run
-from samestep.layout import Layout
 from samestep.progress import phases
 from samestep.subprocess_group import CommandOutcome
 
@@ -40,7 +39,7 @@ def run_method(method: ComparedMethod, job: Job, place: Path, *, limit: float) -
         return folder, run_forked(job, folder, limit=limit)
     file = place / "job.yaml"
     file.write_text(to_run(job), encoding="utf-8")
-    command = method.start.command(file, folder, Layout.parse(job.run.layout).size)
+    command = method.start.command(file, folder, method.sizes.size)
     return folder, subprocess_group.run(command, limit=limit)
 
 
@@ -50,7 +49,7 @@ def is_forked(method: ComparedMethod) -> bool:
     A single process would train in this one and leave its state here; other engines keep state in the process that
     starts their ranks.
     """
-    several = Layout.parse(method.layout).size > 1
+    several = method.sizes.size > 1
     clock = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
     return method.start == SAMESTEP and method.engine == "native" and several and clock
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from samestep.api import rehearse_job
@@ -42,6 +43,11 @@ class PlanCandidate:
     layout: str
     micro_batch: int | None
 
+    @cached_property
+    def sizes(self) -> Layout:
+        """The layout, read once."""
+        return Layout.parse(self.layout)
+
     def of(self, job: Job) -> Job:
         """Return the job with this layout."""
         run = replace(job.run, layout=self.layout, micro_batch=self.micro_batch, processes=None)
@@ -78,7 +84,7 @@ class JobPlan:
 
     def again(self, job: Job, machine: TargetMachine) -> "JobPlan":
         """Predict the same layouts with other rates."""
-        found = [predict(each.of(job), Layout.parse(each.layout), machine, ranks) for each, ranks in self.rehearsed]
+        found = [predict(each.of(job), each.sizes, machine, ranks) for each, ranks in self.rehearsed]
         return replace(self, machine=machine, predictions=_ranked(found))
 
     def to_json(self) -> dict[str, Any]:
@@ -115,7 +121,7 @@ def plan_job(
             break
         candidate = queue.pop(0)
         say(str(candidate))
-        layout = Layout.parse(candidate.layout)
+        layout = candidate.sizes
         try:
             with phases.phase(f"rehearsing {candidate}", once="rehearsing"), phases.muted():
                 ranks = rehearse_job(candidate.of(alone), layout.size)
@@ -178,11 +184,11 @@ def _smaller(job: Job, candidate: PlanCandidate, layout: Layout) -> list[PlanCan
 
 def _finer(job: Job, found: Sequence[tuple[PlanCandidate, Prediction]]) -> list[PlanCandidate]:
     """Return variants of the best fitting pipelines with other schedules and more micro-batches."""
-    pipelines = [each for each, prediction in found if prediction.fits and Layout.parse(each.layout).pipeline > 1]
+    pipelines = [each for each, prediction in found if prediction.fits and each.sizes.pipeline > 1]
     seconds = {each: prediction.seconds for each, prediction in found}
     tried: list[PlanCandidate] = []
     for each in sorted(pipelines, key=lambda one: seconds[one])[:_REFINED]:
-        layout = Layout.parse(each.layout)
+        layout = each.sizes
         tried += [replace(each, layout=f"{each.layout} schedule={name} stages=2") for name in _SCHEDULES]
         fine = job.recipe.batch // layout.data_ranks // (_FINEST * layout.pipeline)
         if each.micro_batch is None and fine:
