@@ -25,7 +25,7 @@ WINGS: Mapping[str, tuple[str, str]] = {
         "",
         "errors limits synonyms sizes input_files output_files durations host_names variables launchers ranks "
         "environment version private_folders layout yaml_loader validation field_types communication recipe job "
-        "plausibility run_folder subprocess_group processor progress file_errors streams jobfile extras "
+        "options plausibility run_folder subprocess_group processor progress file_errors streams jobfile extras "
         "torch_internals "
         "display/tables display/page display/columns display/curves_svg display/schedule_svg",
     ),

@@ -25,8 +25,9 @@ from samestep.comm.shared_memory.backend import for_transport
 from samestep.launch import local
 from samestep.launch.world import join
 from samestep.layout import MESH_AXES, Layout
+from samestep.options import Options
 from samestep.parallel.apply import spread
-from samestep.parallel.parallel_model import Details
+from samestep.parallel.parallel_model import ModelDetails
 from samestep.parallel.spread_optimizer import spread_optimizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -201,7 +202,7 @@ def messages_of_a_step(layout: Layout) -> Counter[str]:
     mesh = build_mesh(layout, "cpu")
     model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(BLOCKS)))
     device = torch.device("cpu")
-    settings = {"precision": "fp32", "autocast": nullcontext, "details": Details(example=torch.ones(2, 7))}
+    settings = {"options": Options(), "autocast": nullcontext, "details": ModelDetails(example=torch.ones(2, 7))}
     spread_model = spread(model, layout, mesh, device, **settings)  # pyright: ignore
     module = spread_model.module  # pyright: ignore
     plain = torch.optim.SGD(module.parameters(), 0.1)

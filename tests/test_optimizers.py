@@ -19,6 +19,7 @@ from samestep.engines.registry import resolve
 from samestep.launch import local
 from samestep.launch.world import World, join
 from samestep.layout import Layout
+from samestep.options import Options
 from samestep.parallel.optimizer_kinds import Shapes, kind_of
 from samestep.training.session import Session
 
@@ -255,8 +256,7 @@ def _looped(layout: str, world: World) -> list[float]:
         world=world,
         layout=Layout.parse(layout),
         engine=resolve("native"),
-        precision="fp64",
-        average=Average(decay=0.5),
+        options=Options(precision="fp64", average=Average(decay=0.5)),
     )
     model, _ = session.prepare(model, optimizers)
     for batch in session.batches(task.pairs, batch=13, collate=task.collate, steps=4):

@@ -34,8 +34,9 @@ from samestep.job import Job, Run
 from samestep.launch import local
 from samestep.launch.world import join
 from samestep.layout import Layout
+from samestep.options import Options
 from samestep.parallel.apply import spread
-from samestep.parallel.parallel_model import Details
+from samestep.parallel.parallel_model import ModelDetails
 from samestep.tasks.registry import resolve
 from samestep.training.fit import Training
 
@@ -276,10 +277,11 @@ def served(
 ) -> Iterator[tuple[AsynchronousServer, Scripted]]:
     """A server of SGD with a rate of 0.1 and workers 1 and 2, to whom comes what `pushes` makes of its chunks."""
     with join(alone=True, device="cpu", threads=1) as world:
-        precision = Precision("fp64", world.device)
+        options, details = Options(precision="fp64"), ModelDetails()
+        precision = Precision(options.precision, world.device)
         mesh = build_mesh(Layout(), "cpu")
         spread_model = spread(
-            model, Layout(), mesh, world.device, precision="fp64", autocast=precision.autocast, details=Details()
+            model, Layout(), mesh, world.device, options=options, autocast=precision.autocast, details=details
         )
         flat = FlatParameters(model, 1)
         chunks = {nn.Parameter(flat.values[chunk.at].view(chunk.shape)): chunk for chunk in flat.chunks[0]}
@@ -289,11 +291,10 @@ def served(
             layout=Layout(),
             mesh=mesh,
             device=world.device,
-            precision="fp64",
-            clip=None,
+            options=options,
             optimizer_of=lambda _: optimizer,
             schedule_of=lambda _: None,
-            details=Details(),
+            details=details,
         )
         setup = TrainerSetup(
             how=how,

@@ -23,9 +23,10 @@ from samestep.engines.base import Preparation
 from samestep.engines.native.engine import Native
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.layout import Layout
+from samestep.options import Options
 from samestep.parallel.apply import spread
 from samestep.parallel.exact.buffers import keep_no_cache
-from samestep.parallel.parallel_model import Details
+from samestep.parallel.parallel_model import ModelDetails
 from samestep.verification.proof import TOLERANCE, Proof
 
 
@@ -330,9 +331,9 @@ def test_a_pipeline_wants_an_example() -> None:
             Layout(pipeline=2),
             mesh,
             torch.device("cpu"),
-            precision="fp32",
+            options=Options(),
             autocast=contextlib.nullcontext,
-            details=Details(),
+            details=ModelDetails(),
         )
 
 

@@ -258,10 +258,10 @@ class Accelerate(Engine):
 
         The optimizer is made after the model was sharded, of the parameters that are left then.
         """
-        config = read(how.details.engine_config) if how.details.engine_config is not None else None
+        config = read(how.options.engine_config) if how.options.engine_config is not None else None
         if config is not None and config.use_cpu and how.device.type != "cpu":
             raise UserError(
-                f"{how.details.engine_config}: use_cpu is true, and the job runs on {how.device}; use --device cpu"
+                f"{how.options.engine_config}: use_cpu is true, and the job runs on {how.device}; use --device cpu"
             )
         keep_no_cache(model)
         forward_context = ForwardContext()
@@ -269,11 +269,11 @@ class Accelerate(Engine):
         global_batch_norm(model, how.mesh.data_group, forward_context)
         parts = ShardTable.of(model, how.layout, how.mesh)
         with environment.given(_variables(debug=config is not None and config.debug)), _quiet():
-            accelerator = _accelerator(model, how.layout, how.device, how.precision, config)
+            accelerator = _accelerator(model, how.layout, how.device, how.options.precision, config)
             module = _prepared(accelerator, model)
             optimizer = how.optimizer_of(model.named_parameters())
             prepared: Optimizer = accelerator.prepare_optimizer(optimizer)
-        in_precision = _Precision(how.precision, how.device, accelerator)
+        in_precision = _Precision(how.options.precision, how.device, accelerator)
         used: UnusedParameters = UnusedParametersAlone()
         if how.layout.zero:
             used = UnusedParametersOfShards(model, how.mesh.data_group, may_differ=False)

@@ -17,19 +17,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.mesh import Mesh
-from samestep.communication import Communication
 from samestep.data.loader import StepBatch
 from samestep.data.order import DataPlace
 from samestep.data.types import Batch
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.options import Options
 from samestep.parallel.holdings import Holdings
-from samestep.parallel.parallel_model import Details
+from samestep.parallel.parallel_model import ModelDetails
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.sharding import Entry
 from samestep.parallel.state_shards import Piece
 from samestep.profiling.clock import StepClock
-from samestep.recipe import Average
 from samestep.tasks.base import Task
 from samestep.tasks.turns import StepTurns
 
@@ -226,19 +225,15 @@ class Checkpointed(Trainer):
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """The layout of a model on this rank, and the settings of its trainer."""
+    """The layout of a model on this rank, and what its trainer takes."""
 
     layout: Layout
     mesh: Mesh
     device: torch.device
-    precision: str
-    clip: float | None  # maximum norm of the whole gradient
+    options: Options
     optimizer_of: OptimizerOf  # from the parameters that this rank then holds
     schedule_of: ScheduleOf
-    details: Details
-    average: Average | None = None  # moving average of the weights, which is evaluated and exported
-    communication: Communication | None = None  # the method that replaces gradient averaging; None: averaging
-    master_weights: bool = False  # whether the optimizer steps a copy of the parameters in higher precision
+    details: ModelDetails
 
 
 class Engine(ABC):

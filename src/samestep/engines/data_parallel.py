@@ -55,7 +55,7 @@ class DataParallel(Engine):
         else:
             _check_batch_norm(model, devices)
             module = nn.DataParallel(model)
-        in_precision = Precision(how.precision, how.device)
+        in_precision = Precision(how.options.precision, how.device)
         optimizer = how.optimizer_of(model.named_parameters())
         spread_model = spread_by_engine(
             model, how, in_precision, forward_context, module=module, used=UnusedParametersAlone()

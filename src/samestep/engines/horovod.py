@@ -147,7 +147,7 @@ class Horovod(Engine):
         """Rank 0's parameters and buffers go to all, as in Horovod's own scripts; the step is native."""
         import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
 
-        settings = read(how.details.engine_config)
+        settings = read(how.options.engine_config)
         start(settings)
         keep_no_cache(model)
         forward_context = ForwardContext()
@@ -155,7 +155,7 @@ class Horovod(Engine):
         global_batch_norm(model, how.mesh.data_group, forward_context)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = distributed(how.optimizer_of(model.named_parameters()), model, settings)
-        in_precision = Precision(how.precision, how.device)
+        in_precision = Precision(how.options.precision, how.device)
         used = _UsedOnceSynchronized(model, how.mesh.data_group, optimizer)
         spread_model = spread_by_engine(model, how, in_precision, forward_context, module=model, used=used)
         setup = TrainerSetup.of(model, how, spread_model, optimizer, in_precision)

@@ -24,7 +24,7 @@ from samestep.parallel.unused_parameters import UnusedParameters
 class TrainerSetup:
     """Arguments of a NativeTrainer on this rank."""
 
-    how: Preparation  # layout, mesh, device, clipping and average
+    how: Preparation  # layout, mesh, device and options
     model: nn.Module  # with the parameters that this rank holds
     spread_model: ParallelModel  # runs the model's forward and backward
     optimizer: Optimizer
@@ -67,7 +67,7 @@ def spread_as(
         how.layout,
         how.mesh,
         how.device,
-        precision=how.precision,
+        options=how.options,
         autocast=precision.autocast,
         details=how.details,
         exchange=exchange,

@@ -34,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from samestep.comm.mesh import Mesh
 from samestep.errors import UserError
 from samestep.layout import Layout
+from samestep.options import Options
 from samestep.parallel.blocks import find_blocks, with_forward
 from samestep.parallel.calls import Trace
 from samestep.parallel.checks import check_asking, check_hooks
@@ -54,7 +55,7 @@ from samestep.parallel.late_parameters import LateParameters
 from samestep.parallel.offload.activations import offload_activations
 from samestep.parallel.offload.memory import HostMemory, MappedFile
 from samestep.parallel.offload.parameters import empty_in, move_parameters
-from samestep.parallel.parallel_model import Context, Details, Findings, ParallelModel, WholeModel
+from samestep.parallel.parallel_model import Context, Findings, ModelDetails, ParallelModel, WholeModel
 from samestep.parallel.pipeline.blanks import without_numbers
 from samestep.parallel.pipeline.runner import Pipeline
 from samestep.parallel.pipeline.stage import StagedModel, cut
@@ -79,9 +80,9 @@ def spread(
     mesh: Mesh,
     device: torch.device,
     *,
-    precision: str,
+    options: Options,
     autocast: Context,
-    details: Details,
+    details: ModelDetails,
     exchange: GradientExchange | None = None,
 ) -> ParallelModel:
     """Spread a model as its layout says, and fill what of it is on the meta device with its initial values.
@@ -90,7 +91,7 @@ def spread(
     Raises LayoutError where it could not take the same step then.
     """
     spreading = _Spreading(
-        model, layout, mesh, device, precision=precision, autocast=autocast, details=details, exchange=exchange
+        model, layout, mesh, device, options=options, autocast=autocast, details=details, exchange=exchange
     )
     spreading.split_tokens()  # 1
     spreading.slice_tensors()  # 2
@@ -114,9 +115,9 @@ class _Spreading:
         mesh: Mesh,
         device: torch.device,
         *,
-        precision: str,
+        options: Options,
         autocast: Context,
-        details: Details,
+        details: ModelDetails,
         exchange: GradientExchange | None,
     ) -> None:
         """Check the model, and trace its forward before anything is changed."""
@@ -124,14 +125,14 @@ class _Spreading:
         self.layout = layout
         self.mesh = mesh
         self.device = device
-        self.precision = precision
+        self.options = options
         self.autocast = autocast
         self.details = details
         self.exchange = exchange
         # Checks and preparations for all steps below; none of them depends on other ranks.
         keep_no_cache(model)
         without_sync(model)  # a model with them could not be followed on a CPU
-        check_complex(model, layout, precision)
+        check_complex(model, layout, options.precision)
         if layout.zero >= 2 or layout.tensor > 1 or layout.pipeline > 1 or layout.expert > 1:
             check_hooks(model, layout)
         if layout.cuts_model or layout.zero or layout.expert > 1:
@@ -145,10 +146,10 @@ class _Spreading:
         # reaches dropout, batch norm, recomputation and the collectives of split tokens.
         self.host, self.forward_context = HostMemory(device), ForwardContext()
         # The context of fp64, which also applies when the model is traced and compared.
-        self.throughout = partial(in_float64, precision == "fp64")
+        self.throughout = partial(in_float64, options.precision == "fp64")
         with self.throughout():
             self.seen = _look(model, layout, details)
-            self.experts = _experts(model, layout, details)
+            self.experts = _experts(model, layout, details, options)
         # Experts are separate FSDP units: ranks of the expert axis hold different ones, and a block that contained
         # them would be gathered over the wrong group.
         self.blocks = find_blocks(model, apart=[model.get_submodule(each.name) for each in self.experts])
@@ -199,7 +200,7 @@ class _Spreading:
                     self.mesh,
                     self.forward_context,
                     example=self.details.example,
-                    given=self.details.tensor_plan,
+                    given=self.options.tensor_plan,
                     findings=self.details.findings,
                     apart=self.own_tokens,
                 )
@@ -215,7 +216,7 @@ class _Spreading:
                 self.mesh,
                 self.seen,
                 self.parts,
-                self.details.cut_at,
+                self.options.cut_at or (),
                 self.device,
                 self.forward_context,
             )
@@ -224,7 +225,7 @@ class _Spreading:
 
     def _tell_one_micro_batch(self) -> None:
         """Report that stages wait for one another where there is batch norm."""
-        if self.norm is not None and self.details.micro_batch is None and dist.get_rank() == 0:
+        if self.norm is not None and self.options.micro_batch is None and dist.get_rank() == 0:
             reason = (
                 f"{self.norm} takes its statistics from the whole batch, so a step is one micro-batch, and one stage "
                 "computes at a time"
@@ -241,8 +242,8 @@ class _Spreading:
     def chunk_logits(self) -> None:
         """Step 5: compute logits a few rows at a time, or each context rank those of its own tokens."""
         group = self.mesh.group("context") if self.layout.context > 1 else None
-        if self.details.loss_chunk is not None:
-            chunk_logits(self.model, self.details.loss_chunk, group)
+        if self.options.loss_chunk is not None:
+            chunk_logits(self.model, self.options.loss_chunk, group)
         # Logits of split tokens can stay split, as the loss is a sum over tokens; where tensor ranks hold slices of
         # the vocabulary, `vocab_parallel` has its own way.
         elif group is not None and self.seen is not None and self.layout.tensor == 1:  # whose ranks have some words
@@ -251,20 +252,20 @@ class _Spreading:
 
     def make_exact(self) -> None:
         """What makes a forward of some samples that of the whole batch: random numbers, batch norm, buffers."""
-        if self.details.compile:
+        if self.options.compile:
             check_compile(self.layout)
         else:
-            same_dropout(self.model, self.forward_context, attention=self.details.attention_dropout)
+            same_dropout(self.model, self.forward_context, attention=self.options.attention_dropout)
         global_batch_norm(self.model, self.mesh.data_group, self.forward_context)
         self.buffers = BatchBuffers(self.model, self.joins, self.mesh.data_group, self.forward_context)
 
     def recompute(self) -> None:
         """Step 7: keep a block's inputs, and run its forward again in backward (Chen et al. 2016)."""
-        self.compiler_recomputes = self.details.compile and in_graph(self.blocks, self.layout)
+        self.compiler_recomputes = self.options.compile and in_graph(self.blocks, self.layout)
         if self.layout.recompute != "none" and not self.compiler_recomputes:
             # The whole of a compiled block: PyTorch's selective checkpoint fails where a piece is compiled in forward
             # alone, or in backward alone, since it looks for each operator of the one in the other.
-            recompute(self.blocks, "full" if self.details.compile else self.layout.recompute, self.forward_context)
+            recompute(self.blocks, "full" if self.options.compile else self.layout.recompute, self.forward_context)
 
     def offload_activations(self) -> None:
         """Step 8: keep what backward needs of a block in the host's memory meanwhile."""
@@ -273,7 +274,7 @@ class _Spreading:
 
     def compile(self) -> None:
         """Step 9: what a block computes itself, inside of what the steps before put around it."""
-        if self.details.compile:
+        if self.options.compile:
             compile_blocks(self.blocks, recomputing=self.compiler_recomputes)
 
     def sharded(self) -> ParallelModel:
@@ -292,12 +293,12 @@ class _Spreading:
             units.modules,
             layout,
             self.mesh,
-            self.precision,
+            self.options.precision,
             self.forward_context,
             experts=self.shared.units,
-            compiled=self.details.compile,
+            compiled=self.options.compile,
         )
-        disk = MappedFile(self.details.offload_folder) if layout.offloads("parameters-disk") else None
+        disk = MappedFile(self.options.offload_folder) if layout.offloads("parameters-disk") else None
         # Filled after sharding: at no time does a rank hold more than its shards and one whole parameter.
         if initial is not None:
             memory = torch.device("cpu") if layout.offloads_parameters else self.device
@@ -321,7 +322,7 @@ class _Spreading:
             if self.initial is not None:
                 self.initial.fill(model, self.device)
             return self._pipeline(self.stages, None, None)
-        watched = self.details.compile or layout.recompute != "none" or layout.cuts_model or layout.expert > 1
+        watched = self.options.compile or layout.recompute != "none" or layout.cuts_model or layout.expert > 1
         whole = partial(WholeModel, repeatable=not watched and not layout.offloads("activations"), **self._common())
         # The engine sums gradients itself (Horovod, parameter servers, ordered sums): no wrapper that would do it
         # first.
@@ -333,7 +334,7 @@ class _Spreading:
         group, owners = self.mesh.data_group, self.parts.owners
         # Rows of an embedding's gradient are sent apart from DDP's buckets. An owner (ZeRO-1) needs the whole
         # gradient, and so does an engine's own exchange.
-        tables = _tables(model, self.details.sparse_rows, self.device) if owners is None and exchange is None else []
+        tables = _tables(model, self.options.sparse_rows, self.device) if owners is None and exchange is None else []
         rows = RowExchange(tables, group) if tables else None
         late = self._late() if owners is not None else None
         used = UnusedParametersOfReplicas(model, group, self.parts.parameters)
@@ -341,21 +342,21 @@ class _Spreading:
         # DistributedDataParallel refuses a module without a parameter to reduce.
         if rows is not None and all(p in apart for p in model.parameters() if p.requires_grad):
             return whole(module=model, accumulating=nullcontext, used=used, rows=rows)
-        replicated = replicate(model, group, self.device, owners, exchange, apart, self.details.bucket_mb)
+        replicated = replicate(model, group, self.device, owners, exchange, apart, self.options.bucket_mb)
         return whole(module=replicated, accumulating=replicated.no_sync, used=used, rows=rows, late=late)
 
     def _late(self) -> LateParameters | None:
         """Let ZeRO-1's broadcasts overlap with the next forward; None: a step waits for them."""
-        if not self.details.late_parameters:
+        if not self.options.late_parameters:
             return None
         units = agreed_units(self.model, self.blocks, self.seen, self.mesh.data_group)
         # The first unit of a lot waits for it; if samples decide which units run, that unit may not run.
         if units.may_differ or not units.modules:
             return None
-        megabytes = self.details.bucket_mb
+        megabytes = self.options.bucket_mb
         message = BUCKET_BYTES if megabytes is None else int(megabytes * 2**20)
         lot_bytes = message * self.mesh.size("shard")  # one message from each owner
-        return LateParameters(units.modules, lot_bytes, compiled=self.details.compile)
+        return LateParameters(units.modules, lot_bytes, compiled=self.options.compile)
 
     def _pipeline(self, stages: StagedModel, disk: MappedFile | None, used: UnusedParameters | None) -> Pipeline:
         """The model as a pipeline of this rank's stages; `disk` is where their offloaded parameters lie, if any."""
@@ -365,7 +366,7 @@ class _Spreading:
             mesh=self.mesh,
             device=self.device,
             disk=disk,
-            bucket_mb=self.details.bucket_mb,
+            bucket_mb=self.options.bucket_mb,
             undivided=self.norm,
             used=used,
             **self._common(),
@@ -399,13 +400,13 @@ def _tables(model: nn.Module, choice: Choice, device: torch.device) -> list[Tabl
     return tables
 
 
-def _experts(model: nn.Module, layout: Layout, details: Details) -> list[Experts]:
+def _experts(model: nn.Module, layout: Layout, details: ModelDetails, options: Options) -> list[Experts]:
     """Find the experts that are distributed over the expert axis."""
     if layout.expert == 1:
         return []
     if details.example is None:
         raise _no_example(layout)
-    return find_experts(model, details.example, layout, details.expert_plan)
+    return find_experts(model, details.example, layout, options.expert_plan)
 
 
 def _no_example(layout: Layout) -> UserError:
@@ -416,7 +417,7 @@ def _no_example(layout: Layout) -> UserError:
     )
 
 
-def _look(model: nn.Module, layout: Layout, details: Details) -> Trace | None:
+def _look(model: nn.Module, layout: Layout, details: ModelDetails) -> Trace | None:
     """Trace the model's forward; None if the layout needs no trace."""
     example, findings = details.example, details.findings or Findings()
     if example is None and layout.cuts_model:

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from samestep.parallel.late_parameters import LateParameters
 from samestep.parallel.offload.memory import HostMemory, MappedFile
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.sharding import ShardTable
-from samestep.parallel.sparse_rows import Choice, RowExchange
+from samestep.parallel.sparse_rows import RowExchange
 from samestep.parallel.tensor.vocab_parallel import Backward, Loss, Vocabulary
 from samestep.parallel.unused_parameters import UnusedParameters
 from samestep.profiling.clock import StepClock
@@ -65,46 +64,15 @@ class Findings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Details:
-    """Arguments for spreading a model, beyond the layout; all are optional."""
+class ModelDetails:
+    """What spreading takes of a model beside its modules; all are optional."""
 
     # Inputs of a few samples, with which layouts that cut the model itself trace its forward.
     example: Any = None
     # The values of parameters on the meta device.
     initial: InitialValues | None = None
-    # How tensor parallel slices layers (name or pattern -> role), if that can't be found automatically.
-    tensor_plan: Mapping[str, str] | None = None
-    # Which modules are experts (name or pattern -> role), if that can't be found automatically.
-    expert_plan: Mapping[str, str] | None = None
-    # The first layer of each pipeline stage but the first; empty: found automatically.
-    cut_at: Sequence[str] = ()
-    # Whether each block is compiled by torch.compile.
-    compile: bool = False
-    # Whether attention applies its dropout.
-    attention_dropout: bool = True
-    # Rows of logits that the output layer and cross-entropy compute at a time; None: all.
-    loss_chunk: int | None = None
-    # Size of gradient buckets in MiB; None: DistributedDataParallel's default.
-    bucket_mb: float | None = None
     # Buffers that are a mean or a sum over the batch (name or pattern -> "mean" or "sum").
     batch_buffers: Mapping[str, str] = field(default_factory=dict)
-    # Folder for offload to disk; None: the system's temporary folder.
-    offload_folder: Path | None = None
-    # The engine's own configuration file.
-    engine_config: Path | None = None
-    # Whether replicas exchange gradients of embeddings as touched rows.
-    sparse_rows: Choice = "auto"
-    # Whether the replicas of a host share one copy of parameters and optimizer state.
-    share_replicas: bool = False
-    # Number of virtual ranks, each with its own forward and backward, for sums of gradients in an order that does not
-    # depend on the layout; None: gradients are summed by the back end.
-    virtual_ranks: int | None = None
-    # Whether broadcasts of updated parameters may be pending after a step. Then only the trainer may read the model
-    # between steps.
-    late_parameters: bool = False
-    # The job's global batch size and micro-batch size.
-    batch: int | None = None
-    micro_batch: int | None = None
     # Results shared by the ranks of a rehearsal; None: a training.
     findings: Findings | None = None
 

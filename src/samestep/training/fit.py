@@ -30,8 +30,9 @@ from samestep.fault_tolerance.rank import RankSupervision
 from samestep.job import Job
 from samestep.launch.world import World
 from samestep.layout import Layout
+from samestep.options import Options
 from samestep.parallel.deferred_init import InitialModel, build_recorded
-from samestep.parallel.parallel_model import Details, Findings
+from samestep.parallel.parallel_model import Findings, ModelDetails
 from samestep.profiling.breakdown import Profile
 from samestep.profiling.profiler import FOLDER as PROFILE_FOLDER
 from samestep.profiling.profiler import StepProfiler
@@ -57,46 +58,6 @@ from samestep.training.optimizer import OptimizerPlan, make_schedule, optimizer_
 from samestep.training.result import TrainResult
 from samestep.training.session import Session
 from samestep.training.usage import Usage, speeds
-
-
-def _details_of(job: Job) -> Details:
-    """How a job's model is spread, as far as the job says it."""
-    recipe, run = job.recipe, job.run
-    return Details(
-        tensor_plan=run.tensor_plan,
-        expert_plan=run.expert_plan,
-        cut_at=run.cut_at or (),
-        compile=run.compile,
-        attention_dropout=recipe.attention_dropout,
-        loss_chunk=run.loss_chunk,
-        bucket_mb=run.bucket_mb,
-        offload_folder=run.offload_folder,
-        engine_config=run.engine_config,
-        sparse_rows=run.sparse_rows,
-        share_replicas=run.share_replicas,
-        virtual_ranks=recipe.virtual_ranks if run.reduction == "ordered" else None,
-        late_parameters=True,
-        batch=recipe.batch,
-        micro_batch=run.micro_batch,
-    )
-
-
-def _session_of(job: Job, world: World, layout: Layout) -> Session:
-    """The session of a job's ranks, without a model."""
-    recipe = job.recipe
-    return Session(
-        world=world,
-        layout=layout,
-        engine=resolve_engine(job.run.engine),
-        precision=recipe.precision,
-        clip=recipe.clip,
-        seed=recipe.seed,
-        workers=job.run.workers,
-        communication=recipe.communication,
-        average=recipe.average,
-        master_weights=recipe.master_weights,
-        details=_details_of(job),
-    )
 
 
 class Training:
@@ -126,7 +87,8 @@ class Training:
         self.evaluation_seconds = 0.0
         self.profiler: StepProfiler | None = None
         self._fused = job.run.reduction == "fast"
-        self.session = _session_of(job, world, layout)
+        engine = resolve_engine(job.run.engine)
+        self.session = Session(world=world, layout=layout, engine=engine, options=Options.of(job))
         self.turns = turns_of(task)
         with phases.phase("reading the data", once="data"):
             self.samples = task.train_set()
@@ -149,12 +111,8 @@ class Training:
         if not recipe.dropout:
             switch_off(built.model)
         self.complex = [name for name, tensor in built.model.state_dict().items() if tensor.is_complex()]
-        details = replace(
-            self.session.details,
-            example=example,
-            initial=built.values,
-            batch_buffers=task.batch_buffers(),
-            findings=findings,
+        details = ModelDetails(
+            example=example, initial=built.values, batch_buffers=task.batch_buffers(), findings=findings
         )
         with phases.phase(f"applying layout {layout}", once=f"layout {layout}"):
             self._prepare(built, details)
@@ -163,7 +121,7 @@ class Training:
         with in_turn() if self.session.world.world_size > 1 else nullcontext():
             return build_model(self.task, self.recipe, recorded=recorded)
 
-    def _prepare(self, built: InitialModel, details: Details) -> None:
+    def _prepare(self, built: InitialModel, details: ModelDetails) -> None:
         """Spread the model over the ranks."""
         self.session.prepare_with(
             built.model,
@@ -225,7 +183,9 @@ class Training:
             return loss if supervision is None else supervision.loss(batch.step, loss)
 
         if not self.turns:
-            return partial(self.session.step, batch, with_weights(watched(self.task.loss), self.task.loss_weights))
+            return partial(
+                self.session.trainer.step, batch, with_weights(watched(self.task.loss), self.task.loss_weights)
+            )
         turns = [replace(turn, loss=watched(turn.loss)) for turn in self.turns]
         trainer = self.session.trainer
         assert isinstance(trainer, TurnTaking)  # by the engine's abilities, which were checked

@@ -31,7 +31,7 @@ from samestep.job import Job
 from samestep.launch.world import World
 from samestep.layout import MESH_AXES, Layout
 from samestep.parallel.deferred_init import InitialModel, forget_values, new_objects_alone
-from samestep.parallel.parallel_model import Details, Findings
+from samestep.parallel.parallel_model import Findings, ModelDetails
 from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.parallel.valueless import Mail, NotSentYet, Valueless
 from samestep.tasks.base import Task
@@ -239,7 +239,7 @@ class _RehearsedTraining(Training):
             forget_values(built.model, parameter_dtype(recipe.precision, master_weights=recipe.master_weights))
         return built
 
-    def _prepare(self, built: InitialModel, details: Details) -> None:
+    def _prepare(self, built: InitialModel, details: ModelDetails) -> None:
         """Spread the model without values."""
         with self._mode:
             super()._prepare(built, details)

@@ -4,13 +4,14 @@ Every rank makes a session. The methods that a custom loop calls (`prepare`, `ba
 collectives: all ranks must call them in the same order.
 """
 
+import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +25,6 @@ from samestep.checkpoint.load import open_newest
 from samestep.checkpoint.save import Saver
 from samestep.comm.mesh import build_mesh, new_group
 from samestep.comm.shared_memory import backend as shared_memory
-from samestep.communication import Communication
 from samestep.data.loader import Chunks, Collate, Loader, StepBatch, to_device
 from samestep.data.order import SampleOrder
 from samestep.data.types import Samples
@@ -41,7 +41,6 @@ from samestep.engines.base import (
 from samestep.engines.checks import (
     check_average,
     check_buckets,
-    check_communication,
     check_gather,
     check_layout,
     check_sparse_rows,
@@ -53,15 +52,15 @@ from samestep.fault_tolerance.lease import hold
 from samestep.launch.device import DeviceChoice
 from samestep.launch.world import World, join
 from samestep.layout import Layout, unsized
+from samestep.options import Options, OwnLoopOptions
 from samestep.parallel.complex_parameters import first_complex
 from samestep.parallel.deferred_init import move
 from samestep.parallel.exact.batch_norm import first_batch_norm
-from samestep.parallel.parallel_model import Details
+from samestep.parallel.parallel_model import ModelDetails
 from samestep.parallel.pipeline.schedule import micro_batches
-from samestep.parallel.sparse_rows import Choice as SparseRows
 from samestep.progress.bars import Bar
 from samestep.ranks import Transport
-from samestep.recipe import Average, Precision, Recipe
+from samestep.recipe import Recipe
 from samestep.tasks.base import default_scores
 from samestep.training import evaluation
 from samestep.training.adapters import AdapterFacts, facts_of
@@ -96,42 +95,15 @@ OneOrSeveral = TypeVar("OneOrSeveral", bound=Optimizer | Sequence[Optimizer])
 class Session:
     """One rank of a training: spreads a model, deals out samples, takes steps, evaluates."""
 
-    def __init__(
-        self,
-        *,
-        world: World,
-        layout: Layout,
-        engine: Engine,
-        precision: Precision = "fp32",
-        clip: float | None = None,
-        seed: int = 0,
-        workers: int = 0,
-        communication: Communication | None = None,
-        average: Average | None = None,
-        master_weights: bool = False,
-        details: Details | None = None,
-    ) -> None:
-        """`details`: how models are spread, beyond the layout."""
-        details = details or Details()
+    def __init__(self, *, world: World, layout: Layout, engine: Engine, options: Options) -> None:
+        """The layout and the options were checked: those of a job by `samestep.door`, others by `session`."""
         layout.check_processes(world.world_size)
-        check_layout(engine, layout, precision, details.engine_config)
-        check_communication(communication, engine, layout, precision)
-        check_buckets(details.bucket_mb, engine, layout, communication)
-        check_sparse_rows(details.sparse_rows, engine, layout, communication)
-        check_average(average, engine)
         self.world = world
         self.layout = layout
         self.engine = engine
         self.mesh = build_mesh(layout, world.device.type)
-        self._precision = precision
-        self._dtype = parameter_dtype(precision)  # of floating-point tensors in batches
-        self._master_weights = master_weights
-        self._clip = clip
-        self._seed = seed
-        self._workers = workers
-        self._communication = communication
-        self._average = average
-        self.details = details
+        self.options = options
+        self._dtype = parameter_dtype(options.precision)  # of floating-point tensors in batches
         self._trainer: Trainer | None = None
         self._undivided = False  # whether the model needs a rank's samples of a step in one forward
         self._savers: dict[Path, Saver] = {}
@@ -179,7 +151,7 @@ class Session:
             model,
             optimizer_of=OwnOptimizers(optimizer, model),
             schedule_of=no_schedule,
-            details=replace(self.details, example=example, batch_buffers=batch_buffers or {}),
+            details=ModelDetails(example=example, batch_buffers=batch_buffers or {}),
         )
         return model, optimizer
 
@@ -189,7 +161,7 @@ class Session:
         *,
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
-        details: Details,
+        details: ModelDetails,
         recipe: Recipe | None = None,
     ) -> Trainer:
         """Spread a model, and make its optimizer and schedule from the parameters that this rank then holds.
@@ -199,7 +171,11 @@ class Session:
         self.adapter = facts_of(model, recipe)
         self._undivided = first_batch_norm(model) is not None
         _check_complex(model, self.engine)
-        move(model, self.world.device, parameter_dtype(self._precision, master_weights=self._master_weights))
+        move(
+            model,
+            self.world.device,
+            parameter_dtype(self.options.precision, master_weights=self.options.master_weights),
+        )
         if details.example is not None:
             details = replace(details, example=to_device(details.example, self.world.device, self._dtype))
         with index_errors_explained("the first samples"):  # some layouts run the model with them
@@ -209,19 +185,15 @@ class Session:
                     layout=self.layout,
                     mesh=self.mesh,
                     device=self.world.device,
-                    precision=self._precision,
-                    clip=self._clip,
+                    options=self.options,
                     optimizer_of=optimizer_of,
                     schedule_of=schedule_of,
                     details=details,
-                    average=self._average,
-                    communication=self._communication,
-                    master_weights=self._master_weights,
                 ),
             )
         # The seed of the model's own random numbers, which are not the same for all layouts: data ranks have
         # different samples, so they draw different numbers. Dropout does not use this generator.
-        torch.manual_seed(self._seed * 1_000_003 + self.mesh.data_place.index)
+        torch.manual_seed(self.options.seed * 1_000_003 + self.mesh.data_place.index)
         return self._trainer
 
     def batches(
@@ -241,29 +213,29 @@ class Session:
         `lengths`: the length of each sample, by which a rank's micro-batches then group samples, for less padding.
         """
         check_dealt(samples, collate, "session.batches", batch=batch, steps=steps, epochs=epochs)
-        self.layout.check_batch(batch, self.details.micro_batch)
+        self.layout.check_batch(batch, self.options.micro_batch)
         order = SampleOrder(
             size=len(samples),
             batch=batch,
-            seed=self._seed,
+            seed=self.options.seed,
             shuffle=shuffle,
             lengths=None if lengths is None else check_lengths(lengths, samples, "session.batches"),
-            virtual_ranks=self.details.virtual_ranks,
+            virtual_ranks=self.options.virtual_ranks,
         )
         loader = Loader(
             samples,
             collate,
             order,
             place=self.engine.training_place(
-                self.mesh.data_place, self.layout, self.world.rank, self.details.engine_config
+                self.mesh.data_place, self.layout, self.world.rank, self.options.engine_config
             ),
             device=self.world.device,
             dtype=self._dtype,
             start=start,
             stop=steps if steps is not None else epochs * order.steps_per_epoch,
-            micro_batch=self.details.micro_batch,
+            micro_batch=self.options.micro_batch,
             micro_batches=partial(self._micro_batches, batch),
-            workers=self._workers,
+            workers=self.options.workers,
         )
         if loader.stop > loader.start:
             self._own_data.dealt(samples, collate, self._checkpoint_group, self.warn)
@@ -271,7 +243,7 @@ class Session:
 
     def _micro_batches(self, batch: int) -> int | None:
         """The number of micro-batches of a step, which is known once the model is."""
-        return micro_batches(self.layout, batch, self.details.micro_batch, undivided=self._undivided)
+        return micro_batches(self.layout, batch, self.options.micro_batch, undivided=self._undivided)
 
     def save(self, folder: str | Path, *, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Save the training's state after `step` steps into `folder/step-<step>`; every rank must call it.
@@ -373,7 +345,7 @@ class Session:
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         """Run forward, backward, clipping and update. `loss(output, batch)` returns a sum and a count, not a mean."""
         check_step(batch, loss)
-        check_gather(loss, self.engine, self._communication)
+        check_gather(loss, self.engine, self.options.communication)
         if self.is_main:
             self._own_data.stepped(loss, self.warn)
         return self.trainer.step(batch, loss)
@@ -398,7 +370,7 @@ class Session:
             place=self.mesh.data_place,
             device=self.world.device,
             dtype=self._dtype,
-            workers=self._workers,
+            workers=self.options.workers,
         )
         with (
             bar.part("evaluate", len(chunks)) if bar is not None else nullcontext() as advance,
@@ -416,73 +388,75 @@ class Session:
             )
 
 
+@dataclass(frozen=True)
+class SessionArguments(OwnLoopOptions):
+    """The arguments of `samestep.session`: where its ranks run, and the options of a loop of one's own."""
+
+    layout: str | Layout = "ddp"
+    _: KW_ONLY
+    engine: str | Engine = "native"
+    threads: int | None = None
+    device: DeviceChoice = "auto"
+    transport: Transport = "auto"
+
+
+Parameters = ParamSpec("Parameters")
+Opening = Callable[[SessionArguments], AbstractContextManager[Session]]
+Opened = Callable[Parameters, AbstractContextManager[Session]]
+
+
+def _takes(arguments: Callable[Parameters, SessionArguments]) -> Callable[[Opening], Opened[Parameters]]:
+    """Give a function the keywords of its one argument's class, where each is written with its type and default."""
+    signature = inspect.signature(arguments).replace(return_annotation=inspect.Signature.empty)
+
+    def decorate(function: Opening) -> Opened[Parameters]:
+        @wraps(function)
+        def opened(*given: Parameters.args, **keywords: Parameters.kwargs) -> AbstractContextManager[Session]:
+            try:
+                signature.bind(*given, **keywords)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}() {error}") from None
+            return function(arguments(*given, **keywords))
+
+        opened.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+        return opened
+
+    return decorate
+
+
+@_takes(SessionArguments)
 @contextmanager
-def session(
-    layout: str | Layout = "ddp",
-    *,
-    engine: str | Engine = "native",
-    precision: Precision = "fp32",
-    clip: float | None = None,
-    seed: int = 0,
-    micro_batch: int | None = None,
-    threads: int | None = None,
-    workers: int = 0,
-    device: DeviceChoice = "auto",
-    tensor_plan: Mapping[str, str] | None = None,
-    expert_plan: Mapping[str, str] | None = None,
-    cut_at: Sequence[str] | None = None,
-    compile: bool = False,
-    loss_chunk: int | None = None,
-    offload_folder: Path | None = None,
-    engine_config: Path | None = None,
-    transport: Transport = "auto",
-    bucket_mb: float | None = None,
-    sparse_rows: SparseRows = "auto",
-    average: Average | None = None,
-) -> Iterator[Session]:
+def session(arguments: SessionArguments) -> Iterator[Session]:
     """Open a session in a custom script; under torchrun, this process is the rank that torchrun started.
 
     Without torchrun it is the only process, and a layout without a size ("ddp") has one rank. Raises LayoutError if
     the layout doesn't fit the number of processes.
     """
     ranks = environment.ranks()
-    processes = ranks.world_size if ranks else 1
-    parsed = _parse(layout, processes, started=ranks is not None)
-    resolved = resolve(engine)
+    layout = _parse(arguments.layout, ranks.world_size if ranks else 1, started=ranks is not None)
+    engine, options = resolve(arguments.engine), Options.of_own_loop(arguments)
     joined = join(
-        device=device,
-        threads=threads,
-        cpu_backend=shared_memory.for_transport(transport if resolved.abilities.shared_memory else "gloo"),
-        share_devices=transport == "gloo",
+        device=arguments.device,
+        threads=arguments.threads,
+        cpu_backend=shared_memory.for_transport(arguments.transport if engine.abilities.shared_memory else "gloo"),
+        share_devices=arguments.transport == "gloo",
     )
-    with resolved.in_this_process(), joined as world:
-        training = Session(
-            world=world,
-            layout=parsed,
-            engine=resolved,
-            precision=precision,
-            clip=clip,
-            seed=seed,
-            workers=workers,
-            average=average,
-            details=Details(
-                tensor_plan=tensor_plan,
-                expert_plan=expert_plan,
-                cut_at=cut_at or (),
-                compile=compile,
-                loss_chunk=loss_chunk,
-                bucket_mb=bucket_mb,
-                offload_folder=offload_folder,
-                engine_config=engine_config,
-                sparse_rows=sparse_rows,
-                micro_batch=micro_batch,
-            ),
-        )
+    with engine.in_this_process(), joined as world:
+        _check_options(options, engine, layout)
+        training = Session(world=world, layout=layout, engine=engine, options=options)
         try:
             yield training
             training.close()  # not after an error, when other ranks may be gone
         finally:
             training.release()
+
+
+def _check_options(options: Options, engine: Engine, layout: Layout) -> None:
+    """Raise UserError for what the engine can't do, as `samestep.door` does for a job."""
+    check_layout(engine, layout, options.precision, options.engine_config)
+    check_buckets(options.bucket_mb, engine, layout, options.communication)
+    check_sparse_rows(options.sparse_rows, engine, layout, options.communication)
+    check_average(options.average, engine)
 
 
 def _check_complex(model: nn.Module, engine: Engine) -> None:

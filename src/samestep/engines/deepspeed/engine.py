@@ -102,16 +102,17 @@ class DeepSpeed(Engine):
         Order: dropout and batch norm are replaced in the model first, the order of units is watched next
         (`SameOrder`), and `deepspeed.initialize` comes last, as it replaces parameters by its own.
         """
-        given = configuration.read(how.details.engine_config) if how.details.engine_config is not None else {}
+        options = how.options
+        given = configuration.read(options.engine_config) if options.engine_config is not None else {}
         check_layout(how.layout, keys.stage_of(given))
-        check_pipeline_asked(given, how.details.cut_at)
+        check_pipeline_asked(given, options.cut_at or ())
         asked = replace(
             _asked(how.layout),
-            batch=how.details.batch,
-            micro_batch=how.details.micro_batch,
-            clip=how.clip,
+            batch=options.batch,
+            micro_batch=options.micro_batch,
+            clip=options.clip,
             # In a job the precision is settled: a proof asks for fp32 whatever the job has.
-            precision=None if how.precision == "fp32" and how.details.batch is None else how.precision,
+            precision=None if options.precision == "fp32" and options.batch is None else options.precision,
         )
         config = configuration.completed(given, asked, on_cpu=how.device.type == "cpu")
         keep_no_cache(model)
@@ -122,7 +123,7 @@ class DeepSpeed(Engine):
         _check_precision(config, package, how.device)
         if nvme.to_disk(config):
             nvme.load(how.device)
-        config, place = nvme.placed(config, how.details.offload_folder)
+        config, place = nvme.placed(config, how.options.offload_folder)
         stages = None
         if how.layout.pipeline > 1:
             stages = pipeline.cut(model, package=package, layout=how.layout, mesh=how.mesh, device=how.device)

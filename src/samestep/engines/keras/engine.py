@@ -31,7 +31,7 @@ from samestep.errors import UserError
 from samestep.launch.device import accelerators
 from samestep.launch.network import agreed_in_group, held_port
 from samestep.layout import Layout
-from samestep.parallel.parallel_model import Details
+from samestep.options import Options
 from samestep.tasks.base import Task
 
 
@@ -134,13 +134,13 @@ class KerasEngine(Engine):
 
     def prepare(self, model: nn.Module, how: Preparation) -> KerasTrainer:
         """Start TensorFlow with the strategy, copy the model's weights into Keras, make the trainer."""
-        check_loop(self.name, how.details)
-        tools, strategy = self._start(how.precision, how.device)
+        check_loop(self.name, how.options)
+        tools, strategy = self._start(how.options.precision, how.device)
         copy = Copy(model, how.details.example, tools=tools, strategy=strategy, optimizer_of=how.optimizer_of)
         return KerasTrainer(
             copy,
             schedule=how.schedule_of(copy.groups.optimizer),
-            clip=how.clip,
+            clip=how.options.clip,
             ranks=how.mesh.data_place.of,
             device=how.device,
         )
@@ -150,9 +150,9 @@ class KerasEngine(Engine):
         """TensorFlow, started on this rank, and the strategy."""
 
 
-def check_loop(engine: str, details: Details) -> None:
+def check_loop(engine: str, options: Options) -> None:
     """Raise UserError for a custom training loop: these engines train a Keras model, not the loop's PyTorch model."""
-    if details.batch is None:
+    if options.batch is None:
         raise UserError(
             f"engine {engine} trains a recipe's task and not a model in a loop of one's own, which would not see it "
             "change; use samestep.train, or engine native"

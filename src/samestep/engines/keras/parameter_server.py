@@ -59,8 +59,8 @@ class KerasParameterServer(Engine):
         from_torch.check(task.model())
 
     def prepare(self, model: nn.Module, how: Preparation) -> "ParameterServerTrainer":
-        check_loop(self.name, how.details)
-        tools = start(how.precision, how.device)
+        check_loop(self.name, how.options)
+        tools = start(how.options.precision, how.device)
         strategy = _join(tools.tf)
         common: dict[str, Any] = {"tools": tools, "optimizer_of": how.optimizer_of}
         alone = tools.tf.distribute.get_strategy()
@@ -70,9 +70,9 @@ class KerasParameterServer(Engine):
             here,
             there,
             schedule=how.schedule_of(here.groups.optimizer),
-            clip=how.clip,
+            clip=how.options.clip,
             roles=roles(how.layout.size),
-            micro_batch=how.details.micro_batch,
+            micro_batch=how.options.micro_batch,
             device=how.device,
         )
 

@@ -60,19 +60,19 @@ class Native(Engine):
 
     def _prepare(self, model: nn.Module, how: Preparation, failures: LayoutFailures) -> NativeTrainer:
         """Make the trainer that the job's options select: one of three special ones, or the native one."""
-        if how.communication is not None:
+        if how.options.communication is not None:
             from samestep.engines.native.less_communication import prepare
 
-            return prepare(model, how, how.communication, failures)
-        if how.details.virtual_ranks is not None:
+            return prepare(model, how, how.options.communication, failures)
+        if how.options.virtual_ranks is not None:
             from samestep.engines.native.ordered import prepare as prepare_ordered
 
             return prepare_ordered(model, how, failures)
-        if how.details.share_replicas and how.layout.size > 1:
+        if how.options.share_replicas and how.layout.size > 1:
             from samestep.engines.native.shared_replicas import prepare as prepare_shared
 
             return prepare_shared(model, how, failures)
-        in_precision = Precision(how.precision, how.device)
+        in_precision = Precision(how.options.precision, how.device)
         spread_model = spread_as(model, how, in_precision)
         optimizer = spread_optimizer(
             how.optimizer_of(model.named_parameters()),
@@ -80,8 +80,8 @@ class Native(Engine):
             how.mesh,
             how.device,
             spread_model=spread_model,
-            offload_folder=how.details.offload_folder,
-            master_dtype=parameter_dtype(how.precision) if how.master_weights else None,
+            offload_folder=how.options.offload_folder,
+            master_dtype=parameter_dtype(how.options.precision) if how.options.master_weights else None,
         )
         setup = TrainerSetup.of(model, how, spread_model, optimizer, in_precision, failures=failures)
         return self.trainer_class(setup)

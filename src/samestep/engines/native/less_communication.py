@@ -43,7 +43,7 @@ def prepare(
     """Replicate a model over ranks that communicate by a method. Raises UserError for models that it can't train."""
     method_class = _method_class(options.kind)
     _check_model(model, method_class, options.kind)
-    in_precision = Precision(how.precision, how.device)
+    in_precision = Precision(how.options.precision, how.device)
     wire = Wire(how.mesh.data_group)
     hook = method_class.hook(options)
     exchange = GradientExchange(

@@ -33,12 +33,12 @@ def check_model(model: nn.Module) -> None:
 
 def prepare(model: nn.Module, how: Preparation, failures: LayoutFailures) -> "OrderedTrainer":
     """Spread a model without gradient averaging, and make the trainer that sums virtual ranks' gradients in order."""
-    assert how.details.virtual_ranks is not None
+    assert how.options.virtual_ranks is not None
     check_model(model)
-    in_precision = Precision(how.precision, how.device)
+    in_precision = Precision(how.options.precision, how.device)
     whole = spread_as(model, how, in_precision, exchange=GradientExchange())
     assert isinstance(whole, WholeModel)  # of the layouts that were not refused
-    ordered = OrderedModel(whole, how.details.virtual_ranks)
+    ordered = OrderedModel(whole, how.options.virtual_ranks)
     optimizer = spread_optimizer(
         how.optimizer_of(model.named_parameters()), how.layout, how.mesh, how.device, spread_model=ordered
     )

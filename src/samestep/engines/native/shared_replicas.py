@@ -29,7 +29,7 @@ def prepare(model: nn.Module, how: Preparation, failures: LayoutFailures) -> "Sh
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise UserError(f"run.share_replicas is true, and the parameter {name} is complex; leave it out")
-    in_precision = Precision(how.precision, how.device)
+    in_precision = Precision(how.options.precision, how.device)
     spread_model = spread_as(model, how, in_precision, exchange=GradientExchange())
     shared = SharedReplicas(model, how.layout, spread_model.parts, how.mesh.data_group)
     optimizer = how.optimizer_of(shared.held.named_parameters())

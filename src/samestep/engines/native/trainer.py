@@ -79,13 +79,13 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         self._spread = setup.spread_model
         self.timeline = setup.spread_model.timeline
         self._precision = setup.precision
-        self._clip = how.clip
+        self._clip = how.options.clip
         self._mesh = how.mesh
         self._device = how.device
         self._draws_checked = not setup.answers_draws
         self._failures_of_step = self._failures_of_forward = setup.failures
         self._casts = not all(type(each) in _CASTS_NOTHING for each in _stepping(setup.optimizer))
-        self._average = None if how.average is None else WeightAverage(setup.model, how.average)
+        self._average = None if how.options.average is None else WeightAverage(setup.model, how.options.average)
         self._copies: list[tuple[nn.Parameter, int]] | None = None
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:

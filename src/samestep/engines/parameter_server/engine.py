@@ -70,7 +70,7 @@ class ParameterServer(Engine):
         return Roles.of(reading.read(config), layout.size).place(rank)
 
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
-        settings = reading.read(how.details.engine_config)
+        settings = reading.read(how.options.engine_config)
         check_model(model, settings, batch_buffers=bool(how.details.batch_buffers))
         reading.check_place(settings, sys.platform, how.device.type, torch.accelerator.device_count())
         rank, ranks = dist.get_rank(), how.layout.size
@@ -80,7 +80,7 @@ class ParameterServer(Engine):
         server_group = new_group(roles.servers, backend="gloo")
         # Batch norm and buffers filled from samples join the workers alone.
         mesh = replace(how.mesh, data_group=worker_group, loss_group=worker_group, data_place=roles.place(rank))
-        precision = Precision(how.precision, how.device)
+        precision = Precision(how.options.precision, how.device)
         how = replace(how, mesh=mesh)
         spread_model = spread_as(model, replace(how, layout=replace(how.layout, replicate=1)), precision)
         restarts = rank in roles.workers and settings.worker_restarts is not None
