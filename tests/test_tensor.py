@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import own_layers as own
 import pytest
 import torch
 from model_tasks import NextWord
@@ -71,6 +72,19 @@ class Convolutions(Points):
             nn.Flatten(),
             nn.Linear(24, 3),
         )
+
+
+class OwnLayers(Points):
+    """Layers and a gate of one's own: a pair of them, or each with a gather of its outputs."""
+
+    def __init__(self, *, pair: bool) -> None:
+        super().__init__()
+        self._pair = pair
+
+    def model(self) -> nn.Module:
+        if self._pair:
+            return nn.Sequential(own.Product(4, 10), own.Gate(), own.Product(5, 3))
+        return nn.Sequential(own.Product(4, 5), nn.LayerNorm(5), own.Swish(), own.Product(5, 3, bias=False))
 
 
 class Computed(Points):
@@ -228,6 +242,8 @@ SAME: dict[str, tuple[samestep.Recipe, str, dict[str, Any]]] = {
     "heads cut in the middle, left whole": (BERT, "tp2", {"engine": Crooked(looks=True)}),
     "layers alone": (recipe(Points()), "tp2", {}),
     "computed weights, left whole": (recipe(Computed()), "tp2", {}),
+    "layers of one's own": (recipe(OwnLayers(pair=True)), "tp2", {}),
+    "layers of one's own, alone": (recipe(OwnLayers(pair=False)), "tp2", {}),
     "convolutions": (recipe(Convolutions()), "tp2", {}),
     "a perceptron": (recipe(Perceptron()), "tp2", {}),
     "a part left whole": (BERT, "tp2", {"tensor_plan": {"*.attention.*": "whole", "*embeddings": "whole"}}),

@@ -1,9 +1,10 @@
 """What tensor parallel slices of each kind of model, spelled out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import own_layers as own
 import pytest
 import torch
 from tiny_texts import VOCABULARY, Averaged, Decoder, Encoder, bert, gpt2, llama, tokens
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from samestep.errors import LayoutError
 from samestep.parallel.blocks import find_blocks
-from samestep.parallel.tensor.modules import Heads
+from samestep.parallel.tensor.modules import Heads, is_linear
 from samestep.parallel.tensor.plan import TensorPlan, even_ranges, make_plan, vocabulary_ranges
 from samestep.parallel.tensor.regions import find_regions
 from samestep.parallel.trace import trace
@@ -140,6 +141,54 @@ def planned(model: nn.Module, example: Any, parts: int = 2, **given: Any) -> Ten
 @pytest.mark.parametrize(("make", "example", "roles"), EXPECTED)
 def test_what_is_sliced(make: Callable[[], nn.Module], example: Any, roles: dict[str, str]) -> None:
     assert planned(make(), example).roles() == roles
+
+
+@pytest.mark.parametrize("layer", [own.Product, partial(own.Product, bias=False), own.Handing])
+@pytest.mark.parametrize("activation", [own.Swish, own.Squared, own.Gate])
+def test_layers_and_activations_of_ones_own_are_sliced(
+    layer: Callable[..., nn.Module], activation: Callable[[], nn.Module]
+) -> None:
+    width = 10 if activation is own.Gate else 5
+    model = nn.Sequential(layer(9, width), activation(), nn.Dropout(0.1), layer(5, 3))
+    plan = planned(model, torch.zeros(2, 9))
+    assert plan.roles() == {"0": "column", "3": "row"}
+    assert plan.units[0].pieces == (((5, 5),) if activation is own.Gate else ((5,),))
+    assert planned(nn.Sequential(layer(9, 6), nn.LayerNorm(6)), torch.zeros(2, 9)).gathered == ("0",)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (own.Doubled(9, 5), nn.Tanh(), nn.Linear(5, 3)),
+        (own.Shifted(9, 5), nn.Tanh(), nn.Linear(5, 3)),
+        (own.Unbiased(9, 5), nn.Tanh(), nn.Linear(5, 3)),
+        (nn.Linear(9, 5), own.Centred(), nn.Linear(5, 3)),
+    ],
+    ids=lambda layers: ", ".join(type(layer).__name__ for layer in layers),
+)
+def test_what_only_looks_like_a_layer_or_an_activation_is_no_pair(layers: Sequence[nn.Module]) -> None:
+    plan = planned(nn.Sequential(*layers), torch.zeros(2, 9))
+    assert plan.roles() == {}
+    assert "0" not in plan.gathered or type(layers[0]) is nn.Linear
+
+
+def test_a_layer_that_is_tried_is_left_as_it_was() -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(input)
+
+    layer = Counting(4, 4)
+    assert is_linear(layer)
+    assert layer.calls == 0
+    assert "calls" not in vars(layer)
+
+
+def test_split_tokens_between_gathers_are_refused_for_that() -> None:
+    with pytest.raises(LayoutError, match=r"0 and others of Sequential are sliced one by one, .* use tp2$"):
+        planned(nn.Sequential(own.Product(9, 6), nn.LayerNorm(6)), torch.zeros(2, 3, 9), tokens_split=True)
 
 
 def test_fused_columns_are_cut_piece_by_piece_and_by_whole_heads() -> None:

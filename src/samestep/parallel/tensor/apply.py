@@ -34,7 +34,7 @@ from samestep.parallel.tensor import layers, sequence_parallel
 from samestep.parallel.tensor.compare import Output, SliceComparison, SliceDeparture, output_of, without_graph
 from samestep.parallel.tensor.gradients import Digests, can_compare, digests_of, keeping_graph
 from samestep.parallel.tensor.layers import InputMessage, Message, UnitRegion, multihead
-from samestep.parallel.tensor.modules import divide, outputs_dim, outputs_of, pattern_of
+from samestep.parallel.tensor.modules import divide, outputs_dim, pattern_of
 from samestep.parallel.tensor.pairs import Unit
 from samestep.parallel.tensor.plan import TensorPlan, make_plan, vocabulary_ranges
 from samestep.parallel.tensor.regions import Regions, find_regions, holder_of
@@ -81,9 +81,9 @@ def slice_tensors(
     if layout.sequence != "split":
         vocabulary, plan = slicing.apply([])
     else:
-        # Its errors are raised before those about tokens that can't be split.
-        make_plan(model, seen, slicing.repeated, layout.tensor, given=given, tokens_split=True)
         try:
+            # Its errors are raised before those about tokens that can't be split.
+            make_plan(model, seen, slicing.repeated, layout.tensor, given=given, tokens_split=True)
             vocabulary, plan, lists = slicing.apply_to_lists()
             _tell_split(model, slicing.repeated, lists, layout)
         except LayoutError as error:
@@ -545,7 +545,9 @@ class _Slicer:
     def _gather_outputs(self, name: str) -> None:
         """Make a layer compute its slice of the outputs, [..., outputs / ranks], and gather them right after."""
         module, group = self._model.get_submodule(name), self._group
-        slices, dim = collectives.Slices.even(outputs_of(module), group), outputs_dim(module)
+        dim = outputs_dim(module)
+        whole = self._seen.of(name)[0].outputs()[0].shape[dim]  # the module may not say how many it has
+        slices = collectives.Slices.even(whole, group)
         layers.gathered(
             module,
             lambda x: collectives.copy_to_region(x, group),

@@ -7,25 +7,75 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeGuard, get_args
 
+import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
 
 from samestep.errors import LayoutError
 from samestep.job import TensorRole
+from samestep.parallel.attributes import Attributes
 from samestep.parallel.low_rank import Adapted, adapted, base_of, is_conv1d
 from samestep.torch_internals.modules import own_parameters
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of PyTorch or transformers, perhaps with low-rank adapters.
+    """Whether a module is a linear layer of PyTorch, transformers or the user, perhaps with low-rank adapters.
 
-    A subclass with its own forward is not.
+    One with its own forward is if that does nothing but call `F.linear` with the weight and the bias.
     """
     if adapted(module) is not None:
         return True
     # `layers` replaces the forward by the product, so the forward may do nothing else.
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return (plain or is_conv1d(module)) and _holds(module, "weight", "bias")
+    return (plain or is_conv1d(module) or _is_a_product(module)) and _holds(module, "weight", "bias")
+
+
+class _Products(TorchFunctionMode):
+    """Records the calls of functions within the block, and what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Sequence[Any], Mapping[str, Any], Any]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+
+def _is_a_product(module: nn.Module) -> bool:
+    """Whether a class of the user or of a library has a forward that returns `F.linear` of its input, and no more.
+
+    The forward is tried on a row; one that fails, or that calls another function of PyTorch, is another layer.
+    """
+    own, forward = own_parameters(module), type(module).forward
+    weight, bias = own.get("weight"), own.get("bias")
+    if weight is None or not set(own) <= {"weight", "bias"} or any(True for _ in module.children()):
+        return False
+    if forward is nn.Linear.forward or isinstance(module, nn.Embedding) or isinstance(weight, UninitializedParameter):
+        return False
+    if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        return False
+    row, before, products = torch.zeros_like(weight[:1]), Attributes(module), _Products()
+    try:
+        with torch.no_grad(), products:
+            output = forward(module, row)
+    except Exception:  # another layer's forward, which may raise anything
+        return False
+    finally:
+        before.restore()
+    # Of a subclass the forward may call nn.Linear's, which is F.linear as well.
+    calls = [call for call in products.calls if getattr(call[0], "__name__", "") != "__get__"]
+    if len(calls) != 1 or calls[0][0] is not F.linear or calls[0][3] is not output:
+        return False
+    _, arguments, keywords, _ = calls[0]
+    given = dict(zip(("input", "weight", "bias"), arguments, strict=False)) | dict(keywords)
+    return given.get("input") is row and given.get("weight") is weight and given.get("bias") is bias
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -68,7 +118,9 @@ def gathered_dims(module: nn.Module) -> dict[str, int] | None:
     """
     if (layer := adapted(module)) is not None:
         return None if is_conv1d(base_of(module)) else _dims_of_adapted(module, layer)
-    if isinstance(module, _TRANSPOSED):
+    if _is_a_product(module):
+        plain, dim = True, 0
+    elif isinstance(module, _TRANSPOSED):
         plain, dim = _is_plain(module, _TRANSPOSED), 1
     else:
         plain, dim = _is_plain(module, (nn.Linear, *_CONVOLUTIONS)), 0
@@ -98,6 +150,8 @@ def computes_own_weight(module: nn.Module) -> bool:
 
 def outputs_of(module: nn.Module) -> int:
     """The output features of a linear layer, or the output channels of a convolution."""
+    if _is_a_product(module):
+        return module.get_parameter("weight").shape[0]
     return getattr(module, "out_features", None) or module.out_channels  # pyright: ignore
 
 

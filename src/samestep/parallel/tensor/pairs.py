@@ -25,6 +25,15 @@ from samestep.parallel.tensor.modules import (
 )
 
 _ELEMENTWISE = ("torch.nn.modules.activation", "torch.nn.modules.dropout", "transformers.activations")
+# PyTorch's functions and operators of each element alone, and those that split gates.
+_OF_ELEMENTS = frozenset(
+    {
+        *("add", "chunk", "clamp", "div", "dropout", "elu", "erf", "exp", "gelu", "hardswish", "leaky_relu", "mish"),
+        *("mul", "neg", "pow", "relu", "relu6", "rsub", "selu", "sigmoid", "silu", "softplus", "square", "sub"),
+        *("tanh", "__add__", "__mul__", "__neg__", "__pow__", "__radd__", "__rmul__", "__rsub__", "__sub__"),
+        *("__truediv__", "relu_", "silu_", "hardtanh", "log1p", "sqrt", "abs"),
+    }
+)
 _NOT_ELEMENTWISE = ("Softmax", "LogSoftmax", "Softmin", "Softmax2d", "GLU")
 
 
@@ -264,7 +273,16 @@ class UnitFinder:
             return False
         kind = type(module)
         elementwise = kind.__module__ in _ELEMENTWISE and kind.__name__ not in _NOT_ELEMENTWISE
-        return elementwise or isinstance(module, nn.Identity) or any(True for _ in module.children())
+        harmless = elementwise or isinstance(module, nn.Identity) or any(True for _ in module.children())
+        return harmless or self._is_activation(name)
+
+    def _is_activation(self, name: str) -> bool:
+        """Whether a module without parameters calls functions of each element alone, as activations of one's own do.
+
+        It may halve the features, as a gate does. Comparing outputs shows where its numbers are of several features.
+        """
+        call = self._first[name]
+        return bool(call.functions) and set(call.functions) <= _OF_ELEMENTS
 
     def _input(self, name: str) -> int | None:
         """The identity of a linear layer's input tensor in the trace."""

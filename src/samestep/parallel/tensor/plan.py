@@ -198,8 +198,9 @@ def make_plan(
     ]
     large = _tied_alike(model, large, {call.name for call in trace.calls})
     # The last resort is a gather after every layer: it saves memory and computation, but no communication.
-    alone = not (units or multiheads or tokens_split)
-    gathered = tuple(_gathered(model, trace, parts, forced, large)) if alone else ()
+    alone = not (units or multiheads)
+    able = tuple(_gathered(model, trace, parts, forced, large)) if alone else ()
+    gathered = () if tokens_split else able
     plan = TensorPlan(
         parts=parts,
         units=tuple(units),
@@ -209,7 +210,7 @@ def make_plan(
         gathered=gathered,
         left_whole=left,
     )
-    _check(plan, model, said, [found for _, found in flat], tokens_split=tokens_split)
+    _check(plan, model, said, [found for _, found in flat], able, tokens_split=tokens_split)
     return plan
 
 
@@ -359,12 +360,14 @@ def _check(
     model: nn.Module,
     said: Mapping[str, Role],
     flat: Sequence[tuple[str, Sequence[int]]],
+    able: Sequence[str],
     *,
     tokens_split: bool,
 ) -> None:
     """Raise LayoutError for a given role that is not possible, and if nothing is sliced.
 
-    `flat`: layers whose input has no token dimension, with its shape.
+    `flat`: layers whose input has no token dimension, with its shape. `able`: those that could be sliced alone, with
+    a gather after each.
     """
     found = plan.roles()
     for name, role in said.items():
@@ -377,6 +380,12 @@ def _check(
         raise LayoutError(
             f'layout "tp{plan.parts} sequence=split": {first} takes {list(shape)}, which is not [samples, tokens, '
             f"features], so there is no dimension of tokens to split; use tp{plan.parts}, which slices it"
+        )
+    if not (found or plan.gathered) and tokens_split and able:
+        raise LayoutError(
+            f'layout "tp{plan.parts} sequence=split": {able[0]} and others of {type(model).__name__} are sliced one '
+            "by one, each with a gather of its outputs, and no rank has a part of the tokens between these; use "
+            f"tp{plan.parts}"
         )
     # A model that has only parametrized layers is correct with all of them whole; `apply` reports that to the user.
     whole = [model.get_submodule(name) for name in plan.left_whole]
