@@ -61,6 +61,47 @@ def test_equal_records_are_the_same_step(tmp_path: Path) -> None:
     assert (found.steps, found.processes) == (2, 2)
 
 
+def test_what_was_not_compared_stands_with_the_same_step(tmp_path: Path) -> None:
+    def not_compared(name: str, **changed: Any) -> list[str]:
+        ranks = [replace(rank, **changed) for rank in (ALONE, *HALVES)]
+        return verdict(tmp_path / name, ranks[0], *ranks[1:]).to_json()["not_compared"]
+
+    assert not_compared("ended") == ["an evaluation", "a resumption"]
+    assert not_compared("stopped", end="stopped") == ["steps after 2", "an evaluation", "a resumption"]
+    assert not_compared("evaluated", evaluated=["e"]) == ["a resumption"]
+
+
+def test_a_proof_that_stops_before_an_evaluation_names_the_steps_that_reach_it(tmp_path: Path) -> None:
+    for size, more in ((40, "--steps 11 "), (4, None)):
+        ranks = [
+            replace(rank, end="stopped", size=size, iterations=[[[0, 1], [2, 3]]], evaluated=()) for rank in HALVES
+        ]
+        notes = " ".join(note.en for note in verdict(tmp_path / str(size), ALONE, *ranks).notes)
+        assert "no evaluation was seen" in notes
+        assert ("--steps" in notes) == (more is not None)
+        assert more is None or more in notes
+
+
+def test_a_rank_that_ended_while_another_waited_is_named(tmp_path: Path) -> None:
+    gone = "failed: RuntimeError: Connection closed by peer [127.0.0.1]"
+    for other, early in ((gone, True), ("failed: ValueError: no such file", False)):
+
+        def starter(starts: Sequence[ScriptStart], proof: ScriptProof, how: str = other) -> list[CommandOutcome]:
+            outcomes = []
+            for start in starts:
+                ranks = (
+                    [ALONE] if start.ranks == 1 else [replace(HALVES[0], end=how), replace(HALVES[1], end="ended")]
+                )
+                records.write(start.place, ranks)
+                outcomes.append(CommandOutcome(code=start.ranks - 1, seconds=0.0, output="its last words"))
+            return outcomes
+
+        with pytest.raises(UserError) as told:
+            run_all(ScriptProof(script=("train.py",), device="cpu"), tmp_path / str(early), starter)
+        assert ("rank 1 ended after 2 steps, and rank 0, after 2 steps, waited" in str(told.value)) is early
+        assert ("its last words" in str(told.value)) is not early
+
+
 def test_rounding_is_no_difference_and_more_than_the_noise_is(tmp_path: Path) -> None:
     for number, (apart, same) in enumerate([(5e-6, True), (5e-4, False)]):
         noisy = {name: value * (1 + 1e-6) for name, value in GRADIENTS.items()}

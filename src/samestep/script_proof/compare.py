@@ -41,7 +41,7 @@ from samestep.script_proof.runs import (
     run_all,
 )
 from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, rows_in_step, sampling
-from samestep.script_proof.start_notes import start_notes
+from samestep.script_proof.start_notes import no_evaluation, not_compared, start_notes
 from samestep.script_proof.updates import COARSE, buffer_finding, follows_samples, initial_finding, update_finding
 
 
@@ -69,6 +69,7 @@ class Verdict:
     noise: Mapping[str, float]  # largest measured noise of gradients and of parameters
     curve: Sequence[StepNumbers] = ()
     notes: Sequence[Words] = ()
+    not_compared: Sequence[Words] = ()
     losses: Mapping[str, Sequence[float]] = field(default_factory=dict)  # a step: alone, again, split
 
     @property
@@ -86,6 +87,7 @@ class Verdict:
             "first_difference": self.finding.to_json() if self.finding is not None else None,
             "noise": dict(self.noise),
             "notes": [note.en for note in self.notes],
+            "not_compared": [what.en for what in self.not_compared],
             "losses": {name: list(values) for name, values in self.losses.items()},
             "curve": [
                 {
@@ -196,7 +198,11 @@ def compare_runs(folder: Path, *, dropout: bool = False) -> Verdict:
         whole=gave_no_measure(folder, "halves"),
         placed=gave_no_measure(folder, "reversed"),
     ).verdict()
-    return replace(verdict, notes=[*verdict.notes, *start_notes(folder / ALONE, folder / SPLIT)])
+    return replace(
+        verdict,
+        notes=[*verdict.notes, *start_notes(folder / ALONE, folder / SPLIT)],
+        not_compared=not_compared(folder / SPLIT, split),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,7 +394,7 @@ class _Comparison:
                 "脚本没有正常结束（例如 os._exit）：{who}",
             ).format(who=", ".join([f"rank {number}" for number in lost] or ["alone"]))
         if not any(rank.evaluations for rank in self.alone.ranks):
-            yield Words("no evaluation was seen", "没有看到评估")
+            yield no_evaluation(self.split)
 
     def _notes_on_samples(self, found: Sampling) -> Iterator[Words]:
         """Notes on the samples that were seen, and on those that the single process was given."""

@@ -102,7 +102,7 @@ class _Turn:
 
     def note(self, what: str) -> None:
         """Note a change, once a place. What PyTorch itself asks for is not the script's."""
-        place = _place()
+        place = place_outside()
         if place is not None and (what, place) not in self._noted:
             self._noted.add((what, place))
             self._note(what, place)
@@ -114,7 +114,7 @@ def _device_modules() -> set[str]:
     return {name for name, module in modules.items() if {"is_available", "device_count"} <= vars(module).keys()}
 
 
-def _place() -> str | None:
+def place_outside() -> str | None:
     """The line outside of PyTorch that is being run; None where PyTorch called itself."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -284,7 +284,7 @@ def _messages(turn: _Turn) -> None:
     for place in (dist.distributed_c10d, dist):
         _wrap(place, "barrier", lambda args, kwargs: _without(turn, args, kwargs, "device_ids", at=2))
     if turn.target == _CPU:
-        vars(dist).update(is_nccl_available=lambda: True)
+        dist.is_nccl_available = lambda: True
         for place in (dist.device_mesh, dist):
             _wrap(place, "init_device_mesh", lambda args, kwargs: _mesh(turn, args, kwargs, at=0))
         _wrap(dist.device_mesh.DeviceMesh, "__init__", lambda args, kwargs: _mesh(turn, args, kwargs, at=1))
@@ -343,7 +343,7 @@ def _memory(turn: _Turn) -> None:
         return self
 
     torch.Tensor.pin_memory = pinned
-    torch.Tensor.record_stream = lambda self, stream: None
+    torch.Tensor.record_stream = lambda self, s: None
 
 
 class Idle:

@@ -14,6 +14,14 @@ _MOST_FILES = 200  # of the script's own that are read
 def imports_of(command: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
     """Installed modules, with the names that are taken from each; those of a script's own are followed."""
     found: dict[str, dict[str, None]] = {}
+    for module, names in _all_imports(command):
+        if module.partition(".")[0] not in sys.stdlib_module_names:
+            found.setdefault(module, {}).update(dict.fromkeys(names))
+    return [(module, tuple(names)) for module, names in found.items()]
+
+
+def _all_imports(command: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The imports of a script and of its own modules, but for those of its own modules."""
     files, folders = _first(command)
     seen: set[Path] = set()
     while files and len(seen) < _MOST_FILES:
@@ -26,9 +34,13 @@ def imports_of(command: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
                 place for name in [module, *(f"{module}.{name}" for name in names)] for place in _own(name, folders)
             ]
             files += own
-            if not own and module.partition(".")[0] not in sys.stdlib_module_names:
-                found.setdefault(module, {}).update(dict.fromkeys(names))
-    return [(module, tuple(names)) for module, names in found.items()]
+            if not own:
+                yield module, names
+
+
+def starts_processes(command: Sequence[str]) -> bool:
+    """Whether a script, or a module of its own, imports what starts processes: it may start its ranks itself."""
+    return any("multiprocessing" in (*module.split("."), *names) for module, names in _all_imports(command))
 
 
 def _first(command: Sequence[str]) -> tuple[list[Path], list[Path]]:

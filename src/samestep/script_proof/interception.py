@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import torch
+import torch.multiprocessing
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
@@ -40,7 +41,10 @@ class Listener(Protocol):
     def loader_made(self, loader: Any) -> None: ...
     def iterator_made(self, indices: Any, loader: Any) -> Any: ...
     def batch_seen(self, indices: Any, batch: Any) -> Any: ...
-    def process_started(self) -> None: ...
+    def process_starts(self, process: Any) -> None: ...
+    def copies_made(self) -> None: ...
+    def ranks_start(self, args: tuple[Any, ...], count: int) -> tuple[tuple[Any, ...], int]: ...
+    def join(self, call: Call, args: Any, kwargs: Any) -> Any: ...
     def gathered(self, given: Any, kept: Any) -> None: ...
 
 
@@ -226,16 +230,36 @@ def _indices(listener: Listener) -> None:
 
 
 def _processes(listener: Listener) -> None:
-    """Report processes that the script starts, except DataLoader workers: the recorder doesn't run in them."""
+    """Report processes that the script starts: they may be its ranks."""
     base = multiprocessing.process.BaseProcess
     call = base.start
 
     def start(self: Any) -> None:
-        if getattr(self, "_target", None) is not dataloading.WORKER:
-            listener.process_started()
+        listener.process_starts(self)
         call(self)
 
     base.start = start
+    wrapper = nn.DataParallel
+    make = wrapper.__init__
+
+    @wraps(make)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if not self.device_ids:
+            listener.copies_made()
+
+    wrapper.__init__ = made
+    module: Any = sys.modules["torch.multiprocessing.spawn"]  # hidden by the function of that name
+    begin = module.start_processes
+
+    @wraps(begin)
+    def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *others: Any, **kwargs: Any) -> Any:
+        args, nprocs = listener.ranks_start(tuple(args), nprocs)
+        return begin(fn, args, nprocs, *others, **kwargs)
+
+    places: tuple[Any, ...] = (module, torch.multiprocessing)
+    for place in places:
+        place.start_processes = start_processes
 
 
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
@@ -246,6 +270,14 @@ def _messages(listener: Listener) -> None:
     for name in _COLLECTIVES:
         call = getattr(torch.distributed, name)
         setattr(torch.distributed, name, _reported(call, listener))
+    begin = torch.distributed.init_process_group
+
+    @wraps(begin)
+    def join(*args: Any, **kwargs: Any) -> Any:
+        return listener.join(begin, args, kwargs)
+
+    for place in (torch.distributed, torch.distributed.distributed_c10d):
+        place.init_process_group = join  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _reported(call: Call, listener: Listener) -> Call:

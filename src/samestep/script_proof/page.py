@@ -44,6 +44,7 @@ _ABOUT_MODULES = Words(
 )
 _NUMBERS = Words("Numbers", "数值")
 _NOTES = Words("Notes", "说明")
+_NOT_COMPARED = Words("Not compared", "没有比较")
 _LEAST = 1e-17  # of what a logarithmic axis shows
 
 
@@ -61,6 +62,9 @@ def page(verdict: Verdict, script: str) -> str:
 def _body(verdict: Verdict) -> str:
     """The page's parts: the verdict, notes, both plots, the table."""
     parts = [paragraph(_sentence(verdict), "good" if verdict.same_step else "bad")]
+    if verdict.same_step and verdict.not_compared:
+        items = "".join(f"<li>{both(what)}</li>" for what in verdict.not_compared)
+        parts.append(section(_NOT_COMPARED, f"<ul>{items}</ul>"))
     if verdict.notes:
         items = "".join(f"<li>{both(note)}</li>" for note in verdict.notes)
         parts.append(section(_NOTES, f"<ul>{items}</ul>"))

@@ -8,12 +8,13 @@ import fnmatch
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.recording import shards
@@ -21,8 +22,9 @@ from samestep.recording.activations import Activations
 from samestep.recording.calls import Call, ModelCalls
 from samestep.recording.samples import named_tensors, random_state, rows_of
 from samestep.recording.store import RecordWriter
-from samestep.script_proof import interception
+from samestep.script_proof import children, interception
 from samestep.script_proof.batches import Batches
+from samestep.script_proof.devices import place_outside
 from samestep.script_proof.halves import Halves
 from samestep.script_proof.settings import RecordSettings
 from samestep.torch_internals.sharded import DTensor, local_part
@@ -36,9 +38,20 @@ class RecordingEnd(SystemExit):
 class ScriptRecorder:
     """Listens to the functions of `interception`, and writes what a rank does."""
 
-    def __init__(self, settings: RecordSettings, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        settings: RecordSettings,
+        *,
+        rank: int,
+        world_size: int,
+        follow: Callable[..., Call],
+        place: str | None = None,
+    ) -> None:
+        """`follow`: makes of what a process is to call what installs a recorder there first."""
+        self._follow = follow
         self._settings = settings
-        self._writer = RecordWriter(Path(settings.folder) / f"rank-{rank}")
+        self._is_child = place is not None
+        self._writer = RecordWriter(Path(settings.folder) / (place if place is not None else f"rank-{rank}"))
         self._thread = threading.get_ident()
         self._roots: dict[str, nn.Module] = {}  # prefix of names -> model that was called
         self._sharers: dict[str, int] = {}  # model -> number of ranks that train on one sample together
@@ -57,6 +70,10 @@ class ScriptRecorder:
         self._moved = False  # whether the variant's change was made
         self._made: list[weakref.ref[Tensor]] = []  # weak references to what models returned
         self._writer.event("start", rank=rank, world_size=world_size, variant=settings.variant)
+
+    def begin(self, place: str) -> None:
+        """Begin anew in another folder: in a fork, where the functions that are listened to call this object."""
+        self.__init__(self._settings, rank=0, world_size=1, follow=self._follow, place=place)
 
     def install(self) -> None:
         """From here on the script is noted."""
@@ -361,10 +378,39 @@ class ScriptRecorder:
         """What the script asks of an accelerator, and gets of another device."""
         self._writer.event("turned", what=what, place=place)
 
-    def process_started(self) -> None:
+    def join(self, call: Call, args: Any, kwargs: Any) -> Any:
+        """A process group: of a rank that the script has started itself the number is known from here on."""
+        if self._is_child:
+            args, kwargs, count = children.limited(call, args, kwargs, self._settings.ranks)
+            if count is not None:
+                self._writer.event("fewer", given=count, ranks=self._settings.ranks, argument=False)
+        result = call(*args, **kwargs)
+        self._writer.event("joined", rank=dist.get_rank(), world_size=dist.get_world_size())
+        return result
+
+    def copies_made(self) -> None:
+        """DataParallel without accelerators, of which nothing runs."""
+        self._writer.event("copies", place=place_outside())
+
+    def ranks_start(self, args: tuple[Any, ...], count: int) -> tuple[tuple[Any, ...], int]:
+        """Of several ranks that are started together as many as the run has; also the argument that says how many."""
+        ranks = self._settings.ranks
+        if count <= ranks:
+            return args, count
+        numbers = [at for at, value in enumerate(args) if type(value) is int and value == count]
+        if len(numbers) == 1:
+            args = (*args[: numbers[0]], ranks, *args[numbers[0] + 1 :])
+        self._writer.event("fewer", given=count, ranks=ranks, argument=len(numbers) == 1)
+        return args, ranks
+
+    def process_starts(self, process: Any) -> None:
+        """A process that may be a rank is followed: the recorder goes with it."""
+        if not children.is_followed(process):
+            return
         self._processes += 1
-        if self._processes == 1:  # a run that is ended by its time limit has no end that could say it
-            self._writer.event("process", after=sum(self._counts))
+        # A run that is ended by its time limit has no end that could say it; and a fork may find nothing unwritten.
+        self._writer.event("process", after=sum(self._counts))
+        process._target = self._follow(process._target, self._settings, self)
 
     def gathered(self, given: Any, kept: Any) -> None:
         """Rows before and after what filled the last batch up was dropped."""

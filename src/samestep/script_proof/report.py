@@ -25,5 +25,7 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
         console.print(f"note: {note.en}", soft_wrap=True)
     if verdict.finding is None:
         console.print("the same step: what differs is as small as the noise", soft_wrap=True)
+        if verdict.not_compared:
+            console.print(f"not compared: {', '.join(what.en for what in verdict.not_compared)}", soft_wrap=True)
     else:
         console.print(f"NOT the same step: {verdict.finding.line}", soft_wrap=True)

@@ -4,23 +4,14 @@
 `-m MODULE` in place of the script.
 """
 
-import atexit
-import os
-import random
 import runpy
 import sys
-import threading
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
 from samestep import environment
-from samestep.script_proof import devices
-from samestep.script_proof.rebinding import rebinding
-from samestep.script_proof.recorder import RecordingEnd, ScriptRecorder
+from samestep.script_proof.installation import install, leave, recorded
 from samestep.script_proof.settings import RECORDER, RecordSettings
 
 
@@ -29,43 +20,9 @@ def main(arguments: Sequence[str]) -> None:
     at = next(index for index, word in enumerate(arguments) if word.startswith(RECORDER))
     engines, command = arguments[:at], arguments[at + 1 :]
     settings = RecordSettings.read(Path(arguments[at].removeprefix(RECORDER)))
-    ranks = environment.ranks()
-    _prepare(settings)
-    recorder = ScriptRecorder(settings, rank=ranks.rank if ranks else 0, world_size=ranks.world_size if ranks else 1)
-    with rebinding():
-        if settings.on is not None:
-            devices.install(
-                devices.target_of(settings.on),
-                devices=settings.devices,
-                local_rank=ranks.local_rank if ranks else 0,
-                note=recorder.turned,
-            )
-        recorder.install()
-    try:
-        with environment.given(settings.variables):
-            _run(command, engines)
-    except RecordingEnd:
-        recorder.end("stopped")
-    except SystemExit as ended:
-        recorder.end("ended" if ended.code in (None, 0) else f"exit code {ended.code}")
-        if ended.code not in (None, 0):
-            raise
-    except BaseException as error:
-        recorder.end("failed: " + "".join(traceback.format_exception_only(error)).strip())
-        raise
-    else:
-        recorder.end("ended")
-
-
-def _prepare(settings: RecordSettings) -> None:
-    """Default dtype and seeds, as the proof asks for them."""
-    if settings.dtype is not None:
-        torch.set_default_dtype(getattr(torch, settings.dtype))
-    if settings.seed is not None:
-        random.seed(settings.seed)
-        torch.manual_seed(settings.seed)
-        if (numpy := sys.modules.get("numpy")) is not None:  # PyTorch imports it where it is installed
-            numpy.random.seed(settings.seed)
+    recorder = install(settings)
+    with recorded(recorder), environment.given(settings.variables):
+        _run(command, engines)
 
 
 def _run(command: Sequence[str], engines: Sequence[str]) -> None:
@@ -84,20 +41,6 @@ def _run(command: Sequence[str], engines: Sequence[str]) -> None:
     vars(main_module).update({"__file__": script, "__builtins__": __builtins__})
     sys.modules["__main__"] = main_module
     exec(compile(Path(script).read_bytes(), script, "exec"), vars(main_module))
-
-
-def leave() -> None:
-    """End a process whose script has ended well, without the destructors of what the script has left open.
-
-    The threads of a process group that was not destroyed may abort the process there, long after the last step.
-    """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ from pathlib import Path
 from samestep import subprocess_group
 from samestep.errors import UserError
 from samestep.progress import phases
-from samestep.recording.record import RunRecord
+from samestep.recording.record import RankRecord, RunRecord
 from samestep.recording.store import events, steps_in
+from samestep.script_proof.children import LAUNCHER, gather
 from samestep.script_proof.follow import following
+from samestep.script_proof.imports import starts_processes
 from samestep.script_proof.sampling import check_steps, places_matter
 from samestep.script_proof.settings import RECORDER, SETTINGS, RecordSettings, Variant
 
@@ -162,14 +164,13 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
     UserError if a run fails or does not end.
     """
     alone = proof.alone if proof.alone is not None else proof.script
-    _run(
-        proof,
-        starter,
-        make_start(proof, folder, ALONE, alone, proof.settings, 1),
-        make_start(proof, folder, SPLIT, proof.script, proof.settings, proof.processes),
-    )
+    _run(proof, starter, make_start(proof, folder, ALONE, alone, proof.settings, 1))
+    own = (folder / ALONE / LAUNCHER).is_dir()
+    _run(proof, starter, make_start(proof, folder, SPLIT, proof.script, proof.settings, proof.processes, own=own))
+    _check_own_ranks(proof, folder)
     if proof.then is not None:
-        _run(proof, starter, make_start(proof, folder, f"{SPLIT}-then", proof.then, proof.settings, proof.processes))
+        name = f"{SPLIT}-then"
+        _run(proof, starter, make_start(proof, folder, name, proof.then, proof.settings, proof.processes, own=own))
     _check_steps(folder)
     _check_modules(proof, folder)
     _check_ranks(proof, folder)
@@ -245,18 +246,30 @@ def gave_no_measure(folder: Path, variant: Variant) -> bool:
 
 def _run(proof: ScriptProof, starter: Starter, *starts: ScriptStart) -> None:
     _check(starts, starter(starts, proof), proof)
+    for start in starts:
+        gather(start.place)
 
 
 def make_start(
-    proof: ScriptProof, folder: Path, name: str, command: tuple[str, ...], settings: RecordSettings, ranks: int
+    proof: ScriptProof,
+    folder: Path,
+    name: str,
+    command: tuple[str, ...],
+    settings: RecordSettings,
+    ranks: int,
+    *,
+    own: bool = False,
 ) -> ScriptStart:
-    """Make the folder of a run, and write its settings there."""
+    """Make the folder of a run, and write its settings there; `own`: the script starts the ranks itself."""
     place = folder / name
     place.mkdir(parents=True)
     variables, command = with_variables(command)
-    settings = replace(settings, folder=str(place), variables=variables, devices=ranks)
+    devices = ranks if own or starts_processes(command) else proof.processes
+    settings = replace(settings, folder=str(place), variables=variables, ranks=ranks, devices=devices)
     further = proof.launch if name.startswith(SPLIT) else ()
-    start = ScriptStart(name=name, command=command, settings=settings, ranks=ranks, place=place, further=further)
+    start = ScriptStart(
+        name=name, command=command, settings=settings, ranks=1 if own else ranks, place=place, further=further
+    )
     settings.write(start.settings_file)
     return start
 
@@ -274,23 +287,67 @@ def _check(
             if _waits_for_processes(start.place):
                 raise UserError(
                     f"{start.title} started processes of its own and took no step of an optimizer within "
-                    f"{proof.time_limit:g} s; use a script that is one rank, as torchrun starts it, without "
-                    "torch.multiprocessing.spawn, or leave it more time with --time-limit SECONDS"
+                    f"{proof.time_limit:g} s, nor did they; leave it more time with --time-limit SECONDS, or "
+                    "use a script whose ranks are started by multiprocessing or torchrun"
                 )
             raise UserError(
                 f"{start.title} did not end within {proof.time_limit:g} s; --steps N stops it after N steps of its "
                 "optimizer, --time-limit SECONDS leaves it more time"
             )
         if outcome.code != 0:
+            if (early := _ended_early(start.place)) is not None:
+                raise UserError(f"{start.title} failed: {early}")
             hint = _ALONE if start.ranks == 1 else ""
             said = _reason(outcome.output) or f"it ended with exit code {outcome.code} and wrote nothing"
             raise UserError(f"{start.title} failed{hint}:\n{said}")
 
 
+# What gloo, NCCL and PyTorch say of a rank that is gone.
+_PEER_IS_GONE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|peer|timed? ?out|watchdog|gloo", re.IGNORECASE
+)
+
+
+def _ended_early(place: Path) -> str | None:
+    """That a rank ended in order while others waited for its messages; None where that isn't what failed."""
+    ranks = RunRecord.read(place).ranks
+    ends = [str(rank.end.get("how", "")) for rank in ranks]
+    over = [rank for rank, how in enumerate(ends) if how == "ended" or how.startswith("exit code")]
+    waited = [rank for rank, how in enumerate(ends) if how.startswith("failed: ") and _PEER_IS_GONE.search(how)]
+    others = [rank for rank, how in enumerate(ends) if how.startswith("failed: ") and rank not in waited]
+    if not over or not waited or others:
+        return None
+    gone, left = over[0], waited[0]
+    return (
+        f"rank {gone} ended after {_steps(ranks[gone])}, and rank {left}, after {_steps(ranks[left])}, waited for "
+        "its message, which never came; all ranks have to take as many steps and send as many messages: look at what "
+        f"rank {gone} has fewer of, such as batches"
+    )
+
+
+def _steps(rank: RankRecord) -> str:
+    return f"{len(rank.steps)} step{'s' if len(rank.steps) != 1 else ''}"
+
+
 def _waits_for_processes(place: Path) -> bool:
     """Whether rank 0 of a run has started processes, and taken no step itself."""
-    kinds = {each["event"] for each in events(place / "rank-0")}
+    kinds = {each["event"] for folder in place.glob("*/") for each in events(folder)}
     return "process" in kinds and "step" not in kinds
+
+
+def _check_own_ranks(proof: ScriptProof, folder: Path) -> None:
+    """Raise UserError for a script that starts its ranks itself, and not so many as are to be compared."""
+    place = folder / SPLIT
+    if not (folder / ALONE / LAUNCHER).is_dir():
+        return
+    ranks = len(list(place.glob("rank-*/"))) if (place / LAUNCHER).is_dir() else 0
+    if ranks != proof.processes:
+        command = shlex.join(proof.script)
+        raise UserError(
+            f"{command} starts its ranks itself, and {ranks or 'none'} of them trained in the split run, where "
+            f"--processes is {proof.processes}; give the script the argument that says how many it "
+            "starts, and --alone the same for one, or pass --processes with its number"
+        )
 
 
 def _check_ranks(proof: ScriptProof, folder: Path) -> None:

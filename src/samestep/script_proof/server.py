@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from samestep import environment
-from samestep.script_proof import devices, runner
+from samestep.script_proof import devices, installation, runner
 from samestep.script_proof.imports import import_early
 
 _LOOK_EVERY = 0.02  # seconds between two looks for ranks that have ended
@@ -97,16 +97,16 @@ def _become(request: Mapping[str, Any]) -> NoReturn:
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     sys.argv[0] = request["module"]
+    code = 1
     try:
         runner.main(request["arguments"])
-        runner.leave()
+        installation.leave()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
-        code = 1
     finally:
         multiprocessing.util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]
         sys.stdout.flush()
