@@ -2,7 +2,9 @@
 
 import os
 import pickle
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +51,19 @@ def test_a_job_takes_six_forwards_before_its_ranks_start(tmp_path: Path) -> None
     job = Job(recipe=recipe_of(file))
     door.hold_contract(door.check(job))
     assert noted(file) == [EVALUATED] * 3 + ["train graph"] * 3
+
+
+@pytest.mark.timeout(120)
+def test_three_models_and_three_backwards_come_before_the_ranks_which_build_one_each(tmp_path: Path) -> None:
+    file, run = tmp_path / "notes", tmp_path / "run"
+    recipe = replace(recipe_of(file, held_out=False), steps=2, epochs=None)
+    samestep.train(recipe, layout="dp2", device="cpu", threads=1, folder=run)
+    lines = [line.split() for line in Path(f"{file}.besides").read_text().splitlines()]
+    here = Counter(text for process, text in lines if process == str(os.getpid()))
+    ranks = Counter(process for process, text in lines if process != str(os.getpid()) and text == "built")
+    # One to find what the loss is a mean over, two to see that model() gives the same under the same seed.
+    assert here == {"built": 3, "backward": 3}
+    assert sorted(ranks.values()) == [1, 1]
 
 
 class Masking(torch.nn.Module):

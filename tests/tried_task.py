@@ -10,17 +10,29 @@ import transformers
 
 from samestep.tasks import HuggingFace
 
+BESIDES = ".besides"  # the ending of the file with what is no forward
+
 
 class Noting(transformers.GPT2LMHeadModel):
-    """Notes the process, and whether it trains, and with a graph."""
+    """Notes the process, and whether it trains, and with a graph; in another file when it is built, and backwards."""
 
     file = Path()
 
+    def __init__(self, config: transformers.GPT2Config) -> None:
+        super().__init__(config)
+        self._note(BESIDES, "built")
+
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        with self.file.open("a") as notes:
-            kind = "train" if self.training else "evaluate"
-            notes.write(f"{os.getpid()} {kind} {'graph' if torch.is_grad_enabled() else 'none'}\n")
-        return super().forward(*arguments, **keywords)
+        kind = "train" if self.training else "evaluate"
+        self._note("", f"{kind} {'graph' if torch.is_grad_enabled() else 'none'}")
+        output = super().forward(*arguments, **keywords)
+        if output.logits.requires_grad:
+            output.logits.register_hook(lambda _: self._note(BESIDES, "backward"))
+        return output
+
+    def _note(self, ending: str, text: str) -> None:
+        with Path(f"{self.file}{ending}").open("a") as notes:
+            notes.write(f"{os.getpid()} {text}\n")
 
 
 class Tried(HuggingFace):
