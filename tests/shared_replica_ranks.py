@@ -15,7 +15,7 @@ from samestep.engines.native.shared_replicas import SharedReplicasTrainer
 from samestep.job import Job, Run
 from samestep.launch.world import join
 from samestep.layout import Layout
-from samestep.parallel import shared_replicas
+from samestep.parallel.optimizer import shared
 from samestep.tasks.registry import resolve
 from samestep.training.fit import Training
 from samestep.training.usage import Usage
@@ -71,7 +71,7 @@ def one_copy(recipe: samestep.Recipe) -> list[str]:
 def told_on_two_hosts(recipe: samestep.Recipe) -> str:
     """What a rank is told whose peer says that it is on another host."""
     with join(device="cpu", threads=1, cpu_backend=for_transport("gloo")) as world:
-        shared_replicas.host_identity = lambda: f"host {world.rank}"
+        shared.host_identity = lambda: f"host {world.rank}"
         try:
             trained(recipe, world, layout="dp2", steps=1, share_replicas=True)
         except samestep.LayoutError as error:
@@ -83,11 +83,11 @@ def told_without_memory(recipe: samestep.Recipe) -> str:
     """What a rank is told where a region can't be made."""
 
     def full(size: int) -> tuple[int, str]:
-        raise shared_replicas.NoRegionError(f"{size} bytes of shared memory are needed: No space left on device")
+        raise shared.NoRegionError(f"{size} bytes of shared memory are needed: No space left on device")
 
     with join(device="cpu", threads=1, cpu_backend=for_transport("gloo")) as world:
-        share = shared_replicas.region.share
-        shared_replicas.region.share = lambda *given: share(*given, make=full)  # pyright: ignore[reportAttributeAccessIssue]
+        share = shared.region.share
+        shared.region.share = lambda *given: share(*given, make=full)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             trained(recipe, world, layout="dp2", steps=1, share_replicas=True)
         except samestep.UserError as error:

@@ -29,9 +29,9 @@ LAYOUTS = (*ALL, "pp2 cp2", "pp2 tp2 sequence=split")
 MAY_WAIT = {
     "parallel/exact/dropout.py:_answer": "the model's own call: transformers looks whether a mask masks anything",
     "parallel/exact/dropout.py:run": "the model's own call: transformers looks whether positions begin anew",
-    "parallel/tensor/vocab_parallel.py:__torch_function__": "PyTorch's loss of sliced logits writes a number where a "
+    "parallel/loss/vocabulary.py:__torch_function__": "PyTorch's loss of sliced logits writes a number where a "
     "mask says; CUDA fills by the mask, other devices look for its places",
-    "parallel/chunked_logits.py:_of_chunk": "the same, of a chunk of the sliced logits",
+    "parallel/loss/chunked_logits.py:_of_chunk": "the same, of a chunk of the sliced logits",
     "backward": "DistributedDataParallel takes what gloo gives, here the same memory seen on the CPU",
 }
 

@@ -17,7 +17,7 @@ import samestep
 from samestep.api import dry_run_layouts
 from samestep.errors import LayoutError, UserError
 from samestep.job import Job, Run
-from samestep.parallel.chunked_logits import ChunkedLogits, _logits, _Source, chunk_logits
+from samestep.parallel.loss.chunked_logits import ChunkedLogits, _logits, _Source, chunk_logits
 
 WIDE = 4096
 

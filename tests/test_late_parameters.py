@@ -94,7 +94,7 @@ def _order_of_a_step(job: Job) -> tuple[list[str], list[bool]]:
     """What a step waits for and runs, in order; whether messages are left before and after a look at parameters."""
     from samestep.launch.world import join
     from samestep.layout import Layout
-    from samestep.parallel.late_parameters import LateParameters, Message
+    from samestep.parallel.optimizer.late import LateParameters, Message
     from samestep.tasks.registry import resolve
     from samestep.training.fit import Training
 

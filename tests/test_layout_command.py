@@ -27,8 +27,8 @@ from samestep.launch.world import join
 from samestep.layout import MESH_AXES, Layout
 from samestep.options import Options
 from samestep.parallel.apply import spread
+from samestep.parallel.optimizer.spread import spread_optimizer
 from samestep.parallel.parallel_model import ModelDetails
-from samestep.parallel.spread_optimizer import spread_optimizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))

@@ -23,7 +23,7 @@ from samestep.comm.mesh import new_group
 from samestep.launch.world import join
 from samestep.parallel.exact.buffers import check_buffers, versions
 from samestep.parallel.offload.memory import HostMemory, MappedFile
-from samestep.parallel.offload.optimizer import OffloadedOptimizer
+from samestep.parallel.optimizer.offloaded import OffloadedOptimizer
 from samestep.verification.proof import Proof
 
 ADAM = samestep.Recipe(

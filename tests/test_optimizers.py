@@ -20,7 +20,7 @@ from samestep.launch import local
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.options import Options
-from samestep.parallel.optimizer_kinds import Shapes, kind_of
+from samestep.parallel.optimizer.kinds import Shapes, kind_of
 from samestep.training.session import Session
 
 pytestmark = pytest.mark.timeout(300)
@@ -122,15 +122,15 @@ def test_muon_is_the_same_where_a_matrix_is_cut_twice() -> None:
 
 def naive(layout: str) -> float:
     """How far Muon's steps are from one process's if every rank steps the shards that it has."""
-    from samestep.parallel import joined_optimizer
-    from samestep.parallel.optimizer_kinds import OptimizerKind
+    from samestep.parallel.optimizer import joined
+    from samestep.parallel.optimizer.kinds import OptimizerKind
 
-    kept = joined_optimizer.kind_of
-    joined_optimizer.kind_of = lambda *_: OptimizerKind(by_number=True, alone=True, draws=False, settings_change=[])
+    kept = joined.kind_of
+    joined.kind_of = lambda *_: OptimizerKind(by_number=True, alone=True, draws=False, settings_change=[])
     try:
         return samestep.verify(TRAINED, layout, steps=2, check=False, threads=1).max_relative_difference["parameters"]
     finally:
-        joined_optimizer.kind_of = kept
+        joined.kind_of = kept
 
 
 def _naive(*_: Any) -> float:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import samestep
 from samestep import AdamW, Checkpointing
 from samestep.errors import CheckpointError, LayoutError, UserError
-from samestep.parallel.optimizer_kinds import Shapes, kind_of
-from samestep.parallel.rounded_state import BLOCK, FORMATS, RoundedState, numbers_of_8_bits
+from samestep.parallel.optimizer.kinds import Shapes, kind_of
+from samestep.parallel.optimizer.rounded import BLOCK, FORMATS, RoundedState, numbers_of_8_bits
 from samestep.training.optimizer import make_optimizer
 
 pytestmark = pytest.mark.timeout(300)
@@ -27,7 +27,7 @@ SIZE, LAYERS = 32, 16
 
 def rounded(state: str, value: Tensor, average: str, step: int) -> Tensor:
     """What is left of an average that a step has made."""
-    from samestep.parallel.rounded_state import _chance
+    from samestep.parallel.optimizer.rounded import _chance
 
     kept = FORMATS[state]()
     signed = average == "exp_avg"

@@ -16,7 +16,7 @@ from torch import nn
 import samestep
 from samestep.errors import RankFailedError, UserError
 from samestep.launch import local
-from samestep.parallel.shared_replicas import share_out
+from samestep.parallel.optimizer.shared import share_out
 from samestep.validation import checked
 
 SHARED: Mapping[str, Any] = {"share_replicas": True}

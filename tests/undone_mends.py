@@ -134,12 +134,12 @@ MENDS = (
     ),
     Mend(
         what="classes beyond sliced logits are looked for on a CPU alone",
-        file="parallel/tensor/vocab_parallel.py",
+        file="parallel/loss/vocabulary.py",
         now='if target.is_floating_point() or target.device.type != "cpu":',
         before="if target.is_floating_point():",
         task="language",
         layout="tp2",
-        seen="waits for the device: parallel/tensor/vocab_parallel.py:_check_targets",
+        seen="waits for the device: parallel/loss/vocabulary.py:_check_targets",
     ),
     Mend(
         what="losses on an accelerator do not go with the flags of used parameters, which the host reads",
@@ -241,11 +241,11 @@ MENDS = (
     ),
     Mend(
         what="which parameters any rank used is told on the CPU where an optimizer steps whole matrices",
-        file="parallel/whole_optimizer.py",
+        file="parallel/optimizer/whole.py",
         now="if owned.grad is None and used:",
         before="if owned.grad is None and used and bool(taken[start] == taken[start]):",
         test="test_accelerator.py::test_what_a_job_may_ask_for_waits_nowhere[muon]",
-        seen="waits for the device: parallel/whole_optimizer.py:_put_whole",
+        seen="waits for the device: parallel/optimizer/whole.py:_put_whole",
     ),
 )
 

@@ -22,7 +22,6 @@ from samestep.data.types import Batch, splits_of
 from samestep.engines.precision import Precision
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.parallel.coupled_loss import CallRows, Coupling
 from samestep.parallel.deferred_init import move
 from samestep.parallel.exact import generators
 from samestep.parallel.exact.batch_norm import by_running_statistics, global_batch_norm
@@ -30,6 +29,7 @@ from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import Dropout, same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.exact.generators import is_foreign
+from samestep.parallel.loss.coupled import CallRows, Coupling
 from samestep.tasks.base import InTurn, Task, call, sum_and_count
 from samestep.tasks.losses import takes_gather, with_weights
 from samestep.tasks.turns import Turn

@@ -17,8 +17,8 @@ from samestep.checkpoint.one_process import Tensors, write_model, write_weights
 from samestep.checkpoint.safe_index import METADATA_FILE, files_of
 from samestep.convert.base import OutputOptions, Weights
 from samestep.errors import CheckpointError
+from samestep.parallel.optimizer.average import AVERAGE
 from samestep.parallel.state_shards import MODEL
-from samestep.parallel.weight_average import AVERAGE
 from samestep.run_folder import INFO_FILE, candidates, step_of, versions
 
 

@@ -7,15 +7,12 @@ Read `apply` first: ten steps in one order. Then, by what it calls:
 - `context`, `tensor`, `pipeline`, `experts`: split tokens, slice matrices, cut stages, share experts.
 - `exact`: what keeps random numbers, batch statistics and precision those of one process.
 - `recompute`, `compile`, `offload`: what happens to single blocks (`blocks`).
-- `chunked_logits`: the output layer and its cross-entropy, some tokens at a time.
-- `ddp`, `zero1`, `fsdp`, `shared_replicas`, `sparse_rows`, `ordered`: data ranks and their gradients;
-  `late_parameters`: what a ZeRO-1 step has changed, on its way; `unused_parameters`: those that a step doesn't reach.
+- `ddp`, `zero1`, `fsdp`, `sparse_rows`, `ordered`: data ranks and their gradients; `unused_parameters`: those that a
+  step doesn't reach.
 - `sharding`: the table of who holds which part of which parameter; `state_shards`: the same for checkpoints;
   `holdings`: what a rank holds from step to step.
-- `joined_optimizer`, `spread_optimizer`, `whole_optimizer`, `optimizer_kinds`: optimizers of parts and of wholes;
-  `master_weights`, `weight_average`: what is kept besides parameters; `rounded_state`, `optimizer_lots`: Adam's
-  averages in bf16 or 8 bits, and parameters that are stepped together.
-- `step_loss`, `coupled_loss`: the loss of a step. `deferred_init`, `init_recorder`: the initial weights.
+- `optimizer`: which rank steps what, and where its state is kept. `loss`: the loss of a step.
+- `deferred_init`, `init_recorder`: the initial weights.
 - `complex_parameters`, `low_rank`: kinds of parameters. `collectives`: those that have a backward.
 - `own_messages`: models that send messages themselves. `checks`, `layout_failure`: what a layout can't have, in one
   sentence. `variation`: values with which models are compared. `valueless`, `valueless_replicas`: rehearsals.

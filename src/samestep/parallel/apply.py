@@ -38,7 +38,6 @@ from samestep.options import Options
 from samestep.parallel.blocks import find_blocks, with_forward
 from samestep.parallel.calls import Trace
 from samestep.parallel.checks import check_asking, check_hooks
-from samestep.parallel.chunked_logits import SharedLogits, chunk_logits, share_logits
 from samestep.parallel.compile import check_compile, compile_blocks
 from samestep.parallel.complex_parameters import check_complex
 from samestep.parallel.ddp import GradientExchange, replicate
@@ -51,10 +50,12 @@ from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.experts.find import Experts, find_experts
 from samestep.parallel.experts.share import SharedExperts, share_experts
 from samestep.parallel.fsdp import agreed_units, shard, without_messages
-from samestep.parallel.late_parameters import LateParameters
+from samestep.parallel.loss.chunked_logits import SharedLogits, chunk_logits, share_logits
+from samestep.parallel.loss.vocabulary import Vocabulary
 from samestep.parallel.offload.activations import offload_activations
 from samestep.parallel.offload.memory import HostMemory, MappedFile
 from samestep.parallel.offload.parameters import empty_in, move_parameters
+from samestep.parallel.optimizer.late import LateParameters
 from samestep.parallel.parallel_model import Context, Findings, ModelDetails, ParallelModel, WholeModel
 from samestep.parallel.pipeline.blanks import without_numbers
 from samestep.parallel.pipeline.runner import Pipeline
@@ -63,7 +64,6 @@ from samestep.parallel.recompute import in_graph, recompute
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.sparse_rows import SMALLEST, Choice, RowExchange, Table, find_tables
 from samestep.parallel.tensor.apply import slice_tensors
-from samestep.parallel.tensor.vocab_parallel import Vocabulary
 from samestep.parallel.trace import follow, trace
 from samestep.parallel.unused_parameters import (
     UnusedParameters,
@@ -245,7 +245,7 @@ class _Spreading:
         if self.options.loss_chunk is not None:
             chunk_logits(self.model, self.options.loss_chunk, group)
         # Logits of split tokens can stay split, as the loss is a sum over tokens; where tensor ranks hold slices of
-        # the vocabulary, `vocab_parallel` has its own way.
+        # the vocabulary, `loss.vocabulary` has its own way.
         elif group is not None and self.seen is not None and self.layout.tensor == 1:  # whose ranks have some words
             self.shared_logits = share_logits(self.model, self.seen, group, self.own_tokens)
         self.blocks = with_forward(self.blocks)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from samestep.layout import Layout
 from samestep.parallel.offload.memory import MappedFile
-from samestep.parallel.offload.optimizer import OffloadedOptimizer
+from samestep.parallel.optimizer.offloaded import OffloadedOptimizer
 from samestep.parallel.sharding import local
 from samestep.parallel.state_shards import innermost
 

@@ -28,9 +28,9 @@ from samestep.errors import UserError
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.exact.buffers import Versions, versions
 from samestep.parallel.fsdp import put_back
+from samestep.parallel.loss.vocabulary import Backward
 from samestep.parallel.parallel_model import ParallelModel, Term, WholeModel
 from samestep.parallel.sharding import local
-from samestep.parallel.tensor.vocab_parallel import Backward
 from samestep.parallel.unused_parameters import sharded_units
 from samestep.parallel.zero1 import buckets
 from samestep.torch_internals import foreach

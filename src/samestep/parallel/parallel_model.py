@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from samestep.data.loader import MicroBatch
 from samestep.layout import Layout
 from samestep.parallel.calls import Trace
-from samestep.parallel.chunked_logits import SharedLogits
 from samestep.parallel.ddp import average_experts, average_what_is_whole
 from samestep.parallel.deferred_init import InitialValues
 from samestep.parallel.exact import generators
@@ -20,12 +19,13 @@ from samestep.parallel.exact.batch_buffers import BatchBuffers
 from samestep.parallel.exact.buffers import RepeatedForwards, check_buffers, versions
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.fsdp import put_back
-from samestep.parallel.late_parameters import LateParameters
+from samestep.parallel.loss.chunked_logits import SharedLogits
+from samestep.parallel.loss.vocabulary import Backward, Loss, Vocabulary
 from samestep.parallel.offload.memory import HostMemory, MappedFile
+from samestep.parallel.optimizer.late import LateParameters
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.sparse_rows import RowExchange
-from samestep.parallel.tensor.vocab_parallel import Backward, Loss, Vocabulary
 from samestep.parallel.unused_parameters import UnusedParameters
 from samestep.profiling.clock import StepClock
 from samestep.tasks.base import call

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.errors import UserError
-from samestep.parallel.joined_optimizer import Joined
-from samestep.parallel.master_weights import MasterWeights
-from samestep.parallel.offload.optimizer import OffloadedOptimizer
+from samestep.parallel.optimizer.joined import Joined
+from samestep.parallel.optimizer.master_weights import MasterWeights
+from samestep.parallel.optimizer.offloaded import OffloadedOptimizer
+from samestep.parallel.optimizer.whole import LocalOptimizer, WholeOptimizer
 from samestep.parallel.sharding import Entry, Part, ShardTable, local, places_of
-from samestep.parallel.whole_optimizer import LocalOptimizer, WholeOptimizer
 
 MODEL = "model."
 

@@ -9,7 +9,7 @@ A step, for a group of n ranks along the shard axis:
     sum_replicas owners of one parameter in different replicas (and expert ranks) add theirs up by an all-reduce
     clip         the norm is over owners' gradients: each counts once, zeros add nothing
     step         each rank steps the parameters that it owns
-    broadcast    owners give the new values to their group: at once, or while the next forward runs (late_parameters)
+    broadcast    owners give the new values to their group: at once, or in the next forward (optimizer/late.py)
 
 Compared with DDP a rank sends about as many bytes: n - 1 of n for the reduce and the same for the broadcast, where an
 all-reduce sends twice that. The optimizer's state is held once in the group.
@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from samestep.comm.compression.wire import flat, put_back
 from samestep.comm.mesh import Mesh
 from samestep.comm.messages import largest
-from samestep.parallel.joined_optimizer import rebuild
-from samestep.parallel.late_parameters import LateParameters, Message
-from samestep.parallel.optimizer_kinds import Make
+from samestep.parallel.optimizer.joined import rebuild
+from samestep.parallel.optimizer.kinds import Make
+from samestep.parallel.optimizer.late import LateParameters, Message
 from samestep.parallel.valueless import has_values
 from samestep.torch_internals import foreach
 from samestep.torch_internals.sharded import zero_optimizer

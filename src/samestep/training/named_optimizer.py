@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from samestep.errors import UserError, closest
-from samestep.parallel.optimizer_kinds import Shapes
+from samestep.parallel.optimizer.kinds import Shapes
 from samestep.recipe import SGD, AdamW, NamedOptimizer
 from samestep.tasks.registry import checked_value, hints_of, import_file
 

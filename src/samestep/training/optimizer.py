@@ -23,9 +23,9 @@ from samestep.errors import LayoutError, UserError, closest
 from samestep.job import Job
 from samestep.launch.device import device_of
 from samestep.layout import Layout
-from samestep.parallel.joined_optimizer import Joined, OptimizerMember
-from samestep.parallel.optimizer_kinds import Make, Shapes
-from samestep.parallel.rounded_state import RoundedState
+from samestep.parallel.optimizer.joined import Joined, OptimizerMember
+from samestep.parallel.optimizer.kinds import Make, Shapes
+from samestep.parallel.optimizer.rounded import RoundedState
 from samestep.recipe import SGD, AdamW, Group, NamedOptimizer, Recipe, Schedule
 from samestep.tasks.turns import Turn
 from samestep.training.named_optimizer import maker_of, takes, title_of, try_out

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from samestep.data.loader import StepBatch
 from samestep.errors import UserError
 from samestep.limits import MOST
-from samestep.parallel.joined_optimizer import Joined, OptimizerMember
-from samestep.parallel.offload.optimizer import BY_NUMBER
-from samestep.parallel.optimizer_kinds import Shapes
+from samestep.parallel.optimizer.joined import Joined, OptimizerMember
+from samestep.parallel.optimizer.kinds import Shapes
+from samestep.parallel.optimizer.offloaded import BY_NUMBER
 from samestep.tasks.base import check_samples
 from samestep.training.model_checks import check_memory, check_model, lazy_modules
 

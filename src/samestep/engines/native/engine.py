@@ -10,7 +10,7 @@ from samestep.engines.precision import Precision, parameter_dtype
 from samestep.engines.setup import TrainerSetup, spread_as
 from samestep.layout import AttentionOption, Layout, Offload
 from samestep.parallel.layout_failure import LayoutFailures
-from samestep.parallel.spread_optimizer import spread_optimizer
+from samestep.parallel.optimizer.spread import spread_optimizer
 
 
 class Native(Engine):

@@ -28,8 +28,8 @@ from samestep.errors import UserError
 from samestep.parallel.ddp import GradientExchange
 from samestep.parallel.holdings import Holdings
 from samestep.parallel.layout_failure import LayoutFailures
+from samestep.parallel.optimizer.spread import spread_optimizer
 from samestep.parallel.sharding import Entry
-from samestep.parallel.spread_optimizer import spread_optimizer
 from samestep.parallel.state_shards import MODEL, OPTIMIZER, Box, Piece, model_pieces, optimizer_pieces, whole_piece
 from samestep.parallel.unused_parameters import UnusedParameters, UnusedParametersAlone
 from samestep.torch_internals.modules import AnyBatchNorm

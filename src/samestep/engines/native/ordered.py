@@ -14,9 +14,9 @@ from samestep.engines.setup import TrainerSetup, spread_as
 from samestep.errors import UserError, index_errors_explained
 from samestep.parallel.ddp import GradientExchange
 from samestep.parallel.layout_failure import LayoutFailures
+from samestep.parallel.optimizer.spread import spread_optimizer
 from samestep.parallel.ordered import OrderedModel, total_of_halves
 from samestep.parallel.parallel_model import WholeModel
-from samestep.parallel.spread_optimizer import spread_optimizer
 from samestep.tasks.base import sum_and_count
 from samestep.torch_internals.modules import AnyBatchNorm
 

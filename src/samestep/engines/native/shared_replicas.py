@@ -14,9 +14,9 @@ from samestep.errors import UserError
 from samestep.parallel.ddp import GradientExchange
 from samestep.parallel.holdings import Holdings, state_tensors
 from samestep.parallel.layout_failure import LayoutFailures
+from samestep.parallel.optimizer.shared import SharedReplicas
+from samestep.parallel.optimizer.spread import check_by_number
 from samestep.parallel.sharding import ShardTable
-from samestep.parallel.shared_replicas import SharedReplicas
-from samestep.parallel.spread_optimizer import check_by_number
 
 
 def prepare(model: nn.Module, how: Preparation, failures: LayoutFailures) -> "SharedReplicasTrainer":

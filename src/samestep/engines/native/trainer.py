@@ -30,11 +30,13 @@ from samestep.engines.setup import TrainerSetup
 from samestep.errors import UserError, index_errors_explained
 from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
-from samestep.parallel.joined_optimizer import Joined
-from samestep.parallel.master_weights import MasterWeights
-from samestep.parallel.offload.optimizer import OffloadedOptimizer
+from samestep.parallel.loss.step import joint, step_loss
+from samestep.parallel.optimizer.average import WeightAverage
+from samestep.parallel.optimizer.joined import Joined
+from samestep.parallel.optimizer.master_weights import MasterWeights
+from samestep.parallel.optimizer.offloaded import OffloadedOptimizer
+from samestep.parallel.optimizer.rounded import RoundedState
 from samestep.parallel.own_messages import own_messages_refused
-from samestep.parallel.rounded_state import RoundedState
 from samestep.parallel.sharding import Entry, ShardTable, local
 from samestep.parallel.state_shards import (
     OptimizerToFill,
@@ -44,9 +46,7 @@ from samestep.parallel.state_shards import (
     model_pieces,
     optimizer_pieces,
 )
-from samestep.parallel.step_loss import joint, step_loss
 from samestep.parallel.valueless import has_values
-from samestep.parallel.weight_average import WeightAverage
 from samestep.profiling.clock import Phase, StepClock, with_end_of_gradients
 from samestep.tasks.base import InTurn
 from samestep.tasks.losses import SeveralLosses

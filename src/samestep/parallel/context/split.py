@@ -37,10 +37,10 @@ from samestep.parallel.context.ring import check_ring
 from samestep.parallel.context.shares import Shares, own_part
 from samestep.parallel.context.token_wise import Run, find_token_wise, names_of, runs_of, split_run
 from samestep.parallel.exact.forward_context import ForwardContext, NotesTokens, Portion
+from samestep.parallel.loss.vocabulary import agree
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.tensor.compare import Output, alike_numbers, output_of, without_graph
 from samestep.parallel.tensor.gradients import Digests, can_compare, differing, digests_of, keeping_graph
-from samestep.parallel.tensor.vocab_parallel import agree
 from samestep.parallel.variation import varied
 from samestep.torch_internals import pytree
 

@@ -23,7 +23,7 @@ from samestep.parallel.context.attention import Length
 from samestep.parallel.context.gathered import mixing
 from samestep.parallel.context.shares import Shares, own_part
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
-from samestep.parallel.tensor.vocab_parallel import near
+from samestep.parallel.loss.vocabulary import near
 from samestep.parallel.valueless import with_values
 from samestep.torch_internals import pytree
 

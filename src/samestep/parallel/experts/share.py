@@ -16,9 +16,9 @@ from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.experts.find import Experts, Listed, Stacked
 from samestep.parallel.experts.listed import ListedExperts
 from samestep.parallel.experts.stacked import StackedExperts, shrink
+from samestep.parallel.loss.vocabulary import agree, near
 from samestep.parallel.pipeline.blanks import placeholder_module
 from samestep.parallel.sharding import ShardTable, Slice
-from samestep.parallel.tensor.vocab_parallel import agree, near
 from samestep.torch_internals import pytree
 from samestep.torch_internals.modules import own_children
 

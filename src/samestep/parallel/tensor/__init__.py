@@ -8,8 +8,8 @@ In the order of reading:
 - `regions`: whole parameters and tensors that sliced layers' outputs meet, and what is done about their gradients.
 - `layers`: forwards of sliced layers, with the collectives of `parallel.collectives`. `compare`: compares the sliced
   model's output with the whole one's; `gradients`: and its gradients.
-- `sequence_parallel`: splits tokens between the sliced layers. `vocab_parallel`: slices the output layer and computes
-  the loss on its slices.
+- `sequence_parallel`: splits tokens between the sliced layers. The output layer's slices, and the loss on them, are
+  in `parallel.loss`.
 
 Ranks of the tensor axis have the same samples, so they compute the modules that aren't sliced identically, random
 numbers included. Their gradients of whole parameters are identical too, and aren't averaged; if each rank has a part

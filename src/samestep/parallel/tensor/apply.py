@@ -28,6 +28,7 @@ from samestep.parallel.attributes import Attributes, wrap_forward
 from samestep.parallel.blocks import are_of_one_kind, with_forward
 from samestep.parallel.calls import Call, Seen, Trace, seen_in
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
+from samestep.parallel.loss.vocabulary import Vocabulary, agree
 from samestep.parallel.parallel_model import Findings, WholeModules
 from samestep.parallel.sharding import Part, ShardTable, Slice
 from samestep.parallel.tensor import layers, sequence_parallel
@@ -39,7 +40,6 @@ from samestep.parallel.tensor.pairs import Unit
 from samestep.parallel.tensor.plan import TensorPlan, make_plan, vocabulary_ranges
 from samestep.parallel.tensor.regions import Regions, find_regions, holder_of
 from samestep.parallel.tensor.sequence_parallel import Key, Stream, find_lists, token_dim
-from samestep.parallel.tensor.vocab_parallel import Vocabulary, agree
 from samestep.parallel.variation import varied
 from samestep.torch_internals import pytree
 

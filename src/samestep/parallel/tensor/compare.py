@@ -23,12 +23,12 @@ from samestep.layout import Layout
 from samestep.parallel.attributes import evaluating
 from samestep.parallel.calls import Trace
 from samestep.parallel.layout_failure import failing_module, foreign_line
+from samestep.parallel.loss.vocabulary import Vocabulary, agree, near
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.tensor.gradients import Digests, differing, digests_of, keeping_graph
 from samestep.parallel.tensor.modules import pattern_of
 from samestep.parallel.tensor.plan import TensorPlan
 from samestep.parallel.tensor.sequence_parallel import Stream
-from samestep.parallel.tensor.vocab_parallel import Vocabulary, agree, near
 from samestep.parallel.valueless import has_values
 from samestep.tasks.base import call
 from samestep.torch_internals import pytree

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.parallel.joined_optimizer import loss_of
 from samestep.parallel.offload.memory import HostMemory, MappedFile, address
-from samestep.parallel.optimizer_lots import Lot
+from samestep.parallel.optimizer.joined import loss_of
+from samestep.parallel.optimizer.lots import Lot
 from samestep.parallel.sharding import local
 from samestep.torch_internals.tensors import version_of
 

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from samestep.comm.mesh import Mesh
 from samestep.comm.messages import largest
-from samestep.parallel.joined_optimizer import follow
-from samestep.parallel.optimizer_kinds import Make
+from samestep.parallel.optimizer.joined import follow
+from samestep.parallel.optimizer.kinds import Make
 from samestep.parallel.sharding import Placed, ShardTable, local, places_of
 
 _AXES = ("shard", "expert", "tensor")  # along which ranks hold different parts, or share out the owners

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from samestep.parallel.joined_optimizer import loss_of
-from samestep.parallel.optimizer_lots import Lot, lots
+from samestep.parallel.optimizer.joined import loss_of
+from samestep.parallel.optimizer.lots import Lot, lots
 from samestep.parallel.sharding import local
 
 KEY = "master"  # of the copy in a parameter's state

@@ -13,7 +13,7 @@ A second average with a beta of 0.999 changes by a thousandth of itself in a ste
 the nearest number it would stand still. So numbers are rounded up or down by chance, the nearer neighbour the more
 often, and are right on average. Chance is a function of the count of steps and of a number's position in its
 parameter (`exact/counter_rng.py`), so every layout rounds alike; a rank that holds a part of a parameter doesn't know
-these positions, nor the blocks, and the parameter's owner steps the whole (`whole_optimizer.py`).
+these positions, nor the blocks, and the parameter's owner steps the whole (`whole.py`).
 
 8 bits: a block of 256 numbers is divided by its largest, and each becomes one of 256 numbers between -1 and 1, or 0
 and 1, that lie closer the smaller they are (Dettmers et al. 2022, "8-bit optimizers via block-wise quantization",
@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.parallel.exact.counter_rng import columns, draw, key_of, split
-from samestep.parallel.joined_optimizer import loss_of
-from samestep.parallel.optimizer_lots import Lot, lots
+from samestep.parallel.optimizer.joined import loss_of
+from samestep.parallel.optimizer.lots import Lot, lots
 from samestep.parallel.sharding import local
 from samestep.torch_internals.operators import DisableTorchFunction
 

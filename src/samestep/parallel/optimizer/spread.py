@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
-from samestep.parallel.joined_optimizer import Joined, OptimizerMember, rebuild
-from samestep.parallel.master_weights import with_masters
 from samestep.parallel.offload.memory import HostMemory, MappedFile
-from samestep.parallel.offload.optimizer import OffloadedOptimizer, offloaded_kind
 from samestep.parallel.offload.parameters import keep_state
+from samestep.parallel.optimizer.joined import Joined, OptimizerMember, rebuild
+from samestep.parallel.optimizer.master_weights import with_masters
+from samestep.parallel.optimizer.offloaded import OffloadedOptimizer, offloaded_kind
+from samestep.parallel.optimizer.whole import LocalOptimizer, WholeOptimizer
 from samestep.parallel.parallel_model import ParallelModel
-from samestep.parallel.whole_optimizer import LocalOptimizer, WholeOptimizer
 from samestep.parallel.zero1 import shard_joined, shard_optimizer
 from samestep.torch_internals.sharded import owned_by_ranks
 

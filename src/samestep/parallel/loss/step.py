@@ -18,7 +18,7 @@ from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch, StepBatch
 from samestep.data.nests import map_tensors
 from samestep.data.types import Batch
-from samestep.parallel.coupled_loss import Coupling
+from samestep.parallel.loss.coupled import Coupling
 from samestep.parallel.parallel_model import ParallelModel
 from samestep.tasks.base import sum_and_count
 from samestep.tasks.losses import SeveralLosses, takes_gather

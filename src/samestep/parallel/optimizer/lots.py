@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from samestep.parallel.joined_optimizer import follow
+from samestep.parallel.optimizer.joined import follow
 from samestep.parallel.sharding import local
 
 _LARGEST = 1 << 24  # numbers of a lot, unless one parameter alone has more

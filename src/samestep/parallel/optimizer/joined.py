@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
-from samestep.parallel.optimizer_kinds import Make, OptimizerKind, Shapes, kind_of
+from samestep.parallel.optimizer.kinds import Make, OptimizerKind, Shapes, kind_of
 
 
 def rebuild(optimizer: Optimizer, make: Callable[..., Optimizer]) -> Optimizer:

@@ -25,7 +25,7 @@ from samestep.comm.messages import largest
 from samestep.data.types import Batch
 from samestep.parallel import collectives
 from samestep.parallel.attributes import replace_forward
-from samestep.parallel.chunked_logits import ChunkedLogits
+from samestep.parallel.loss.chunked_logits import ChunkedLogits
 from samestep.parallel.sharding import whole
 from samestep.parallel.tensor.layers import product_of, with_bias
 from samestep.parallel.valueless import has_values
