@@ -69,14 +69,14 @@ class JobPlan:
 
     @property
     def fitting(self) -> Sequence[Prediction]:
-        return [each for each in self.predictions if each.fits]
+        return [prediction for prediction in self.predictions if prediction.fits]
 
     @property
     def best(self) -> Prediction:
         """The fastest that fits. Raises UserError where nothing does."""
-        if found := self.fitting:
-            return found[0]
-        least = min(self.predictions, key=lambda each: each.peak_bytes)
+        if fitting := self.fitting:
+            return fitting[0]
+        least = min(self.predictions, key=lambda prediction: prediction.peak_bytes)
         raise UserError(
             f'no layout fits on {self.machine.devices} x {self.machine.name}: the smallest, "{least.layout}", needs '
             f"{decimal_size(least.peak_bytes)} a rank; use more devices or a smaller batch"
@@ -84,8 +84,10 @@ class JobPlan:
 
     def again(self, job: Job, machine: TargetMachine) -> "JobPlan":
         """Predict the same layouts with other rates."""
-        found = [predict(each.of(job), each.sizes, machine, ranks) for each, ranks in self.rehearsed]
-        return replace(self, machine=machine, predictions=_ranked(found))
+        predictions = [
+            predict(candidate.of(job), candidate.sizes, machine, ranks) for candidate, ranks in self.rehearsed
+        ]
+        return replace(self, machine=machine, predictions=_ranked(predictions))
 
     def to_json(self) -> dict[str, Any]:
         """Layouts ranked, those that were refused with the reason, and those that weren't tried."""
@@ -94,7 +96,7 @@ class JobPlan:
             "machine": self.machine.name,
             "devices": self.machine.devices,
             "rates": rates.to_json() if rates else None,
-            "layouts": [each.to_json() for each in self.predictions],
+            "layouts": [prediction.to_json() for prediction in self.predictions],
             "refused": [{"layout": layout, "reason": reason} for layout, reason in self.refused],
             "untried": list(self.untried),
         }
@@ -111,12 +113,12 @@ def plan_job(
     """
     alone = replace(job, run=replace(job.run, device="cpu"))
     queue = [PlanCandidate(layout=text, micro_batch=job.run.micro_batch) for text in _wanted(machine)]
-    found: list[tuple[PlanCandidate, Sequence[Rehearsal], Prediction]] = []
+    planned: list[tuple[PlanCandidate, Sequence[Rehearsal], Prediction]] = []
     refused: list[tuple[str, str]] = []
     began, refined = time.monotonic(), False
-    while not found or time.monotonic() - began < limit:
+    while not planned or time.monotonic() - began < limit:
         if not queue and not refined:
-            queue, refined = _finer(job, [(each, prediction) for each, _, prediction in found]), True
+            queue, refined = _finer(job, [(each, prediction) for each, _, prediction in planned]), True
         if not queue:
             break
         candidate = queue.pop(0)
@@ -128,17 +130,17 @@ def plan_job(
         except UserError as error:
             refused.append((str(candidate), str(error)))
             continue
-        found.append((candidate, ranks, predict(candidate.of(job), layout, machine, ranks)))
-        if not found[-1][2].fits:
+        planned.append((candidate, ranks, predict(candidate.of(job), layout, machine, ranks)))
+        if not planned[-1][2].fits:
             queue += _smaller(job, candidate, layout)
-    if not found:
+    if not planned:
         raise UserError(refused[0][1])
     return JobPlan(
         machine=machine,
-        predictions=_ranked([each for _, _, each in found]),
+        predictions=_ranked([each for _, _, each in planned]),
         refused=refused,
         untried=[str(each) for each in queue],
-        rehearsed=[(candidate, ranks) for candidate, ranks, _ in found],
+        rehearsed=[(candidate, ranks) for candidate, ranks, _ in planned],
     )
 
 
@@ -172,27 +174,29 @@ def _smaller(job: Job, candidate: PlanCandidate, layout: Layout) -> list[PlanCan
     """Return variants of a candidate with less memory: smaller micro-batches, and recomputation."""
     if candidate.micro_batch != job.run.micro_batch:
         return []
-    found = []
+    variants = []
     samples = candidate.micro_batch or -(-job.recipe.batch // layout.data_ranks)
     if layout.pipeline == 1 and samples > 1:
         fewer = 1 if layout.recompute == "full" else max(samples // 4, 1)
-        found.append(replace(candidate, micro_batch=fewer))
+        variants.append(replace(candidate, micro_batch=fewer))
     if layout.recompute == "none":
-        found.append(replace(candidate, layout=f"{candidate.layout} recompute=full"))
-    return found
+        variants.append(replace(candidate, layout=f"{candidate.layout} recompute=full"))
+    return variants
 
 
-def _finer(job: Job, found: Sequence[tuple[PlanCandidate, Prediction]]) -> list[PlanCandidate]:
+def _finer(job: Job, predictions: Sequence[tuple[PlanCandidate, Prediction]]) -> list[PlanCandidate]:
     """Return variants of the best fitting pipelines with other schedules and more micro-batches."""
-    pipelines = [each for each, prediction in found if prediction.fits and each.sizes.pipeline > 1]
-    seconds = {each: prediction.seconds for each, prediction in found}
+    pipelines = [
+        candidate for candidate, prediction in predictions if prediction.fits and candidate.sizes.pipeline > 1
+    ]
+    seconds = {candidate: prediction.seconds for candidate, prediction in predictions}
     tried: list[PlanCandidate] = []
-    for each in sorted(pipelines, key=lambda one: seconds[one])[:_REFINED]:
-        layout = each.sizes
-        tried += [replace(each, layout=f"{each.layout} schedule={name} stages=2") for name in _SCHEDULES]
+    for candidate in sorted(pipelines, key=lambda pipeline: seconds[pipeline])[:_REFINED]:
+        layout = candidate.sizes
+        tried += [replace(candidate, layout=f"{candidate.layout} schedule={name} stages=2") for name in _SCHEDULES]
         fine = job.recipe.batch // layout.data_ranks // (_FINEST * layout.pipeline)
-        if each.micro_batch is None and fine:
-            tried.append(replace(each, micro_batch=fine))
+        if candidate.micro_batch is None and fine:
+            tried.append(replace(candidate, micro_batch=fine))
     return tried
 
 
@@ -202,5 +206,5 @@ def _wanted(machine: TargetMachine) -> list[str]:
     return [*alone, *layouts_of(machine.devices)]
 
 
-def _ranked(found: Sequence[Prediction]) -> list[Prediction]:
-    return sorted(found, key=lambda each: (not each.fits, each.seconds))
+def _ranked(predictions: Sequence[Prediction]) -> list[Prediction]:
+    return sorted(predictions, key=lambda prediction: (not prediction.fits, prediction.seconds))

@@ -89,8 +89,8 @@ class _Answers(Gather):
         leaves = self._known[number].leaves()
         self.given.append(tensors)
         self.leaves.append(leaves)
-        each = iter(leaves)
-        return map_tensors(lambda _: next(each), nest)
+        remaining = iter(leaves)
+        return map_tensors(lambda _: next(remaining), nest)
 
     def rows(self, tensor: Tensor) -> Tensor:
         return self._rows.numbers.to(tensor.device)
@@ -174,8 +174,8 @@ class Coupling:
 
     def of_all(self, outputs: Sequence[Any], micro_batches: Sequence[MicroBatch]) -> list[MicroBatchLoss]:
         """Compute the losses of a rank's micro-batches, and the gradients of their outputs, which have no graphs."""
-        rows = [rows_of(each) for each in micro_batches]
-        return self.of_parts(outputs, [each.batch for each in micro_batches], rows)
+        rows = [rows_of(micro_batch) for micro_batch in micro_batches]
+        return self.of_parts(outputs, [micro_batch.batch for micro_batch in micro_batches], rows)
 
     def of_parts(
         self, outputs: Sequence[Any], batches: Sequence[Batch], rows: Sequence[CallRows]
@@ -200,36 +200,40 @@ class Coupling:
         # In each round every micro-batch's call proceeds to the first gather whose rows are not exchanged yet.
         while True:
             calls: list[_Call] = []
-            asked: list[list[Tensor]] = []
-            for output, batch, mine in zip(outputs, batches, rows, strict=True):
-                gather = _Answers(known, mine)
+            to_gather: list[list[Tensor]] = []
+            for output, batch, own_rows in zip(outputs, batches, rows, strict=True):
+                gather = _Answers(known, own_rows)
                 try:
                     loss_sum, count = sum_and_count(self._loss(output, batch, gather=gather))
                 except _Unknown as unknown:
-                    asked.append(unknown.tensors)
+                    to_gather.append(unknown.tensors)
                     continue
                 calls.append(
-                    _Call(loss_sum=loss_sum, count=count, gather=gather, counted=mine.counted, ends=[], gradients=[])
+                    _Call(
+                        loss_sum=loss_sum, count=count, gather=gather, counted=own_rows.counted, ends=[], gradients=[]
+                    )
                 )
-            kinds = self._agreed(asked, calls=len(outputs))
+            kinds = self._agreed(to_gather, calls=len(outputs))
             if kinds is None:
                 break
-            known.append(self._gathered(asked, rows, kinds, order))
+            known.append(self._gathered(to_gather, rows, kinds, order))
         # From the last gather to the first, since the gradient of the tensors of gather i may pass through all later
         # ones.
         for number in reversed(range(len(known))):
             self._hand_back(number, known[number], calls, rows)
         return calls
 
-    def _agreed(self, asked: Sequence[Sequence[Tensor]], *, calls: int) -> list[tuple[_Kind, bool]] | None:
+    def _agreed(self, to_gather: Sequence[Sequence[Tensor]], *, calls: int) -> list[tuple[_Kind, bool]] | None:
         """Agree with all ranks on the tensors to gather next, and whether each needs a gradient; None: no more."""
         wants: set[tuple[_Kind, ...] | None] = {
-            tuple(_Kind(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors) for tensors in asked
+            tuple(_Kind(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors) for tensors in to_gather
         }
-        if len(asked) < calls:
+        if len(to_gather) < calls:
             # Some call has completed without a further gather.
             wants.add(None)
-        needed = [any(tensors) for tensors in zip(*([t.requires_grad for t in some] for some in asked), strict=False)]
+        needed = [
+            any(tensors) for tensors in zip(*([t.requires_grad for t in some] for some in to_gather), strict=False)
+        ]
         everyone = self._from_all((wants, needed))
         wanted = set().union(*(theirs for theirs, _ in everyone))
         if len(wanted) > 1:
@@ -245,16 +249,18 @@ class Coupling:
 
     def _order(self, rows: Sequence[CallRows]) -> Tensor:
         """The permutation of the result of `_all_rows` into the order of the global batch. [samples of the batch]"""
-        mine = torch.cat([each.numbers for each in rows if each.counted] or [torch.zeros(0, dtype=torch.int64)])
+        numbers_here = torch.cat(
+            [of_call.numbers for of_call in rows if of_call.counted] or [torch.zeros(0, dtype=torch.int64)]
+        )
         self._counts, numbers = [], []
-        for theirs in self._from_all(mine.tolist()):
+        for theirs in self._from_all(numbers_here.tolist()):
             self._counts.append(len(theirs))
             numbers += theirs
         return torch.tensor(numbers, dtype=torch.int64).argsort()
 
     def _gathered(
         self,
-        asked: Sequence[Sequence[Tensor]],
+        to_gather: Sequence[Sequence[Tensor]],
         rows: Sequence[CallRows],
         kinds: Sequence[tuple[_Kind, bool]],
         order: Tensor,
@@ -262,9 +268,9 @@ class Coupling:
         """Exchange the tensors of all calls: one tensor [samples of the batch, ...] for each that is gathered."""
         values: list[Tensor] = []
         for number in range(len(kinds)):
-            tensors = [some[number].detach() for some in asked]
-            mine = [tensor for tensor, each in zip(tensors, rows, strict=True) if each.counted]
-            together = torch.cat(mine) if mine else tensors[0][:0]
+            tensors = [some[number].detach() for some in to_gather]
+            counted = [tensor for tensor, of_call in zip(tensors, rows, strict=True) if of_call.counted]
+            together = torch.cat(counted) if counted else tensors[0][:0]
             values.append(self._all_rows(together)[order.to(together.device)])
         return _Gathered(values=values, needs_gradient=[needed for _, needed in kinds])
 
@@ -283,32 +289,32 @@ class Coupling:
                     total += 0 if gradient is None else gradient
             if self._group is not None:
                 dist.all_reduce(total, group=self._group)
-            for call, each in zip(calls, rows, strict=True):
-                given = call.gather.given[number][index]
-                if call.counted and given.requires_grad:
-                    call.ends.append(given)
+            for call, of_call in zip(calls, rows, strict=True):
+                tensor = call.gather.given[number][index]
+                if call.counted and tensor.requires_grad:
+                    call.ends.append(tensor)
                     # This call's rows of the sum.
-                    call.gradients.append(total[each.numbers.to(total.device)])
+                    call.gradients.append(total[of_call.numbers.to(total.device)])
 
-    def _all_rows(self, mine: Tensor) -> Tensor:
+    def _all_rows(self, rows_here: Tensor) -> Tensor:
         """All-gather rows, in the order of ranks."""
         if self._group is None:
-            return mine
-        real = torch.view_as_real(mine) if mine.is_complex() else mine
+            return rows_here
+        real = torch.view_as_real(rows_here) if rows_here.is_complex() else rows_here
         # all_gather wants parts of one length; ranks may have unlike numbers of samples.
         padded = real.new_zeros(max(self._counts), *real.shape[1:])
         padded[: len(real)] = real
-        found = [torch.empty_like(padded) for _ in self._counts]
-        dist.all_gather(found, padded, group=self._group)
-        rows = torch.cat([theirs[:count] for theirs, count in zip(found, self._counts, strict=True)])
-        return torch.view_as_complex(rows) if mine.is_complex() else rows
+        of_ranks = [torch.empty_like(padded) for _ in self._counts]
+        dist.all_gather(of_ranks, padded, group=self._group)
+        rows = torch.cat([theirs[:count] for theirs, count in zip(of_ranks, self._counts, strict=True)])
+        return torch.view_as_complex(rows) if rows_here.is_complex() else rows
 
-    def _from_all(self, mine: Any) -> list[Any]:
+    def _from_all(self, value: Any) -> list[Any]:
         """All-gather any picklable object, in the order of ranks."""
         if self._group is None:
-            return [mine]
+            return [value]
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, mine, group=self._group)
+        dist.all_gather_object(everyone, value, group=self._group)
         return everyone
 
 
@@ -337,15 +343,15 @@ def _changeable(tensor: Tensor) -> Tensor:
 
 
 def _gradients(
-    roots: Sequence[Tensor], given: Sequence[Tensor], of: Sequence[Tensor], *, keep: bool
+    roots: Sequence[Tensor], root_gradients: Sequence[Tensor], of: Sequence[Tensor], *, keep: bool
 ) -> list[Tensor | None]:
     """The gradients of some tensors; None where a root does not depend on one. `keep`: the graph is needed again."""
     wanted = [tensor for tensor in of if tensor.requires_grad]
-    found: list[Tensor | None] = [None] * len(wanted)
+    gradients: list[Tensor | None] = [None] * len(wanted)
     if roots and wanted:
-        found = list(torch.autograd.grad(roots, wanted, given, retain_graph=keep, allow_unused=True))
-    each = iter(found)
-    return [next(each) if tensor.requires_grad else None for tensor in of]
+        gradients = list(torch.autograd.grad(roots, wanted, root_gradients, retain_graph=keep, allow_unused=True))
+    remaining = iter(gradients)
+    return [next(remaining) if tensor.requires_grad else None for tensor in of]
 
 
 def _begin(value: Tensor, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
@@ -365,4 +371,4 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        return None, None, *((gradient * each).to(each.dtype) for each in ctx.gradients)
+        return None, None, *((gradient * of_root).to(of_root.dtype) for of_root in ctx.gradients)

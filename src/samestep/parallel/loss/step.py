@@ -59,7 +59,7 @@ class JointLoss(StepLoss):
         self._group = mesh.data_group
         self._couples = takes_gather(loss)
         self._found: dict[int, Callable[[Any], tuple[Tensor, Tensor | int]]] = {}
-        self._of_batch = {id(each.batch): each for each in batch.micro_batches}
+        self._of_batch = {id(micro_batch.batch): micro_batch for micro_batch in batch.micro_batches}
         self._several = loss if isinstance(loss, SeveralLosses) else None
         self.names = list(self._several.weights) if self._several is not None else []
         device = mesh.grid.device_type
@@ -79,13 +79,13 @@ class JointLoss(StepLoss):
             if self._several is not None:
                 self._count(outputs)
             if self._couples:
-                found = Coupling(self._function, self._group).of_all(outputs, micro_batches)
-                self._found = {id(each): of.of for each, of in zip(micro_batches, found, strict=True)}
+                losses = Coupling(self._function, self._group).of_all(outputs, micro_batches)
+                self._found = {id(micro_batch): of.of for micro_batch, of in zip(micro_batches, losses, strict=True)}
 
     def of(self, output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | int]:
         """The loss of a micro-batch, from `prepare` if there are several, otherwise computed now."""
-        if (found := self._found.get(id(micro_batch))) is not None:
-            return found(output)
+        if (known := self._found.get(id(micro_batch))) is not None:
+            return known(output)
         if self._several is not None and self._global_counts is None:
             self._count([output])
         if self._couples:

@@ -90,37 +90,38 @@ class Vocabulary:
         try:
             expected, _ = loss(together, batch)
             expected.backward()
-            found, _ = _plain(_in_slices(loss, apart, batch))
-            _in_slices(found.backward)
+            on_slices, _ = _plain(_in_slices(loss, apart, batch))
+            _in_slices(on_slices.backward)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
             alike = False  # it fails on slices, or on whole logits too, which then raise in the step
         else:
             gradients = [
-                (mine.grad, other.grad)
-                for mine, other in zip(pytree.tree_leaves(apart), pytree.tree_leaves(together), strict=True)
-                if isinstance(mine, DTensor)
+                (sliced.grad, complete.grad)
+                for sliced, complete in zip(pytree.tree_leaves(apart), pytree.tree_leaves(together), strict=True)
+                if isinstance(sliced, DTensor)
             ]
-            alike = near(found.detach(), expected.detach()) and all(
-                mine is not None and other is not None and near(whole(mine), other) for mine, other in gradients
+            alike = near(on_slices.detach(), expected.detach()) and all(
+                sliced is not None and complete is not None and near(whole(sliced), complete)
+                for sliced, complete in gradients
             )
         return agree(alike, self._group, torch.device(self._mesh.device_type))
 
 
-def near(mine: Tensor, other: Tensor) -> bool:
+def near(values: Tensor, other: Tensor) -> bool:
     """Whether two computations of the same values differ by rounding only, in their dtype; True without values."""
-    if not (has_values(mine) and has_values(other)):
+    if not (has_values(values) and has_values(other)):
         return True
     # About 2e-10 in float64 and 6e-4 in float32: larger than the difference of sums in another order, smaller than
     # that of a wrong slice.
-    tolerance = 100 * torch.finfo(mine.dtype).eps ** 0.75
-    apart = torch.where(mine == other, 0.0, mine - other).abs()  # masked logits are infinite in both
+    tolerance = 100 * torch.finfo(values.dtype).eps ** 0.75
+    apart = torch.where(values == other, 0.0, values - other).abs()  # masked logits are infinite in both
     size = other.abs().masked_fill(other.isinf(), 0.0)
-    return bool(apart.max() <= tolerance * (size.max() + tolerance)) if mine.numel() else True
+    return bool(apart.max() <= tolerance * (size.max() + tolerance)) if values.numel() else True
 
 
-def agree(mine: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether `mine` is True on all ranks of a group; a collective."""
-    return largest([int(not mine)], group, device.type) == [0]
+def agree(answer: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether `answer` is True on all ranks of a group; a collective."""
+    return largest([int(not answer)], group, device.type) == [0]
 
 
 def _in_slices(function: Callable[..., Any], *arguments: Any) -> Any:

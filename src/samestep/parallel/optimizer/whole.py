@@ -95,10 +95,10 @@ class WholeOptimizer(Optimizer):
         held = {
             name: _Holding(
                 shape=parts.parameters[name].shape,
-                dtype=mine.parameter.dtype,
-                boxes=tuple((place.offsets, place.sizes) for place in mine.places),
+                dtype=part.parameter.dtype,
+                boxes=tuple((place.offsets, place.sizes) for place in part.places),
             )
-            for name, mine in self._mine.items()
+            for name, part in self._mine.items()
         }
         of_ranks: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(of_ranks, (mesh.coordinate("shard"), held), group=self._group)
@@ -148,8 +148,10 @@ class WholeOptimizer(Optimizer):
 
     def _used_by_any(self) -> set[str]:
         """The parameters of which any rank has a gradient; the optimizer skips the others."""
-        mine = {name: each.parameter.grad is not None for name, each in self._mine.items()}
-        used = largest([mine.get(whole.name, False) for whole in self._wholes], self._group, self._device.type)
+        has_gradient = {name: part.parameter.grad is not None for name, part in self._mine.items()}
+        used = largest(
+            [has_gradient.get(whole.name, False) for whole in self._wholes], self._group, self._device.type
+        )
         return {whole.name for whole, by_any in zip(self._wholes, used, strict=True) if by_any}
 
 
@@ -202,14 +204,14 @@ class _Round:
     def _gather(self, wholes: Sequence[_Whole], dtype: torch.dtype, used: Collection[str]) -> None:
         """Send the boxes of gradients and parameters to the owners, in one all-to-all."""
         optimizer = self._of
-        given: list[list[Tensor]] = []
+        to_owners: list[list[Tensor]] = []
         for owner in self._ranks:
             parts: list[Tensor] = []
             for whole in wholes:
                 if whole.owner == owner and optimizer._rank in whole.senders:
                     # In the order of `wholes`, in which owners read them.
                     parts += self._sent(whole, whole.senders[optimizer._rank])
-            given.append(parts)
+            to_owners.append(parts)
         sizes = [
             sum(
                 2 * _numbers(whole.holders[rank], whole.senders[rank])
@@ -218,7 +220,7 @@ class _Round:
             )
             for rank in self._ranks
         ]
-        for rank, taken in enumerate(self._exchanged(given, sizes, dtype)):
+        for rank, taken in enumerate(self._exchanged(to_owners, sizes, dtype)):
             start = 0
             for whole in wholes:
                 if whole.owner != optimizer._rank or rank not in whole.senders:
@@ -227,15 +229,15 @@ class _Round:
 
     def _sent(self, whole: _Whole, boxes: Sequence[int]) -> list[Tensor]:
         """Flatten this rank's boxes of a parameter: the gradient of each box, then the values of each box."""
-        mine = self._of._mine[whole.name]
-        parameter = local(mine.parameter.detach())
-        gradient = None if mine.parameter.grad is None else local(mine.parameter.grad)
-        values = [parameter[mine.places[number].memory] for number in boxes]
+        part = self._of._mine[whole.name]
+        parameter = local(part.parameter.detach())
+        gradient = None if part.parameter.grad is None else local(part.parameter.grad)
+        values = [parameter[part.places[number].memory] for number in boxes]
         if gradient is None:
             gradients = [torch.zeros_like(value) for value in values]
         else:
-            gradients = [gradient[mine.places[number].memory].to(parameter.dtype) for number in boxes]
-        return [each.reshape(-1) for each in (*gradients, *values)]
+            gradients = [gradient[part.places[number].memory].to(parameter.dtype) for number in boxes]
+        return [tensor.reshape(-1) for tensor in (*gradients, *values)]
 
     def _put_whole(self, whole: _Whole, rank: int, taken: Tensor, start: int, *, used: bool) -> int:
         """Copy a rank's boxes into the whole parameter and gradient; returns the end of them in `taken`."""
@@ -257,22 +259,22 @@ class _Round:
     def _scatter(self, wholes: Sequence[_Whole], dtype: torch.dtype) -> None:
         """Send each rank its boxes from the owners, in one all-to-all, and write them into the parameters."""
         optimizer = self._of
-        given: list[list[Tensor]] = []
+        to_holders: list[list[Tensor]] = []
         for rank in self._ranks:
             parts = []
             for whole in wholes:
                 if whole.owner == optimizer._rank and rank in whole.holders:
                     stepped = self._owned[whole.name].detach()
                     parts += [stepped[_slices(*box)].reshape(-1) for box in whole.holders[rank].boxes]
-            given.append(parts)
-        mine = [whole for whole in wholes if whole.name in optimizer._mine]
+            to_holders.append(parts)
+        held_here = [whole for whole in wholes if whole.name in optimizer._mine]
         sizes = [
-            sum(_numbers(whole.holders[optimizer._rank]) for whole in mine if whole.owner == owner)
+            sum(_numbers(whole.holders[optimizer._rank]) for whole in held_here if whole.owner == owner)
             for owner in self._ranks
         ]
-        for owner, taken in enumerate(self._exchanged(given, sizes, dtype)):
+        for owner, taken in enumerate(self._exchanged(to_holders, sizes, dtype)):
             start = 0
-            for whole in mine:
+            for whole in held_here:
                 if whole.owner != owner:
                     continue
                 held = optimizer._mine[whole.name]
@@ -282,14 +284,16 @@ class _Round:
                     parameter[place.memory] = taken[start : start + count].view(place.sizes).to(parameter.device)
                     start += count
 
-    def _exchanged(self, given: Sequence[Sequence[Tensor]], sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """All-to-all flat tensors; `given`: for each rank. Returns those from each rank."""
+    def _exchanged(
+        self, for_ranks: Sequence[Sequence[Tensor]], sizes: Sequence[int], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """All-to-all flat tensors; `for_ranks`: for each rank. Returns those from each rank."""
         device = self._of._device
         message = torch.cat(
-            [*(part.to(device) for parts in given for part in parts), torch.empty(0, dtype=dtype, device=device)]
+            [*(part.to(device) for parts in for_ranks for part in parts), torch.empty(0, dtype=dtype, device=device)]
         )
         taken = torch.empty(sum(sizes), dtype=dtype, device=device)
-        given_sizes = [sum(part.numel() for part in parts) for parts in given]
+        sizes_for_ranks = [sum(part.numel() for part in parts) for parts in for_ranks]
         factor = 1
         if dtype.is_complex:  # back ends send real numbers
             message, there, factor = torch.view_as_real(message).reshape(-1), torch.view_as_real(taken).view(-1), 2
@@ -299,7 +303,7 @@ class _Round:
             there,
             message,
             output_split_sizes=[factor * size for size in sizes],
-            input_split_sizes=[factor * size for size in given_sizes],
+            input_split_sizes=[factor * size for size in sizes_for_ranks],
             group=self._of._group,
         )
         return [*taken.split(list(sizes))]
