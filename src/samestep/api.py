@@ -459,6 +459,6 @@ def _call(function: Callable[..., Any], ready: Ready, *arguments: Any) -> local.
     threads = threads_of(size, run.threads)
     own = bindings(this_machine(), size, run.bind)
     if run.threads is None and environment.asked_threads() is None:
-        threads = min(threads, *(each.threads for each in own))  # of NUMA nodes one may have fewer cores
+        threads = min(threads, *(binding.threads for binding in own))  # of NUMA nodes one may have fewer cores
     ready = ready.of(replace(ready.job, run=replace(run, threads=threads)))
     return rank_tasks.on_its_cores, (own, phases.work("") or None, function, ready, *arguments)

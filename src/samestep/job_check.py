@@ -89,8 +89,8 @@ def check_layouts(job: Job, layouts: Sequence[str] | None = None) -> CheckResult
     alone = replace(job, recipe=recipe, run=replace(job.run, layout="single", **ignored))
     ready = door.check(alone)
     task = ready.task
-    given = job.recipe.task
-    name = job.name or (given if isinstance(given, str) else type(given).__name__)
+    named = job.recipe.task
+    name = job.name or (named if isinstance(named, str) else type(named).__name__)
     with phases.phase("checking the task's contract"):
         contract = examine(alone, ready.layout, task)
     if not all(finding.kept for finding in contract):

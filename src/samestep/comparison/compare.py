@@ -49,8 +49,8 @@ def entries(job: Job, task: Task, methods: Sequence[ComparedMethod], budget: int
 
 def cores_of(job: Job, processes: int) -> int:
     """Return the cores that all processes of a method share: all of the machine's, unless threads were requested."""
-    asked = job.run.threads or environment.asked_threads()
-    return asked * processes if asked else cores()
+    threads = job.run.threads or environment.asked_threads()
+    return threads * processes if threads else cores()
 
 
 def _entry(job: Job, task: Task, method: ComparedMethod, budget: int) -> MethodJob:
@@ -76,15 +76,15 @@ def _entry(job: Job, task: Task, method: ComparedMethod, budget: int) -> MethodJ
         folder=None,
     )
     run = replace(run, **method.run)
-    mine = replace(job, recipe=recipe, run=run)
+    own_job = replace(job, recipe=recipe, run=run)
     if ours and (missing := _missing(method.engine)):
-        return MethodJob(row=replace(row, status="not installed", reason=missing), job=mine)
-    if refused := _refused(mine, task, method):
-        return MethodJob(row=replace(row, status="refused", reason=refused), job=mine)
+        return MethodJob(row=replace(row, status="not installed", reason=missing), job=own_job)
+    if refused := _refused(own_job, task, method):
+        return MethodJob(row=replace(row, status="refused", reason=refused), job=own_job)
     abilities = resolve(method.engine).abilities if ours else None
     return MethodJob(
         row=replace(row, synchronous=getattr(abilities, "same_step", True)),
-        job=mine,
+        job=own_job,
         precisions=method.start.precisions or (abilities.precisions if abilities else frozenset()),
     )
 
@@ -168,9 +168,9 @@ def compare_job(
     return Comparison(job=job, processes=processes, cores=budget, repeats=repeats, rows=rows, machine=machine())
 
 
-def _processes(job: Job, asked: int | None) -> int:
+def _processes(job: Job, wanted: int | None) -> int:
     """As many as asked for, or as there are accelerators, or cores."""
-    processes = asked if asked is not None else job.run.processes
+    processes = wanted if wanted is not None else job.run.processes
     if processes is None:
         processes = (accelerators() if job.run.device == "auto" else 0) or cores()
     check_whole("processes", processes, most=MOST_RANKS_A_HOST)

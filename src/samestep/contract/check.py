@@ -97,27 +97,27 @@ def find_gradients_passed(job: Job, task: Task) -> list[GradientThroughBlocks]:
         ):
             sampled = take_samples(task)
             trials = (Trial(job, Layout(), task, sampled, world.device, turn) for turn in turns_of(task) or (None,))
-            return [each for trial in trials for each in gradients_passed(trial)]
+            return [gradient for trial in trials for gradient in gradients_passed(trial)]
     except (ContractError, TooLargeError):
         return []
 
 
 def examine(job: Job, layout: Layout, task: Task) -> list[ContractFinding]:
     """Check each part of the contract and return a finding for each; parts after the first broken one are unknown."""
-    found: dict[str, ContractFinding] = {}
+    findings: dict[str, ContractFinding] = {}
     why = "a part before it is broken"
     try:
         for part in _kept(job, layout, task):
-            found[part] = ContractFinding(part=part, kept=True, text=PARTS[part])
+            findings[part] = ContractFinding(part=part, kept=True, text=PARTS[part])
         why = "the loss is not finite, and nothing can be compared"
     except ContractError as error:
         if error.part == LOSS:  # the loss is checked after a forward has passed
-            found[FORWARD] = ContractFinding(part=FORWARD, kept=True, text=PARTS[FORWARD])
-        found[error.part] = ContractFinding(part=error.part, kept=False, text=error.text)
+            findings[FORWARD] = ContractFinding(part=FORWARD, kept=True, text=PARTS[FORWARD])
+        findings[error.part] = ContractFinding(part=error.part, kept=False, text=error.text)
     except TooLargeError as error:
         why = str(error)
     unknown = (ContractFinding(part=part, kept=None, text=f"not looked at: {why}") for part in PARTS)
-    return [found.get(finding.part, finding) for finding in unknown]
+    return [findings.get(finding.part, finding) for finding in unknown]
 
 
 def _kept(job: Job, layout: Layout, task: Task) -> Iterator[str]:

@@ -30,9 +30,11 @@ def check_evaluation(trial: Trial) -> None:
     layout = trial.layout
     if task.held_out_tried() and layout.pipeline == 1 and trial.job.recipe.early_stop is None:
         return
-    found: list[Any] = []
+    scored: list[Any] = []
     with said(EVALUATION, "the model's forward in evaluation mode"), Writes(trial.model) as writes:
-        who = trial.moved_generator(lambda: found.append(trial.evaluate(batch)), lambda: trial.evaluate(batch), equal)
+        who = trial.moved_generator(
+            lambda: scored.append(trial.evaluate(batch)), lambda: trial.evaluate(batch), equal
+        )
     if who is not None:
         raise ContractError(
             EVALUATION,
@@ -48,7 +50,7 @@ def check_evaluation(trial: Trial) -> None:
             f"dp{layout.size} or fsdp{layout.size}",
             complete=True,
         )
-    output, batch = found[0]
+    output, batch = scored[0]
     with said(EVALUATION, "metrics()", of=task.metrics):
         metrics = task.metrics()
         check_metrics(metrics)
@@ -71,11 +73,11 @@ def _check_early_stop(spec: EarlyStop | None, metrics: Mapping[str, Any], task: 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = {
+            computed = {
                 name: plain(named_parts(metric, metric.compute()), task.class_names())
                 for name, metric in metrics.items()
             }
     except Exception:  # of too few samples, such as those of one class alone
         return
     with said(EVALUATION, "metrics()", of=task.metrics):
-        check_number(spec, found)
+        check_number(spec, computed)

@@ -201,9 +201,9 @@ class Trial:
     def elsewhere(self) -> tuple[Tensor, float] | None:
         """Switch to samples from all over the set, and return their loss and count; None if none of them counts."""
         first, self.sampled = self.sampled, take_others(self.task)
-        found = self.loss(0, len(self.sampled))
-        if found[1] > 0:
-            return found
+        loss = self.loss(0, len(self.sampled))
+        if loss[1] > 0:
+            return loss
         self.sampled = first
         return None
 
@@ -272,7 +272,7 @@ def _build(job: Job, task: Task, device: torch.device) -> nn.Module:
     """Build the model under the recipe's seed. Raises ContractError if it draws from unseeded generators."""
 
     def others() -> generators.State:
-        return tuple(each for each in generators.state(device) if each[0] != "PyTorch's")
+        return tuple(generator for generator in generators.state(device) if generator[0] != "PyTorch's")
 
     before = others()
     with said(MODEL, "model()"), Budget():

@@ -62,8 +62,8 @@ def held_sums(first: int, last: int, leaves: int) -> list[Leaves]:
 def total(sums: Sequence[tuple[Leaves, Tensor]], leaves: int) -> Tensor:
     """Compute the root of the tree from sums that cover all leaves in order; the tensors are overwritten."""
     stack: list[tuple[Leaves, Tensor]] = []
-    for each in sums:
-        stack.append(each)
+    for part in sums:
+        stack.append(part)
         while len(stack) > 1 and completed_by(stack[-2][0], stack[-1][0], leaves):
             (_, last), right = stack.pop()
             (first, _), left = stack.pop()
@@ -116,11 +116,11 @@ class OrderedSums:
 
     def _find_peers(self) -> list[_Peer]:
         """The leaves and rows of every rank of the data group, in the order of ranks. Every rank asks."""
-        mine = _Peer(
+        this_rank = _Peer(
             sums=held_sums(self.first, self.last, self.virtual_ranks), rows=[_rows_of(each) for each in self._trained]
         )
         peers: list[_Peer | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(peers, mine, group=self._group)
+        dist.all_gather_object(peers, this_rank, group=self._group)
         return [peer for peer in peers if peer is not None]
 
     def add(self, number: int, *, counts: bool) -> None:
@@ -194,7 +194,7 @@ class OrderedSums:
         # [sums][parameters]: each of this rank's sums has a whole gradient for every parameter of the bucket.
         by_sum = [[as_real(tensors[number]) for number in numbers] for _, tensors in self._stack]
         if not sharded:
-            flat = self._sum_whole([torch.cat([each.reshape(-1) for each in tensors]) for tensors in by_sum])
+            flat = self._sum_whole([torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in by_sum])
         else:
             flat = self._sum_rows(numbers, by_sum)
         sizes = [local(parameter.detach()).numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
@@ -212,12 +212,12 @@ class OrderedSums:
             return total(list(zip(self._peers[0].sums, flat, strict=True)), self.virtual_ranks)
         # Every rank completes a part of equal length, the last ones padded with zeros.
         part = -(-flat[0].numel() // ranks)
-        padded = torch.stack([nn.functional.pad(each, (0, part * ranks - each.numel())) for each in flat])
+        padded = torch.stack([nn.functional.pad(values, (0, part * ranks - values.numel())) for values in flat])
         message = padded.view(len(flat), ranks, part).transpose(0, 1).reshape(-1)  # [ranks, sums, part]
         # All-to-all and all-gather, since the back end chooses the order of an all-reduce.
-        mine = self._exchanged(message, [len(flat) * part] * ranks, part)
-        whole = mine.new_empty(ranks, part)  # every rank's completed part
-        dist.all_gather(list(whole.unbind()), mine, group=self._group)
+        own_part = self._exchanged(message, [len(flat) * part] * ranks, part)
+        whole = own_part.new_empty(ranks, part)  # every rank's completed part
+        dist.all_gather(list(whole.unbind()), own_part, group=self._group)
         return whole.view(-1)[: flat[0].numel()]
 
     def _sum_rows(self, numbers: Sequence[int], by_sum: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -241,8 +241,8 @@ class OrderedSums:
         received = message.new_empty(sum(counts) * own)
         dist.all_to_all_single(received, message, [count * own for count in counts], list(sizes), group=self._group)
         leaves = [each for peer in self._peers for each in peer.sums]  # of all ranks, in the order received
-        found = list(zip(leaves, received.view(len(leaves), own).unbind(), strict=True))
-        return total(sorted(found, key=lambda each: each[0]), self.virtual_ranks)
+        summands = list(zip(leaves, received.view(len(leaves), own).unbind(), strict=True))
+        return total(sorted(summands, key=lambda each: each[0]), self.virtual_ranks)
 
     def squares(self) -> Tensor:
         """The sum of squares of all gradients in float64, in an order that does not depend on the sharding."""
@@ -252,11 +252,13 @@ class OrderedSums:
         # [rows of all used parameters]: the sum of squares of a row is computed where the row is held, and rows are
         # added up by every rank in the same order.
         by_row = torch.zeros(sum(lengths), dtype=torch.float64, device=device)
-        mine = self._peers[self._rank].rows
+        own_rows = self._peers[self._rank].rows
         for number, rows in zip(used, by_row.split(lengths), strict=True):
-            gradient, (first, last) = self._trained[number].grad, mine[number]
+            gradient, (first, last) = self._trained[number].grad, own_rows[number]
             # Rows that several ranks hold are counted by the first of them.
-            counts = not self._sharded or all(peer.rows[number] != mine[number] for peer in self._peers[: self._rank])
+            counts = not self._sharded or all(
+                peer.rows[number] != own_rows[number] for peer in self._peers[: self._rank]
+            )
             if gradient is not None and counts and gradient.numel() and last > first:
                 values = as_real(local(gradient)).reshape(last - first, -1).double()
                 rows[first:last] = total_of_halves(values * values)

@@ -34,12 +34,12 @@ from samestep.training.named_optimizer import maker_of, takes, title_of, try_out
 def make_optimizer(spec: AdamW | SGD, groups: Sequence[dict[str, Any]], *, fused: bool = True) -> Optimizer:
     """Make AdamW or SGD over parameter groups, with PyTorch's fused kernel if `fused` and where it has one."""
     make = _MAKERS[type(spec)](spec)
-    given = [parameter for group in groups for parameter in group["params"]]
-    sharded = any(isinstance(parameter, DTensor) for parameter in given)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
     if (
         not fused
         or (sharded and type(spec) not in _FUSED_ON_SHARDS)
-        or any(parameter.is_complex() for parameter in given)
+        or any(parameter.is_complex() for parameter in parameters)
     ):
         return make(groups)
     try:
@@ -162,9 +162,9 @@ class OptimizerPlan:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             every_name.setdefault(first[parameter], []).append(name)
         for number, group in enumerate(recipe.groups):
-            found = [name for name in first.values() if _matches(group, every_name[name], _ndim(model, name))]
-            _check_found(group, f"recipe.groups.{number}", found, self._shapes, taken, every_name)
-            taken |= {name: number for name in found if name not in taken}
+            matching = [name for name in first.values() if _matches(group, every_name[name], _ndim(model, name))]
+            _check_found(group, f"recipe.groups.{number}", matching, self._shapes, taken, every_name)
+            taken |= {name: number for name in matching if name not in taken}
         parts = [_part(recipe.optimizer, where_of(self._turn), [n for n in self._shapes if n not in taken])]
         for number, group in enumerate(recipe.groups):
             where = f"recipe.groups.{number}"
@@ -184,8 +184,8 @@ class OptimizerPlan:
         if isinstance(spec, NamedOptimizer):
             for section in part.sections:
                 for name in ("lr", "weight_decay"):
-                    given = section.weight_decay if name == "weight_decay" else section.settings.get(name)
-                    if given is not None and not takes(spec, name, part.where):
+                    value = section.weight_decay if name == "weight_decay" else section.settings.get(name)
+                    if value is not None and not takes(spec, name, part.where):
                         raise UserError(f"{section.where}.{name} is given, and {title_of(spec)} takes no {name}")
             make = maker_of(spec, part.where)
             for name in (name for section in part.sections for name in section.names):
@@ -253,20 +253,20 @@ class OptimizerPlan:
         Decay keeps the outputs of matrix products small; a bias and a norm's scale are no factors of one. A section's
         own decay applies to all its parameters.
         """
-        spec, found = part.spec, []
+        spec, sections = part.spec, []
         decays = not isinstance(spec, NamedOptimizer) or takes(spec, "weight_decay", part.where)
         for section in part.sections:
             decay = section.weight_decay if section.weight_decay is not None else spec.weight_decay
             settings = dict(section.settings)
             with_decay = {"weight_decay": decay} if decay is not None else {}
             if section.weight_decay is not None or spec.decay_all or not decays:
-                found.append({"names": section.names, "settings": {**settings, **with_decay}})
+                sections.append({"names": section.names, "settings": {**settings, **with_decay}})
                 continue
             matrices = [name for name in section.names if len(self._shapes[name]) >= _FEWEST_TO_DECAY]
             vectors = [name for name in section.names if name not in {*matrices}]
-            found.append({"names": matrices, "settings": {**settings, **with_decay}})
-            found.append({"names": vectors, "settings": {**settings, "weight_decay": 0.0}})
-        return [group for group in found if group["names"]]
+            sections.append({"names": matrices, "settings": {**settings, **with_decay}})
+            sections.append({"names": vectors, "settings": {**settings, "weight_decay": 0.0}})
+        return [group for group in sections if group["names"]]
 
 
 def plans_of(recipe: Recipe, model: nn.Module, turns: Sequence[Turn]) -> list[OptimizerPlan]:
@@ -289,7 +289,7 @@ def optimizer_of_turns(
     if len({type(spec) for spec in specs}) > 1 or not all(map(_plain, specs)):
         return Joined([member for plan in plans for member in plan.members(held)], lr=plans[0].rate)
     made = [
-        plan((name, each) for name, some in held.items() if turn.steps(name) for each in some)
+        plan((name, parameter) for name, some in held.items() if turn.steps(name) for parameter in some)
         for turn, plan in zip(turns, plans, strict=True)
         if any(map(turn.steps, held))
     ]
@@ -338,7 +338,7 @@ def _matches(group: Group, names: Sequence[str], ndim: int) -> bool:
 def _check_found(
     group: Group,
     where: str,
-    found: Sequence[str],
+    matching: Sequence[str],
     trained: Mapping[str, Any],
     taken: Mapping[str, int],
     every_name: Mapping[str, Sequence[str]],
@@ -350,17 +350,17 @@ def _check_found(
             raise UserError(
                 f'{where}.parameters: "{pattern}" matches no parameter of the model; {_some(pattern, known)}'
             )
-    if not found:
+    if not matching:
         raise UserError(
             f"{where}: no parameter that matches has {group.dims} dimensions; leave dims out, or match others"
         )
-    if not any(name in trained for name in found):
-        raise UserError(f"{where}: {found[0]} and all others that match are frozen; leave the group out")
-    left = [name for name in found if name in trained and name not in taken]
+    if not any(name in trained for name in matching):
+        raise UserError(f"{where}: {matching[0]} and all others that match are frozen; leave the group out")
+    left = [name for name in matching if name in trained and name not in taken]
     if not left:
+        earlier = taken[next(name for name in matching if name in taken)]
         raise UserError(
-            f"{where}: recipe.groups.{taken[next(name for name in found if name in taken)]} has all parameters that "
-            "match; write the narrower group first"
+            f"{where}: recipe.groups.{earlier} has all parameters that match; write the narrower group first"
         )
 
 
@@ -413,18 +413,18 @@ def check_recipe_optimizers(job: Job, engine: Engine, layout: Layout) -> None:
 
 def _check_rounded(spec: AdamW, where: str, job: Job, engine: Engine, layout: Layout) -> None:
     """Raise UserError if this engine, layout or job doesn't support Adam's averages in low precision."""
-    said = f"{where}.state is {spec.state}"
+    subject = f"{where}.state is {spec.state}"
     if not engine.abilities.own_optimizers:
-        raise UserError(f'{said}, which engine "{engine.name}" does not have; use engine native')
+        raise UserError(f'{subject}, which engine "{engine.name}" does not have; use engine native')
     for option in ("optimizer", "optimizer-disk"):
         if layout.offloads(option):
             raise LayoutError(
-                f'layout "{layout}": {said}, and offload={option} takes the state off the device as it is; use one'
+                f'layout "{layout}": {subject}, and offload={option} takes the state off the device as it is; use one'
             )
     if job.run.share_replicas and layout.size > 1:
-        raise UserError(f"{said}, for which whole parameters are stepped, and run.share_replicas is true; use one")
+        raise UserError(f"{subject}, for which whole parameters are stepped, and run.share_replicas is true; use one")
     if job.run.reduction == "ordered":
-        raise UserError(f"{said} and run.reduction is ordered, which is for full state; use one")
+        raise UserError(f"{subject} and run.reduction is ordered, which is for full state; use one")
 
 
 def _check_named(spec: NamedOptimizer, where: str, job: Job, layout: Layout) -> None:

@@ -411,12 +411,12 @@ def _takes(arguments: Callable[Parameters, SessionArguments]) -> Callable[[Openi
 
     def decorate(function: Opening) -> Opened[Parameters]:
         @wraps(function)
-        def opened(*given: Parameters.args, **keywords: Parameters.kwargs) -> AbstractContextManager[Session]:
+        def opened(*positional: Parameters.args, **keywords: Parameters.kwargs) -> AbstractContextManager[Session]:
             try:
-                signature.bind(*given, **keywords)
+                signature.bind(*positional, **keywords)
             except TypeError as error:
                 raise TypeError(f"{function.__name__}() {error}") from None
-            return function(arguments(*given, **keywords))
+            return function(arguments(*positional, **keywords))
 
         opened.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
         return opened

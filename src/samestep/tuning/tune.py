@@ -65,8 +65,8 @@ def tune_job(
     job = replace(job, run=replace(job.run, layout=str(door.layout_of(job)), processes=None))
     with TemporaryDirectory(prefix="samestep-tune-") as folder, subprocess_group.signals_raise():
         trials = _Trials(Path(folder), steps, time_limit)
-        found = greedy(job, chosen, trials.seconds, repeats=repeats, task=task)
-        return replace(found, remarks=trials.remarks)
+        result = greedy(job, chosen, trials.seconds, repeats=repeats, task=task)
+        return replace(result, remarks=trials.remarks)
 
 
 def _chosen(names: Sequence[str] | None) -> list[Setting]:
@@ -111,15 +111,15 @@ def greedy(
     with Bar("tune", len(settings)) as bar:
         for setting in sorted(settings, key=lambda setting: not setting.keeps_result):
             bar.say(setting.name)
-            found, before = _compared(job, variables, setting.candidates(job, layout), measure, repeats, task)
+            tried, before = _compared(job, variables, setting.candidates(job, layout), measure, repeats, task)
             if before is not None:
                 first, last = first or before, before
-            kept = _fastest(found, before) if setting.keeps_result else None
-            rows += [_row(setting, each, result, before, kept=each is kept) for each, result in found]
+            kept = _fastest(tried, before) if setting.keeps_result else None
+            rows += [_row(setting, candidate, result, before, kept=candidate is kept) for candidate, result in tried]
             if kept is not None:
                 best, variables = kept, {**variables, **kept.environment}
                 job = best.of(job)
-                last = next(result for each, result in found if each is kept and isinstance(result, Timing))
+                last = next(result for candidate, result in tried if candidate is kept and isinstance(result, Timing))
             bar.advance()
     if first is None or last is None:
         first = last = Timing(repeats=tuple(_measured(measure, job, variables) for _ in range(repeats)))
@@ -169,11 +169,11 @@ def _compared(
             except TrialError as error:
                 ended[number] = error
         order.rotate(-1)  # who comes first in one repeat comes last in the next
-    found: Found = [
+    tried: Found = [
         (candidate, ended.get(number) or Timing(repeats=tuple(seconds[number])))
         for number, candidate in enumerate(candidates)
     ]
-    return found, Timing(repeats=tuple(seconds[-1]))
+    return tried, Timing(repeats=tuple(seconds[-1]))
 
 
 def _refused(candidate: SettingCandidate, job: Job, task: Task | None) -> TrialError | None:
@@ -188,9 +188,9 @@ def _refused(candidate: SettingCandidate, job: Job, task: Task | None) -> TrialE
     return None
 
 
-def _fastest(found: Found, before: Timing | None) -> SettingCandidate | None:
+def _fastest(tried: Found, before: Timing | None) -> SettingCandidate | None:
     """The value that is faster than what was best before, by more than the repeats differ; None where none is."""
-    timed = [(candidate, result) for candidate, result in found if isinstance(result, Timing)]
+    timed = [(candidate, result) for candidate, result in tried if isinstance(result, Timing)]
     if before is None or not timed:
         return None
     candidate, timing = min(timed, key=lambda pair: pair[1].seconds)

@@ -59,8 +59,10 @@ _CASTS_NOTHING = (torch.optim.AdamW, torch.optim.SGD)
 
 def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
     """The innermost optimizers, inside of wrappers that step copies of the parameters."""
-    for each in innermost(optimizer):
-        yield from each.stepping() if isinstance(each, (OffloadedOptimizer, MasterWeights, RoundedState)) else (each,)
+    for inner in innermost(optimizer):
+        yield from (
+            inner.stepping() if isinstance(inner, (OffloadedOptimizer, MasterWeights, RoundedState)) else (inner,)
+        )
 
 
 class NativeTrainer(Checkpointed, Skipping, TurnTaking):
@@ -84,7 +86,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         self._device = how.device
         self._draws_checked = not setup.answers_draws
         self._failures_of_step = self._failures_of_forward = setup.failures
-        self._casts = not all(type(each) in _CASTS_NOTHING for each in _stepping(setup.optimizer))
+        self._casts = not all(type(inner) in _CASTS_NOTHING for inner in _stepping(setup.optimizer))
         self._average = None if how.options.average is None else WeightAverage(setup.model, how.options.average)
         self._copies: list[tuple[nn.Parameter, int]] | None = None
 
@@ -130,10 +132,12 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
                 losses[turn.name], norm, terms = self._take_turn(turn, batch_of_turn(batch, turn), loss)
             every |= {
                 turn.name: losses[turn.name],
-                **{f"{turn.name}.{name}": each for name, each in terms.items()},
+                **{f"{turn.name}.{name}": value for name, value in terms.items()},
             }
             squares += norm.double().square()
-            gradients |= {each: each.grad for each in self.model.parameters() if each.grad is not None}
+            gradients |= {
+                parameter: parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
+            }
         for parameter, gradient in gradients.items():
             parameter.grad = gradient  # as other steps leave them
         if self.schedule is not None:
@@ -455,8 +459,8 @@ def _terms(loss: Loss, totals: Tensor) -> dict[str, Tensor]:
 def batch_of_turn(batch: StepBatch, turn: Turn) -> StepBatch:
     """A step's samples as the model is called with them in a turn."""
     in_turn = [
-        replace(each, batch=each.batch._replace(inputs=InTurn(each.batch.inputs, turn.name)))
-        for each in batch.micro_batches
+        replace(micro_batch, batch=micro_batch.batch._replace(inputs=InTurn(micro_batch.batch.inputs, turn.name)))
+        for micro_batch in batch.micro_batches
     ]
     return replace(batch, micro_batches=in_turn)
 

@@ -147,8 +147,8 @@ class ChunkedLogits(Tensor):
     ) -> Any:
         name = getattr(func, "__name__", str(func))
         keywords = dict(kwargs or {})
-        asked = getattr(func.__self__, "__name__", "") if name == "__get__" else ""
-        if name in _FACTS or asked in _PROPERTIES or asked.startswith("is_"):
+        property_name = getattr(func.__self__, "__name__", "") if name == "__get__" else ""
+        if name in _FACTS or property_name in _PROPERTIES or property_name.startswith("is_"):
             with DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
         logits = args[0] if args else None
@@ -176,8 +176,8 @@ class ChunkedLogits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Called below autograd, such as in a user's autograd function: `_Given` receives its gradient.
-        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, ChunkedLogits)]
-        if any(each._source.rows is not None for each in given):
+        chunked = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ChunkedLogits)]
+        if any(leaf._source.rows is not None for leaf in chunked):
             raise _wanted_whole(str(func))
         if schema(func).is_mutable:
             raise UserError(f"logits are changed in place by {func}, which PyTorch does not tell of; change a copy")
@@ -219,12 +219,12 @@ class WantedWholeError(UserError):
 
 def _of_whole(name: str, func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
     """Call a function with the values of the logits among its arguments."""
-    given = [each for each in pytree.tree_leaves((args, keywords)) if isinstance(each, ChunkedLogits)]
-    if any(each._source.rows is not None for each in given):
+    chunked = [leaf for leaf in pytree.tree_leaves((args, keywords)) if isinstance(leaf, ChunkedLogits)]
+    if any(leaf._source.rows is not None for leaf in chunked):
         raise _wanted_whole(name)
     args, keywords = whole_logits((args, dict(keywords)))
     if _changes_in_place(name, keywords):
-        given[0]._source.changes.by = given[0]
+        chunked[0]._source.changes.by = chunked[0]
     return func(*args, **keywords)
 
 
@@ -236,12 +236,12 @@ def whole_logits(nest: Any) -> Any:
 def _whole_of(logits: ChunkedLogits) -> Tensor:
     """Compute the logits' values [..., classes]; kept if gradients are enabled."""
     _check_unchanged(logits)
-    found = logits._whole
-    if found is None:
-        found = _computed(logits._source)
+    whole = logits._whole
+    if whole is None:
+        whole = _computed(logits._source)
         if torch.is_grad_enabled():
-            logits._whole = found
-    return found
+            logits._whole = whole
+    return whole
 
 
 def _computed(source: _Source) -> Tensor:
@@ -281,11 +281,11 @@ def _cast(logits: ChunkedLogits, name: str, arguments: Sequence[Any], keywords: 
     if name in _CASTS:
         dtype = _CASTS[name]
     else:
-        given = [*arguments, *keywords.values()]
-        like = [each.dtype for each in given if isinstance(each, Tensor)]
-        dtype = next((each for each in given if isinstance(each, torch.dtype)), like[0] if like else None)
-        devices = {torch.device(each) for each in given if isinstance(each, (str, torch.device))}
-        if name == "type" or any(each.type != source.inputs.device.type for each in devices):
+        values = [*arguments, *keywords.values()]
+        like = [value.dtype for value in values if isinstance(value, Tensor)]
+        dtype = next((value for value in values if isinstance(value, torch.dtype)), like[0] if like else None)
+        devices = {torch.device(value) for value in values if isinstance(value, (str, torch.device))}
+        if name == "type" or any(value.type != source.inputs.device.type for value in devices):
             raise _wanted_whole(name)
     if dtype is None or dtype == source.dtypes[-1]:
         return logits
@@ -299,25 +299,25 @@ def _reshaped(
     source = logits._source
     if name == "__getitem__":
         key = arguments[0] if isinstance(arguments[0], tuple) else (arguments[0],)
-        last = key[-1] if Ellipsis in [each for each in key if not isinstance(each, Tensor)] else None
+        last = key[-1] if Ellipsis in [index for index in key if not isinstance(index, Tensor)] else None
         keeps = last in (None, slice(None)) and _dimensions(key) < source.inputs.ndim + (last is not None)
         if not keeps and not (_dimensions(key) == source.inputs.ndim and key[-1] == slice(None)):
             raise _wanted_whole("an index")
         return _logits(replace(source, inputs=source.inputs[arguments[0]]))
     shape = (*source.inputs.shape[:-1], source.classes)
-    asked = func(torch.empty(shape, device="meta"), *arguments, **keywords).shape
-    if not asked or asked[-1] != source.classes or 0 in shape:
+    new_shape = func(torch.empty(shape, device="meta"), *arguments, **keywords).shape
+    if not new_shape or new_shape[-1] != source.classes or 0 in shape:
         raise _wanted_whole(name)
-    inputs = source.inputs.reshape(*asked[:-1], source.inputs.shape[-1])
+    inputs = source.inputs.reshape(*new_shape[:-1], source.inputs.shape[-1])
     return _logits(replace(source, inputs=inputs))
 
 
 def _dimensions(key: Sequence[Any]) -> int:
     """How many dimensions an index is about, without its ellipsis."""
     return sum(
-        each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1
-        for each in key
-        if each is not Ellipsis and each is not None
+        index.ndim if isinstance(index, Tensor) and index.dtype == torch.bool else 1
+        for index in key
+        if index is not Ellipsis and index is not None
     )
 
 
@@ -455,12 +455,12 @@ def output_layer(model: nn.Module) -> nn.Linear:
     Raises UserError where there is none.
     """
     named = getattr(model, "get_output_embeddings", None)
-    found = named() if callable(named) else None
-    if found is None:
-        inside = {each for block in repeated_layers(model) for each in block.modules()}
-        linears = [each for each in model.modules() if isinstance(each, nn.Linear) and each not in inside]
-        found = max(linears, key=lambda each: each.out_features, default=None)
-    if not isinstance(found, nn.Linear):
-        what = "no linear layer" if found is None else f"no linear layer but a {type(found).__name__}"
+    layer = named() if callable(named) else None
+    if layer is None:
+        inside = {module for block in repeated_layers(model) for module in block.modules()}
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module not in inside]
+        layer = max(linears, key=lambda module: module.out_features, default=None)
+    if not isinstance(layer, nn.Linear):
+        what = "no linear layer" if layer is None else f"no linear layer but a {type(layer).__name__}"
         raise UserError(f"run.loss_chunk is given, and the model has {what} that gives logits; use no loss_chunk")
-    return found
+    return layer
