@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -445,6 +446,21 @@ def test_the_options_of_a_session_have_the_defaults_of_a_runs_keys() -> None:
     shared = options.keys() & keys.keys() - {"layout"}  # "ddp" is as many replicas as torchrun has started
     assert len(shared) >= 14
     assert {name: options[name].default for name in shared} == {name: keys[name] for name in shared}
+
+
+@pytest.mark.processes  # griffe asks git for the repository
+def test_the_reference_shows_a_session_with_its_keywords(tmp_path: Path) -> None:
+    """mkdocstrings reads sources without running them; a copy of the few that matter takes less time."""
+    griffe = pytest.importorskip("griffe")
+    (listed,) = re.findall(r"^ {12}extensions: \[(.*)\]", read(ROOT / "mkdocs.yml"), re.MULTILINE)
+    extensions = [str(ROOT / name) if "/" in name else name for name in listed.split(", ")]
+    for name in ("__init__.py", "options.py", "training/__init__.py", "training/session.py"):
+        file = tmp_path / "samestep" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "src/samestep" / name, file)
+    package = griffe.load("samestep", search_paths=[tmp_path], extensions=griffe.load_extensions(*extensions))
+    shown = [parameter.name for parameter in package["training.session.session"].parameters]
+    assert shown == [*inspect.signature(samestep.session).parameters]
 
 
 def test_the_reference_of_train_names_every_key_of_a_run() -> None:
