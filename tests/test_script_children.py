@@ -75,7 +75,8 @@ def test_ranks_that_a_script_starts_are_compared_with_one(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(written(start, divisor), encoding="utf-8")
-    proof = ScriptProof(script=(str(script),), device="cpu", steps=3, time_limit=120)
+    on = "cpu" if divisor == "1" else None  # replaced devices go with the ranks as well
+    proof = ScriptProof(script=(str(script),), device="cpu", on=on, steps=3, time_limit=120)
     with forking(proof, by_torchrun) as starter:
         verdict = prove(proof, tmp_path / "runs", starter)
     assert verdict.to_json()["kind"] == kind

@@ -7,7 +7,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class ProverSources(BuildHookInterface[Any]):
-    """Includes the files that are listed in pyproject.toml, as patterns below `samestep/`."""
+    """Includes the files of pyproject.toml, which are patterns below `samestep/`, and the modules beside it."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
@@ -22,5 +22,7 @@ class ProverSources(BuildHookInterface[Any]):
                 raise FileNotFoundError(f"no file samestep/{pattern} in {source}")
             for file in files:
                 build_data["force_include"][str(file)] = place + file.relative_to(source).as_posix()
+        for name in self.config["modules"]:
+            build_data["force_include"][str(source / name)] = place + name
         if place:
             build_data["force_include"][str(source.parent / "LICENSE")] = "LICENSE"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from samestep.script_proof.runs import ScriptProof, Starter
 
 PROCESSES, STEPS, TIME_LIMIT = 2, 10, 600.0
-NAMES = ("on", "alone", "then", "every", "modules", "dtype", "seed", "noise", "time_limit", "keep")
+NAMES = ("on", "alone", "then", "every", "modules", "dtype", "seed", "noise", "time_limit", "format", "sarif", "keep")
 
 
 def add_arguments(parser: "argparse._ActionsContainer") -> None:
@@ -46,6 +46,8 @@ def add_arguments(parser: "argparse._ActionsContainer") -> None:
         "micro-batches",
     )
     add_time_limit(parser, "one run", TIME_LIMIT, kept=False)
+    add("--format", choices=("text", "github"), help="github: also a line that GitHub shows in the script's file")
+    add("--sarif", type=path_option, metavar="FILE", help="write the verdict as SARIF, for code scanning")
     add("--keep", type=path_option, metavar="FOLDER", help="keep what was recorded, in a new folder")
 
 
@@ -80,7 +82,7 @@ def read(
 
 def check_outputs(options: argparse.Namespace, *, install: str) -> None:
     """Raise UserError where a file or folder can't be written; `install`: the command for what a page needs."""
-    output_files.check(options, "json", "report")
+    output_files.check(options, "json", "report", "sarif")
     output_files.check_report(options, install=install)
     if options.keep is not None and options.keep.exists():
         raise UserError(f"--keep {options.keep}: it is there already; name a new folder")
@@ -89,6 +91,7 @@ def check_outputs(options: argparse.Namespace, *, install: str) -> None:
 def run(proof: "ScriptProof", options: argparse.Namespace, starter: "Starter", script: str) -> int:
     """Prove the script, and print and write the verdict. Exit codes: 0 the same step, 1 not."""
     from samestep import environment, subprocess_group
+    from samestep.script_proof.annotations import github, place_of, sarif
     from samestep.script_proof.compare import prove
     from samestep.script_proof.forked import forking
     from samestep.script_proof.report import print_verdict
@@ -99,7 +102,11 @@ def run(proof: "ScriptProof", options: argparse.Namespace, starter: "Starter", s
         folder = options.keep if options.keep is not None else Path(scratch) / "runs"
         with forking(proof, starter) as quick:
             verdict = prove(proof, folder, quick)
+        place = place_of(verdict.finding, folder) if verdict.finding is not None else None
     output_files.write_json(options.json, verdict.to_json())
+    output_files.write_json(options.sarif, sarif(verdict, place))
+    if options.format == "github":
+        print(github(verdict, script, place))
     if options.report is not None:
         from samestep.script_proof.page import page
 

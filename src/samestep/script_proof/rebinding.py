@@ -39,7 +39,8 @@ def _namespaces(modules: Iterable[ModuleType]) -> Iterator[dict[str, Any]]:
     for module in modules:
         values = list(vars(module).values()) if module.__name__ == "__mp_main__" else []
         values += [value for each in values if isclass(each) for value in vars(each).values()]
-        for names in (vars(module), *(value.__globals__ for value in values if isfunction(value))):
+        own = [value for value in values if isfunction(value) and value.__module__ == module.__name__]
+        for names in (vars(module), *(value.__globals__ for value in own)):
             if id(names) not in seen:
                 seen.add(id(names))
                 yield names

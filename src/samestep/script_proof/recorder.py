@@ -26,6 +26,7 @@ from samestep.script_proof import children, interception
 from samestep.script_proof.batches import Batches
 from samestep.script_proof.devices import place_outside
 from samestep.script_proof.halves import Halves
+from samestep.script_proof.places import script_line
 from samestep.script_proof.settings import RecordSettings
 from samestep.torch_internals.sharded import DTensor, local_part
 from samestep.torch_internals.tensors import version_of
@@ -69,6 +70,7 @@ class ScriptRecorder:
         self._buffers: dict[str, tuple[int, int, dict[str, Any]]] = {}
         self._moved = False  # whether the variant's change was made
         self._made: list[weakref.ref[Tensor]] = []  # weak references to what models returned
+        self._placed: set[str] = set()
         self._writer.event("start", rank=rank, world_size=world_size, variant=settings.variant)
 
     def begin(self, place: str) -> None:
@@ -83,6 +85,14 @@ class ScriptRecorder:
         """Write how the script ended."""
         self._writer.event("end", how=how, processes=self._processes, batches=self._seen, open=self._step.forwards)
         self._writer.close()
+
+    def _place(self, what: str) -> None:
+        """The script's line of the first call of a kind: there a fault of it is shown."""
+        if what in self._placed:
+            return
+        self._placed.add(what)
+        if (place := script_line()) is not None:
+            self._writer.event("place", what=what, file=place[0], line=place[1])
 
     # Forward
 
@@ -122,6 +132,7 @@ class ScriptRecorder:
             "counts": dict(rows.counts) if rows else {},
             "sharers": self._sharers.setdefault(root, shards.ranks_of_a_sample(module)),
         }
+        self._place("forward" if training else "evaluation")
         if not training:
             self._writer.event("evaluation", after=sum(self._counts), **noted)
             return True
@@ -188,6 +199,7 @@ class ScriptRecorder:
             self._writer.event("moved")
 
     def loader_made(self, loader: Any) -> None:
+        self._place("samples")
         self._batches.loader_made(loader)
 
     def iterator_made(self, indices: Any, loader: Any) -> Any:
@@ -217,6 +229,7 @@ class ScriptRecorder:
 
     def backward_called(self, call: Call, tensors: Any, args: Any, kwargs: Any) -> Any:
         """A backward: its losses and the targets since the last one."""
+        self._place("gradient")
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         values = [_number(each) for each in given]
         step = self._step
@@ -230,6 +243,7 @@ class ScriptRecorder:
 
     def clip_called(self, call: Call, parameters: Any, limit: Any, args: Any, kwargs: Any) -> Any:
         """A clip: the norm before it, and the limit."""
+        self._place("clip")
         norm = call(parameters, limit, *args, **kwargs)
         told = isinstance(norm, Tensor) and not isinstance(norm, DTensor)  # a rank alone can't add a DTensor up
         self._step.clips.append(
@@ -249,6 +263,7 @@ class ScriptRecorder:
             if len(self._stepping) == 2 and optimizer is self._stepping[0] and _sums_in_step(optimizer):
                 self._note_gradients(optimizer)
             return None
+        self._place("step")
         if not any(each is optimizer for each in self._optimizers):
             self._optimizers.append(optimizer)
             self._counts.append(0)
