@@ -60,6 +60,10 @@ def test_scripts_of_the_zoo_are_judged_by_torchruns_ranks(name: str, kind: str |
         ([], "the following arguments are required: COMMAND; `samestep-prove --help` says what there is"),
         (["nowhere.py"], "COMMAND nowhere.py: there is no such script in "),
         (["train.py", "--processes", "1"], "--processes is '1'; a whole number from 2"),
+        (
+            ["train.py", "--alone-processes", "2"],
+            "--alone-processes 2: the split run has 2, which are compared with fewer",
+        ),
         (["train.py", "--engine", "torch"], "unrecognized arguments: --engine torch; "),
         (["train.py", "--dtype", "int8"], "--dtype int8: use float64, float32, bfloat16 or float16"),
         (["train.py", "--keep", "."], "--keep .: it is there already; name a new folder"),

@@ -82,6 +82,18 @@ def test_a_proof_that_stops_before_an_evaluation_names_the_steps_that_reach_it(t
         assert more is None or more in notes
 
 
+def test_a_run_of_several_ranks_may_be_what_a_split_run_is_compared_with(tmp_path: Path) -> None:
+    ranks = [record(step(row, gradients=times(2))) for row in "abcd"]
+    for name, factor, kind in (("same", 2.0, None), ("other", 1.0, "gradients-scaled")):
+        pairs = [record(step(*rows, gradients=times(factor))) for rows in ("ab", "cd")]
+        place = records.runs(tmp_path / name, alone=pairs[0], again=pairs[0], split=ranks)
+        for run in ("alone", "again"):
+            records.write(place / run, pairs)
+        found = compare_runs(place)
+        assert (found.processes, found.alone) == (4, 2)
+        assert (kind_of(found) is None) is (kind is None)
+
+
 def test_a_rank_that_ended_while_another_waited_is_named(tmp_path: Path) -> None:
     gone = "failed: RuntimeError: Connection closed by peer [127.0.0.1]"
     for other, early in ((gone, True), ("failed: ValueError: no such file", False)):
@@ -332,7 +344,7 @@ def test_a_mistake_is_one_message_before_anything_starts(
         ),
         (
             CommandOutcome(code=1, seconds=1.0, output="\nValueError: no data\n"),
-            r"(?s)1 process failed \(verify needs .* --alone names arguments for that\):.*no data",
+            r"(?s)1 process failed \(verify needs .* --alone-processes 2 compares with two\):.*no data",
         ),
         (
             CommandOutcome(code=2, seconds=1.0, output="error: --data is required"),

@@ -37,7 +37,8 @@ def place_of(finding: Finding, folder: Path) -> Place | None:
 def github(verdict: Verdict, script: str, place: Place | None) -> str:
     """The line that GitHub shows in the file: https://docs.github.com/actions, workflow commands."""
     if verdict.finding is None:
-        steps = f"{verdict.processes} processes take the steps of one, {verdict.steps} compared"
+        alone = "one" if verdict.alone == 1 else verdict.alone
+        steps = f"{verdict.processes} processes take the steps of {alone}, {verdict.steps} compared"
         return f"::notice title=the same step::{_escaped(f'{script}: {steps}')}"
     where = f"file={_property(place[0])},line={place[1]}," if place is not None else ""
     return f"::error {where}title=not the same step: {verdict.finding.kind}::{_escaped(verdict.finding.line)}"

@@ -64,6 +64,7 @@ class Verdict:
     """The result of a proof."""
 
     processes: int
+    alone: int = 1  # processes of the run that they are compared with
     steps: int  # that were compared
     finding: Finding | None
     noise: Mapping[str, float]  # largest measured noise of gradients and of parameters
@@ -81,6 +82,7 @@ class Verdict:
         return {
             "same_step": self.same_step,
             "processes": self.processes,
+            "alone_processes": self.alone,
             "steps": self.steps,
             "kind": self.finding.kind if self.finding is not None else None,
             "words": self.finding.words.en if self.finding is not None else None,
@@ -239,6 +241,7 @@ class _Comparison:
             self._check_losses(numbers)
         return Verdict(
             processes=len(self.split.ranks),
+            alone=len(self.alone.ranks),
             steps=steps,
             finding=finding,
             noise={

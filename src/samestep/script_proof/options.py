@@ -17,7 +17,21 @@ if TYPE_CHECKING:
     from samestep.script_proof.runs import ScriptProof, Starter
 
 PROCESSES, STEPS, TIME_LIMIT = 2, 10, 600.0
-NAMES = ("on", "alone", "then", "every", "modules", "dtype", "seed", "noise", "time_limit", "format", "sarif", "keep")
+NAMES = (
+    "on",
+    "alone",
+    "alone_processes",
+    "then",
+    "every",
+    "modules",
+    "dtype",
+    "seed",
+    "noise",
+    "time_limit",
+    "format",
+    "sarif",
+    "keep",
+)
 
 
 def add_arguments(parser: "argparse._ActionsContainer") -> None:
@@ -29,6 +43,7 @@ def add_arguments(parser: "argparse._ActionsContainer") -> None:
         help="where accelerators that the script names are: cpu, or gpu:0 for all ranks on one of them over gloo",
     )
     add("--alone", metavar="COMMAND", help="the same with other arguments, for one process")
+    add("--alone-processes", metavar="N", help="ranks of the run alone, for a script that needs several (default: 1)")
     add("--then", metavar="COMMAND", help="what goes on where the split run has ended: a resumption")
     add("--every", type=WholeNumber(), metavar="N", help="compare tensors in each N-th step (default: 1)")
     add("--modules", metavar="PATTERN", help='compare tensors of these parameters: "*.layers.0.*"')
@@ -65,6 +80,7 @@ def read(
         alone=words("--alone", options.alone) if options.alone is not None else None,
         then=words("--then", options.then) if options.then is not None else None,
         processes=_processes(options.processes),
+        alone_processes=_alone_processes(options),
         engine=engine,
         device=_device(options),
         on=options.on,
@@ -128,6 +144,20 @@ def _device(options: argparse.Namespace) -> str:
 
 def _processes(given: str | None) -> int:
     return PROCESSES if given is None else whole_of(given, "--processes", 2, MOST_RANKS_A_HOST)
+
+
+def _alone_processes(options: argparse.Namespace) -> int:
+    """Of the run that the split one is compared with. Raises UserError for as many as that has."""
+    if options.alone_processes is None:
+        return 1
+    processes = _processes(options.processes)
+    alone = whole_of(options.alone_processes, "--alone-processes", 1, MOST_RANKS_A_HOST)
+    if alone >= processes:
+        raise UserError(
+            f"--alone-processes {alone}: the split run has {processes}, which are compared with fewer; pass more "
+            "with --processes"
+        )
+    return alone
 
 
 def _dtype(name: str | None) -> str | None:

@@ -23,7 +23,9 @@ from samestep.display.page import (
 from samestep.display.tables import formatted
 from samestep.script_proof.compare import StepNumbers, Verdict
 
-_HEADING = Words("{script}: {processes} processes versus one", "{script}：{processes} 个进程与单进程对比")
+_HEADING = Words(
+    "{script}: {processes} processes versus {alone}", "{script}：{processes} 个进程与 {alone} 个进程对比"
+)
 _SAME = Words(
     "The same step in {steps} steps: what differs is as small as the noise.",
     "{steps} 步都是同一步：差异与噪声一样小。",
@@ -53,7 +55,7 @@ def page(verdict: Verdict, script: str) -> str:
     return document(
         "verify",
         title=script,
-        heading=_HEADING.format(script=script, processes=verdict.processes),
+        heading=_HEADING.format(script=script, processes=verdict.processes, alone=verdict.alone),
         figures=json_in_html({name: in_languages(partial(draw, verdict.curve)) for name, draw in _FIGURES.items()}),
         body=_body(verdict),
     )

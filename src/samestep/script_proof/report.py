@@ -11,6 +11,7 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
     if console is None:
         console = plain_console(width=WIDTH)
     steps = f"{verdict.steps} step{'s' if verdict.steps != 1 else ''}"
+    alone = "one" if verdict.alone == 1 else str(verdict.alone)
     losses = [each.loss for each in verdict.curve if each.loss is not None]
     measured = (
         ("loss, as given to backward", losses, None),
@@ -20,7 +21,7 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
     rows = [[name, f"{max(values):.2e}", formatted(noise, "{:.2e}")] for name, values, noise in measured if values]
     if verdict.curve:
         columns = [*texts("largest relative difference of"), *numbers("", "noise")]
-        console.print(table(columns, rows, title=f"{verdict.processes} processes versus one, {steps}"))
+        console.print(table(columns, rows, title=f"{verdict.processes} processes versus {alone}, {steps}"))
     for note in verdict.notes:
         console.print(f"note: {note.en}", soft_wrap=True)
     if verdict.finding is None:

@@ -37,6 +37,7 @@ class ScriptProof:
     alone: tuple[str, ...] | None = None  # with one process; None: the same
     then: tuple[str, ...] | None = None  # command that resumes where the split run ended
     processes: int = 2
+    alone_processes: int = 1  # of the run that the split one is compared with
     engine: str = "torch"
     device: str = "auto"
     on: str | None = None  # cpu or gpu:N: where accelerators that the script names are
@@ -164,7 +165,7 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
     UserError if a run fails or does not end.
     """
     alone = proof.alone if proof.alone is not None else proof.script
-    _run(proof, starter, make_start(proof, folder, ALONE, alone, proof.settings, 1))
+    _run(proof, starter, make_start(proof, folder, ALONE, alone, proof.settings, proof.alone_processes))
     own = (folder / ALONE / LAUNCHER).is_dir()
     _run(proof, starter, make_start(proof, folder, SPLIT, proof.script, proof.settings, proof.processes, own=own))
     _check_own_ranks(proof, folder)
@@ -174,7 +175,9 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
     _check_steps(folder)
     _check_modules(proof, folder)
     _check_ranks(proof, folder)
-    followed = following(folder / ALONE, folder / SPLIT) if proof.then is None else None
+    followed = (
+        following(folder / ALONE, folder / SPLIT) if proof.then is None and proof.alone_processes == 1 else None
+    )
     if followed is None:
         _measure_rounding(proof, folder, starter, alone, proof.settings)
         return
@@ -197,7 +200,8 @@ def _measure_rounding(
     """
     variants = VARIANTS[proof.noise]
     for variant in variants:
-        again = make_start(proof, folder, AGAIN, alone, replace(settings, variant=variant), 1)
+        varied = replace(settings, variant=variant)
+        again = make_start(proof, folder, AGAIN, alone, varied, proof.alone_processes)
         _run(proof, starter, *before, again)
         before = ()
         if variant == variants[-1] or _is_rounding(variant, folder):
@@ -213,7 +217,7 @@ def measure_in_halves(proof: ScriptProof, folder: Path, starter: Starter) -> boo
     settings = RecordSettings.read(folder / ALONE / SETTINGS)
     alone = proof.alone if proof.alone is not None else proof.script
     (folder / AGAIN).rename(folder / _BEFORE_HALVES)
-    halves = make_start(proof, folder, AGAIN, alone, replace(settings, variant="halves"), 1)
+    halves = make_start(proof, folder, AGAIN, alone, replace(settings, variant="halves"), proof.alone_processes)
     try:
         _run(proof, starter, halves)
         if _is_rounding("halves", folder):
@@ -274,7 +278,10 @@ def make_start(
     return start
 
 
-_ALONE = " (verify needs one that works with one process as well; --alone names arguments for that)"
+_ALONE = (
+    " (verify needs one that works with one process as well; --alone names arguments for that, and "
+    "--alone-processes 2 compares with two)"
+)
 
 
 def _check(
