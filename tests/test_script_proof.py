@@ -94,6 +94,25 @@ def test_a_run_of_several_ranks_may_be_what_a_split_run_is_compared_with(tmp_pat
         assert (kind_of(found) is None) is (kind is None)
 
 
+def test_what_a_failed_script_wrote_is_told_without_the_provers_own_frames(tmp_path: Path) -> None:
+    folder = Path(runs.__file__).parent
+    own = [f'  File "{folder / name}.py", line 9, in main\n    run()\n' for name in ("server", "runner")]
+    output = "".join(
+        ["Traceback (most recent call last):\n", *own, '  File "train.py", line 1\nValueError: no data\n']
+    )
+
+    def starter(starts: Sequence[ScriptStart], proof: ScriptProof) -> list[CommandOutcome]:
+        return [CommandOutcome(code=1, seconds=0.0, output=output)]
+
+    with pytest.raises(UserError) as told:
+        run_all(ScriptProof(script=("train.py",), device="cpu"), tmp_path / "runs", starter)
+    assert str(told.value).splitlines()[1:] == [
+        "Traceback (most recent call last):",
+        '  File "train.py", line 1',
+        "ValueError: no data",
+    ]
+
+
 def test_a_rank_that_ended_while_another_waited_is_named(tmp_path: Path) -> None:
     gone = "failed: RuntimeError: Connection closed by peer [127.0.0.1]"
     for other, early in ((gone, True), ("failed: ValueError: no such file", False)):

@@ -404,7 +404,7 @@ _LAST_LINES = 5
 
 _LAST_OF_A_FAILURE = 40
 _WHERE_LOGS_ARE = "all that it wrote: "  # of `samestep launch`; the folder goes with the proof
-_OWN_FILE = str(Path(__file__).with_name("runner.py"))
+_OWN_FILES = [str(Path(__file__).with_name(f"{name}.py")) for name in ("runner", "server", "installation")]
 
 
 def _reason(output: str) -> str:
@@ -413,7 +413,9 @@ def _reason(output: str) -> str:
     own = False
     for line in output.splitlines():
         frame = line.lstrip().startswith('File "')
-        own = _OWN_FILE in line or "runpy" in line if frame else own and line.startswith("    ")
+        own = (
+            any(file in line for file in _OWN_FILES) or "runpy" in line if frame else own and line.startswith("    ")
+        )
         if line.strip() and not own and not line.startswith(_WHERE_LOGS_ARE):
             lines.append(line.removeprefix("samestep: "))  # that of `samestep launch`
     return "\n".join(lines[-_LAST_OF_A_FAILURE:])
