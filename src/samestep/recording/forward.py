@@ -6,6 +6,10 @@ from typing import Any
 
 from samestep.recording.record import RankStep, Row
 
+# Columns of a forward's rows beside its inputs: the number of each row's sample in its data set, and the samples that
+# DataLoaders have given since the last forward, in whatever rows they are.
+NUMBERED, GIVEN = "#", "#given"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
@@ -68,6 +72,8 @@ def _outputs(steps: Sequence[RankStep], keys: Sequence[str]) -> dict[tuple[str, 
     for step in steps:
         for forward in step.forwards:
             rows = rows_of_forward(forward, keys)
+            if len(rows) != forward.get("batch", len(rows)):  # samples that are in no known rows
+                continue
             for place, call in _calls(forward):
                 made = found.setdefault(place, {})
                 for row, norm, product in zip(rows, call["norms"], call["products"], strict=False):

@@ -1,7 +1,7 @@
 """Records of a run: the steps of all its ranks, and tensors assembled from the ranks' parts."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.recording.skipped import SKIPPED, without_skipped
 from samestep.recording.store import events, load
 
 Row = tuple[str, ...]
@@ -24,6 +25,11 @@ class RankStep:
     @property
     def forwards(self) -> Sequence[Mapping[str, Any]]:
         return self.values["forwards"]
+
+    @property
+    def skipped(self) -> Sequence[Mapping[str, Any]]:
+        """Forwards since the last step that this one did not use."""
+        return self.values.get(SKIPPED, ())
 
     @property
     def losses(self) -> Sequence[Mapping[str, Any]]:
@@ -53,6 +59,12 @@ class RankRecord:
     gathered: Sequence[Mapping[str, Any]]
     loaded: Sequence[int]  # numbers of steps after which an optimizer's state was loaded
     end: Mapping[str, Any]
+    samples: Sequence[Mapping[str, Any]] = ()  # that data sets made
+    iterations: Sequence[Mapping[str, Any]] = ()  # over DataLoaders
+    variant: str = "as-is"
+    joined: Sequence[Mapping[str, Any]] = ()  # numbers that the script sends to other ranks after an evaluation
+    redrawn: Sequence[Mapping[str, Any]] = ()  # draws that were replaced by the ranks'
+    masked: bool = False  # whether numbers were dropped by masks that no draw shows
 
     @classmethod
     def read(cls, folder: Path) -> "RankRecord":
@@ -63,11 +75,17 @@ class RankRecord:
             return [each for each in found if each["event"] == kind]
 
         return cls(
-            steps=[RankStep(folder=folder, values=each) for each in of("step")],
+            steps=[RankStep(folder=folder, values=each) for each in without_skipped(of("step"))],
             evaluations=of("evaluation"),
             gathered=of("gathered"),
             loaded=[each["after"] for each in of("loaded") if each["after"]],
             end=next(iter(of("end")), {}),
+            samples=of("sample"),
+            iterations=of("iteration"),
+            redrawn=of("redrawn"),
+            masked=bool(of("masked")),
+            joined=of("joined"),
+            variant=next((each.get("variant", "as-is") for each in of("start")), "as-is"),
         )
 
     def then(self, other: "RankRecord") -> "RankRecord":
@@ -83,6 +101,9 @@ class RankRecord:
             gathered=[*self.gathered, *later(other.gathered)],
             loaded=[*self.loaded, before, *(each + before for each in other.loaded)],
             end=other.end,
+            joined=[*self.joined, *later(other.joined)],
+            samples=[*self.samples, *other.samples],
+            iterations=[*self.iterations, *other.iterations],
         )
 
 
@@ -102,6 +123,7 @@ class RunRecord:
 
     ranks: Sequence[RankRecord]
     names: Mapping[str, str] = field(default_factory=dict)  # requested name -> recorded name
+    cuts: Mapping[str, int] = field(default_factory=dict)  # recorded name -> dimension that ranks have cut by hand
 
     @classmethod
     def read(cls, folder: Path) -> "RunRecord":
@@ -136,6 +158,8 @@ class RunRecord:
         absent = [rank for rank, place in enumerate(places) if place is None]
         loaded = [(rank, place, _real(load(self.ranks[rank].steps[number].folder, place))) for rank, place in held]
         if all(place["start"] is None and place["offset"] is None for _, place, _ in loaded):
+            if name in self.cuts:
+                return _joined_by_hand(loaded, self.cuts[name], absent)
             return JoinedTensor(value=loaded[0][2], copies=[value for _, _, value in loaded], absent=absent)
         if (partial := loaded[0][1].get("partial")) is not None:
             total = torch.stack([value for _, _, value in loaded]).sum(dim=0)
@@ -151,6 +175,19 @@ class RunRecord:
             for place in self.step(0)[0].tensors.get(kind, {}).values():
                 return getattr(torch, place["dtype"])
         return torch.float32
+
+
+def _joined_by_hand(
+    loaded: Sequence[tuple[int, Mapping[str, Any], Tensor]], dim: int, absent: Sequence[int]
+) -> JoinedTensor:
+    """Join parts in the order of ranks."""
+    pieces = []
+    start = 0
+    for rank, place, value in loaded:
+        offset = [start if at == dim else 0 for at in range(value.dim())]
+        pieces.append((rank, {**place, "offset": offset}, value))
+        start += value.shape[dim]
+    return JoinedTensor(value=torch.cat([value for _, _, value in loaded], dim), pieces=pieces, absent=absent)
 
 
 def piece_of(whole: Tensor, place: Mapping[str, Any]) -> Tensor:
@@ -172,8 +209,31 @@ def with_names_of(run: RunRecord, other: RunRecord) -> RunRecord:
     """Return a run whose tensors are accessed by another run's names.
 
     A model that a framework wraps has other names: `net.0.weight` is `0.weight`. If no names match, tensors of the
-    same shapes are matched in the optimizer's order.
+    same shapes are matched in the optimizer's order. Tensors of which each rank has a part of its own, cut by the
+    script itself, are joined.
     """
+    found = _named_as(run, other)
+    return replace(found, cuts=dict(_cuts(found, other)))
+
+
+def _cuts(run: RunRecord, other: RunRecord) -> Iterator[tuple[str, int]]:
+    """Yield the tensors that all ranks' parts together make up, with the dimension along which they do."""
+    if not run.steps or not other.steps or len(run.ranks) < 2:
+        return
+    for name in other.tensor_names(0, "after"):
+        whole = next(filter(None, (step.tensors["after"].get(name) for step in other.step(0))))["whole"]
+        known = run.names.get(name, name)
+        places = [step.tensors.get("after", {}).get(known) for step in run.step(0)]
+        shapes = [each["whole"] for each in places if each and each["start"] is None and each["offset"] is None]
+        if len(shapes) < len(places) or any(len(shape) != len(whole) for shape in shapes):
+            continue
+        unlike = [dim for dim in range(len(whole)) if any(shape[dim] != whole[dim] for shape in shapes)]
+        if len(unlike) == 1 and sum(shape[unlike[0]] for shape in shapes) == whole[unlike[0]]:
+            yield known, unlike[0]
+
+
+def _named_as(run: RunRecord, other: RunRecord) -> RunRecord:
+    """Return the run with the other's names."""
     own = dict.fromkeys(name for kind in ("gradient", "after") for name in run.tensor_names(0, kind))
     theirs = dict.fromkeys(name for kind in ("gradient", "after") for name in other.tensor_names(0, kind))
     if own.keys() == theirs.keys() or not own or not theirs:

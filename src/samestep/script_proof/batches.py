@@ -4,6 +4,7 @@ An iteration over a DataLoader has a number: the first one that gives a batch ha
 the script alone, count the same, so that the run alone can be given the batches of the ranks, one after the other.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,15 @@ class Iteration:
             for number in range(longest)
         ]
 
+    def grouped(self, together: int) -> list[Indices]:
+        """The ranks' batches, so many of them joined in each: of each number rank 0's first."""
+        if together in (0, len(self.batches)):
+            return self.joined
+        longest = max((len(each) for each in self.batches), default=0)
+        units = [rank[number] for number in range(longest) for rank in self.batches if number < len(rank)]
+        groups = [units[at : at + together] for at in range(0, len(units), together)]
+        return [[index for unit in group for index in unit] for group in groups]
+
 
 def iterations(folder: Path) -> dict[int, Iteration]:
     """Read the iterations that a run trained on, by number, except those whose samplers give no integers."""
@@ -50,6 +60,15 @@ def iterations(folder: Path) -> dict[int, Iteration]:
         for number, ranks in found.items()
         if len(ranks) == len(places) and all(rank["trains"] and None not in rank["batches"] for rank in ranks)
     }
+
+
+def lengths(folder: Path) -> dict[int, int]:
+    """Read the lengths of DataLoaders that rank 0 of a run has asked for, by their order."""
+    return {each["loader"]: each["value"] for each in events(folder / "rank-0") if each["event"] == "length"}
+
+
+def _ranks(folder: Path) -> int:
+    return len(list(folder.glob("rank-*/")))
 
 
 def _of_rank(folder: Path) -> dict[int, dict[str, Any]]:
@@ -71,15 +90,33 @@ def _of_rank(folder: Path) -> dict[int, dict[str, Any]]:
 class Batches:
     """A rank's iterations over its DataLoaders."""
 
-    def __init__(self, writer: RecordWriter, *, given: Path | None, times: int, made: Sequence[int]) -> None:
-        """`given`: the run whose batches are replayed. `times`: factor on the batch size of the samplers `made`."""
+    def __init__(
+        self,
+        writer: RecordWriter,
+        *,
+        given: Path | None,
+        times: int,
+        made: Sequence[int],
+        number_of: Callable[[Any], int] = lambda _: 0,
+        together: int = 0,
+    ) -> None:
+        """`given`: the run whose batches are replayed. `times`: factor on the batch size of the samplers `made`.
+
+        `number_of`: the number of a data set. `together`: how many of that run's batches, of all ranks, are one;
+        0: one of each rank.
+        """
+        self._together = together
+        self._asked: list[Any] = []  # DataLoaders whose length the script has asked for; kept alive
+        self._lengths = lengths(given) if given is not None and together in (0, _ranks(given)) else {}
         self._writer = writer
         self._given: Mapping[int, Iteration] = iterations(given) if given is not None else {}
         self._times = times
         self._widened = set(made)
         self._samplers: list[Any] = []  # created by DataLoaders; kept alive, so that no id is reused
         self._count = 0
-        self._last: int | None = None
+        self._given_since: list[int] = []  # iterations of the batches since the last forward
+        self._evaluated = False
+        self._datasets = number_of
         self._training: set[int] = set()
 
     def loader_made(self, loader: Any) -> None:
@@ -90,13 +127,14 @@ class Batches:
 
     def iterator_made(self, indices: Iterator[Any], loader: Any) -> Iterator[Any]:
         """Wrap the index iterator of a DataLoader's iterator."""
-        return _Noted(indices, lambda: self._begun(loader), self)
+        return _Noted(indices, lambda: self._begun(loader), self, self._datasets(loader.dataset))
 
     def _begun(self, loader: Any) -> int:
         """Number an iteration when its first batch is requested."""
         number, self._count = self._count, self._count + 1
         made = next((at for at, each in enumerate(self._samplers) if each is loader.batch_sampler), None)
-        self._writer.event("iteration", iteration=number, size=_size(loader.dataset), made=made)
+        data = self._datasets(loader.dataset)
+        self._writer.event("iteration", iteration=number, size=_size(loader.dataset), made=made, data=data)
         return number
 
     def instead(self, number: int, indices: Iterator[Any]) -> Iterator[Any]:
@@ -105,7 +143,15 @@ class Batches:
         if other is None:
             return indices
         next(indices, None)  # advances the random generator as without a replay
-        return iter(other.joined)
+        return iter(other.grouped(self._together))
+
+    def length(self, loader: Any, value: int) -> int:
+        """Record a DataLoader's length that the script asks for; return the ranks' if their batches are given."""
+        number = next((at for at, each in enumerate(self._asked) if each is loader), len(self._asked))
+        if number == len(self._asked):
+            self._asked.append(loader)
+            self._writer.event("length", loader=number, value=value)
+        return self._lengths.get(number, value)
 
     def noted(self, number: int, indices: Any) -> None:
         self._writer.event("indices", iteration=number, indices=_whole_numbers(indices))
@@ -113,23 +159,36 @@ class Batches:
     def ended(self, number: int) -> None:
         self._writer.event("iteration ends", iteration=number)
 
-    def given(self, indices: Any) -> None:
-        """Remember the iteration of the last batch."""
-        if isinstance(indices, _Noted):
-            self._last = indices.number
+    def given(self, indices: Any) -> list[str] | None:
+        """Remember the iteration of the last batch; return its samples' names, if they have numbers."""
+        if not isinstance(indices, _Noted):
+            return None
+        if self._evaluated:
+            self._given_since, self._evaluated = [], False
+        if indices.number is not None:
+            self._given_since.append(indices.number)
+        return indices.taken()
 
     def trained(self) -> None:
-        """Record that a model is trained on the last batch's iteration."""
-        if self._last is not None and self._last not in self._training:
-            self._training.add(self._last)
-            self._writer.event("iteration trains", iteration=self._last)
+        """Record that a model is trained on the iterations of the last batches."""
+        for number in dict.fromkeys(self._given_since):
+            if number not in self._training:
+                self._training.add(number)
+                self._writer.event("iteration trains", iteration=number)
+        self._given_since, self._evaluated = self._given_since[-1:], False
+
+    def evaluated(self) -> None:
+        """The last batches were for an evaluation, if no training follows before the next batch: a teacher may."""
+        self._evaluated = True
 
 
 class _Noted:
     """Iterator over lists of indices that records each."""
 
-    def __init__(self, indices: Iterator[Any], begun: Callable[[], int], batches: Batches) -> None:
+    def __init__(self, indices: Iterator[Any], begun: Callable[[], int], batches: Batches, data: int) -> None:
         self._indices = indices
+        self._data = data
+        self._waiting: deque[Indices | None] = deque()  # of batches that the script doesn't have yet
         self._begun = begun
         self._batches = batches
         self.number: int | None = None
@@ -148,7 +207,13 @@ class _Noted:
             self._batches.ended(self.number)
             raise
         self._batches.noted(self.number, found)
+        self._waiting.append(_whole_numbers(found))
         return found
+
+    def taken(self) -> list[str] | None:
+        """Return the names of the next batch's samples; None if they have no numbers."""
+        numbers = self._waiting.popleft() if self._waiting else None
+        return None if numbers is None else [f"{self._data}:{number}" for number in numbers]
 
 
 def _whole_numbers(indices: Any) -> Indices | None:

@@ -25,6 +25,9 @@ from samestep.recording.differences import (
     overall,
 )
 from samestep.recording.record import RunRecord, with_names_of
+from samestep.script_proof.copies import changed_finding, held_finding, random_states_finding, scaler_finding
+from samestep.script_proof.draws import JOINED, ONE, SAME, UNLIKE
+from samestep.script_proof.evaluation import joined_finding, own_share_finding
 from samestep.script_proof.follow import order_finding
 from samestep.script_proof.gradients import StepPair, gradient_finding
 from samestep.script_proof.kinds import Finding
@@ -32,6 +35,7 @@ from samestep.script_proof.runs import (
     AGAIN,
     ALONE,
     OWN,
+    ROUNDING_AT_MOST,
     SPLIT,
     ScriptProof,
     Starter,
@@ -39,10 +43,21 @@ from samestep.script_proof.runs import (
     launched,
     measure_in_halves,
     run_all,
+    run_to_end,
 )
 from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, rows_in_step, sampling
 from samestep.script_proof.start_notes import no_evaluation, not_compared, start_notes
-from samestep.script_proof.updates import COARSE, buffer_finding, follows_samples, initial_finding, update_finding
+from samestep.script_proof.updates import (
+    COARSE,
+    buffer_finding,
+    continued,
+    ends_with_training,
+    follows_samples,
+    initial_finding,
+    rate_ends,
+    schedule_finding,
+    update_finding,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +72,7 @@ class StepNumbers:
     parameters_noise: float
     modules: Mapping[str, float]  # the gradient's difference, by module
     learns: bool = True  # whether any gradient is not zero
+    noise: float = 0.0  # of all gradients as one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +136,23 @@ def prove(proof: ScriptProof, folder: Path, starter: Starter = launched) -> Verd
     run_all(proof, folder, starter)
     verdict = compare_runs(folder, dropout=proof.dropout)
     found = verdict.finding
+    if found is not None and found.kind == "schedule-length":
+        return _with_whole_schedule(verdict, proof, folder, starter)
     if found is None or proof.dtype is not None or RunRecord.read(folder / ALONE).dtype() == torch.float64:
         return verdict
     if found.kind not in _DOUBTFUL or not found.relative < _DOUBTFUL_BELOW:
         return verdict
     return _checked(verdict, found, proof, folder, starter)
+
+
+def _with_whole_schedule(verdict: Verdict, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
+    """Keep the finding if the schedule ends where one process alone ends; else it has no end, or a later one."""
+    steps = 2 * proof.processes * max(1, verdict.steps)
+    try:
+        whole = run_to_end(proof, folder, starter, steps)
+    except UserError:
+        return replace(verdict, finding=None)
+    return verdict if ends_with_training(whole) else replace(verdict, finding=None)
 
 
 def _checked(verdict: Verdict, found: Finding, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
@@ -236,9 +264,10 @@ class _Comparison:
         if finding is None and found.mistake is not None:
             finding = self._without_samples()
             if finding is None:
-                raise UserError(found.mistake)
+                raise UserError(f"{found.mistake}{self._judged_without()}")
         if finding is None:
             self._check_losses(numbers)
+            self._check_noise(numbers)
         return Verdict(
             processes=len(self.split.ranks),
             alone=len(self.alone.ranks),
@@ -261,9 +290,32 @@ class _Comparison:
     def _sampling(self) -> Sampling:
         """Compare the samples: up to which step they are the same, and what is wrong from there on."""
         found = sampling(self.alone, self.split, self.again, given=self.own is not None)
+        if found.mistake is None and found.finding is None and (unlike := self._unlike_draws()) is not None:
+            return replace(
+                found,
+                mistake=f"each rank draws random numbers of its own that are not by samples ({unlike['name']}, shape "
+                f"{tuple(unlike['shape'])}, before step {unlike['after'] + 1}): one process has one such draw",
+            )
         if self.order is not None and found.mistake is None and self.order[0] < found.same:
             return Sampling(same=self.order[0], finding=self.order[1], seen=found.seen)
         return found
+
+    def _judged_without(self) -> str:
+        """What could be judged where steps can't be compared."""
+        return (
+            f"; what could be judged: in {self.split.steps} steps all {len(self.split.ranks)} ranks have the same "
+            "gradients, weights and buffers as one another, which does not show that they are right"
+        )
+
+    def _check_noise(self, steps: Sequence[StepNumbers]) -> None:
+        """Raise UserError where nothing could depart: what was measured is no rounding."""
+        noise = steps[0].noise if steps and self._compares_gradients else 0.0
+        if noise > ROUNDING_AT_MOST:
+            raise UserError(
+                f"two runs alone that should differ by rounding have gradients {noise:.2g} apart in step 1: "
+                "against that no difference of the split run could be seen; pass --dtype float64 if the script "
+                "computes in few bits, or seed what it draws at random"
+            )
 
     def _check_losses(self, steps: Sequence[StepNumbers]) -> None:
         """Raise UserError for steps that are the same because nothing is learned in them."""
@@ -281,7 +333,22 @@ class _Comparison:
 
     @property
     def _compares_gradients(self) -> bool:
-        return not (self.dropout and self._drops())
+        return self._redrawn() or not (self.dropout and self._drops())
+
+    def _redrawn(self) -> bool:
+        """Whether the run alone was given everything that the ranks drew."""
+        given = self.alone.ranks[0].redrawn
+        return (
+            bool(given)
+            and not self.split.ranks[0].masked
+            and all(each["how"] in (JOINED, SAME, ONE) for each in given)
+        )
+
+    def _unlike_draws(self) -> Mapping[str, Any] | None:
+        """The first random numbers that are each rank's own, and not by rows, so that one process can't have them."""
+        steps = min(self.alone.steps, self.split.steps)
+        given = self.alone.ranks[0].redrawn
+        return next((each for each in given if each["how"] == UNLIKE and each["after"] < steps), None)
 
     def _drops(self) -> bool:
         return any(step.values["dropout"] for step in self.split.step(0))
@@ -305,7 +372,7 @@ class _Comparison:
         """Compare one step; return the first difference if `judged`, and the step's numbers."""
         dtype = self.alone.dtype()
         found = {}
-        for kind in ("gradient", "after", "buffer"):
+        for kind in ("gradient", "after", "buffer", "held"):
             found[kind] = compare_tensors(number, kind, self.alone, self.split, self.again)
             known[kind] = limits_of(found[kind], dtype, known.get(kind))
         finding = self._judge(number, found, known) if judged and self._compares_gradients else None
@@ -317,6 +384,7 @@ class _Comparison:
             gradient_noise=max((each.noise for each in found["gradient"]), default=0.0),
             parameters_noise=max((each.noise for each in found["after"]), default=0.0),
             modules=_modules(found["gradient"]),
+            noise=overall([replace(each, apart=each.noise) for each in found["gradient"]]),
             learns=any(each.alone > 0 or each.split_square > 0 for each in found["gradient"]),
         )
 
@@ -330,14 +398,23 @@ class _Comparison:
             split=self.split.step(number),
             tensors=found["gradient"],
             limits=limits["gradient"],
+            usual_micro_batches=self._usual_micro_batches(),
         )
+        resumed = continued(self.split)
         return (
-            gradient_finding(pair, keys_of(self.alone, self.split))
+            held_finding(number, found["held"], limits["held"], self.split, continued=resumed)
+            or changed_finding(number, self.alone, self.split)
+            or scaler_finding(number, self.alone, self.split, continued=resumed)
+            or gradient_finding(pair, keys_of(self.alone, self.split))
             or update_finding(
                 number, found["after"], limits["after"], self.alone, self.split, gradients=limits["gradient"].common
             )
             or buffer_finding(number, found["buffer"], limits["buffer"])
         )
+
+    def _usual_micro_batches(self) -> int:
+        counts = [len(step.losses) for step in self.split.ranks[0].steps]
+        return max(set(counts), key=counts.count)
 
     def _without_samples(self) -> Finding | None:
         """With different samples in both runs, compare the ranks of the split run with each other."""
@@ -345,6 +422,7 @@ class _Comparison:
             for kind, name, what in (
                 ("gradient", "not-reduced", "gradient"),
                 ("after", "ranks-differ", "parameters"),
+                ("buffer", "buffers-differ", "buffers"),
             ):
                 tensors = compare_tensors(number, kind, self.split, self.split, None)
                 limits = limits_of(tensors, self.split.dtype())
@@ -360,15 +438,35 @@ class _Comparison:
     def _rest(self) -> Finding | None:
         """Compare what is left if every step was the same: evaluation, dropout, number of steps."""
         found = evaluation_finding(self.alone, self.split, keys_of(self.alone, self.split))
-        if found is None and self.dropout and self._equal_draws():
+        if found is None:
+            found = joined_finding(self.alone, self.split) or own_share_finding(self.split)
+        if found is None and ((self.dropout and self._equal_draws()) or self._equal_noise() or self._equal_samples()):
             return Finding(kind="equal-draws", step=1, what="random numbers", relative=1.0)
+        if found is None and self._drops():
+            found = random_states_finding(self.split, continued(self.split))
         ends = [run.ranks[0].end.get("how") for run in (self.alone, self.split)]
         if found is None and self.alone.steps != self.split.steps and ends == ["ended", "ended"]:
             facts = {"alone": self.alone.steps, "split": self.split.steps}
             number = min(self.alone.steps, self.split.steps)
             relative = abs(self.split.steps / self.alone.steps - 1)
             return Finding(kind="steps-differ", step=number + 1, what="steps", relative=relative, facts=facts)
+        if found is None and self.own is not None:
+            by = rows_in_step(self.split, 0) // max(1, rows_in_step(self.own, 0))
+            found = schedule_finding(self.own, self.split, by)
         return found
+
+    def _equal_noise(self) -> bool:
+        """Whether what ranks draw by rows, which the run alone was given joined, is the same on all of them."""
+        joined = [each for each in self.alone.ranks[0].redrawn if each["how"] == JOINED]
+        return bool(joined) and all(each["equal"] for each in joined)
+
+    def _equal_samples(self) -> bool:
+        """Whether data sets draw at random, with generators that are in the same state on all ranks."""
+        first = [next((each for each in rank.samples if each["drawn"]), None) for rank in self.split.ranks]
+        known = [each for each in first if each is not None]
+        if len(known) < len(first) or len({each["index"] for each in known}) < 2:
+            return False
+        return all(each["drawn"] == known[0]["drawn"] for each in known)
 
     def _equal_draws(self) -> bool:
         """Whether all ranks, if there is dropout, begin their first forward with the same generator state."""
@@ -396,8 +494,27 @@ class _Comparison:
                 "the script left without an end that Python knows, as by os._exit: {who}",
                 "脚本没有正常结束（例如 os._exit）：{who}",
             ).format(who=", ".join([f"rank {number}" for number in lost] or ["alone"]))
+        yield from self._notes_on_steps()
+        yield _MEASURED.get(self.again.ranks[0].variant, _MEASURED["as-is"])
+
+    def _notes_on_steps(self) -> Iterator[Words]:
+        """Notes on what no step shows, and on steps that train nothing."""
         if not any(rank.evaluations for rank in self.alone.ranks):
             yield no_evaluation(self.split)
+        for run in (self.alone, self.split):
+            values = losses_of(run)
+            bad = next((number for number, value in enumerate(values) if not math.isfinite(value)), None)
+            if bad is not None:
+                which = ("alone", "单独运行") if run is self.alone else ("split", "切分运行")
+                yield Words(
+                    f"the loss is not finite from step {bad + 1} on, {which[0]}",
+                    f"{which[1]}的损失从第 {bad + 1} 步起不是有限值",
+                )
+        if (ended := rate_ends(self.split)) is not None:
+            yield Words(
+                "the learning rate is 0 from step {step} on, before the end: these steps train nothing",
+                "学习率从第 {step} 步起为 0，而训练尚未结束：之后的步骤什么也没有训练",
+            ).format(step=ended)
 
     def _notes_on_samples(self, found: Sampling) -> Iterator[Words]:
         """Notes on the samples that were seen, and on those that the single process was given."""
@@ -468,6 +585,24 @@ class _Comparison:
             )
 
 
+_MEASURED: Mapping[str, Words] = {
+    "reversed": Words(
+        "judged by a second run alone with the rows of each batch in the opposite order: its distance is the noise",
+        "判断依据：第二次单独运行时每个批的行序相反，两者的差距就是噪声",
+    ),
+    "moved": Words(
+        "judged by a second run alone from weights moved by one unit in the last place: its distance is the noise",
+        "判断依据：第二次单独运行的初始权重移动了末位一个单位，两者的差距就是噪声",
+    ),
+    "halves": Words(
+        "judged by a second run alone that calls its model with each half of a batch: its distance is the noise",
+        "判断依据：第二次单独运行时用半个批调用模型，两者的差距就是噪声",
+    ),
+    "as-is": Words(
+        "judged by a second run alone: its distance is the noise",
+        "判断依据：第二次单独运行，两者的差距就是噪声",
+    ),
+}
 _BLUNT = 0.01  # of a gradient
 
 

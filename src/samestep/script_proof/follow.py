@@ -7,11 +7,12 @@ themselves are then searched for in the split run.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from samestep.recording.record import RunRecord
 from samestep.script_proof.batches import Iteration, iterations
+from samestep.script_proof.draws import draws
 from samestep.script_proof.kinds import Finding
 from samestep.script_proof.sampling import check_steps, sampling
 
@@ -20,17 +21,38 @@ from samestep.script_proof.sampling import check_steps, sampling
 class Following:
     """How to start the run alone once more."""
 
-    folder: str  # of the split run
+    folder: str | None  # of the split run; None: batches can't be replayed
     times: int  # factor on the batch sizes of these samplers, so that DataLoaders have the lengths of a rank's
     widened: tuple[int, ...]
+    together: int = 0  # micro-batches of the split run, of all ranks, in one of the run alone; 0: one of each rank
+    redraw: str | None = None  # the split run, if it draws random numbers
 
 
 def following(alone: Path, split: Path) -> Following | None:
-    """Return how to follow the split run; None if steps are comparable already, or batches can't be replayed."""
+    """Return how to follow the split run; None if steps are comparable already, or nothing can be replayed."""
     mine, theirs = RunRecord.read(alone), RunRecord.read(split)
     check_steps(mine, theirs)
-    if sampling(mine, theirs, mine).mistake is None:
+    drawn, compared = draws(split), sampling(mine, theirs, mine)
+    known = compared.finding is not None and (compared.finding.kind == "same-samples" or not drawn)
+    if known or (compared.mistake is None and not drawn):
         return None
+    together = _together(mine, theirs)
+    batches = _batches(alone, split, together)
+    if batches is None:
+        return Following(folder=None, times=1, widened=(), together=together, redraw=str(split)) if drawn else None
+    return replace(batches, redraw=str(split) if drawn else None)
+
+
+def _together(alone: RunRecord, split: RunRecord) -> int:
+    """Return how many of all ranks' micro-batches are in one of the run alone; 0: one of each rank."""
+    ranks, parts, whole = len(split.ranks), len(split.step(0)[0].losses), len(alone.step(0)[0].losses)
+    if not parts or not whole or parts == whole or ranks * parts % whole:
+        return 0
+    return ranks * parts // whole
+
+
+def _batches(alone: Path, split: Path, together: int) -> Following | None:
+    """Return how to give one process the split run's batches; None if that isn't possible."""
     own, others = iterations(alone), iterations(split)
     known = sorted(own.keys() & others.keys())  # one process gets less far in the same number of steps
     if not known or any(own[number].size != others[number].size for number in known):
@@ -38,10 +60,11 @@ def following(alone: Path, split: Path) -> Following | None:
     first = known[0]
     if not own[first].joined or not others[first].joined:
         return None
-    times, rest = divmod(len(others[first].joined[0]), max(1, len(own[first].joined[0])))
+    times, rest = divmod(len(others[first].grouped(together)[0]), max(1, len(own[first].joined[0])))
     samplers = [own[number].made for number in known]
     made = tuple({sampler for sampler in samplers if sampler is not None})
-    return Following(folder=str(split), times=times if times > 1 and not rest else 1, widened=made)
+    times = times if times > 1 and not rest else 1
+    return Following(folder=str(split), times=times, widened=made, together=together)
 
 
 def order_finding(own: Path, split: Path, steps: RunRecord) -> tuple[int, Finding] | None:

@@ -29,6 +29,7 @@ class StepPair:
     tensors: Sequence[TensorDifference]
     limits: RoundingLimits
     forward_eps: float | None = None  # of forwards; None: the common limit of gradients
+    usual_micro_batches: int = 0  # of the split run's steps; 0: not known
 
     @property
     def forward_limit(self) -> float:
@@ -67,7 +68,8 @@ def gradient_finding(pair: StepPair, keys: Keys | None) -> Finding | None:
     forward = first_module_apart(pair.alone, pair.split, keys, eps=pair.forward_limit) if keys is not None else None
     if forward is not None and "BatchNorm" in forward.kind:
         return _of_forward("local-batch-statistics", pair, forward)
-    found = _clipped(pair) or _scaled(pair) or _mean_of_means(pair) or _lost_micro_batches(pair)
+    found = _clipped(pair) or _mean_without_targets(pair) or _short_group(pair) or _scaled(pair)
+    found = found or _mean_of_means(pair) or _lost_micro_batches(pair)
     if found is not None:
         return found
     if forward is not None:
@@ -205,11 +207,27 @@ def counts_of(step: RankStep) -> list[dict[str, float]]:
         for forward in step.forwards[begun : loss["after"]]:
             for name, count in forward["counts"].items():
                 counts[name] = counts.get(name, 0) + count
-        if loss["targets"]:
-            counts["targets"] = loss["targets"]
+        counts["targets"] = loss["targets"]
         begun = loss["after"]
         found.append(counts)
     return found
+
+
+def _mean_without_targets(pair: StepPair) -> Finding | None:
+    """Find a mean of means with parts that have nothing to divide by: the others' gradients look divided."""
+    parts = [counts for step in pair.split for counts in counts_of(step)]
+    names = {name for counts in parts for name in counts}
+    values = [[counts.get(name, 0) for counts in parts] for name in names]
+    return _mean_of_means(pair) if any(min(each) == 0 < max(each) for each in values) else None
+
+
+def _short_group(pair: StepPair) -> Finding | None:
+    """Find a step of fewer micro-batches than others, whose losses are divided by the usual number."""
+    now = pair.micro_batches
+    ratio, rest = together(pair.tensors)
+    if not 0 < now < pair.usual_micro_batches or rest >= _REST or not _is(ratio, now / pair.usual_micro_batches):
+        return None
+    return pair.finding("accumulation-divisor", ratio=ratio, by=now)
 
 
 def _mean_of_means(pair: StepPair) -> Finding | None:
@@ -225,7 +243,7 @@ def _mean_of_means(pair: StepPair) -> Finding | None:
     factor = len(pair.split[0].losses) if _divided(pair) else 1
     for name in sorted(names, key=lambda name: (name == "rows", name != "targets")):
         weights = [counts[name] for _, counts in parts]
-        if min(weights) == max(weights) or not all(weights):
+        if min(weights) == max(weights) or not any(weights):
             continue
         alone = _weighted(whole) if len(whole) == 1 else _by_count(whole, name)
         explained = factor * _by_count(parts, name)

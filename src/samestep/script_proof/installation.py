@@ -24,8 +24,8 @@ from samestep.script_proof.settings import RecordSettings
 def install(settings: RecordSettings, *, place: str | None = None, after_imports: bool = False) -> ScriptRecorder:
     """Install a recorder for the rest of the process; `place`: its folder, of a process that is no rank yet."""
     ranks = environment.ranks()
-    _prepare(settings)
     rank, size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
+    _prepare(settings, rank)
     recorder = ScriptRecorder(settings, rank=rank, world_size=size, follow=Followed, place=place)
     with rebinding(everywhere=after_imports):
         if settings.on is not None:
@@ -57,15 +57,19 @@ def recorded(recorder: ScriptRecorder) -> Iterator[None]:
         recorder.end("ended")
 
 
-def _prepare(settings: RecordSettings) -> None:
-    """Default dtype and seeds, as the proof asks for them."""
+_SEEDS_APART = 1000  # of ranks: without a proof, each process has a seed of its own
+
+
+def _prepare(settings: RecordSettings, rank: int) -> None:
+    """Default dtype and seeds, as the proof asks for them; rank 0 has the run alone's seed, others have others."""
     if settings.dtype is not None:
         torch.set_default_dtype(getattr(torch, settings.dtype))
     if settings.seed is not None:
-        random.seed(settings.seed)
-        torch.manual_seed(settings.seed)
+        seed = settings.seed + _SEEDS_APART * rank
+        random.seed(seed)
+        torch.manual_seed(seed)
         if (numpy := sys.modules.get("numpy")) is not None:  # PyTorch imports it where it is installed
-            numpy.random.seed(settings.seed)
+            numpy.random.seed(seed % (1 << 32))
 
 
 def leave() -> NoReturn:

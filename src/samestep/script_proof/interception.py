@@ -34,12 +34,20 @@ class Listener(Protocol):
     def clip_called(self, call: Call, parameters: Any, limit: Any, args: Any, kwargs: Any) -> Any: ...
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any: ...
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None: ...
+    def zeroed(self) -> None: ...
+    def scaled(self, scaler: Any) -> None: ...
     def state_loaded(self) -> None: ...
     def targets_seen(self, count: float) -> None: ...
-    def sent(self) -> None: ...
+    def sent(self, value: Any) -> None: ...
     def dropout_seen(self) -> None: ...
     def loader_made(self, loader: Any) -> None: ...
+    def loader_length(self, loader: Any, value: int) -> int: ...
     def iterator_made(self, indices: Any, loader: Any) -> Any: ...
+    def pass_begun(self, dataset: Any) -> None: ...
+    def fetcher_made(self) -> None: ...
+    def sample(self, dataset: Any, number: Any, get: Callable[[], Any]) -> Any: ...
+    def drawn(self, name: str, result: Any) -> None: ...
+    def masked(self) -> None: ...
     def batch_seen(self, indices: Any, batch: Any) -> Any: ...
     def process_starts(self, process: Any) -> None: ...
     def copies_made(self) -> None: ...
@@ -58,6 +66,9 @@ def install(listener: Listener, *, dropout: bool) -> None:
     _losses(listener)
     _dropout(listener, kept=dropout)
     _loading(listener)
+    _drawing(listener)
+    _zeroing(listener)
+    _scaling(listener)
     _batches(listener)
     _processes(listener)
     _messages(listener)
@@ -154,8 +165,9 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 def _dropout(listener: Listener, *, kept: bool) -> None:
     """Every dropout function, and attention's; kept or switched off."""
+    dropout = F.dropout
     for name in _DROPOUTS:
-        setattr(F, name, _drop(getattr(F, name), listener, kept))
+        setattr(F, name, _drop(getattr(F, name), listener, kept=kept, shown=getattr(F, name) is dropout))
     attention = F.scaled_dot_product_attention
 
     @wraps(attention)
@@ -164,18 +176,26 @@ def _dropout(listener: Listener, *, kept: bool) -> None:
     ):
         if dropout_p > 0:
             listener.dropout_seen()
+            if kept:
+                listener.masked()
         return attention(query, key, value, attn_mask, dropout_p if kept else 0.0, *args, **kwargs)
 
     F.scaled_dot_product_attention = attend
 
 
-def _drop(call: Call, listener: Listener, kept: bool) -> Call:
+def _drop(call: Call, listener: Listener, *, kept: bool, shown: bool) -> Call:
     """Wrap a dropout function to report calls, and to drop nothing if dropout is off."""
 
     @wraps(call)
     def drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if training and p > 0:
             listener.dropout_seen()
+            if kept and p < 1 and shown and not torch.compiler.is_compiling():
+                # The mask is drawn where the recorder sees it.
+                kept_numbers = torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
+                return input.mul_(kept_numbers) if inplace else input * kept_numbers
+            if kept:
+                listener.masked()
         return call(input, p if kept else 0.0, training, inplace)
 
     return drop
@@ -191,6 +211,74 @@ def _loading(listener: Listener) -> None:
         return call(self, state_dict)
 
     torch.optim.Optimizer.load_state_dict = load
+
+
+_DRAWN = (
+    *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like"),
+    *("normal", "bernoulli", "multinomial", "poisson", "randperm"),
+)
+_DRAWN_IN_PLACE = (
+    "normal_",
+    "uniform_",
+    "random_",
+    "bernoulli_",
+    "exponential_",
+    "log_normal_",
+    "geometric_",
+    "cauchy_",
+)
+_NOT_THE_SCRIPTS = (
+    "torch.utils.data",
+    "torch.nn.init",
+    "torch.nn.modules",
+    "torch.optim",
+)  # that draw for themselves
+
+
+def _drawing(listener: Listener) -> None:
+    """Report the random numbers that scripts draw, but for those of samplers and of new modules."""
+    for name in _DRAWN:
+        setattr(torch, name, _drawn(name, getattr(torch, name), listener))
+    for name in _DRAWN_IN_PLACE:
+        setattr(Tensor, name, _drawn(name, getattr(Tensor, name), listener))
+
+
+def _drawn(name: str, call: Call, listener: Listener) -> Call:
+    @wraps(call)
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        if not torch.compiler.is_compiling() and not _caller(2).startswith(_NOT_THE_SCRIPTS):
+            listener.drawn(name, result)
+        return result
+
+    return draw
+
+
+def _zeroing(listener: Listener) -> None:
+    """Report when an optimizer or a model sets its gradients to zero."""
+    for owner in (torch.optim.Optimizer, nn.Module):
+        owner.zero_grad = _reporting(owner.zero_grad, listener.zeroed)
+
+
+def _scaling(listener: Listener) -> None:
+    """Report the scaler of gradients whose step is called."""
+    call = torch.amp.GradScaler.step
+
+    @wraps(call)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        listener.scaled(self)
+        return call(self, *args, **kwargs)
+
+    torch.amp.GradScaler.step = step
+
+
+def _reporting(call: Call, report: Callable[[], None]) -> Call:
+    @wraps(call)
+    def reporting(*args: Any, **kwargs: Any) -> Any:
+        report()
+        return call(*args, **kwargs)
+
+    return reporting
 
 
 _BATCH_SAMPLER = 4  # its place among a DataLoader's arguments
@@ -215,6 +303,7 @@ def _indices(listener: Listener) -> None:
 
     def listened(iterator: Any, given: Any) -> None:
         if dataloading.has_numbered_samples(given):
+            listener.pass_begun(given.dataset)
             numbers = listener.iterator_made(dataloading.numbers_of(iterator), given)
             dataloading.replace_numbers(iterator, numbers)
 
@@ -225,7 +314,16 @@ def _indices(listener: Listener) -> None:
         if not any(each is not None for each in own) and getattr(self, "batch_sampler", None) is not None:
             listener.loader_made(self)
 
+    length = loader.__len__
+
+    @wraps(length)
+    def known_length(self: Any) -> int:
+        value = length(self)
+        return listener.loader_length(self, value) if dataloading.has_numbered_samples(self) else value
+
+    loader.__len__ = known_length
     dataloading.call_at_begin(listened)
+    dataloading.call_for_samples(listener.fetcher_made, listener.sample)
     loader.__init__ = made_loader
 
 
@@ -262,14 +360,17 @@ def _processes(listener: Listener) -> None:
         place.start_processes = start_processes
 
 
-_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+_COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
+    *("reduce", "gather", "all_gather_object", "gather_object"),
+)
 
 
 def _messages(listener: Listener) -> None:
     """Wrap collectives to report calls by the script, not by PyTorch's own modules such as FSDP."""
     for name in _COLLECTIVES:
         call = getattr(torch.distributed, name)
-        setattr(torch.distributed, name, _reported(call, listener))
+        setattr(torch.distributed, name, _reported(call, listener, reduces=name in ("all_reduce", "reduce")))
     begin = torch.distributed.init_process_group
 
     @wraps(begin)
@@ -280,13 +381,13 @@ def _messages(listener: Listener) -> None:
         place.init_process_group = join  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _reported(call: Call, listener: Listener) -> Call:
+def _reported(call: Call, listener: Listener, *, reduces: bool) -> Call:
     """Wrap a collective to report the script's own calls, not those of PyTorch or DeepSpeed."""
 
     @wraps(call)
     def collective(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and not _caller(2).startswith(("torch.", "deepspeed.")):
-            listener.sent()
+            listener.sent((args[0] if args else kwargs.get("tensor")) if reduces else None)
         return call(*args, **kwargs)
 
     return collective

@@ -21,6 +21,22 @@ KINDS: Mapping[str, Words] = {
         "{count} samples of this step are never trained on when the job is split",
         "切分之后，这一步有 {count} 个样本没有参与训练",
     ),
+    "leftover-carried": Words(
+        "gradients of the last {batches} micro-batches of an epoch were never stepped: they are added to this step's",
+        "一个 epoch 最后 {batches} 个 micro-batch 的梯度没有用于更新：它们加到了这一步的梯度里",
+    ),
+    "step-skipped": Words(
+        "the split run skips a batch of {count} samples that one process trains on",
+        "切分运行跳过了一个有 {count} 个样本的批，而单个进程用它训练",
+    ),
+    "step-not-skipped": Words(
+        "the split run trains on a batch of {count} samples that one process skips",
+        "切分运行用一个有 {count} 个样本的批训练，而单个进程跳过了它",
+    ),
+    "data-differs": Words(
+        "ranks {ranks} have other data than rank 0 under the same numbers: each makes or splits it at random",
+        "rank {ranks} 与 rank 0 在相同编号下的数据不同：每个 rank 各自随机生成或划分数据",
+    ),
     "repeated-samples": Words(
         "ranks shuffle each for itself: {count} samples come twice within an epoch, others never",
         "每个 rank 各自打乱：一个 epoch 内有 {count} 个样本出现两次，另一些从不出现",
@@ -141,6 +157,12 @@ KINDS: Mapping[str, Words] = {
         "the learning rate is {split:.4g} instead of {alone:.4g}",
         "学习率是 {split:.4g}，应为 {alone:.4g}",
     ),
+    "schedule-length": Words(
+        "the schedule is longer than the training: it ends after {split} steps, one process takes {alone} or more, "
+        "and each step has the same rate; the last one is {rate:.3g} (its length ignores the number of ranks)",
+        "调度比训练更长：训练在 {split} 步后结束，单个进程则走 {alone} 步或更多，而每一步的学习率相同；"
+        "最后的学习率是 {rate:.3g}（调度的长度没有考虑 rank 数）",
+    ),
     "learning-rate-differs": Words(
         "ranks have different learning rates: {rates}",
         "各 rank 的学习率不同：{rates}",
@@ -156,6 +178,11 @@ KINDS: Mapping[str, Words] = {
     "not-in-optimizer": Words(
         "these parameters are not in the optimizer when the job is split",
         "切分之后，这些参数不在优化器里",
+    ),
+    "other-shape": Words(
+        "these parameters have other shapes when the job is split ({split} instead of {alone}), and ranks' parts do "
+        "not make up the whole",
+        "切分之后这些参数的形状不同（{split}，应为 {alone}），各 rank 的部分合起来也不是完整的参数",
     ),
     "optimizer-state-lost": Words(
         "after the resumption the optimizer begins without its state: equal gradients, another update",
@@ -173,6 +200,39 @@ KINDS: Mapping[str, Words] = {
         "the optimizer steps {split} times where it steps {alone} times alone",
         "优化器走了 {split} 步，单独运行时是 {alone} 步",
     ),
+    # What no optimizer holds
+    "copies-differ": Words(
+        "ranks have different copies or averages of the weights ({copy}): each rank's follows its own",
+        "各 rank 的权重副本或平均（{copy}）不同：每个 rank 只跟随自己的",
+    ),
+    "copy-differs": Words(
+        "copied or averaged weights that no optimizer holds ({copy}) are others than in the run alone",
+        "不属于任何优化器的权重副本或平均（{copy}）与单独运行的不同",
+    ),
+    "copy-not-updated": Words(
+        "copied or averaged weights ({copy}) stay what they were at the beginning, and follow the training alone",
+        "权重副本或平均（{copy}）一直停留在最初的值，而单独运行时会随训练更新",
+    ),
+    "copy-lost": Words(
+        "after the resumption copied or averaged weights ({copy}) are not those of before: they begin anew",
+        "恢复之后权重副本或平均（{copy}）不是之前的：它们重新开始了",
+    ),
+    "weights-changed": Words(
+        "{who}: weights are changed between two steps, by no optimizer, and not on the others",
+        "{who}：两步之间权重被改动，不是由优化器改动，而其他进程没有",
+    ),
+    "scaler-state-lost": Words(
+        "after the resumption gradients are scaled by {split:.6g} instead of {alone:.6g}: the scaler's state is lost",
+        "恢复之后梯度的缩放是 {split:.6g}，应为 {alone:.6g}：缩放器的状态丢失了",
+    ),
+    "scaler-differs": Words(
+        "gradients are scaled by {split:.6g} instead of {alone:.6g}",
+        "梯度的缩放是 {split:.6g}，应为 {alone:.6g}",
+    ),
+    "random-states-equal": Words(
+        "after the resumption all ranks draw the same random numbers, and did not before: all load one rank's states",
+        "恢复之后所有 rank 抽到相同的随机数，而之前不同：它们都加载了同一个 rank 的状态",
+    ),
     # Buffers, random numbers, evaluation
     "buffers-differ": Words(
         "ranks have different buffers: each follows its own samples",
@@ -180,8 +240,8 @@ KINDS: Mapping[str, Words] = {
     ),
     "buffer": Words("this buffer is another one", "这个 buffer 不同"),
     "equal-draws": Words(
-        "all ranks draw the same random numbers: dropout masks of different samples are equal",
-        "所有 rank 抽到相同的随机数：不同样本的 dropout 掩码相同",
+        "all ranks draw the same random numbers: masks, noise or augmentation of different samples are equal",
+        "所有 rank 抽到相同的随机数：不同样本的掩码、噪声或增强相同",
     ),
     "loss-differs": Words(
         "of equal gradients the loss that is reported is another one",
@@ -190,6 +250,16 @@ KINDS: Mapping[str, Words] = {
     "evaluation-differs": Words(
         "after equal steps the metrics of the held-out samples are others",
         "每一步都相同，留出样本的指标却不同",
+    ),
+    "evaluation-joined": Words(
+        "what ranks make of their shares of the evaluation is {split:.6g}, one process has {alone:.6g}: shares of "
+        "unlike sizes count alike ({shares})",
+        "各 rank 由自己那份评估得出的数合起来是 {split:.6g}，而单个进程得到 {alone:.6g}："
+        "大小不同的份额按同样的权重计算（{shares}）",
+    ),
+    "evaluation-own-share": Words(
+        "each rank evaluates a share of {count} samples, and nothing is sent afterwards: its number is its share's",
+        "每个 rank 只评估 {count} 个样本中的一份，之后没有发送任何数据：它的数只是自己那份的",
     ),
     "evaluation-repeats": Words(
         "evaluation counts {count} samples more than once",

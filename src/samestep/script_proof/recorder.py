@@ -25,7 +25,11 @@ from samestep.recording.store import RecordWriter
 from samestep.script_proof import children, interception
 from samestep.script_proof.batches import Batches
 from samestep.script_proof.devices import place_outside
+from samestep.script_proof.draws import Draws, Now, rank_folders
+from samestep.script_proof.fetching import Fetching
+from samestep.script_proof.given import GivenBatches
 from samestep.script_proof.halves import Halves
+from samestep.script_proof.held import Changes, HeldWeights
 from samestep.script_proof.places import script_line
 from samestep.script_proof.settings import RecordSettings
 from samestep.torch_internals.sharded import DTensor, local_part
@@ -61,11 +65,27 @@ class ScriptRecorder:
         self._stepping: list[Any] = []  # optimizers with a step in progress, nested
         self._calls = ModelCalls(self._enter, self._leave)
         self._halves = Halves(self._halved)
+        self._held, self._changes = HeldWeights(), Changes()
+        self._evaluating = False  # whether the last forward was one of an evaluation
+        self._scaler: Any = None  # the last one of gradients that stepped
+        self._forward: dict[str, Any] | None = None  # the training forward that was called last
         self._in_backward = False
         self._step = _Noted()
         self._seen = 0  # batches that DataLoaders gave
         followed = Path(settings.follow) if settings.follow is not None else None
-        self._batches = Batches(self._writer, given=followed, times=settings.times, made=settings.widened)
+        self._fetching = Fetching(self._writer)
+        self._given = GivenBatches()
+        self._batches = Batches(
+            self._writer,
+            given=followed,
+            times=settings.times,
+            made=settings.widened,
+            number_of=self._fetching.number_of,
+            together=settings.together,
+        )
+        redrawn = Path(settings.redraw) if settings.redraw is not None else None
+        together = settings.together or (len(rank_folders(redrawn)) if redrawn is not None else 1)
+        self._draws = Draws(self._writer, given=redrawn, together=together, notes=settings.draws)
         self._processes = 0
         self._buffers: dict[str, tuple[int, int, dict[str, Any]]] = {}
         self._moved = False  # whether the variant's change was made
@@ -128,19 +148,24 @@ class ScriptRecorder:
         noted = {
             "model": root,
             "batch": rows.batch if rows else None,
-            "rows": dict(rows.hashes) if rows else {},
+            "rows": {**(rows.hashes if rows else {}), **self._given.columns(rows, training=training)},
             "counts": dict(rows.counts) if rows else {},
             "sharers": self._sharers.setdefault(root, shards.ranks_of_a_sample(module)),
         }
         self._place("forward" if training else "evaluation")
         if not training:
             self._writer.event("evaluation", after=sum(self._counts), **noted)
+            self._forward = None
+            self._evaluating = True
+            self._batches.evaluated()
             return True
         self._batches.trained()
+        self._evaluating = False
         self._disturb(module)
         self._halves.begin(module, rows.batch if rows else 0)
         noted["random"] = random_state()
         self._step.forwards.append(noted)
+        self._forward = noted
         self._step.targets = 0
         if rows is not None and self._whole_step():
             self._calls.activations = Activations(module, root, rows.batch)
@@ -150,6 +175,8 @@ class ScriptRecorder:
         """Record the end of a forward: its modules' outputs and its results."""
         self._made = [each for each in self._made if each() is not None]
         self._made += [weakref.ref(value) for _, value in named_tensors(result)]
+        if self._forward is not None:
+            _note_use(self._forward, result)
         activations = self._calls.take_activations()
         if activations is None:
             return
@@ -198,6 +225,9 @@ class ScriptRecorder:
             shards.moved_by_one_unit(list(module.parameters()))
             self._writer.event("moved")
 
+    def loader_length(self, loader: Any, value: int) -> int:
+        return self._batches.length(loader, value)
+
     def loader_made(self, loader: Any) -> None:
         self._place("samples")
         self._batches.loader_made(loader)
@@ -208,8 +238,33 @@ class ScriptRecorder:
     def batch_seen(self, indices: Any, batch: Any) -> Any:
         """A DataLoader's batch on its way to the script, whose rows one variant turns round."""
         self._seen += 1
-        self._batches.given(indices)
-        return reversed_rows(batch) if self._settings.variant == "reversed" else batch
+        samples = self._batches.given(indices)
+        turned = reversed_rows(batch) if self._settings.variant == "reversed" else batch
+        if samples is not None:
+            self._given.add(samples if turned is batch else samples[::-1], turned)
+        return turned
+
+    def pass_begun(self, dataset: Any) -> None:
+        self._fetching.begun(dataset)
+
+    def fetcher_made(self) -> None:
+        self._fetching.fetcher_made()
+
+    def sample(self, dataset: Any, number: Any, get: Call) -> Any:
+        return self._fetching.sample(dataset, number, get)
+
+    def drawn(self, name: str, result: Any) -> None:
+        """The script has drawn random numbers, outside of a data set's samples."""
+        if self._fetching.inside or threading.get_ident() != self._thread:
+            return
+        backwards = len(self._step.losses) - self._in_backward
+        training = bool(self._seen or self._roots)
+        now = Now(step=sum(self._counts), backwards=backwards, in_backward=self._in_backward, training=training)
+        self._draws.drawn(name, result, now)
+
+    def masked(self) -> None:
+        """Numbers were dropped by a mask that no draw shows."""
+        self._writer.event("masked", after=sum(self._counts))
 
     def dropout_seen(self) -> None:
         if self._calls.inside and not self._in_backward:
@@ -220,8 +275,11 @@ class ScriptRecorder:
         if not self._in_backward and torch.is_grad_enabled():
             self._step.targets += count
 
-    def sent(self) -> None:
-        """Record that a forward communicates: its ranks may share the same samples."""
+    def sent(self, value: Any) -> None:
+        """Record that a forward communicates: its ranks may share the same samples; and numbers of an evaluation."""
+        if self._evaluating:
+            small = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() <= _FEW
+            self._writer.event("joined", after=sum(self._counts), values=_few(value) if small else [])
         if self._calls.inside and not self._in_backward and self._step.forwards:
             self._step.forwards[-1]["sends"] = True
 
@@ -299,8 +357,10 @@ class ScriptRecorder:
         step.parts = shards.parts_of(self._named())
         step.groups = [self._group(number, group, at) for at, group in enumerate(optimizer.param_groups)]
         step.tensors = {}
+        step.scale = self._scaler.get_scale() if self._scaler is not None else None
         if not self._whole_step():
             return
+        self._note_held(optimizer)
         first = self._counts[number] == 0
         for parameter, parts in self._parameters(optimizer):
             for part in parts:
@@ -308,6 +368,21 @@ class ScriptRecorder:
                     self._add("before", part, parameter)
                 if parameter.grad is not None:
                     self._add("gradient", part, parameter.grad)
+
+    def _note_held(self, optimizer: Any) -> None:
+        """Copies of the weights that no optimizer has, and weights that were changed since the last step."""
+        assert self._step.tensors is not None
+        named = [(part.name, parameter) for parameter, parts in self._parameters(optimizer) for part in parts]
+        self._step.changed = self._changes.since(named)
+        if not self._held.looks(sum(self._counts)):
+            return
+        for each in self._held.find(self._named(), self._optimizers):
+            place = {"name": each.name, "whole": list(each.value.shape), "start": None, "offset": None}
+            self._step.tensors.setdefault("held", []).append({**place, **self._writer.tensor(each.value)})
+
+    def scaled(self, scaler: Any) -> None:
+        """A scaler of gradients lets an optimizer step."""
+        self._scaler = scaler
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A step has ended: weights and buffers, one event. Raises RecordingEnd after the last step asked for."""
@@ -324,6 +399,7 @@ class ScriptRecorder:
                 for part in parts:
                     self._add("after", part, parameter)
             self._note_buffers()
+            self._changes.noted([parameter for parameter, _ in self._parameters(optimizer)])
         self._counts[number] += 1
         self._writer.event("step", **step.to_json(), optimizer=number, number=self._counts[number])
         self._step = _Noted()
@@ -333,6 +409,13 @@ class ScriptRecorder:
     def _ended(self) -> bool:
         """Whether the last step that is to be noted was taken."""
         return self._settings.steps is not None and self._counts[0] >= self._settings.steps
+
+    def zeroed(self) -> None:
+        """Gradients were set to zero: those of earlier forwards are lost, if no step has used them."""
+        if not self._stepping:
+            for each in (*self._step.forwards, *self._step.losses):
+                if each.get("used", True):  # a backward has reached it
+                    each["zeroed"] = True
 
     def _number(self, optimizer: Any) -> int:
         return next(number for number, each in enumerate(self._optimizers) if each is optimizer)
@@ -449,6 +532,8 @@ class _Noted:
         self.targets: float = 0  # of mean losses since the last forward began
         self.dropout = False
         self.in_closure = False
+        self.changed: list[str] = []  # parameters that the script has changed since the last step
+        self.scale: float | None = None  # of gradients
 
     def to_json(self) -> dict[str, Any]:
         """The step as its event has it."""
@@ -459,7 +544,28 @@ class _Noted:
             "groups": self.groups,
             "tensors": self.tensors or {},
             "dropout": self.dropout,
+            "changed": self.changed,
+            "scale": self.scale,
         }
+
+
+_FEW = 4  # numbers of an evaluation, such as a sum and a count
+
+
+def _few(value: Tensor) -> list[float]:
+    return value.detach().double().reshape(-1).tolist()
+
+
+def _note_use(forward: dict[str, Any], result: Any) -> None:
+    """Note in a forward whether a backward reaches one of its results."""
+
+    def used(gradient: Tensor) -> None:
+        forward["used"] = True
+
+    for _, value in named_tensors(result):
+        if value.requires_grad and value.grad_fn is not None:
+            forward.setdefault("used", False)
+            value.register_hook(used)
 
 
 def _sums_in_step(optimizer: Any) -> bool:

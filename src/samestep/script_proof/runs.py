@@ -11,6 +11,7 @@ from pathlib import Path
 from samestep import subprocess_group
 from samestep.errors import UserError
 from samestep.progress import phases
+from samestep.recording.differences import compare_tensors, overall
 from samestep.recording.record import RankRecord, RunRecord
 from samestep.recording.store import events, steps_in
 from samestep.script_proof.children import LAUNCHER, gather
@@ -166,8 +167,10 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
     """
     alone = proof.alone if proof.alone is not None else proof.script
     _run(proof, starter, make_start(proof, folder, ALONE, alone, proof.settings, proof.alone_processes))
+    # One process gets what all ranks draw; several would have to share it out.
+    noted = replace(proof.settings, draws=proof.alone_processes == 1)
     own = (folder / ALONE / LAUNCHER).is_dir()
-    _run(proof, starter, make_start(proof, folder, SPLIT, proof.script, proof.settings, proof.processes, own=own))
+    _run(proof, starter, make_start(proof, folder, SPLIT, proof.script, noted, proof.processes, own=own))
     _check_own_ranks(proof, folder)
     if proof.then is not None:
         name = f"{SPLIT}-then"
@@ -182,7 +185,14 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
         _measure_rounding(proof, folder, starter, alone, proof.settings)
         return
     (folder / ALONE).rename(folder / OWN)
-    settings = replace(proof.settings, follow=followed.folder, times=followed.times, widened=followed.widened)
+    settings = replace(
+        proof.settings,
+        follow=followed.folder,
+        times=followed.times,
+        widened=followed.widened,
+        together=followed.together,
+        redraw=followed.redraw,
+    )
     _measure_rounding(proof, folder, starter, alone, settings, make_start(proof, folder, ALONE, alone, settings, 1))
 
 
@@ -198,7 +208,8 @@ def _measure_rounding(
 
     `before`: a run to start first, or at the same time.
     """
-    variants = VARIANTS[proof.noise]
+    # Rows in another order would meet other random numbers.
+    variants: Sequence[Variant] = ("moved",) if settings.redraw is not None else VARIANTS[proof.noise]
     for variant in variants:
         varied = replace(settings, variant=variant)
         again = make_start(proof, folder, AGAIN, alone, varied, proof.alone_processes)
@@ -207,6 +218,15 @@ def _measure_rounding(
         if variant == variants[-1] or _is_rounding(variant, folder):
             return
         (folder / AGAIN).rename(_tried(folder, variant))
+
+
+def run_to_end(proof: ScriptProof, folder: Path, starter: Starter, steps: int) -> RunRecord:
+    """Run the script alone, with its own batches, to its end or for so many steps, without tensors."""
+    alone = proof.alone if proof.alone is not None else proof.script
+    settings = replace(proof.settings, steps=steps, modules="-")
+    start = make_start(proof, folder, "alone-whole", alone, settings, proof.alone_processes)
+    _run(proof, starter, start)
+    return RunRecord.read(start.place)
 
 
 def measure_in_halves(proof: ScriptProof, folder: Path, starter: Starter) -> bool:
@@ -232,8 +252,21 @@ def measure_in_halves(proof: ScriptProof, folder: Path, starter: Starter) -> boo
 _BEFORE_HALVES, _HALVES = "measured-first", "measured-in-halves"
 
 
+ROUNDING_AT_MOST = 1e-2  # of a gradient in the first step: what moves it by more is no rounding
+
+
+def first_noise(folder: Path) -> float:
+    """How far the gradients of the first step are apart in the two runs alone: all of them as one."""
+    alone, again = (RunRecord.read(folder / name) for name in (ALONE, AGAIN))
+    if not alone.steps or not again.steps:
+        return 0.0
+    return overall(compare_tensors(0, "gradient", alone, again, None))
+
+
 def _is_rounding(variant: Variant, folder: Path) -> bool:
-    """Whether the second run differs by rounding only: no sample's output depends on its place in the batch."""
+    """Whether the second run differs by rounding only: nothing depends on a sample's place in the batch."""
+    if first_noise(folder) > ROUNDING_AT_MOST:
+        return False
     if variant == "halves" and not any(each["event"] == "halved" for each in events(folder / AGAIN / "rank-0")):
         return False
     return not places_matter(RunRecord.read(folder / ALONE), RunRecord.read(folder / AGAIN))

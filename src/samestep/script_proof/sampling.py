@@ -1,7 +1,8 @@
 """Samples: whether the split run trains in each step on those of the run alone, and what it looks like where not.
 
-Rows are compared as multisets of hashes: of a step, over all its forwards and ranks. So neither the order of rows nor
-how they are cut into batches plays a part. Ranks that share samples (tensor or pipeline parallel) count once.
+A sample is its number in a data set, if all runs have the same one; else a hash of its row. Samples are compared as
+multisets: of a step, over all its forwards and ranks. So neither the order of rows nor how they are cut into batches
+plays a part. Ranks that share samples (tensor or pipeline parallel) count once.
 """
 
 from collections import Counter
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.recording.forward import Keys, first_module_apart, rows_of_forward
-from samestep.recording.record import Row, RunRecord
+from samestep.recording.forward import GIVEN, NUMBERED, Keys, first_module_apart, rows_of_forward
+from samestep.recording.record import RankRecord, Row, RunRecord
 from samestep.script_proof.kinds import Finding
 
 Rows = Counter[Row]
@@ -37,6 +38,10 @@ def sampling(alone: RunRecord, split: RunRecord, again: RunRecord, *, given: boo
     theirs = [_rows(split, number, keys.split) for number in range(split.steps)]
     if drawn := _drawn_anew(mine, [_rows(again, number, keys.alone) for number in range(again.steps)]):
         return Sampling(same=0, mistake=drawn)
+    if has_other_data(alone.ranks[0], again.ranks[0]):
+        return Sampling(same=0, mistake=_UNSEEDED_DATA)
+    if (other := _other_data(alone, split)) is not None:
+        return Sampling(same=0, finding=other)
     for number in range(steps):
         if mine[number] != theirs[number]:
             finding, mistake = _judged(alone, split, number, mine, theirs, keys)
@@ -58,6 +63,14 @@ def keys_of(alone: RunRecord, split: RunRecord) -> Keys | None:
     """Return the inputs that identify samples; None if no model's forward was seen, or none with rows."""
     if not alone.steps or not split.steps:
         return None
+    for name in (NUMBERED, GIVEN):
+        if _all_have(alone, name) and _all_have(split, name) and _same_data(alone, split):
+            return Keys(alone=[name], split=[name])
+    return hashed_keys_of(alone, split)
+
+
+def hashed_keys_of(alone: RunRecord, split: RunRecord) -> Keys | None:
+    """Return the inputs by whose hashes samples are known."""
     mine, theirs = _first_inputs(alone), _first_inputs(split)
     if not mine or not theirs:
         return None
@@ -73,12 +86,57 @@ def keys_of(alone: RunRecord, split: RunRecord) -> Keys | None:
     return Keys(alone=shared or list(mine), split=shared or list(theirs))
 
 
+def _all_have(run: RunRecord, name: str) -> bool:
+    """Whether the samples of every step have numbers: in every forward, or among what loaders gave before them."""
+    for rank in run.ranks:
+        for step in rank.steps:
+            known = [name in forward["rows"] for forward in step.forwards]
+            if not (all(known) if name == NUMBERED else any(known)) or not known:
+                return False
+    return True
+
+
+def _same_data(alone: RunRecord, split: RunRecord) -> bool:
+    """Whether a number means the same sample in both runs: data sets have one length, and most samples are equal."""
+    sizes: dict[int, set[int | None]] = {}
+    for rank in (*alone.ranks, *split.ranks):
+        for iteration in rank.iterations:
+            sizes.setdefault(iteration.get("data", 0), set()).add(iteration["size"])
+    if any(len(each) > 1 for each in sizes.values()):
+        return False
+    return not any(has_other_data(alone.ranks[0], rank) for rank in split.ranks)
+
+
+def has_other_data(one: RankRecord, other: RankRecord) -> bool:
+    """Whether most samples that two ranks have made are unlike, though they have the same numbers."""
+    mine, its = _hashes(one), _hashes(other)
+    shared = mine.keys() & its.keys()
+    return 2 * sum(mine[key] != its[key] for key in shared) > len(shared)
+
+
+def _hashes(rank: RankRecord) -> dict[tuple[int, int, int], str]:
+    return {(each["data"], each["index"], each["passed"]): each["hash"] for each in rank.samples}
+
+
+def _other_data(alone: RunRecord, split: RunRecord) -> Finding | None:
+    """Find ranks whose data sets, of one length, have other samples than the run alone, and rank 0 has not."""
+    ranks = [number for number, rank in enumerate(split.ranks) if has_other_data(alone.ranks[0], rank)]
+    runs = (*alone.ranks, *split.ranks)
+    sizes = {each["size"] for rank in runs for each in rank.iterations if not each.get("data")}
+    if not ranks or 0 in ranks or len(sizes) > 1:
+        return None
+    told = ", ".join(map(str, ranks))
+    return Finding(kind="data-differs", step=1, what="samples", relative=1.0, facts={"ranks": told})
+
+
 def _first_inputs(run: RunRecord) -> dict[str, list[str]]:
     """The hashes of the first step's rows, by the name of the input."""
     found: dict[str, list[str]] = {}
     for step in run.step(0):
         for forward in step.forwards:
             for name, hashes in forward["rows"].items():
+                if name in (NUMBERED, GIVEN):
+                    continue
                 found.setdefault(name, []).extend(hashes)
     return found
 
@@ -91,12 +149,13 @@ def rows_in_step(run: RunRecord, number: int) -> int:
 def _sharers(run: RunRecord) -> int:
     """Count the ranks that train on one sample together, as in tensor parallelism.
 
-    Without DTensors they are detected by communication in a model's forward, and by the same rows as rank 0's.
+    Without DTensors they are detected by communication in a model's forward, or by parameters that ranks have cut by
+    hand, and by the same rows as rank 0's.
     """
     if not run.steps:
         return 1
     forwards = [step.forwards for step in run.step(0)]
-    if forwards[0] and forwards[0][0].get("sends"):
+    if forwards[0] and (forwards[0][0].get("sends") or run.cuts):
         return sum(len(each) > 0 and each[0]["rows"] == forwards[0][0]["rows"] for each in forwards)
     return max((each.get("sharers", 1) for each in forwards[0]), default=1)
 
@@ -143,9 +202,13 @@ def _samples(kind: str, number: int, count: int, of: Rows, **facts: Any) -> Find
     )
 
 
+_UNSEEDED_DATA = (
+    "two runs alone have other samples in the same places of their data set: it is made, split or augmented by an "
+    "unseeded generator; seed it, or pass --seed 0"
+)
 _GIVEN = (
-    "one process that is given the same places of the data set as all ranks together has other samples: the data "
-    "set is made, split or augmented at random in each process; seed it, or pass --seed 0"
+    "one process that is given the same places of the data set as all ranks together puts other rows into its model: "
+    "what the script makes of a sample depends on the others in its batch, or on the process"
 )
 
 
@@ -156,6 +219,8 @@ def _judged(
     a, s = mine[number], theirs[number]
     missing, extra = sum((a - s).values()), sum((s - a).values())
     for judge in (
+        _skipped(alone, split, number, a, s, keys),
+        _carried(alone, split, number, mine, theirs),
         _same_on_ranks(split, number, keys, theirs),
         _resumed(split, number, mine, theirs),
         _epoch_again(number, mine, theirs),
@@ -190,6 +255,32 @@ def _hint(mine: Sequence[Rows], theirs: Sequence[Rows]) -> str:
         f"{order}; use one order for any number of processes (DistributedSampler also with one, and one seed for all "
         "ranks), or pass --alone with arguments that give the same order"
     )
+
+
+def _skipped(alone: RunRecord, split: RunRecord, number: int, a: Rows, s: Rows, keys: Keys) -> Finding | None:
+    """Find a batch that one run trains on, and of which the other's forward has no step."""
+    for who, run, names, missing in (("alone", alone, keys.alone, s - a), ("split", split, keys.split, a - s)):
+        left: Rows = Counter()
+        for step in run.step(number):
+            for forward in step.skipped:
+                left.update(rows_of_forward(forward, names))
+        if missing and not missing - left:
+            kind = "step-not-skipped" if who == "alone" else "step-skipped"
+            return _samples(kind, number, sum(missing.values()), a)
+    return None
+
+
+def _carried(
+    alone: RunRecord, split: RunRecord, number: int, mine: Sequence[Rows], theirs: Sequence[Rows]
+) -> Finding | None:
+    """Find a step with micro-batches left over from the epoch before, whose gradients were never stepped."""
+    counts = [len(step.losses) for step in split.ranks[0].steps]
+    usual = max(set(counts), key=counts.count)
+    more = counts[number] - usual
+    if more <= 0 or number == 0 or len(alone.ranks[0].steps[number].losses) > len(alone.ranks[0].steps[0].losses):
+        return None
+    count = sum((theirs[number] - mine[number]).values())
+    return _samples("leftover-carried", number, count, theirs[number], batches=more)
 
 
 def _same_on_ranks(split: RunRecord, number: int, keys: Keys, theirs: Sequence[Rows]) -> Finding | None:
@@ -303,15 +394,16 @@ def _never_seen(
 
 def evaluation_finding(alone: RunRecord, split: RunRecord, keys: Keys | None) -> Finding | None:
     """Evaluation's samples, phase by phase. What Accelerate cuts off before a metric sees it doesn't count."""
-    if keys is None:
+    hashed = hashed_keys_of(alone, split)
+    if keys is None or hashed is None:
         return None
-    mine, theirs = _evaluated(alone, keys.alone), _evaluated(split, keys.split)
+    mine, theirs = _evaluated(alone, hashed.alone), _evaluated(split, hashed.split)
     for after in sorted(mine.keys() & theirs.keys()):
         a, s = mine[after], theirs[after]
         if not a or a == s or not set(a) & set(s):
             continue
         repeated, lost = sum((s - a).values()), sum((a - s).values())
-        if repeated and not lost and _cut(split, after) >= repeated:
+        if repeated and not lost and (_cut(split, after) >= repeated or _each_for_itself(split, after, a, s)):
             continue
         kind = "evaluation-loses" if lost and not repeated else "evaluation-repeats"
         count = lost if kind == "evaluation-loses" else repeated
@@ -330,8 +422,17 @@ def _evaluated(run: RunRecord, keys: Sequence[str]) -> dict[int, Rows]:
 
 
 def _evaluation_rows(forward: Mapping[str, Any], keys: Sequence[str]) -> Iterator[Row]:
-    rows = rows_of_forward(forward, keys) or rows_of_forward(forward, list(forward["rows"]))
+    inputs = [name for name in forward["rows"] if name not in (NUMBERED, GIVEN)]
+    rows = rows_of_forward(forward, keys) or rows_of_forward(forward, inputs)
     yield from rows
+
+
+def _each_for_itself(split: RunRecord, after: int, mine: Rows, theirs: Rows) -> bool:
+    """Whether every rank evaluates all samples, and its number is its own: right, if slow."""
+    whole = theirs == Counter({row: count * len(split.ranks) for row, count in mine.items()})
+    return whole and not any(
+        each["after"] == after for rank in split.ranks for each in (*rank.joined, *rank.gathered)
+    )
 
 
 def _cut(split: RunRecord, after: int) -> int:

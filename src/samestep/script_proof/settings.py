@@ -37,6 +37,9 @@ class RecordSettings:
     on: str | None = None  # cpu or gpu:N: where accelerators that the script names are
     ranks: int = 1  # of the run, also where the script starts them
     devices: int = 1  # how many of them there are said to be
+    together: int = 0  # micro-batches of all ranks of that run in one of this run; 0: one of each rank
+    redraw: str | None = None  # the folder of a run whose random numbers this one is given, joined over ranks
+    draws: bool = False  # whether random numbers are written, for such a run
 
     def write(self, file: Path) -> None:
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")

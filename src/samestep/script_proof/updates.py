@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from samestep.recording.differences import RoundingLimits, TensorDifference, common_module
@@ -18,6 +19,12 @@ def initial_finding(
     copies = [each for each in tensors if each.ranks_apart > 0 or each.absent]
     departing = [each for each in tensors if limits.exceeded(each)]
     missing = [each.name for each in tensors if each.missing]
+    shapes = {name: found for name in missing if (found := split.joined(0, "after", name)) is not None}
+    if shapes:
+        name, joined = next(iter(shapes.items()))
+        whole = alone.joined(0, "before", name)
+        facts = {"split": tuple(joined.value.shape), "alone": tuple(whole.value.shape) if whole is not None else ()}
+        return replace(_weights("other-shape", tensors, list(shapes), math.inf), facts=facts)
     if missing:
         return _weights("not-in-optimizer", tensors, missing, math.inf)
     if copies:
@@ -169,6 +176,46 @@ def follows_samples(own: RunRecord, split: RunRecord, by: int) -> bool:
     return len(pairs) > 1 and all(_equal(one, other) for one, other in pairs)
 
 
+def schedule_finding(own: RunRecord, split: RunRecord, by: int) -> Finding | None:
+    """Find a schedule that is longer than the training, whose steps are fewer the more ranks there are.
+
+    `own`: the run alone with its own batches, of which it takes `by` times as many. Trainings of a set number of
+    steps have as many of them alone, and are right.
+    """
+    name = next(iter(own.step(0)[0].settings), None)
+    if name is None or by < 2 or own.steps <= split.steps:
+        return None
+    if any(rank.end.get("how") != "ended" for rank in split.ranks):
+        return None
+    mine, theirs = _rates(own, name), _rates(split, split.names.get(name, name))
+    last = theirs[-1]
+    goes_down = len(theirs) > 1 and last < theirs[-2] and last > ENDED * max(theirs)
+    if not goes_down or not all(map(_equal, mine, theirs)):
+        return None
+    facts = {"split": split.steps, "alone": own.steps, "rate": last}
+    relative = last / max(theirs)
+    return Finding(kind="schedule-length", step=split.steps, what="learning rate", relative=relative, facts=facts)
+
+
+ENDED = 0.01  # of the largest rate: a schedule that goes down so far is at its end
+
+
+def ends_with_training(run: RunRecord) -> bool:
+    """Whether a run that was not stopped has a schedule that goes down to its end."""
+    name = next(iter(run.step(0)[0].settings), None)
+    rates = _rates(run, name) if name is not None else [1.0]
+    # The last step's rate is one step before the schedule's end.
+    return bool(rates) and rates[-1] - max(0.0, rates[-2] - rates[-1]) <= ENDED * max(rates)
+
+
+def rate_ends(run: RunRecord) -> int | None:
+    """The step, from 1, from which on a rate that was not 0 is 0, with steps after it; None if there is none."""
+    name = next(iter(run.step(0)[0].settings), None)
+    rates = _rates(run, name) if name is not None else []
+    last = max((number for number, rate in enumerate(rates) if rate), default=len(rates))
+    return last + 2 if last + 2 < len(rates) else None
+
+
 def _rates(run: RunRecord, name: str) -> list[float]:
     return [float(_settings(run.step(number)).get(name, {}).get("lr", 0.0)) for number in range(run.steps)]
 
@@ -201,14 +248,14 @@ def update_finding(
         return None
     worst = max(each.apart for each in departing)
     loaded = [at for rank in split.ranks for at in rank.loaded]
-    if _continued(split) and number in (_continued(split), *loaded):
+    if continued(split) and number in (continued(split), *loaded):
         return _parameters("optimizer-state-lost", number, tensors, departing, worst)
     if gradients > COARSE:
         return None
     return _parameters("update-differs", number, tensors, departing, worst)
 
 
-def _continued(split: RunRecord) -> int | None:
+def continued(split: RunRecord) -> int | None:
     """Return the number of steps after which the script was started again and resumed; None if it wasn't."""
     folders = [step.folder for step in split.ranks[0].steps]
     return next((number for number, folder in enumerate(folders) if folder != folders[0]), None)

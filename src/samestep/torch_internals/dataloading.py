@@ -5,6 +5,7 @@ from functools import wraps
 from typing import Any
 
 from torch.utils.data import dataloader
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data._utils.worker import _worker_loop
 
 BATCH_ITERATOR: Any = dataloader._BaseDataLoaderIter  # base class of those with and without worker processes
@@ -24,6 +25,36 @@ def numbers_of(iterator: Any) -> Any:
 def replace_numbers(iterator: Any, numbers: Any) -> None:
     """Give an iterator other numbers of samples."""
     iterator._sampler_iter = numbers
+
+
+def call_for_samples(made: Callable[[], None], sample: Callable[[Any, Any, Callable[[], Any]], Any]) -> None:
+    """Patch how samples are got by their numbers, one by one: `sample(dataset, number, get)` returns each.
+
+    `made` is called whenever the object that gets them is made: once for a pass, in the process that makes samples.
+    """
+    fetcher: Any = _MapDatasetFetcher
+    make, fetch = fetcher.__init__, fetcher.fetch
+
+    @wraps(make)
+    def made_fetcher(self: Any, *args: Any, **kwargs: Any) -> None:
+        made()
+        make(self, *args, **kwargs)
+
+    @wraps(fetch)
+    def fetched(self: Any, numbers: Any) -> Any:
+        if not self.auto_collation:
+            return fetch(self, numbers)
+        return self.collate_fn([sample(self.dataset, number, _getter(self.dataset, number)) for number in numbers])
+
+    fetcher.__init__, fetcher.fetch = made_fetcher, fetched
+
+
+def _getter(dataset: Any, number: Any) -> Callable[[], Any]:
+    """How one sample is got; data sets that give several at a time may have no other way."""
+    several = getattr(dataset, "__getitems__", None)
+    if several:
+        return lambda: several([number])[0]
+    return lambda: dataset[number]
 
 
 def call_at_begin(begun: Callable[[Any, Any], None]) -> None:

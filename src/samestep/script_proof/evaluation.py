@@ -1,0 +1,68 @@
+"""Evaluations that are shared out: whether the number that ranks make of their shares is that of one process."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from samestep.recording.record import RankRecord, RunRecord
+from samestep.script_proof.kinds import Finding
+
+_RELATIVE = 1e-3  # rounding of a sum in float32 is far below
+
+
+def joined_finding(alone: RunRecord, split: RunRecord) -> Finding | None:
+    """Find numbers that ranks join after an evaluation, and of which neither sum nor mean is what one process has."""
+    for after in sorted({each["after"] for each in alone.ranks[0].joined}):
+        mine = _numbers(alone.ranks[0], after)
+        ranks = [_numbers(rank, after) for rank in split.ranks]
+        for number, value in enumerate(mine):
+            its = [each[number] for each in ranks if number < len(each)]
+            if len(its) < len(ranks) or _is_any(value, (sum(its), sum(its) / len(its), max(its), min(its))):
+                continue
+            mean = sum(its) / len(its)
+            facts = {"alone": value, "split": mean, "shares": ", ".join(f"{each:.6g}" for each in its)}
+            relative = abs(mean - value) / max(abs(value), 1e-300)
+            return Finding(kind="evaluation-joined", step=after, what="evaluation", relative=relative, facts=facts)
+    return None
+
+
+def _numbers(rank: RankRecord, after: int) -> list[float]:
+    return [value for each in rank.joined if each["after"] == after for value in each["values"]]
+
+
+def _is_any(value: float, others: Sequence[float]) -> bool:
+    return any(abs(value - other) <= _RELATIVE * max(abs(value), abs(other)) for other in others)
+
+
+def own_share_finding(split: RunRecord) -> Finding | None:
+    """Find an evaluation by the trained model that is shared out, after which no rank sends anything."""
+    trained = {row for rank in split.ranks for step in rank.steps for each in step.forwards for row in _rows(each)}
+    models = {each["model"] for step in split.step(0) for each in step.forwards}
+    for after in sorted({each["after"] for rank in split.ranks for each in rank.evaluations}):
+        if any(each["after"] == after for rank in split.ranks for each in (*rank.joined, *rank.gathered)):
+            continue
+        shares = [_share(rank, after, models) for rank in split.ranks]
+        together = set().union(*shares)
+        if (
+            len(shares) > 1
+            and all(shares)
+            and not together & trained
+            and not any(map(set.__and__, shares, shares[1:]))
+        ):
+            facts = {"count": len(together)}
+            return Finding(kind="evaluation-own-share", step=after, what="evaluation", relative=1.0, facts=facts)
+    return None
+
+
+def _share(rank: RankRecord, after: int, models: set[str]) -> set[tuple[str, ...]]:
+    return {
+        row
+        for forward in rank.evaluations
+        if forward["after"] == after and forward.get("model") in models
+        for row in _rows(forward)
+    }
+
+
+def _rows(forward: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The rows of a forward, by the hashes of its inputs."""
+    columns = [hashes for name, hashes in forward["rows"].items() if not name.startswith("#")]
+    return list(zip(*columns, strict=True)) if columns else []

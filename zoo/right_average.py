@@ -1,0 +1,21 @@
+"""An average of the weights, of the model within DDP."""
+
+import torch
+from pieces import Classifier, cross_entropy, join, loader, options, replicated, samples
+
+given = options()
+rank, world = join(given.seed)
+net = Classifier()
+shadow = {name: value.detach().clone() for name, value in net.named_parameters()}
+model = replicated(net)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+batches = loader(samples(), given.batch)
+for epoch in range(given.epochs):
+    batches.sampler.set_epoch(epoch)
+    for rows, classes in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(rows), classes).backward()
+        optimizer.step()
+        for name, value in net.named_parameters():
+            if name in shadow:
+                shadow[name].lerp_(value.detach(), 0.1)
