@@ -84,7 +84,7 @@ class RankRecord:
             iterations=of("iteration"),
             redrawn=of("redrawn"),
             masked=bool(of("masked")),
-            joined=of("joined"),
+            joined=of("reduced"),
             variant=next((each.get("variant", "as-is") for each in of("start")), "as-is"),
         )
 

@@ -279,7 +279,7 @@ class ScriptRecorder:
         """Record that a forward communicates: its ranks may share the same samples; and numbers of an evaluation."""
         if self._evaluating:
             small = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() <= _FEW
-            self._writer.event("joined", after=sum(self._counts), values=_few(value) if small else [])
+            self._writer.event("reduced", after=sum(self._counts), values=_few(value) if small else [])
         if self._calls.inside and not self._in_backward and self._step.forwards:
             self._step.forwards[-1]["sends"] = True
 
