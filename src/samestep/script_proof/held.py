@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from samestep.recording import shards
 from samestep.torch_internals.modules import own_parameters
-from samestep.torch_internals.sharded import DTensor, local_part
+from samestep.torch_internals.sharded import local_part
 
 _PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _LEAST = 2  # tensors that are a copy
@@ -45,10 +45,7 @@ class HeldWeights:
     def find(self, models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> list[HeldTensor]:
         """Return the tensors of all copies; none where models are sharded."""
         trained = {
-            name: tensor
-            for model in models.values()
-            for name, tensor in _parameters(model)
-            if not isinstance(tensor, DTensor)
+            name: tensor for model in models.values() for name, tensor in _parameters(model) if _is_plain(tensor)
         }
         if len(trained) < _LEAST:
             return []
@@ -91,12 +88,8 @@ def _tensors_in_use(trained: Any, optimizers: Sequence[Any]) -> Iterator[Tensor]
 
 
 def _is_plain(value: Any) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and not isinstance(value, DTensor)
-        and value.layout == torch.strided
-        and not value.is_meta
-    )
+    """Whether a value is a tensor with numbers. Its type is asked, since proxies say that they are of other classes."""
+    return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_meta
 
 
 def _candidates(trained: Mapping[str, Tensor], own: set[int]) -> Iterator[tuple[Any, _Named]]:
