@@ -14,7 +14,7 @@ from samestep.recording.record import RunRecord
 from samestep.script_proof.batches import Iteration, iterations
 from samestep.script_proof.draws import draws
 from samestep.script_proof.kinds import Finding
-from samestep.script_proof.sampling import check_steps, sampling
+from samestep.script_proof.sampling import check_steps, sampling, sharers_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,8 @@ def following(alone: Path, split: Path) -> Following | None:
     """Return how to follow the split run; None if steps are comparable already, or nothing can be replayed."""
     mine, theirs = RunRecord.read(alone), RunRecord.read(split)
     check_steps(mine, theirs)
-    drawn, compared = draws(split), sampling(mine, theirs, mine)
+    # Ranks that share samples draw for the same ones.
+    drawn, compared = draws(split) and sharers_of(theirs) == 1, sampling(mine, theirs, mine)
     known = compared.finding is not None and (compared.finding.kind == "same-samples" or not drawn)
     if known or (compared.mistake is None and not drawn):
         return None

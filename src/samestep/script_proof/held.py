@@ -88,7 +88,7 @@ def _tensors_in_use(trained: Any, optimizers: Sequence[Any]) -> Iterator[Tensor]
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor with numbers. Its type is asked, since proxies say that they are of other classes."""
+    """Whether a value is a tensor with numbers, by its type: proxies say that they are of other classes."""
     return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_meta
 
 

@@ -143,10 +143,10 @@ def _first_inputs(run: RunRecord) -> dict[str, list[str]]:
 
 def rows_in_step(run: RunRecord, number: int) -> int:
     """How many rows all ranks put into their models in one step."""
-    return sum(forward["batch"] or 0 for step in run.step(number) for forward in step.forwards) // _sharers(run)
+    return sum(forward["batch"] or 0 for step in run.step(number) for forward in step.forwards) // sharers_of(run)
 
 
-def _sharers(run: RunRecord) -> int:
+def sharers_of(run: RunRecord) -> int:
     """Count the ranks that train on one sample together, as in tensor parallelism.
 
     Without DTensors they are detected by communication in a model's forward, or by parameters that ranks have cut by
@@ -177,7 +177,7 @@ def _rows(run: RunRecord, number: int, keys: Sequence[str]) -> Rows:
     total: Rows = Counter()
     for rank in range(len(run.ranks)):
         total += _of_rank(run, rank, number, keys)
-    return _each_once(total, _sharers(run))
+    return _each_once(total, sharers_of(run))
 
 
 def _drawn_anew(mine: Sequence[Rows], repeated: Sequence[Rows]) -> str | None:
@@ -286,7 +286,7 @@ def _carried(
 def _same_on_ranks(split: RunRecord, number: int, keys: Keys, theirs: Sequence[Rows]) -> Finding | None:
     """The finding that all ranks train on the same samples: no sampler shares them out."""
     ranks = [_of_rank(split, rank, number, keys.split) for rank in range(len(split.ranks))]
-    if len(ranks) <= _sharers(split) or not ranks[0] or any(rank != ranks[0] for rank in ranks):
+    if len(ranks) <= sharers_of(split) or not ranks[0] or any(rank != ranks[0] for rank in ranks):
         return None
     total = theirs[number]
     return Finding(
@@ -418,7 +418,7 @@ def _evaluated(run: RunRecord, keys: Sequence[str]) -> dict[int, Rows]:
     for rank in run.ranks:
         for forward in rank.evaluations:
             found.setdefault(forward["after"], Counter()).update(_evaluation_rows(forward, keys))
-    return {after: _each_once(rows, _sharers(run)) for after, rows in found.items()}
+    return {after: _each_once(rows, sharers_of(run)) for after, rows in found.items()}
 
 
 def _evaluation_rows(forward: Mapping[str, Any], keys: Sequence[str]) -> Iterator[Row]:
