@@ -43,7 +43,9 @@ class HeldWeights:
         return number < _EACH or number % _EACH == 0
 
     def find(self, models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> list[HeldTensor]:
-        """Return the tensors of all copies; none where models are sharded."""
+        """Return the tensors of all copies of models that an optimizer trains; none where these are sharded."""
+        held = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+        models = {name: each for name, each in models.items() if any(id(one) in held for one in each.parameters())}
         trained = {
             name: tensor for model in models.values() for name, tensor in _parameters(model) if _is_plain(tensor)
         }
