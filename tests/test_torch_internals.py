@@ -55,6 +55,7 @@ OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 # Private names of other packages, which are used where these are.
 OF_OTHERS = {
     "_exit": "os",
+    "_exit_function": "multiprocessing",
     "_getframe": "sys",
     "_run_exitfuncs": "atexit",
     "_SubParsersAction": "argparse",
