@@ -15,8 +15,9 @@ from torch import nn
 
 import samestep
 from samestep.cli.main import main
-from samestep.contract import check, errors
+from samestep.contract import check
 from samestep.layout import Layout
+from samestep.tasks import memory_budget
 
 FILES = {str(module.__file__) for module in (drawing, nets, odd)}
 
@@ -233,7 +234,7 @@ def test_a_model_too_large_for_one_process_is_not_checked(
             super().__init__()
             self.table = nn.Embedding(10_000, 16)  # 640 kB
 
-    monkeypatch.setattr(errors, "available_memory", lambda: 2**20)
+    monkeypatch.setattr(memory_budget, "available_memory", lambda: 2**20)
     found = check.examine(samestep.Job(recipe=recipe_of(odd.Odd(Large))), Layout(), odd.Odd(Large))
     assert [finding.kept for finding in found if finding.part == "model"] == [None]
     check.check_contract(samestep.Job(recipe=recipe_of(odd.Odd(Large))), Layout(), odd.Odd(Large))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from samestep.contract.coupling import check_sum_of_parts
-from samestep.contract.errors import ContractError, TooLargeError, said
+from samestep.contract.errors import ContractError, said
 from samestep.contract.parts import SUM, WholeAndParts, whole_and_parts
 from samestep.contract.samples import COLLATE, DATA, check_collate, take_samples
 from samestep.contract.scores import EVALUATION, check_evaluation
@@ -45,6 +45,7 @@ from samestep.parallel.context.ring import check_ring
 from samestep.parallel.exact.batch_norm import first_batch_norm
 from samestep.parallel.trace import follow
 from samestep.tasks.base import Task
+from samestep.tasks.memory_budget import TooLargeError
 from samestep.tasks.turns import Turn, turns_of
 from samestep.tasks.turns import check_parameters as check_turns
 from samestep.training.optimizer import plans_of

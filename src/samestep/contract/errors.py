@@ -1,24 +1,18 @@
 """What ends a check of a task: a part of the contract that is broken, or a model too large for one process.
 
-An exception in the user's code is reported in one sentence with its line (`said`). A model that fits only into the
-memory of many ranks can't be built in one process: `Budget` stops the attempt before memory runs out.
+An exception in the user's code is reported in one sentence with its line (`said`).
 """
 
 import inspect
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from samestep.errors import UserError, ended_by_code, place_of, shown
-from samestep.launch.memory import available_memory
-from samestep.sizes import binary_size
-from samestep.torch_internals import pytree
-from samestep.torch_internals.operators import TorchDispatchMode
+from samestep.tasks.memory_budget import TooLargeError
 
 
 class ContractError(UserError):
@@ -28,16 +22,6 @@ class ContractError(UserError):
         super().__init__(text if complete else f"the task's contract, {part}: {text}")
         self.part = part
         self.text = text
-
-
-# A model with its gradients, once in float32 and once in float64, and the activations of a few samples.
-_PART = 4
-
-_SMALL = 2**16  # bytes; smaller storages aren't counted
-
-
-class TooLargeError(Exception):
-    """The model needs more memory than the check may use."""
 
 
 def line_of(function: Any) -> str:
@@ -83,45 +67,3 @@ def said(part: str, what: str, of: Any = None) -> Iterator[None]:
         reason = " ".join(str(error).strip().partition("\n")[0].split()) or "no message"
         place = at(place_of(error))
         raise ContractError(part, f"{what} fails with {type(error).__name__}: {reason}{place}") from error
-
-
-class Budget(TorchDispatchMode):
-    """Raise TooLargeError as soon as the live tensors that were made in this mode exceed a memory budget.
-
-    The error comes before memory runs out, since the system gives a process memory on first write. `most`: bytes;
-    None: a quarter of the memory that this process can have.
-    """
-
-    def __init__(self, most: int | None = None) -> None:
-        super().__init__()
-        self._most = available_memory() // _PART if most is None else most
-        self._alive = 0
-        self._known: set[int] = set()  # addresses of storages that still exist
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
-                self._count(leaf.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        """Count a new storage until it is freed; once, however many tensors share it."""
-        size, place = storage.nbytes(), storage.data_ptr()
-        if size < _SMALL or place in self._known:
-            return
-        self._known.add(place)
-        self._alive += size
-        weakref.finalize(storage, self._free, place, size)
-        if self._most is not None and self._alive > self._most:
-            raise TooLargeError(
-                f"the model takes more than {binary_size(self._most)}, a quarter of the memory that one process "
-                "can have here"
-            )
-
-    def _free(self, place: int, size: int) -> None:
-        """Subtract a storage that was freed."""
-        self._known.discard(place)
-        self._alive -= size

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.contract.errors import Budget, ContractError, at, line_of, said
+from samestep.contract.errors import ContractError, at, line_of, said
 from samestep.contract.samples import Sampled, take_others
 from samestep.data.loader import Moment, on_device
 from samestep.data.nests import equal, map_tensors
@@ -32,6 +32,7 @@ from samestep.parallel.exact.generators import is_foreign
 from samestep.parallel.loss.coupled import CallRows, Coupling
 from samestep.tasks.base import InTurn, Task, call, sum_and_count
 from samestep.tasks.losses import takes_gather, with_weights
+from samestep.tasks.memory_budget import Budget
 from samestep.tasks.turns import Turn
 from samestep.torch_internals import pytree
 from samestep.torch_internals.modules import REGISTRIES

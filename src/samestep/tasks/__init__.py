@@ -6,7 +6,7 @@ Read `base` first (what a task is), then `regression`, the smallest. `registry` 
   `prediction` what they make of samples.
 - `huggingface`: a model with its own loss; `model_facts` and `model_loss` find out by trying what it takes and how
   its loss counts, on the rows that `first_rows` chooses, among the kinds of `loss_terms`; `weighted_terms` has
-  losses that are sums of such, `contrastive` those of two towers.
+  losses that are sums of such, `contrastive` those of two towers. `memory_budget`: models too large for one process.
 - Kinds of losses: `losses` (of samples that are compared, of several terms), `turns` (steps in turns).
 """
 

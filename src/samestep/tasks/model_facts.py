@@ -15,6 +15,7 @@ from samestep.parallel.exact.float64 import in_float64
 from samestep.tasks.contrastive import RETURN_LOSS, Contrast, find_contrast
 from samestep.tasks.first_rows import Chosen
 from samestep.tasks.loss_terms import IGNORED, Part, Terms, check_answers
+from samestep.tasks.memory_budget import built_within
 from samestep.tasks.model_loss import (
     COUNT,
     FoundTerms,
@@ -227,8 +228,11 @@ def _contrast(model: nn.Module, inputs: Mapping[str, Any]) -> Contrast | None:
 
 
 def built_of(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """Return the model, given or built. Raises UserError for one on the meta device or without parameters."""
-    built = model if isinstance(model, nn.Module) else model()
+    """Return the model, given or built; of one that is too large for this process one with fewer layers.
+
+    Raises UserError for one on the meta device or without parameters.
+    """
+    built = model if isinstance(model, nn.Module) else built_within(model)
     if not isinstance(built, nn.Module):
         raise UserError(f"model= gave a {type(built).__name__}; use a function that returns an nn.Module")
     for name, tensor in (*built.named_parameters(), *built.named_buffers()):
