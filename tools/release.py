@@ -55,9 +55,10 @@ def copy_sources(folder: Path, root: Path = ROOT) -> Path:
 
 
 def source_files(root: Path) -> set[str]:
-    """The files of the package, as a wheel names them."""
+    """The files of the package and the modules beside it, as a wheel names them."""
     source = root / "src"
-    return {path.relative_to(source).as_posix() for path in (source / "samestep").rglob("*") if path.is_file()}
+    files = [*(source / "samestep").rglob("*"), *source.glob("*.py")]
+    return {path.relative_to(source).as_posix() for path in files if path.is_file()}
 
 
 def wheel_faults(wheels: Sequence[Collection[str]], sources: Collection[str]) -> list[str]:
