@@ -11,6 +11,7 @@ class Product(nn.Module):
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+        self.bias: nn.Parameter | None
         self.register_parameter("bias", nn.Parameter(torch.randn(outputs)) if bias else None)
 
     def forward(self, given: Tensor) -> Tensor:

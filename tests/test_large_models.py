@@ -30,13 +30,14 @@ def qwen(layers: int = 12) -> nn.Module:
 
 def gpt2() -> nn.Module:
     """Its configuration has another name for the number of layers."""
-    sizes = {"n_embd": 256, "n_layer": 12, "n_head": 4, "n_positions": 24, "vocab_size": VOCABULARY}
+    sizes: dict[str, Any] = {"n_embd": 256, "n_layer": 12, "n_head": 4, "n_positions": 24, "vocab_size": VOCABULARY}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
 
 
 def t5() -> nn.Module:
-    sizes = {"d_model": 256, "d_kv": 64, "d_ff": 512, "num_heads": 4, "vocab_size": VOCABULARY}
-    config = transformers.T5Config(**sizes, num_layers=6, num_decoder_layers=5, decoder_start_token_id=0)
+    sizes: dict[str, Any] = {"d_model": 256, "d_kv": 64, "d_ff": 512, "num_heads": 4, "vocab_size": VOCABULARY}
+    sizes |= {"num_layers": 6, "num_decoder_layers": 5, "decoder_start_token_id": 0}
+    config = transformers.T5Config(**sizes)
     return transformers.T5ForConditionalGeneration(config)
 
 

@@ -124,12 +124,6 @@ REFUSED: Mapping[str, tuple[str, str, dict[str, Any], str]] = {
         {"tensor_plan": {"embed": "whole", "head": "whole"}},
         "layers.0.up takes [2, 12], which is not [samples, tokens, features]",
     ),
-    "computed weights": (
-        "orthogonal",
-        "tp2 sequence=split",
-        {"tensor_plan": {"embed": "whole", "head": "whole"}},
-        "the weight of layers.0.up (ParametrizedLinear) is computed from others before each use",
-    ),
     "a plan that is wrong": (
         "hidden",
         "tp2",
@@ -156,6 +150,8 @@ def proofs() -> Mapping[str, Proof | str]:
     }
     cases |= {case: (recipes[name], layout, run) for case, (name, layout, run, _) in refused.items()}
     cases["as it was told"] = (recipes["hidden"], "tp2", {"tensor_plan": AS_TOLD})
+    whole = {"tensor_plan": {"embed": "whole", "head": "whole"}}
+    cases["computed weights"] = (recipe("orthogonal"), "tp2 sequence=split", whole)
     return prove(cases, steps=2)
 
 
@@ -189,6 +185,10 @@ def test_an_odd_model_takes_the_same_step_on_four_ranks() -> None:
 
 def test_what_a_refusal_says_works(proofs: Mapping[str, Proof | str]) -> None:
     assert same(proofs, ["as it was told"]) == {}
+
+
+def test_weights_that_are_computed_before_each_use_take_the_same_step(proofs: Mapping[str, Proof | str]) -> None:
+    assert same(proofs, ["computed weights"]) == {}
 
 
 def assert_refused(case: str, said: Proof | str) -> None:

@@ -26,8 +26,9 @@ class Noting(transformers.GPT2LMHeadModel):
         kind = "train" if self.training else "evaluate"
         self._note("", f"{kind} {'graph' if torch.is_grad_enabled() else 'none'}")
         output = super().forward(*arguments, **keywords)
-        if output.logits.requires_grad:
-            output.logits.register_hook(lambda _: self._note(BESIDES, "backward"))
+        logits: Any = output.logits
+        if logits.requires_grad:
+            logits.register_hook(lambda _: self._note(BESIDES, "backward"))
         return output
 
     def _note(self, ending: str, text: str) -> None:

@@ -207,7 +207,8 @@ def counts_of(step: RankStep) -> list[dict[str, float]]:
         for forward in step.forwards[begun : loss["after"]]:
             for name, count in forward["counts"].items():
                 counts[name] = counts.get(name, 0) + count
-        counts["targets"] = loss["targets"]
+        if loss["targets"] is not None:  # the loss of a job doesn't say how many it has
+            counts["targets"] = loss["targets"]
         begun = loss["after"]
         found.append(counts)
     return found
@@ -218,7 +219,7 @@ def _mean_without_targets(pair: StepPair) -> Finding | None:
     parts = [counts for step in pair.split for counts in counts_of(step)]
     names = {name for counts in parts for name in counts}
     values = [[counts.get(name, 0) for counts in parts] for name in names]
-    return _mean_of_means(pair) if any(min(each) == 0 < max(each) for each in values) else None
+    return _mean_of_means(pair) if any(min(numbers) == 0 < max(numbers) for numbers in values) else None
 
 
 def _short_group(pair: StepPair) -> Finding | None:
