@@ -14,6 +14,9 @@ from samestep.recording.record import JoinedTensor, RunRecord, piece_of
 NOISES = 20.0
 # Differences below so many units of the precision are rounding, whatever was measured.
 _UNITS = 64.0
+# And below so many units of a typical number: a gradient that is small because its terms cancel, such as that of a
+# bias in a difference of two outputs, has the rounding of the terms.
+_UNITS_OF_TERMS = 4.0
 # A tensor that is so much smaller than the others, by its root mean square, is rounding itself.
 _SMALL = 1e-4
 
@@ -33,6 +36,7 @@ class TensorDifference:
     product: float = 0.0
     square: float = 0.0
     split_square: float = 0.0
+    usual: float = 1.0  # norm of a tensor of its shape of typical numbers, relative to `alone`
     missing: bool = False  # the split run has none of it
     absent: Sequence[int] = ()  # ranks that have none of it
 
@@ -58,9 +62,10 @@ def limits_of(
     tensors: Sequence[TensorDifference], dtype: torch.dtype, before: RoundingLimits | None = None
 ) -> RoundingLimits:
     """Return a step's limits; never below those `before`, since noise grows from step to step."""
-    smallest = _UNITS * torch.finfo(dtype).eps
+    unit = torch.finfo(dtype).eps
+    smallest = _UNITS * unit
     common = max(smallest, NOISES * median([each.noise for each in tensors] or [0.0]))
-    own = {each.name: NOISES * each.noise for each in tensors}
+    own = {each.name: max(NOISES * each.noise, _UNITS_OF_TERMS * unit * each.usual) for each in tensors}
     if before is not None:
         common = max(common, before.common)
         own = {name: max(value, before.own.get(name, 0.0)) for name, value in own.items()}
@@ -146,6 +151,7 @@ def tensor_difference(
         product=product,
         square=square,
         split_square=split_square,
+        usual=usual * math.sqrt(max(1, known.numel())) / least,
     )
 
 
