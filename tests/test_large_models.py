@@ -24,7 +24,7 @@ def llama(layers: int = 12) -> nn.Module:
 def qwen(layers: int = 12) -> nn.Module:
     """Its configuration has a list with an entry a layer, which has to be as long as they are many."""
     config = transformers.Qwen3Config(**_SIZES, **_WORDS, head_dim=64, num_hidden_layers=layers)
-    assert len(config.layer_types) == layers
+    assert len(config.layer_types or ()) == layers
     return transformers.Qwen3ForCausalLM(config)
 
 
