@@ -69,6 +69,11 @@ def section(title: Words, content: str, about: Words | None = None) -> str:
     return f"<section>\n<h2>{both(title)}</h2>\n{paragraph(about, 'quiet') if about else ''}\n{content}\n</section>"
 
 
+def bullets(title: Words, items: Sequence[Words | str]) -> str:
+    """A section with a list."""
+    return section(title, f"<ul>{''.join(f'<li>{both(item)}</li>' for item in items)}</ul>")
+
+
 def paragraph(text: Words, kind: str = "") -> str:
     return f'<p class="{kind}">{both(text)}</p>'
 

@@ -12,6 +12,7 @@ from samestep.display.page import (
     Cell,
     Words,
     both,
+    bullets,
     document,
     figure_layout,
     html_table,
@@ -82,8 +83,7 @@ def _body(rows: Sequence[MatrixRow]) -> str:
     """The page's parts: a verdict for each row or their counts, remarks, both plots, the table."""
     parts = [paragraph(_summary(rows), "good" if all(row.passed for row in rows) else "bad")]
     if remarks := [remark for row in rows for remark in _remarks(row, named=len(rows) > 1)]:
-        items = "".join(f"<li>{both(remark)}</li>" for remark in remarks)
-        parts.append(section(_REMARKS, f"<ul>{items}</ul>"))
+        parts.append(bullets(_REMARKS, remarks))
     if any(row.proof is not None for row in rows):
         parts.append(section(_DIFFERENCES, plot("differences"), _ABOUT_DIFFERENCES))
         parts.append(section(_STEPS, plot("steps"), _ABOUT_STEPS))

@@ -10,7 +10,7 @@ from samestep.display.page import (
     GRID,
     Cell,
     Words,
-    both,
+    bullets,
     document,
     figure_layout,
     html_table,
@@ -65,11 +65,9 @@ def _body(verdict: Verdict) -> str:
     """The page's parts: the verdict, notes, both plots, the table."""
     parts = [paragraph(_sentence(verdict), "good" if verdict.same_step else "bad")]
     if verdict.same_step and verdict.not_compared:
-        items = "".join(f"<li>{both(what)}</li>" for what in verdict.not_compared)
-        parts.append(section(_NOT_COMPARED, f"<ul>{items}</ul>"))
+        parts.append(bullets(_NOT_COMPARED, verdict.not_compared))
     if verdict.notes:
-        items = "".join(f"<li>{both(note)}</li>" for note in verdict.notes)
-        parts.append(section(_NOTES, f"<ul>{items}</ul>"))
+        parts.append(bullets(_NOTES, verdict.notes))
     parts.append(section(_CURVE, plot("curve"), _ABOUT_CURVE))
     parts.append(section(_MODULES, plot("modules"), _ABOUT_MODULES))
     parts.append(section(_NUMBERS, _table(verdict.curve)))

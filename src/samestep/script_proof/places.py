@@ -6,6 +6,8 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
+from samestep.errors import shown
+
 _OURS = str(Path(__file__).resolve().parent.parent)
 
 
@@ -22,12 +24,6 @@ def script_line() -> tuple[str, int] | None:
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(("<", *_installed())) and Path(file).is_file():
-            return _shown(file), frame.f_lineno
+            return shown(Path(file).resolve()), frame.f_lineno
         frame = frame.f_back
     return None
-
-
-def _shown(file: str) -> str:
-    """A file's path from the current folder on, if it is below it."""
-    path = Path(file).resolve()
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
