@@ -40,6 +40,32 @@ def test_a_later_process_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+FORKED = """
+import atexit, os, sys
+from contextlib import ExitStack
+from pathlib import Path
+from samestep.fault_tolerance.scratch import scratch
+
+stack = ExitStack()
+folder = stack.enter_context(scratch("samestep-test-", Path(sys.argv[1])))
+atexit.register(stack.close)
+del stack
+child = os.fork()
+if child == 0:
+    atexit._clear()  # as Python's fork server does in each process that it forks
+    os._exit(0)
+os.waitpid(child, 0)
+print(folder.is_dir(), flush=True)
+"""
+
+
+def test_a_forked_process_leaves_the_folder_to_its_starter(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True\n"
+    assert list(tmp_path.iterdir()) == []  # the starter has removed it at its end
+
+
 KILLED_WITH_SEMAPHORES = """
 import multiprocessing, os, signal
 from multiprocessing import resource_tracker

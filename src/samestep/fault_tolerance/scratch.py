@@ -58,12 +58,16 @@ def scratch(prefix: str, where: Path | None = None) -> Iterator[Path]:
             with suppress(OSError):  # another one removes it, or it can't be
                 _remove_unless_held(left)
     folder, lock = _made_in(prefix, places)
+    owner = os.getpid()
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+        # A forked process has this generator too, and closes it when it lets go of what the starter registered to do
+        # at exit: a rank that multiprocessing's fork server forks does so first of all, since Python 3.13.
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
 
 
 def _made_in(prefix: str, places: Sequence[Path]) -> tuple[Path, int | None]:
