@@ -64,6 +64,7 @@ def problem_of(task: str, layout: str) -> str | None:
     return None if found is not None and offloads and found.startswith("waits for the device") else found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp2", pytest.param("cp2", marks=pytest.mark.slow)])
 def test_shards_and_tokens_take_the_same_step_and_wait_nowhere(layout: str) -> None:
     # Embeddings that are tied to the output, gradients that are summed after backward, parameters that are gathered.

@@ -97,6 +97,7 @@ SOME_OF_PEFT = recipe(PeftNextWord(kind="llama", layers=2, targets=r".*(q_proj|o
 OF_PEFT: Mapping[str, Case] = {"peft, tp2": (SOME_OF_PEFT, "tp2", {})}
 
 
+@pytest.mark.slow
 def test_models_of_peft_take_the_same_steps(proofs: Mapping[str, Proof | str]) -> None:
     pytest.importorskip("peft")
     _assert_same(proofs, OF_PEFT)

@@ -101,12 +101,14 @@ def marked(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(TOLD))
 def test_what_can_not_be_judged_has_one_message(name: str, found: dict[str, Any]) -> None:
     for words in TOLD[name]:
         assert words in found["refused"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(["tensors", "tracebacks"]))
 def test_a_model_of_plain_tensors_and_tracebacks_that_are_printed_are_judged(
     name: str, found: dict[str, Any]

@@ -111,6 +111,7 @@ class Normed(Points, own_loops.Looped):
         return Compared()
 
 
+@pytest.mark.slow
 def test_vectors_of_spectral_norm_move_as_in_one_process_by_themselves() -> None:
     task = Normed(samples=28)
     expected = own_loops.plain(task, batch=BATCH, steps=STEPS)

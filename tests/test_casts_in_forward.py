@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from proving import prove
 from torch import Tensor, nn
@@ -66,6 +67,7 @@ def recipe(dtype: torch.dtype, last: torch.dtype | None = None) -> samestep.Reci
     return samestep.Recipe(task=Sums(dtype, last), batch=8, steps=3, optimizer=samestep.AdamW(lr=1e-2))
 
 
+@pytest.mark.slow
 def test_a_module_cast_to_the_dtype_that_it_has_takes_the_step_of_one_process() -> None:
     """In a proof's float64 the cast to float32 is none either; a copy would have its own values for ever."""
     same = recipe(torch.float32, torch.float32)

@@ -64,6 +64,7 @@ def check(folder: Path, pairs: Sequence[tuple[str, str]]) -> None:
     assert not far
 
 
+@pytest.mark.slow
 def test_layouts_go_on_from_what_others_saved(tmp_path: Path) -> None:
     check(tmp_path, [("single", HYBRID), (HYBRID, "fsdp2")])  # slow tests have the others
 

@@ -72,6 +72,7 @@ def _in_chunks(layouts: Sequence[str], layouts_of_tied: Sequence[str]) -> dict[s
     return cases | {f"{layout} tied": (tied, layout, chunks) for layout in layouts_of_tied}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_layouts_take_the_same_step_in_chunks() -> None:
     """The reference of a proof is one process with its logits whole. Also a loss with rows that ranks share."""
@@ -144,6 +145,7 @@ def test_no_tensor_is_as_large_as_the_logits() -> None:
     assert sizes == {None: tokens * WIDE, rows: rows * WIDE}
 
 
+@pytest.mark.slow
 def test_what_a_step_keeps_falls_by_the_logits() -> None:
     """By the count of bytes that a training reports: cross-entropy keeps its logits' logarithms for backward."""
     vocabulary, samples = 16384, 32

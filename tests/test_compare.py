@@ -83,6 +83,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     )
 
 
+@pytest.mark.slow
 def test_a_method_that_works_is_measured_and_takes_the_same_step(compared: Compared) -> None:
     row = compared.row("single")
     assert (row["status"], row["processes"], row["threads"], row["precision"]) == ("measured", 1, 2, "fp32")
@@ -100,6 +101,7 @@ def test_a_method_that_works_is_measured_and_takes_the_same_step(compared: Compa
     assert row["speed_up_over_single_core"] is None
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_plain_python(compared: Compared) -> None:
     losses = compared.row("single")["same_step"]["losses"]
     recipe = samestep.Recipe(task="regression", batch=8, steps=5, precision="fp64")
@@ -112,6 +114,7 @@ def test_the_losses_are_those_of_plain_python(compared: Compared) -> None:
     assert [step.loss.item() for step in loop.steps()] == pytest.approx(losses, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_planted_wrong_step_is_seen_and_fails_the_comparison(compared: Compared) -> None:
     row = compared.row("dp2")
     assert row["status"] == "measured"
@@ -124,6 +127,7 @@ def test_a_planted_wrong_step_is_seen_and_fails_the_comparison(compared: Compare
     assert "NOT the same step as one process: dp2" in compared.printed
 
 
+@pytest.mark.slow
 def test_a_planted_failure_is_a_row_with_its_error_and_the_others_go_on(compared: Compared) -> None:
     row = compared.row("single-bf16")
     assert row["status"] == "failed"
@@ -134,6 +138,7 @@ def test_a_planted_failure_is_a_row_with_its_error_and_the_others_go_on(compared
     assert compared.row("single")["repeats"]
 
 
+@pytest.mark.slow
 def test_what_a_run_says_is_passed_on_once(compared: Compared) -> None:
     (remark,) = compared.row("single")["remarks"]
     assert re.fullmatch(r"planted, \d+", remark)
@@ -142,6 +147,7 @@ def test_what_a_run_says_is_passed_on_once(compared: Compared) -> None:
     assert compared.row("native:dp16")["remarks"] == []
 
 
+@pytest.mark.slow
 def test_what_the_job_cannot_have_is_a_row_with_the_reason(compared: Compared) -> None:
     row = compared.row("native:dp16")
     assert row["status"] == "refused"
@@ -157,6 +163,7 @@ def read_of_processes(name: str) -> list[bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_the_report_opens_without_a_network_and_draws(compared: Compared, tmp_path: Path) -> None:
     opened = chromium.open_page(compared.page, tmp_path)
     assert opened.console == []
@@ -186,6 +193,7 @@ def test_a_page_that_fetches_something_is_found(tmp_path: Path) -> None:
     assert "nothing is not defined" in opened.console[0]
 
 
+@pytest.mark.slow
 def test_the_report_holds_both_languages_and_every_row(compared: Compared) -> None:
     text = compared.page.read_text(encoding="utf-8")
     assert text.count("plotly.js v") == 1

@@ -264,6 +264,7 @@ def test_the_bytes_that_are_recorded_are_those_that_are_seen_on_their_way(
     assert trained[name].usage[0].sent_in_all == sent(folder / name)[2]  # the third step is measured
 
 
+@pytest.mark.slow
 @methods()
 def test_a_training_goes_on_as_if_it_had_not_ended(
     name: str, folder: Path, trained: Mapping[str, Any], resumed: Mapping[Any, Any]
@@ -276,6 +277,7 @@ def test_a_training_goes_on_as_if_it_had_not_ended(
     assert sent(folder / f"{name}-on-2") == sent(folder / name)[SAVED:]
 
 
+@pytest.mark.slow
 @methods(FAST_ON_THREE, left_out=KEEPS_NOTHING)
 def test_a_training_goes_on_with_another_number_of_ranks(name: str, resumed: Mapping[Any, Any]) -> None:
     run = simulated(name)

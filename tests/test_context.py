@@ -142,6 +142,7 @@ def test_a_ring_is_refused_before_ranks_start(layout: str, run: Mapping[str, Any
         samestep.verify(recipe("bert"), layout=layout, check=False, **run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["cp2", pytest.param("cp2 attention=ring", marks=pytest.mark.slow)])
 def test_modules_that_get_all_tokens_drop_out_what_one_process_does(layout: str) -> None:
     cases = {layout: (recipe("encoder"), layout, {})}

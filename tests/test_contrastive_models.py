@@ -168,6 +168,7 @@ def test_a_buffer_that_a_backward_needs_is_left_alone() -> None:
     door.hold_contract(door.check(job))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_clip_as_it_comes_takes_one_processs_steps() -> None:
     recipe = samestep.Recipe(task=handed(clip, pairs(), asked_for), batch=9, steps=3, clip=0.5)

@@ -120,6 +120,7 @@ def test_the_float32_weights_of_half_precision_are_those_that_deepspeed_finds(tm
     assert not torch.equal(found["head.weight"], found["head.weight"].bfloat16().float())  # not the rounded ones
 
 
+@pytest.mark.slow
 @needs_deepspeed
 @pytest.mark.parametrize("layout", DEEPSPEED[1:])
 def test_a_missing_rank_is_told(
@@ -202,6 +203,7 @@ def save_by_accelerate(folder: Path) -> dict[str, dict[str, Tensor]]:
     return states
 
 
+@pytest.mark.slow
 @needs_accelerate
 def test_what_accelerate_wrote(tmp_path: Path) -> None:
     states = local.start(save_by_accelerate, (tmp_path,), 2)

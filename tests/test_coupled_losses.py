@@ -21,6 +21,7 @@ def recipe_of(task: samestep.Task, **more: Any) -> samestep.Recipe:
     return samestep.Recipe(task=task, batch=BATCH, steps=3, clip=0.5, optimizer=samestep.AdamW(lr=0.01), **more)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_coupled_losses_take_the_same_step_on_two_ranks() -> None:
     pairs, rounds = recipe_of(coupled.Pairs()), recipe_of(coupled.TwoRounds())

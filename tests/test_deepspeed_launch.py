@@ -48,6 +48,7 @@ def test_a_host_has_as_many_ranks_as_the_deepspeed_command_says() -> None:
     assert (ranks.rank, ranks.local_rank, ranks.local_world_size) == (5, 1, 4)
 
 
+@pytest.mark.slow
 def test_stage_3_of_a_configuration_takes_steps_without_a_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ class Four(Points):
         return nn.Sequential(*layers)
 
 
+@pytest.mark.slow
 def test_two_stages_take_the_step_of_one_process(tmp_path: Path) -> None:
     config = tmp_path / "ds_config.json"
     optimizer = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}

@@ -54,6 +54,7 @@ def test_a_fault_is_survived_and_the_result_is_the_same(job: str, capsys: pytest
     assert "survived" in table
 
 
+@pytest.mark.slow
 def test_ranks_that_can_not_act_end_with_their_supervisor(job: str, tmp_path: Path) -> None:
     """One holds Python's lock for good, the other is stopped: only the kernel can end them."""
     folder = tmp_path / "run"

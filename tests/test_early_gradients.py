@@ -71,6 +71,7 @@ def test_the_step_is_that_of_one_process_under_schedules_of_each_kind() -> None:
     assert same(prove(cases, steps=4), list(cases)) == {}
 
 
+@pytest.mark.slow
 def test_messages_go_while_the_last_backward_runs() -> None:
     run = Run(layout="dp2 pp2", threads=1, **RUN)
     events = local.start(_events_of_a_step, (proof_job(Job(recipe=_recipe(Tiny(name="llama")), run=run)),), 4)

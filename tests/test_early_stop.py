@@ -117,6 +117,7 @@ def test_a_resumed_training_goes_on_counting(tmp_path: Path) -> None:
         assert (resumed.first_step, resumed.steps) == (step, steps)
 
 
+@pytest.mark.slow
 def test_all_ranks_end_together(tmp_path: Path) -> None:
     stop, values, steps = CASES["better in between"]
     for layout in ("dp2", "pp2"):

@@ -33,6 +33,7 @@ def test_every_round_has_a_store_of_its_own(tmp_path: Path) -> None:
         assert "failed before its first step: exit code 3" in one.text
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_all_hosts_go_on(tmp_path: Path) -> None:
     elastic_job(tmp_path, steps=9, inject={"rank": 1, "step": 7, "fault": "kill"})
     with Agents(tmp_path, TRAIN, "2:2", ["--max-restarts", "1"]) as agents:

@@ -140,6 +140,7 @@ def test_a_program_that_leaves_early_is_named_and_not_the_one_that_lost_it(tmp_p
     assert "failed first: its process ended with exit code 0 while the other ranks still needed it" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGKILL", marks=slow)])
 def test_a_program_that_somebody_ended_is_named(tmp_path: Path, name: str) -> None:

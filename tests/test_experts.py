@@ -125,6 +125,7 @@ def test_what_can_not_be_shared_out_is_refused_with_what_to_use(case: str, two: 
     assert "\n" not in said
 
 
+@pytest.mark.slow
 def test_four_ranks_take_the_same_step() -> None:
     assert same(prove(FOUR, steps=2), list(FOUR)) == {}
 

@@ -82,6 +82,7 @@ def test_stages_gather_their_shards_once_a_step_under_zero2_and_for_every_micro_
     assert of_four["zero2x2 pp2"]["reduce-scatter"] == of_four["fsdp2 pp2"]["reduce-scatter"] == units
 
 
+@pytest.mark.slow
 def test_optimizer_shards_and_replicas_of_stages_send_few_large_messages() -> None:
     of_two = local.start(_of_third_step, (["zero1x2", "dp2"],), 2)
     assert of_two["dp2"]["all-reduce"] == 2  # all gradients; the losses' sum with the flags of used parameters

@@ -141,11 +141,13 @@ def test_planted_mistakes_are_seen_under_tensorflow(kind: Planted, layout: str) 
         assert worst < 0.5 if name.endswith(": ") else worst > 10, (name, each)
 
 
+@pytest.mark.slow
 def test_padded_lines_and_sgd_pass() -> None:
     recipes = {"lines": LINES, "sgd": SGD}
     check(found({f"{name}: ": (recipe, "dp2", {"engine": Float32()}) for name, recipe in recipes.items()}))
 
 
+@pytest.mark.slow
 def test_what_keeps_its_state_in_shards_is_judged_by_parameters() -> None:
     cases: dict[str, Case] = {
         mistake: (POINTS, "fsdp2", {"engine": Float32(mistake)}) for mistake in ("", "wrong eps")

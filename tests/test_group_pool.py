@@ -21,6 +21,7 @@ LAYOUTS = ("dp2", "fsdp2", "zero1x2")
 JOB = proof_job(Job(recipe=samestep.Recipe(task="regression", batch=8, steps=2), run=Run(threads=1)), dropout=False)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_layouts_after_the_first_ones_need_no_more_groups_and_threads() -> None:
     with TemporaryDirectory(prefix="samestep-reference-") as folder:

@@ -98,16 +98,19 @@ def proofs() -> Mapping[str, Proof | str]:
     return prove({**FAST, **UNAWARE, **others}, steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_shared_parameters_take_the_step_of_one_process(proofs: Mapping[str, Proof | str], name: str) -> None:
     assert not same(proofs, [name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNAWARE)
 def test_a_gradient_that_is_another_leaves_its_layers_whole(proofs: Mapping[str, Proof | str], name: str) -> None:
     assert not same(proofs, [name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_COMPARED)
 def test_without_the_comparison_of_gradients_it_is_another_step(proofs: Mapping[str, Proof | str], name: str) -> None:
     proof = proofs[f"not compared: {name}"]
@@ -115,6 +118,7 @@ def test_without_the_comparison_of_gradients_it_is_another_step(proofs: Mapping[
     assert not proof.same_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_ranks_would_train_otherwise_is_refused(proofs: Mapping[str, Proof | str], name: str) -> None:
     message = proofs[f"refused: {name}"]

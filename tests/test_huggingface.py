@@ -372,6 +372,7 @@ def cases_of(
     return {f"{name} {layout}": (recipes[name], layout, {}) for name in wanted for layout in wanted[name]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAST, "lazy", *OWN])
 def test_a_model_that_is_handed_over_takes_one_processs_steps(name: str, proofs: Mapping[str, Proof | str]) -> None:
     mine = [case for case in proofs if case.rpartition(" ")[0] == name]

@@ -58,6 +58,7 @@ def test_training_imports_nothing_large_that_it_has_no_use_for(task: str, layout
     assert UNUSED.isdisjoint(modules)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_translating_asks_the_engine_without_importing_the_compiler() -> None:
     """Half as much again as PyTorch itself; what compiles is the engine's step, which here isn't taken."""

@@ -267,6 +267,7 @@ def test_words_that_do_not_go_together(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.usefixtures("shortly")
 def test_a_layout_is_found_and_told_before_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

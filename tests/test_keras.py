@@ -150,6 +150,7 @@ def test_ranks_are_chief_workers_and_servers(ranks: int, counts: tuple[int, int,
     assert tuple(roles.count(kind) for kind in ("chief", "worker", "ps")) == counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "shape"),
     [

@@ -52,6 +52,7 @@ class Peeks(Tiny):
 RUN: Mapping[str, Any] = {"bucket_mb": SMALL}
 
 
+@pytest.mark.slow
 def test_the_step_is_that_of_one_process() -> None:
     """Also with micro-batches, and a parameter that is read outside of its layer."""
     cases: dict[str, Case] = {

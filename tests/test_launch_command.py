@@ -228,6 +228,7 @@ def test_other_hosts_may_have_accelerators(
     assert says in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
@@ -255,6 +256,7 @@ def test_a_second_signal_ends_ranks_that_take_no_notice() -> None:
     assert process.returncode == 130
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the system doesn't end processes with their parents")
 def test_ranks_end_with_an_agent_that_is_killed() -> None:
     with started("--num-procs", "2", "--", TOLD, "deaf", "here") as process:

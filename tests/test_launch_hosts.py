@@ -203,6 +203,7 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--hostfile", "hosts", "--ssh", f"{sys.executable} {SCRIPTS / 'fake_ssh.py'} -F 'my config'"]
 
 
+@pytest.mark.slow
 def test_over_ssh_all_hosts_are_one_job_and_nothing_of_the_users_stands_in_a_command(
     ssh: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [pytest.param("dp2", marks=pytest.mark.slow), "fsdp2"])
 def test_a_lost_rank_is_refilled_from_memory(
     tmp_path: Path, layout: str, memory: Path, capfd: pytest.CaptureFixture[str]
@@ -50,6 +51,7 @@ def test_a_lost_rank_is_refilled_from_memory(
     assert not (memory / folder).exists()
 
 
+@pytest.mark.slow
 def test_the_disk_is_taken_where_it_is_newer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(
         tmp_path / "run",

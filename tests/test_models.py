@@ -34,6 +34,7 @@ def test_there_are_forty_types_of_transformers_and_fifteen_other_models() -> Non
     assert all(Layout.parse(layout).size <= 8 for layout in LAYOUTS)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_pair_takes_the_same_step_or_is_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -49,6 +49,7 @@ def cells(place: Path) -> list[str]:
     return ["-c", run]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "way", ["-", pytest.param("-c", marks=pytest.mark.slow), pytest.param("cells", marks=pytest.mark.slow)]

@@ -91,6 +91,7 @@ def trained(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "names"),
     [

@@ -128,6 +128,7 @@ def all_gone(processes: Sequence[int]) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_others_go_on_while_a_worker_is_away_and_it_comes_back(servers: int, tmp_path: Path) -> None:
     dies_in, staleness = 5, 1
@@ -232,6 +233,7 @@ class Count(nn.Module):
         return inputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "run"),
     [

@@ -152,6 +152,7 @@ def seen(planted: tuple[type[Native], ...]) -> Mapping[str, Proof | str]:
     return prove({engine.__name__: (LLAMA, "pp2", {"engine": engine()}) for engine in engines}, steps=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", mistakes.PLANTED[:2], ids=lambda mistake: mistake.__name__)
 def test_a_mistake_in_a_pipeline_is_seen(mistake: type[Native], planted: Mapping[str, Proof | str]) -> None:
     assert_seen(mistake, planted)
@@ -215,6 +216,7 @@ def written(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))]
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_stage_alone_and_the_run_its_picture(tmp_path: Path) -> None:
     ranks, result = counted("pp2", tmp_path, rank_lines=True)
     whole = {name: parameter.numel() for name, parameter in NextWord(kind="tied-llama").model().named_parameters()}
@@ -263,6 +265,7 @@ def _check_picture(svg: str, schedule: dict[str, Any]) -> None:
     assert any(f"idle {schedule['bubble']['measured']:.1%}" in str(text) for text in texts)
 
 
+@pytest.mark.slow
 def test_shards_of_a_pipeline_take_the_same_step_and_reduce_gradients_once_a_step(tmp_path: Path) -> None:
     how = {name: {"engine": Counted(tmp_path / name)} for name in ("few", "many")}
     for name in how:
@@ -406,6 +409,7 @@ def test_the_hidden_state_must_have_a_shape_that_no_value_decides() -> None:
         samestep.verify(recipe(tasks.Shortening()), layout="pp2", threads=1)
 
 
+@pytest.mark.slow
 def test_memory_balance_counts_what_is_in_flight() -> None:
     task = NextWord(kind="llama", layers=16)
     assert Alone(task, "pp2").plan.starts == [0, 8]

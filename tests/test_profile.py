@@ -89,6 +89,7 @@ def _assert_whole(profile: Profile) -> None:
             assert rank.phases[phase]["busy"] > 0, phase
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PLANTED)
 def test_the_slow_rank_is_named_with_what_is_slow(case: str, found: Found) -> None:
     _assert_slow_rank_named(found[1][case], PLANTED[case])

@@ -73,6 +73,7 @@ END = (
 )
 
 
+@pytest.mark.slow
 def test_a_training_and_its_restart_are_told_from_the_first_seconds_to_the_end(tmp_path: Path) -> None:
     saves = {"every": 3, "asynchronous": False}
     fault = {"rank": 1, "step": 5, "fault": "kill"}

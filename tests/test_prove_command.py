@@ -33,6 +33,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_of_a_failed_run_the_rank_that_failed_first_is_told_without_torchruns_own_words(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -61,6 +61,7 @@ def test_a_rank_is_rehearsed_to_the_byte(layout: str, points: Really) -> None:
     _assert_to_the_byte(OF_POINTS, layout, points)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", SLICED)
 def test_slices_and_uneven_micro_batches_are_rehearsed_to_the_byte(layout: str, tiny: Really) -> None:
@@ -121,6 +122,7 @@ def test_of_replicated_pipelines_the_one_with_the_longest_micro_batches_in_a_row
     assert first.usage.activations == max(usage.activations for usage in really if isinstance(usage, Usage))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", OFFLOADED)
 def test_what_is_offloaded_is_rehearsed_to_the_byte(layout: str, tiny: Really) -> None:

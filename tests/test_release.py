@@ -65,6 +65,7 @@ def test_the_wheels_have_each_file_of_the_package_once_and_no_others(
         assert {"METADATA", "RECORD", "WHEEL", "entry_points.txt"} <= beside
 
 
+@pytest.mark.slow
 def test_the_provers_wheel_has_all_that_it_imports(
     tmp_path: Path, sources: Path, wheels: dict[str, list[str]]
 ) -> None:
@@ -184,6 +185,7 @@ def test_requirements_have_a_version_and_a_sum_of_each_package(tmp_path: Path) -
         release_records.hashed_requirements([report_of("torch", "2", dir_info={})], without=("samestep",))
 
 
+@pytest.mark.slow
 def test_pip_takes_the_requirements_and_no_other_file(tmp_path: Path) -> None:
     wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:

@@ -62,6 +62,7 @@ def _largest_difference(ranks: int, written_out: bool) -> float:
     return apart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "written_out"), [(2, False), (3, True), pytest.param(4, False, marks=pytest.mark.slow)]
 )

@@ -169,6 +169,7 @@ def losses(jobs: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
 ON = ("single", "zero1x2", "fsdp2", "tp2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "layouts"),
     [
@@ -227,6 +228,7 @@ class Layers(Points):
 BYTES = {"bf16": 4.0, "8bit": 2 + 2 * 4 / BLOCK}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "parts", "states"),
     [

@@ -152,6 +152,7 @@ def test_shards_hold_a_part_of_everything(shards: list[dict[str, Any]]) -> None:
     assert all(rank["parameters"] < 0.6 * total for rank in ranks)
 
 
+@pytest.mark.slow
 def test_shards_reduce_gradients_once_a_step(shards: list[dict[str, Any]], tmp_path: Path) -> None:
     whole = shards[0]["reduced"]
     assert watched("fsdp2", tmp_path, micro_batch=4)[0]["reduced"] == whole > 0

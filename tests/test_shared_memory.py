@@ -69,6 +69,7 @@ def test_collectives_give_what_their_definitions_say(ranks: int) -> None:
     assert local.start(wrong_collectives, ({"compiled": {}, "interpreted": NO_COMPILER},), ranks) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["aab", pytest.param("aba", marks=pytest.mark.slow)])
 def test_collectives_over_hosts_go_through_one_rank_of_each(hosts: str) -> None:
     assert local.start(wrong_over_hosts, (hosts,), len(hosts)) == []
@@ -247,6 +248,7 @@ def without_a_function(good: bytes) -> bytes:
     return good.replace(b"samestep_reduce\0", b"samestep_reducf\0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [truncated, of_another_machine, without_a_function])
 @pytest.mark.parametrize("named", ["as it was", "by its sum"])
 def test_a_library_of_no_use_is_compiled_again(

@@ -59,11 +59,13 @@ def test_more_models_are_split_as_far_as_they_can_be() -> None:
     assert same(proofs, list(proofs)) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), WORKS)
 def test_a_model_is_split_as_far_as_it_can_be(name: str, layout: str, proofs: Mapping[str, Proof | str]) -> None:
     assert same(proofs, [f"{name}: {layout}"]) == {}
 
 
+@pytest.mark.slow
 def test_a_model_in_which_nothing_can_be_split_is_refused(proofs: Mapping[str, Proof | str]) -> None:
     said = proofs["recurrent: cp2"]
     assert said == (
@@ -72,6 +74,7 @@ def test_a_model_in_which_nothing_can_be_split_is_refused(proofs: Mapping[str, P
     )
 
 
+@pytest.mark.slow
 def test_what_layers_give_beside_tokens_keeps_its_gradient(proofs: Mapping[str, Proof | str]) -> None:
     assert same(proofs, ["summing: cp2"]) == {}  # of the layers the parts that take each token by itself
 

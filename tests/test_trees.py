@@ -66,6 +66,7 @@ def on_two() -> Mapping[str, Proof | str]:
     return prove({**ON_TWO, **mistaken}, steps=2, dropout=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_TWO)
 def test_two_ranks_take_the_same_step(on_two: Mapping[str, Proof | str], name: str) -> None:
     assert same(on_two, [name]) == {}

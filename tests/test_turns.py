@@ -58,6 +58,7 @@ def unlike() -> tuple[samestep.Recipe, samestep.Recipe, samestep.Recipe]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_turns_terms_and_penalties_take_the_same_step_on_two_ranks() -> None:
     _, matrices, _ = unlike()

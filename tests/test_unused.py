@@ -110,6 +110,7 @@ def expected() -> own_loops.Taken:
     return own_loops.plain(Branches(samples=31), batch=BATCH, steps=STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_branches_frozen_parameters_and_groups_take_the_same_step(ranks: int, expected: own_loops.Taken) -> None:
     taken = own_loops.under(RANKS[ranks], Branches(samples=31), batch=BATCH, steps=STEPS, ranks=ranks)

@@ -139,6 +139,7 @@ def proofs() -> Mapping[str, Proof | str]:
     return prove(cases(FAST), steps=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [build for build in ANSWERED if build in FAST])
 def test_stages_that_need_values_for_a_decision_get_them(
     build: type[Layers], proofs: Mapping[str, Proof | str]

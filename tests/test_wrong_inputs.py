@@ -276,6 +276,7 @@ class Sliced(NextWord):
 LAST = int(SampleOrder(size=12, batch=4, seed=0).global_batch(2).max())  # not among the first two
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", [pytest.param("labels", marks=pytest.mark.slow), "ids"])
 def test_slices_of_a_vocabulary_see_what_is_out_of_range_too(of: str, tmp_path: Path) -> None:
     recipe = samestep.Recipe(task=Sliced(of=of), batch=4, steps=3)
