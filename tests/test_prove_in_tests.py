@@ -1,9 +1,11 @@
 """The verdict where it is used: in a test, on a line of GitHub's, and as SARIF."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,34 @@ def test_the_action_calls_the_command_as_it_is(tmp_path: Path) -> None:
 def _inputs(step: dict[str, Any]) -> list[str]:
     values = [*step.get("env", {}).values(), *step.get("with", {}).values()]
     return [value.partition("inputs.")[2].rstrip(" }") for value in values if "inputs." in value]
+
+
+def test_pytest_has_the_proof_as_a_fixture_in_its_root_folder(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "test_it.py").write_text(USE_OF_THE_FIXTURE, encoding="utf-8")
+    entry_points = tomllib.loads((ROOT / "packages/prove/pyproject.toml").read_text(encoding="utf-8"))["project"]
+    plugin = entry_points["entry-points"]["pytest11"]["samestep"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:randomly", "-p", "no:cacheprovider"],
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=inner,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "1 passed" in done.stdout, done.stdout
+
+
+USE_OF_THE_FIXTURE = """
+import pathlib
+import samestep_prove
+
+def test_it(assert_same_step):
+    assert assert_same_step is samestep_prove.assert_same_step
+    assert pathlib.Path("pytest.ini").is_file()
+"""
 
 
 def train() -> None:
