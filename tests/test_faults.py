@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,8 +12,10 @@ import plain_loop
 import pytest
 from faulty_tasks import Counted, Poisoned, Stopped
 from safetensors.torch import load_file
+from several_loss_tasks import TermsOfPairs, TwoTerms
 from small_jobs import faults_in, lines_in
 from small_tasks import Points
+from turn_tasks import Gan
 
 import samestep
 from samestep.data.order import SampleOrder
@@ -29,7 +31,14 @@ SAVES: dict[str, Any] = {"every": 3, "asynchronous": False}
 
 
 def recipe(task: samestep.Task | None = None, **values: Any) -> samestep.Recipe:
-    return samestep.Recipe(task=task or Points(), batch=16, steps=STEPS, **values)
+    return samestep.Recipe(task=task or Points(), batch=16, **{"steps": STEPS, **values})
+
+
+class SeldomFirst(Gan):
+    """The turn that not every step has comes first."""
+
+    def turns(self) -> Sequence[samestep.Turn]:
+        return super().turns()[::-1]
 
 
 def train(folder: Path, layout: str = "dp2", task: samestep.Task | None = None, **run: Any) -> samestep.TrainResult:
@@ -143,6 +152,16 @@ def test_a_loss_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:
     steps = lines_in(tmp_path / "metrics.jsonl")
     assert (steps[4]["loss"], steps[4]["grad_norm"]) == (None, None)
     assert not (tmp_path / "faults.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "task", [TwoTerms(), TermsOfPairs(), SeldomFirst(every=2)], ids=lambda task: type(task).__name__
+)
+def test_a_planted_nan_is_in_the_loss_of_terms_of_pairs_and_of_turns(tmp_path: Path, task: samestep.Task) -> None:
+    planted = {"rank": 0, "step": 2, "fault": "nan"}
+    how: dict[str, Any] = {"threads": 1, "tensorboard": False, "inject": planted, "on_nonfinite": "skip"}
+    result = samestep.train(recipe(task, steps=4), layout="single", folder=tmp_path, **how)
+    assert [math.isfinite(loss) for loss in result.losses] == [True, True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ from samestep.parallel.exact.dropout import Dropout, same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.exact.generators import is_foreign
 from samestep.parallel.loss.coupled import CallRows, Coupling
-from samestep.tasks.base import InTurn, Task, call, sum_and_count
-from samestep.tasks.losses import takes_gather, with_weights
+from samestep.tasks.base import InTurn, Task, call
+from samestep.tasks.losses import takes_gather, task_loss
 from samestep.tasks.memory_budget import Budget
 from samestep.tasks.turns import Turn
 from samestep.torch_internals import pytree
@@ -70,7 +70,7 @@ class Trial:
             id(held): held for name, module in self.model.named_modules() for _, _, held in held_in(module, name)
         }
         self.loss_function = task.loss if turn is None else turn.loss  # what the user wrote
-        self._loss = with_weights(task.loss, task.loss_weights) if turn is None else turn.loss_of_step()
+        self._loss = task_loss(task.loss, task.loss_weights) if turn is None else turn.task_loss()
         self.coupled = takes_gather(self.loss_function)
         self._coupling = Coupling(self._loss, None)
         self.turn = turn
@@ -163,7 +163,7 @@ class Trial:
                 rows = CallRows(numbers=torch.arange(last - first))
                 total, count = self._coupling.of_output(output, batch, rows)
             else:
-                total, count = sum_and_count(self._loss(output, batch))
+                total, count = self._loss(output, batch)
             return total, float(count)
 
     def losses_of_parts(self, parts: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, float]]:

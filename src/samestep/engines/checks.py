@@ -22,7 +22,7 @@ from samestep.parallel.compile import check_compile
 from samestep.parallel.pipeline import schedule
 from samestep.recipe import AdamW, Average, NamedOptimizer, Optimizer, Recipe
 from samestep.tasks.base import Task
-from samestep.tasks.losses import SeveralLosses, takes_gather, with_weights
+from samestep.tasks.losses import TaskLoss, takes_gather, task_loss
 from samestep.tasks.turns import Turn, check_optimizer_types, turns_of
 
 
@@ -96,7 +96,7 @@ def check_task_needs(job: Job, engine: Engine, layout: Layout, task: Task) -> No
         raise UserError(f'engine "{engine.name}" keeps no batch_buffers() of a task; use engine native')
     _check_ordered_task(job, task)
     check_gather(task.loss, engine, communication)
-    _check_several_losses(with_weights(task.loss, task.loss_weights), engine, communication)
+    _check_several_losses(task_loss(task.loss, task.loss_weights), engine, communication)
     _check_turns(task, engine, layout, job)
 
 
@@ -263,9 +263,9 @@ def check_gather(loss: Callable[..., Any], engine: Engine, communication: Commun
         )
 
 
-def _check_several_losses(loss: Callable[..., Any], engine: Engine, communication: Communication | None) -> None:
+def _check_several_losses(loss: TaskLoss, engine: Engine, communication: Communication | None) -> None:
     """Raise UserError for a loss of several terms where each can't be divided by its own count."""
-    if not isinstance(loss, SeveralLosses):
+    if not loss.weights:
         return
     if not engine.abilities.several_losses:
         raise UserError(
@@ -289,7 +289,7 @@ def _check_turns(task: Task, engine: Engine, layout: Layout, job: Job) -> None:
         _check_copies_stepped(_optimizers_of(turns, job.recipe))
     for turn in turns:
         check_gather(turn.loss, engine, job.recipe.communication)
-        _check_several_losses(turn.loss_of_step(), engine, job.recipe.communication)
+        _check_several_losses(turn.task_loss(), engine, job.recipe.communication)
     if not engine.abilities.turns:
         raise UserError(f'engine "{engine.name}" takes no steps in turns; use engine native')
     if job.recipe.communication is not None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from samestep import environment
 from samestep.data.loader import StepBatch
-from samestep.engines.base import Abilities, Engine, Loss, Preparation
+from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.engines.setup import TrainerSetup, spread_by_engine
@@ -32,6 +32,7 @@ from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.unused_parameters import UnusedParametersOfReplicas
+from samestep.tasks.losses import TaskLoss
 from samestep.torch_internals.operators import DisableTorchFunction
 from samestep.validation import checked_file
 
@@ -206,7 +207,7 @@ class HorovodTrainer(NativeTrainer):
         self._horovod: Any = setup.optimizer
         self._settings = settings
 
-    def backward(self, batch: StepBatch, loss: Loss) -> Tensor:
+    def backward(self, batch: StepBatch, loss: TaskLoss) -> Tensor:
         # Gradients are sent in the last backward of a step. Every rank has as many, some of zero weight.
         self._horovod.set_backward_passes_per_step(len(batch.micro_batches))
         return super().backward(batch, loss)

@@ -7,9 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -78,18 +76,6 @@ class Injection:
 
     def __bool__(self) -> bool:
         return bool(self._mine)
-
-
-def spoiled(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A task's loss, made NaN."""
-
-    @wraps(loss)
-    def spoiled_loss(*arguments: Any, **keywords: Any) -> Any:
-        """The loss as NaN."""
-        loss_sum, count = loss(*arguments, **keywords)
-        return loss_sum * float("nan"), count
-
-    return spoiled_loss
 
 
 def _taken_away(file: Path) -> bool:

@@ -1,16 +1,16 @@
 """RankSupervision: one rank's side of fault tolerance. The training loop reports its progress to it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Self
 
 from samestep import environment
 from samestep.errors import UserError
 from samestep.fault_tolerance import stacks
-from samestep.fault_tolerance.injection import Injection, spoiled
+from samestep.fault_tolerance.injection import Injection
 from samestep.fault_tolerance.lease import Held
 from samestep.fault_tolerance.pace import Pace
 from samestep.fault_tolerance.preemption import StopAgreement
@@ -181,6 +181,6 @@ class RankSupervision:
         if self._beat is not None:
             self._beat.enter("end")
 
-    def loss(self, step: int, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the loss function, wrapped to return NaN if that is injected into this step."""
-        return spoiled(loss) if self._injection and self._injection.spoils(step) else loss
+    def spoils(self, step: int) -> bool:
+        """Whether a fault is injected that makes this step's loss NaN; True once for each such fault."""
+        return bool(self._injection) and self._injection.spoils(step)

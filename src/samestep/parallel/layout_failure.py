@@ -1,14 +1,12 @@
 """Turns errors that a layout causes into one sentence: the module that failed, and a layout to use instead."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,20 +69,16 @@ class LayoutFailures:
             failure.on_every_rank = False  # other ranks may not have failed
             raise failure from error
 
-    def of_task(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function of the task, whose errors are not attributed to the layout."""
-
-        @wraps(function)  # keeps the attributes that mark a loss that couples samples
-        def run(*arguments: Any, **keywords: Any) -> Any:
-            try:
-                return function(*arguments, **keywords)
-            except BaseException as error:
-                self._of_task = error
-                if self._layout.pipeline > 1 and _OF_ANOTHER_STAGE in str(error):
-                    raise self._slope_of_another_stage() from error
-                raise
-
-        return run
+    @contextmanager
+    def of_task(self) -> Iterator[None]:
+        """Context of a call of the task's own code, whose errors are not attributed to the layout."""
+        try:
+            yield
+        except BaseException as error:
+            self._of_task = error
+            if self._layout.pipeline > 1 and _OF_ANOTHER_STAGE in str(error):
+                raise self._slope_of_another_stage() from error
+            raise
 
     def _slope_of_another_stage(self) -> LayoutError:
         """The error for a loss that computes gradients of the output with respect to an earlier stage."""

@@ -20,7 +20,7 @@ from samestep.parallel.exact.buffers import RepeatedForwards, check_buffers, ver
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.fsdp import put_back
 from samestep.parallel.loss.chunked_logits import SharedLogits
-from samestep.parallel.loss.vocabulary import Backward, Loss, Vocabulary
+from samestep.parallel.loss.vocabulary import Backward, Vocabulary
 from samestep.parallel.offload.memory import HostMemory, MappedFile
 from samestep.parallel.optimizer.late import LateParameters
 from samestep.parallel.pipeline.timeline import Timeline
@@ -107,7 +107,7 @@ class ParallelModel(ABC):
         self.autocast = autocast
         self.buffers = buffers or BatchBuffers(model, {}, parts.mesh.data_group, forward_context)
         self.repeated = RepeatedForwards(model, joined=self.buffers.joins)
-        self._vocabulary = vocabulary  # if the output layer may be sliced
+        self.vocabulary = vocabulary  # if the output layer may be sliced
         self._shared_logits = shared_logits  # if the output layer's rows are distributed
         self.host = host  # for offloaded activations
         self.disk = disk  # for offloaded parameters
@@ -133,10 +133,6 @@ class ParallelModel(ABC):
         """
         return False
 
-    def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
-        """Wrap a step's loss and backward for outputs in slices of the vocabulary, if there are any."""
-        return (loss, backward) if self._vocabulary is None else self._vocabulary.around(loss, backward)
-
     def settle(self) -> None:
         """Wait for pending broadcasts of parameters; call it before reading them."""
         if self.late is not None:
@@ -146,8 +142,8 @@ class ParallelModel(ABC):
         """Make training forwards return whole outputs from now on, not slices or distributed rows."""
         if self._shared_logits is not None:
             self._shared_logits.able = False
-        if self._vocabulary is not None:
-            self._vocabulary.slices = False
+        if self.vocabulary is not None:
+            self.vocabulary.slices = False
 
     def rehearse(self, micro_batches: Sequence[MicroBatch]) -> list[Any]:
         """Run a step's training forwards without graphs and without changing the model's state; returns the outputs.

@@ -14,9 +14,9 @@ from samestep.data.types import Batch, Samples
 from samestep.errors import UserError, described
 from samestep.extras import need
 from samestep.progress import phases
-from samestep.tasks.base import Task, check_samples, sum_and_count
+from samestep.tasks.base import Task, check_samples
 from samestep.tasks.first_rows import chosen_rows
-from samestep.tasks.losses import Gather, SeveralLosses, alone, of_whole_batch
+from samestep.tasks.losses import Gather, alone, task_loss
 from samestep.tasks.model_facts import ModelFacts, built_of, model_facts
 from samestep.tasks.model_loss import NoFitError, computed_in, copied, loss_of
 from samestep.tasks.prediction import Prediction, of_classes
@@ -211,11 +211,7 @@ class HuggingFace(Task):
         if (contrast := self._facts.contrast) is not None:
             first, second = contrast.embeddings
             return output[first], output[second]
-        loss = of_whole_batch(self.loss)
-        if weights := self.loss_weights:
-            pairs = [*SeveralLosses(loss, weights).terms(output, batch).values()]
-        else:
-            pairs = [sum_and_count(loss(output, batch))]
+        pairs = [*task_loss(self.loss, self.loss_weights).terms_of_whole_batch(output, batch).values()]
         if self._facts.classes:
             right, labels = self._right(output, batch)
             pairs.append((torch.tensor(float(right)), labels))

@@ -19,8 +19,8 @@ gradients together, after which none can be divided by itself. So each term's gl
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -61,14 +61,9 @@ class Gather:
 alone = Gather()
 
 
-def of_whole_batch(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Bind `gather` for a loss that is called with the whole batch at once."""
-    return partial(loss, gather=alone) if takes_gather(loss) else loss
-
-
 def takes_gather(loss: Callable[..., Any]) -> bool:
     """Whether a loss couples the samples of a batch, which its parameter `gather` says."""
-    loss = getattr(loss, "function", loss)  # of several terms
+    loss = getattr(loss, "function", loss)  # of a TaskLoss
     function = getattr(loss, "__func__", loss)  # of a method, of which there is another object each time
     if not isinstance(function, FunctionType):
         return _names_gather(loss)
@@ -86,41 +81,58 @@ def _names_gather(loss: Callable[..., Any]) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class SeveralLosses:
-    """The loss of several terms for a trainer: a function that returns name -> (sum, count), and weights."""
+@dataclass(frozen=True, kw_only=True)
+class TaskLoss:
+    """A task's loss as a trainer calls it: the only wrapper around the function that the user wrote.
+
+    What may be done around the user's function is declared here, so that no other wrapper has to look through this
+    one: terms and weights, who is told of its errors, and an injected fault.
+    """
 
     function: Callable[..., Any]
-    weights: Mapping[str, float]
-
-    def around(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> "SeveralLosses":
-        """Return a copy with its function wrapped."""
-        return replace(self, function=wrap(self.function))
+    weights: Mapping[str, float] = field(default_factory=dict)  # of the terms that the function names; empty: one sum
+    errors: Callable[[], AbstractContextManager[None]] = nullcontext  # entered around each call of the function
+    nonfinite: bool = False  # a fault injection: each sum becomes NaN
 
     def terms(self, output: Any, batch: Batch, **gather: Any) -> "dict[str, tuple[Tensor, Tensor | int]]":
-        """The terms of a batch, in the order of the weights. Raises UserError where they are others."""
-        given = self.function(output, batch, **gather)
-        if not isinstance(given, Mapping):
+        """The terms of a batch, in the order of the weights. Raises UserError where the function gives others."""
+        with self.errors():
+            result = self.function(output, batch, **gather)
+        if not self.weights:
+            terms = {"loss": sum_and_count(result)}
+        elif not isinstance(result, Mapping):
             raise UserError(
-                f"loss_weights names {', '.join(self.weights)}, and the loss gave a {type(given).__name__}; use a "
+                f"loss_weights names {', '.join(self.weights)}, and the loss gave a {type(result).__name__}; use a "
                 "mapping of these names to pairs of a sum and a count"
             )
-        if given.keys() != self.weights.keys():
+        elif result.keys() != self.weights.keys():
             raise UserError(
-                f"loss_weights names {', '.join(self.weights)}, and the loss gave {', '.join(map(str, given))}; use "
+                f"loss_weights names {', '.join(self.weights)}, and the loss gave {', '.join(map(str, result))}; use "
                 "the same names"
             )
-        return {name: sum_and_count(given[name]) for name in self.weights}
+        else:
+            terms = {name: sum_and_count(result[name]) for name in self.weights}
+        if self.nonfinite:
+            return {name: (value * float("nan"), count) for name, (value, count) in terms.items()}
+        return terms
 
     def __call__(self, output: Any, batch: Batch, **gather: Any) -> "tuple[Tensor, Tensor | int]":
         """The weighted sum over the terms' sums, and the sum of their counts: what adds up over parts of a batch."""
         terms = self.terms(output, batch, **gather)
+        if not self.weights:
+            return terms["loss"]
         total = sum((self.weights[name] * value for name, (value, _) in terms.items()), start=0)
         return total, sum((count for _, count in terms.values()), start=0)  # pyright: ignore[reportReturnType]
 
-    def of_whole_batch(self, output: Any, batch: Batch, **gather: Any) -> "tuple[Tensor, int]":
-        """Return the loss of a step with only this batch, and the count 1."""
-        terms = self.terms(output, batch, **gather)
+    def terms_of_whole_batch(self, output: Any, batch: Batch) -> "dict[str, tuple[Tensor, Tensor | int]]":
+        """The terms where one call has the whole batch, so that a loss that couples samples gathers nothing."""
+        return self.terms(output, batch, **({"gather": alone} if takes_gather(self) else {}))
+
+    def of_whole_batch(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor | int]":
+        """The loss of a step with only this batch; of several terms, each is divided by its own count."""
+        terms = self.terms_of_whole_batch(output, batch)
+        if not self.weights:
+            return terms["loss"]
         parts = [self.weights[name] * value / _at_least_one(count) for name, (value, count) in terms.items()]
         return sum(parts, start=0), 1  # pyright: ignore[reportReturnType]
 
@@ -130,11 +142,14 @@ def _at_least_one(count: "Tensor | int") -> "Tensor | int":
     return max(count, 1) if isinstance(count, (int, float)) else count.clamp(min=1)
 
 
-def with_weights(loss: Callable[..., Any], weights: Mapping[str, float]) -> Callable[..., Any]:
-    """A task's loss as a trainer takes it. Raises UserError for what are not weights."""
+def task_loss(loss: Callable[..., Any], weights: Mapping[str, float] | None = None) -> TaskLoss:
+    """A loss as trainers take it; one that is already is returned. Raises UserError for what are not weights."""
+    if isinstance(loss, TaskLoss):
+        return loss
+    weights = {} if weights is None else weights
     if not isinstance(weights, Mapping):
         raise UserError(f"loss_weights is a {type(weights).__name__}; use a mapping of the terms' names to numbers")
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight != weight:
             raise UserError(f'loss_weights: "{name}" has the weight {weight!r}; use a number')
-    return SeveralLosses(loss, dict(weights)) if weights else loss
+    return TaskLoss(function=loss, weights=dict(weights))

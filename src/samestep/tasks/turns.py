@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.data.types import Batch
 from samestep.errors import UserError
 from samestep.tasks.base import Task
-from samestep.tasks.losses import with_weights
+from samestep.tasks.losses import TaskLoss, task_loss
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,9 +32,9 @@ class Turn:
     optimizer: "AdamW | SGD | NamedOptimizer | None" = None  # None: the recipe's
     every: int = 1  # it is taken in steps `every` - 1, 2 * `every` - 1, ..., counted from 0
 
-    def loss_of_step(self) -> Callable[..., Any]:
+    def task_loss(self) -> TaskLoss:
         """Return the turn's loss in the form for a trainer."""
-        return with_weights(self.loss, self.loss_weights)
+        return task_loss(self.loss, self.loss_weights)
 
     def steps(self, name: str) -> bool:
         """Whether it steps the parameter of that name."""
@@ -64,6 +64,7 @@ class StepTurns:
     """The turns of a task's steps, given to a trainer instead of a loss."""
 
     turns: Sequence[Turn]
+    nonfinite: bool = False  # a fault injection: the losses of this step become NaN
 
     def of_step(self, step: int) -> Iterator[Turn]:
         return (turn for turn in self.turns if turn.is_of(step))

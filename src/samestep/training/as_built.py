@@ -24,8 +24,8 @@ from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.deferred_init import tied_stay_tied
 from samestep.parallel.exact.float64 import in_float64
 from samestep.recipe import Recipe
-from samestep.tasks.base import Task, call, sum_and_count
-from samestep.tasks.losses import SeveralLosses, of_whole_batch
+from samestep.tasks.base import Task, call
+from samestep.tasks.losses import task_loss
 from samestep.tasks.turns import turns_of
 from samestep.torch_internals import pytree
 from samestep.torch_internals.operators import TorchDispatchMode
@@ -220,11 +220,9 @@ def _first_step(
 ) -> FirstStep:
     """Compute loss, gradients and gradient norm of one batch by PyTorch alone."""
     model.zero_grad()
-    loss = of_whole_batch(task.loss)
-    if task.loss_weights:
-        loss = SeveralLosses(loss, task.loss_weights).of_whole_batch
+    loss_of = task_loss(task.loss, task.loss_weights).of_whole_batch
     with forward_in or nullcontext():
-        total, count = sum_and_count(loss(call(model, batch.inputs), batch))
+        total, count = loss_of(call(model, batch.inputs), batch)
         loss = total / count
     loss.backward()
     gradients = {

@@ -21,7 +21,7 @@ from samestep.checkpoint.values import values_of
 from samestep.data.loader import StepBatch
 from samestep.data.order import SampleOrder
 from samestep.data.types import First
-from samestep.engines.base import Loss, OptimizerOf, Skipping, StepReport, TurnTaking
+from samestep.engines.base import OptimizerOf, Skipping, StepReport, TurnTaking
 from samestep.engines.registry import resolve as resolve_engine
 from samestep.errors import InterruptedJobError, NonFiniteError, NotSavedError
 from samestep.fault_tolerance.nonfinite import NonFinite, left_out
@@ -40,7 +40,7 @@ from samestep.progress import phases
 from samestep.progress.bars import Bar
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
-from samestep.tasks.losses import with_weights
+from samestep.tasks.losses import task_loss
 from samestep.tasks.turns import StepTurns, check_parameters, turns_of
 from samestep.training import result as results
 from samestep.training import usage as usages
@@ -178,18 +178,13 @@ class Training:
 
     def _take(self, batch: StepBatch, supervision: RankSupervision | None) -> Callable[[], StepReport]:
         """The function that takes the step of a batch."""
-
-        def watched(loss: Loss) -> Loss:
-            return loss if supervision is None else supervision.loss(batch.step, loss)
-
-        if not self.turns:
-            return partial(
-                self.session.trainer.step, batch, with_weights(watched(self.task.loss), self.task.loss_weights)
-            )
-        turns = [replace(turn, loss=watched(turn.loss)) for turn in self.turns]
+        nonfinite = supervision is not None and supervision.spoils(batch.step)
         trainer = self.session.trainer
+        if not self.turns:
+            loss = replace(task_loss(self.task.loss, self.task.loss_weights), nonfinite=nonfinite)
+            return partial(trainer.step, batch, loss)
         assert isinstance(trainer, TurnTaking)  # by the engine's abilities, which were checked
-        return partial(trainer.step_in_turns, batch, StepTurns(turns))
+        return partial(trainer.step_in_turns, batch, StepTurns(self.turns, nonfinite=nonfinite))
 
     def _passed_over(self) -> StepReport:
         """Advance the schedule past a skipped step; its report has NaN for loss and gradient norm."""

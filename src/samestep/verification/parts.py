@@ -19,8 +19,8 @@ from samestep.data.loader import StepBatch
 from samestep.data.types import Batch
 from samestep.parallel.complex_parameters import as_real
 from samestep.recipe import Recipe
-from samestep.tasks.base import Task, call, sum_and_count
-from samestep.tasks.losses import SeveralLosses, of_whole_batch
+from samestep.tasks.base import Task, call
+from samestep.tasks.losses import task_loss
 from samestep.torch_internals import pytree
 from samestep.training.as_built import built_model, dense
 
@@ -55,16 +55,14 @@ def parts_of(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights[name].to(parameter.dtype))
-        loss = of_whole_batch(task.loss)
-        if task.loss_weights:
-            loss = SeveralLosses(loss, task.loss_weights).of_whole_batch
+        loss_of = task_loss(task.loss, task.loss_weights).of_whole_batch
         parts = []
         for micro_batch in batch.micro_batches:
             if not micro_batch.weight:
                 continue
             model.zero_grad()
             own = Batch(*(_as_built(part, model) for part in micro_batch.batch))
-            total, count = sum_and_count(loss(call(model, own.inputs), own))
+            total, count = loss_of(call(model, own.inputs), own)
             total.backward()
             parts.append(Part(count=float(count), gradient=_flat(model, names)))
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError):

@@ -16,6 +16,7 @@ from samestep.engines.base import Loss, OptimizerOf
 from samestep.engines.keras.layers import FUNCTIONS, MODULES, Tools, Weight, channels_first, channels_last
 from samestep.errors import UserError
 from samestep.tasks.image_classification import ImageClassification
+from samestep.tasks.losses import TaskLoss
 from samestep.tasks.regression import Regression
 
 # (TensorFlow, output, targets) -> each sample's term of the loss sum: [samples].
@@ -41,6 +42,7 @@ _LOSSES: Mapping[Any, LossOf] = {
 
 def counterpart(loss: Loss) -> LossOf:
     """The TensorFlow counterpart of a task's loss. Raises UserError if there is none."""
+    loss = loss.function if isinstance(loss, TaskLoss) else loss
     function = getattr(loss, "__func__", loss)  # also of a class that inherits it
     if function not in _LOSSES:
         owner = type(getattr(loss, "__self__", loss)).__name__

@@ -30,7 +30,7 @@ from samestep.engines.setup import TrainerSetup
 from samestep.errors import UserError, index_errors_explained
 from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
-from samestep.parallel.loss.step import joint, step_loss
+from samestep.parallel.loss.step import step_loss
 from samestep.parallel.optimizer.average import WeightAverage
 from samestep.parallel.optimizer.joined import Joined
 from samestep.parallel.optimizer.master_weights import MasterWeights
@@ -49,7 +49,7 @@ from samestep.parallel.state_shards import (
 from samestep.parallel.valueless import has_values
 from samestep.profiling.clock import Phase, StepClock, with_end_of_gradients
 from samestep.tasks.base import InTurn
-from samestep.tasks.losses import SeveralLosses
+from samestep.tasks.losses import TaskLoss, task_loss
 from samestep.tasks.turns import StepTurns, Turn
 from samestep.torch_internals import foreach
 from samestep.torch_internals.optimizers import take_step
@@ -94,11 +94,11 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         """Take one step over the global batch. In the first step, errors caused by the layout become LayoutError."""
         failures, self._failures_of_step = self._failures_of_step, None
         if failures is None:
-            return self._step(batch, loss)
+            return self._step(batch, task_loss(loss))
         with failures.explained(), own_messages_refused():
-            return self._step(batch, _wrapped(loss, failures.of_task))
+            return self._step(batch, replace(task_loss(loss), errors=failures.of_task))
 
-    def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
+    def _step(self, batch: StepBatch, loss: TaskLoss) -> StepReport:
         """Run forward and backward, then clip and step; both phases are timed if steps are profiled."""
         with self._phase("forward"):
             if not self.model.training:
@@ -128,7 +128,8 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         lr = self.optimizer.param_groups[0]["lr"]
         for turn in turns.of_step(batch.step):
             with nullcontext() if failures is None else failures.explained():
-                loss = turn.loss_of_step() if failures is None else _wrapped(turn.loss_of_step(), failures.of_task)
+                errors = nullcontext if failures is None else failures.of_task
+                loss = replace(turn.task_loss(), nonfinite=turns.nonfinite, errors=errors)
                 losses[turn.name], norm, terms = self._take_turn(turn, batch_of_turn(batch, turn), loss)
             every |= {
                 turn.name: losses[turn.name],
@@ -146,7 +147,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         total = torch.stack(list(losses.values())).sum()
         return StepReport(loss=total, grad_norm=squares.sqrt(), lr=lr, terms=every)
 
-    def _take_turn(self, turn: Turn, batch: StepBatch, loss: Loss) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _take_turn(self, turn: Turn, batch: StepBatch, loss: TaskLoss) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Step the parameters of a turn. Returns its loss, its gradient norm before clipping, and its loss terms."""
         with self._phase("forward"):
             self.model.train()
@@ -176,7 +177,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return self.clock if self.clock is not None and self.clock.runs else None
 
     def _change(
-        self, batch: StepBatch, loss: Loss, totals: Tensor, kept: Sequence[tuple[Tensor, Tensor]]
+        self, batch: StepBatch, loss: TaskLoss, totals: Tensor, kept: Sequence[tuple[Tensor, Tensor]]
     ) -> StepReport:
         """Clip the gradients and step. `kept`: buffers and their values to restore if the step is skipped."""
         # A batch without terms (every token masked) has a zero gradient; 0 / 0 would turn the weights into NaN.
@@ -212,19 +213,15 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
                 self.schedule.step()
         return lr
 
-    def backward(self, batch: StepBatch, loss: Loss) -> Tensor:
+    def backward(self, batch: StepBatch, loss: TaskLoss) -> Tensor:
         """Leave sum over the global batch / its samples in the gradients.
 
         Returns over all ranks [loss sum, count], and behind them sums and counts of the loss's terms, where it
         has several.
         """
         pending: list[dist.Work | None] = []
-        if joint(loss):
-            self._spread.give_whole_outputs()
-            backward = self._precision.backward
-        else:
-            loss, backward = self._spread.around(loss, self._precision.backward)
         of_step = step_loss(loss, batch, self._spread, self._mesh)
+        backward = of_step.backward(self._precision.backward)
         # [loss sum, count, sums of terms ..., counts of terms ...] of this rank, and of all ranks once `pending` is
         # done.
         totals = torch.zeros(2 + 2 * len(of_step.names), dtype=torch.float64, device=self._device)
@@ -444,13 +441,9 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             take_step(self.schedule, step)
 
 
-def _wrapped(loss: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    return loss.around(wrap) if isinstance(loss, SeveralLosses) else wrap(loss)
-
-
-def _terms(loss: Loss, totals: Tensor) -> dict[str, Tensor]:
+def _terms(loss: TaskLoss, totals: Tensor) -> dict[str, Tensor]:
     """The terms of a loss by name, each its sum / its count over all ranks, without its weight."""
-    if not isinstance(loss, SeveralLosses):
+    if not loss.weights:
         return {}
     sums, counts = totals[2:].chunk(2)
     return dict(zip(loss.weights, sums / counts.clamp(min=1), strict=True))

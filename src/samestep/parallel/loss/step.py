@@ -19,9 +19,9 @@ from samestep.data.loader import MicroBatch, StepBatch
 from samestep.data.nests import map_tensors
 from samestep.data.types import Batch
 from samestep.parallel.loss.coupled import Coupling
+from samestep.parallel.loss.vocabulary import Backward, Vocabulary
 from samestep.parallel.parallel_model import ParallelModel
-from samestep.tasks.base import sum_and_count
-from samestep.tasks.losses import SeveralLosses, takes_gather
+from samestep.tasks.losses import TaskLoss, takes_gather
 
 Loss = Callable[..., tuple[Tensor, Tensor | int]]
 
@@ -31,15 +31,25 @@ class StepLoss:
 
     names: Sequence[str] = ()  # of the loss's terms, if it has several
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: TaskLoss, vocabulary: Vocabulary | None) -> None:
+        """`vocabulary`: of an output layer that may give logits in slices."""
         self._loss = loss
+        self._vocabulary = vocabulary
 
     def prepare(self) -> None:
         """Called once, before the step's forwards; every rank calls."""
+        if self._vocabulary is not None:
+            self._vocabulary.slices = self._vocabulary.able
 
     def of(self, output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | int]:
         """Compute the sum and the count of a micro-batch's loss."""
-        return sum_and_count(self._loss(output, micro_batch.batch))
+        if self._vocabulary is None:
+            return self._loss(output, micro_batch.batch)
+        return self._vocabulary.loss(self._loss, output, micro_batch.batch)
+
+    def backward(self, backward: Backward) -> Backward:
+        """Return the backward that starts from this loss."""
+        return backward if self._vocabulary is None else self._vocabulary.backward(backward)
 
     def add_terms(self, totals: Tensor) -> None:
         """Add this rank's sums and counts of the terms to [sums, counts]."""
@@ -52,16 +62,17 @@ class JointLoss(StepLoss):
     computed first, without graphs (`ParallelModel.rehearse`).
     """
 
-    def __init__(self, loss: Loss, batch: StepBatch, spread: ParallelModel, mesh: Mesh) -> None:
-        super().__init__(loss)
+    def __init__(self, loss: TaskLoss, batch: StepBatch, spread: ParallelModel, mesh: Mesh) -> None:
+        # It needs the rows of whole outputs.
+        super().__init__(loss, vocabulary=None)
         self._batch = batch
         self._spread = spread
         self._group = mesh.data_group
         self._couples = takes_gather(loss)
         self._found: dict[int, Callable[[Any], tuple[Tensor, Tensor | int]]] = {}
         self._of_batch = {id(micro_batch.batch): micro_batch for micro_batch in batch.micro_batches}
-        self._several = loss if isinstance(loss, SeveralLosses) else None
-        self.names = list(self._several.weights) if self._several is not None else []
+        self._several = bool(loss.weights)
+        self.names = list(loss.weights)
         device = mesh.grid.device_type
         self._sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)  # of this rank
         self._counts = torch.zeros(len(self.names), dtype=torch.float64, device=device)
@@ -69,6 +80,7 @@ class JointLoss(StepLoss):
 
     def prepare(self) -> None:
         """With several micro-batches: compute all outputs, then the counts and gradients that the loss needs."""
+        self._spread.give_whole_outputs()
         micro_batches = self._batch.micro_batches
         if len(micro_batches) == 1:
             return
@@ -76,7 +88,7 @@ class JointLoss(StepLoss):
         if outputs[0] is None:  # another rank of the pipeline has the outputs
             return
         with self._spread.autocast():
-            if self._several is not None:
+            if self._several:
                 self._count(outputs)
             if self._couples:
                 losses = Coupling(self._function, self._group).of_all(outputs, micro_batches)
@@ -86,24 +98,23 @@ class JointLoss(StepLoss):
         """The loss of a micro-batch, from `prepare` if there are several, otherwise computed now."""
         if (known := self._found.get(id(micro_batch))) is not None:
             return known(output)
-        if self._several is not None and self._global_counts is None:
+        if self._several and self._global_counts is None:
             self._count([output])
         if self._couples:
             return Coupling(self._function, self._group).of_one(output, micro_batch)
-        return sum_and_count(self._function(output, micro_batch.batch))
+        return self._function(output, micro_batch.batch)
 
     def add_terms(self, totals: Tensor) -> None:
         totals += torch.cat([self._sums, self._counts])
 
     @property
     def _function(self) -> Loss:
-        return self._loss if self._several is None else self._weighted
+        return self._weighted if self._several else self._loss
 
     def _count(self, outputs: Sequence[Any]) -> None:
         """Compute the terms' counts over the global batch, by calling the loss for all of this rank's outputs."""
-        assert self._several is not None
         apart = [map_tensors(Tensor.detach, output) for output in outputs]
-        noting = partial(_noting, self._several, self._noted)
+        noting = partial(_noting, self._loss, self._noted)
         with torch.no_grad():
             if self._couples:
                 Coupling(noting, self._group).of_all(apart, self._batch.micro_batches)
@@ -123,34 +134,29 @@ class JointLoss(StepLoss):
 
     def _weighted(self, output: Any, batch: Batch, **gather: Any) -> tuple[Tensor, int]:
         """The sum over the terms of weight * sum / count * samples of the step, and the samples of this batch."""
-        assert self._several is not None
         assert self._global_counts is not None
         micro_batch = self._of_batch[id(batch)]
-        terms = self._several.terms(output, batch, **gather)
+        terms = self._loss.terms(output, batch, **gather)
         parts: list[Tensor] = []
         for number, (name, (value, _)) in enumerate(terms.items()):
             # The factor cancels the engine's division by the step's samples, since each term has its own count.
             count = self._global_counts[number].clamp(min=1)
-            factor = self._several.weights[name] * self._batch.global_samples / count
+            factor = self._loss.weights[name] * self._batch.global_samples / count
             parts.append(value * factor.to(value.dtype))
             self._sums[number] += value.detach() * micro_batch.weight
         return torch.stack(parts).sum(), len(micro_batch.moment.samples)
 
 
 def _noting(
-    several: SeveralLosses, noted: Callable[..., None], output: Any, batch: Batch, **gather: Any
+    loss: TaskLoss, noted: Callable[..., None], output: Any, batch: Batch, **gather: Any
 ) -> tuple[Tensor, int]:
     """A loss of zero, which only records the counts of the terms."""
-    counts = [count for _, count in several.terms(output, batch, **gather).values()]
+    counts = [count for _, count in loss.terms(output, batch, **gather).values()]
     noted(batch, counts)
     return torch.zeros(()), 1
 
 
-def joint(loss: Loss) -> bool:
-    """Whether a loss depends on the whole step."""
-    return takes_gather(loss) or isinstance(loss, SeveralLosses)
-
-
-def step_loss(loss: Loss, batch: StepBatch, spread: ParallelModel, mesh: Mesh) -> StepLoss:
+def step_loss(loss: TaskLoss, batch: StepBatch, spread: ParallelModel, mesh: Mesh) -> StepLoss:
     """Make the object that computes a step's loss on this rank."""
-    return JointLoss(loss, batch, spread, mesh) if joint(loss) else StepLoss(loss)
+    joint = takes_gather(loss) or loss.weights
+    return JointLoss(loss, batch, spread, mesh) if joint else StepLoss(loss, spread.vocabulary)

@@ -29,10 +29,9 @@ from samestep.parallel.loss.chunked_logits import ChunkedLogits
 from samestep.parallel.sharding import whole
 from samestep.parallel.tensor.layers import product_of, with_bias
 from samestep.parallel.valueless import has_values
-from samestep.tasks.base import sum_and_count
+from samestep.tasks.losses import TaskLoss
 from samestep.torch_internals import pytree
 
-Loss = Callable[[Any, Batch], tuple[Tensor, Tensor | int]]
 Backward = Callable[[Tensor], None]
 
 
@@ -64,12 +63,11 @@ class Vocabulary:
 
         replace_forward(linear, forward)
 
-    def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
-        """Wrap a loss and a backward to accept slices of logits; training forwards return slices from then on."""
-        self.slices = self.able
-        return partial(self._loss, loss), partial(_in_slices, backward)
+    def backward(self, backward: Backward) -> Backward:
+        """Return a backward that also goes through a loss on slices."""
+        return partial(_in_slices, backward)
 
-    def _loss(self, loss: Loss, output: Any, batch: Batch) -> tuple[Tensor, Tensor | int]:
+    def loss(self, loss: TaskLoss, output: Any, batch: Batch) -> tuple[Tensor, Tensor | int]:
         """Compute a task's loss: on slices if it was found to work on them, else on whole logits."""
         leaves = pytree.tree_leaves(output)
         if any(isinstance(leaf, ChunkedLogits) for leaf in leaves):  # chunks of slices, if the output layer is sliced
@@ -83,7 +81,7 @@ class Vocabulary:
             return loss(_whole(output), batch)
         return _plain(_in_slices(loss, output, batch))
 
-    def _can_take_slices(self, loss: Loss, output: Any, batch: Batch) -> bool:
+    def _can_take_slices(self, loss: TaskLoss, output: Any, batch: Batch) -> bool:
         """Try whether a loss and its gradient are the same on slices as on whole logits; the same on all ranks."""
         apart = pytree.tree_map_only(Tensor, _apart, output)
         together = pytree.tree_map_only(Tensor, lambda tensor: _apart(whole(tensor.detach())), apart)
@@ -168,7 +166,6 @@ def _whole(output: Any) -> Any:
     return pytree.tree_map_only(DTensor, whole, output)
 
 
-def _plain(loss: Any) -> tuple[Tensor, Tensor | int]:
+def _plain(pair: tuple[Tensor, Tensor | int]) -> tuple[Tensor, Tensor | int]:
     """The sum and the count of a loss as plain tensors."""
-    loss_sum, count = sum_and_count(loss)
-    return _whole(loss_sum), _whole(count)
+    return _whole(pair[0]), _whole(pair[1])
