@@ -27,7 +27,7 @@ WINGS: Mapping[str, tuple[str, str]] = {
         "environment version private_folders layout yaml_loader validation field_types communication recipe job "
         "options plausibility run_folder subprocess_group processor progress file_errors streams jobfile extras "
         "torch_internals "
-        "display/tables display/page display/columns display/curves_svg display/schedule_svg",
+        "display/tables display/page display/steps_figure display/columns display/curves_svg display/schedule_svg",
     ),
     "prove": ("base", "recording script_proof"),
     "launch": ("base", "launch fault_tolerance"),

@@ -6,6 +6,7 @@ for the error that PyTorch raises where a label or an id is out of range.
 
 import difflib
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -160,12 +161,18 @@ def place_of(error: BaseException) -> str | None:
 
     Where there is none, that of an installed package other than PyTorch, such as a model of transformers.
     """
-    return _users_line(traceback.extract_tb(error.__traceback__))
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return _written(next(_lines(reversed(frames)), None))
 
 
 def place_here() -> str | None:
-    """Return the innermost line of the user's code that is running now, as file:line."""
-    return _users_line(traceback.extract_stack())
+    """Return the innermost running line of the user's code, else of an installed package, as file:line."""
+    return _written(next(_lines(_running()), None))
+
+
+def users_line_here() -> tuple[str, int] | None:
+    """Return file and line of the innermost line that is running now and is of no installed package."""
+    return next(_lines(_running(), installed=False), None)
 
 
 # What Python raises where code is wrong. PyTorch's operators raise RuntimeError for tensors that don't fit.
@@ -189,15 +196,35 @@ def internal_line(error: BaseException) -> str | None:
     return f"{Path(frames[-1].filename).relative_to(own)}:{frames[-1].lineno}"
 
 
-def _users_line(stack: traceback.StackSummary) -> str | None:
-    """Return the innermost frame of the user's code as file:line, else of an installed package, else None."""
-    frames = [(Path(frame.filename), frame.lineno) for frame in stack]
+def _running() -> Iterator[tuple[str, int]]:
+    """Yield file and line of each running call, the innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def _lines(frames: Iterable[tuple[str, int]], *, installed: bool = True) -> Iterator[tuple[str, int]]:
+    """Yield file, as messages show it, and line of the user's frames, then of installed packages other than PyTorch.
+
+    `frames`: the innermost first. `installed`: False for the user's alone.
+    """
     own, standard = Path(__file__).parent, Path(sysconfig.get_path("stdlib"))
-    frames = [place for place in reversed(frames) if place[0].suffix == ".py" and not place[0].is_relative_to(own)]
-    installed = [place for place in frames if _PACKAGES & set(place[0].parts)]
-    users = [place for place in frames if place not in installed and not place[0].is_relative_to(standard)]
-    others = [place for place in installed if "torch" not in place[0].parts]
-    return next((f"{shown(file)}:{line}" for file, line in (*users, *others)), None)
+    others: list[tuple[Path, int]] = []
+    for name, line in frames:
+        file = Path(name)
+        if file.is_relative_to(own):
+            continue
+        if _PACKAGES & set(file.parts):
+            others.append((file, line))
+        elif not file.is_relative_to(standard) and (file.suffix == ".py" or file.is_file()):  # not <string>
+            yield shown(file.resolve()), line
+    if installed:
+        yield from ((shown(file.resolve()), line) for file, line in others if "torch" not in file.parts)
+
+
+def _written(place: tuple[str, int] | None) -> str | None:
+    return None if place is None else f"{place[0]}:{place[1]}"
 
 
 def shown(file: Path) -> str:

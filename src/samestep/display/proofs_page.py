@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import partial
 from html import escape
-from math import inf
 
 import plotly.graph_objects as go
 
@@ -22,6 +21,7 @@ from samestep.display.page import (
     plot,
     section,
 )
+from samestep.display.steps_figure import Line, on_axis, steps_figure
 from samestep.display.tables import formatted
 from samestep.verification.matrix import MatrixRow
 
@@ -57,8 +57,6 @@ _QUANTITIES = {
     "metrics": (Words("metrics", "指标"), "cross", "#cc79a7"),
 }
 _BY_STEP = (("loss", "solid"), ("grad_norm", "dot"))
-_LEAST = 1e-17  # of what a logarithmic axis shows
-_MOST = 1e3
 
 
 def page(rows: Sequence[MatrixRow]) -> str:
@@ -168,7 +166,7 @@ def _differences(rows: Sequence[MatrixRow], language: int) -> go.Figure:
             if quantity in proof.max_relative_difference
         ]
         figure.add_scatter(
-            x=[_shown(value) for value, _ in points],
+            x=[on_axis(value) for value, _ in points],
             y=[name for _, name in points],
             name=title[language],
             mode="markers",
@@ -188,25 +186,13 @@ def _differences(rows: Sequence[MatrixRow], language: int) -> go.Figure:
 
 def _steps(rows: Sequence[MatrixRow], language: int) -> go.Figure:
     """Differences of losses and gradient norms by step, a line a layout, on a logarithmic axis."""
-    figure = go.Figure(layout=figure_layout(420))
+    lines = []
     for name, row in zip(_names(rows), rows, strict=True):
         for quantity, dash in _BY_STEP if row.proof is not None else ():
             values = row.proof.by_step.get(quantity, ()) if row.proof is not None else ()
-            figure.add_scatter(
-                x=list(range(1, len(values) + 1)),
-                y=[_shown(value) for value in values],
-                name=f"{name}, {_QUANTITIES[quantity][0][language]}",
-                mode="lines+markers",
-                line={"dash": dash, "width": 1.6},
-            )
-    figure.update_xaxes(title_text=Words("step", "步")[language], gridcolor=GRID, dtick=1)
-    figure.update_yaxes(type="log", exponentformat="power", gridcolor=GRID)
-    return figure
-
-
-def _shown(value: float) -> float:
-    """A difference within the limits of the axis; one that isn't finite stands at the upper one."""
-    return min(max(value, _LEAST), _MOST) if value < inf else _MOST
+            words = _QUANTITIES[quantity][0]
+            lines.append(Line(name=Words(f"{name}, {words.en}", f"{name}, {words.zh}"), values=values, dash=dash))
+    return steps_figure(lines, language)
 
 
 _FIGURES = {"differences": _differences, "steps": _steps}

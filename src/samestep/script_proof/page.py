@@ -7,7 +7,6 @@ from math import log10
 import plotly.graph_objects as go
 
 from samestep.display.page import (
-    GRID,
     Cell,
     Words,
     bullets,
@@ -20,6 +19,7 @@ from samestep.display.page import (
     plot,
     section,
 )
+from samestep.display.steps_figure import LEAST, Line, steps_figure
 from samestep.display.tables import formatted
 from samestep.script_proof.compare import StepNumbers, Verdict
 
@@ -47,7 +47,6 @@ _ABOUT_MODULES = Words(
 _NUMBERS = Words("Numbers", "数值")
 _NOTES = Words("Notes", "说明")
 _NOT_COMPARED = Words("Not compared", "没有比较")
-_LEAST = 1e-17  # of what a logarithmic axis shows
 
 
 def page(verdict: Verdict, script: str) -> str:
@@ -122,18 +121,11 @@ _LINES = (
 
 def _curve(curve: Sequence[StepNumbers], language: int) -> go.Figure:
     """Differences and noise over steps, on a logarithmic axis."""
-    figure = go.Figure(layout=figure_layout(420))
-    for name, title, color, dash in _LINES:
-        figure.add_scatter(
-            x=[each.step for each in curve],
-            y=[max(getattr(each, name), _LEAST) for each in curve],
-            name=title[language],
-            mode="lines+markers",
-            line={"color": color, "dash": dash, "width": 1.8},
-        )
-    figure.update_xaxes(title_text=Words("step", "步")[language], gridcolor=GRID, dtick=1)
-    figure.update_yaxes(type="log", exponentformat="power", gridcolor=GRID)
-    return figure
+    lines = [
+        Line(name=title, values=[getattr(each, name) for each in curve], color=color, dash=dash)
+        for name, title, color, dash in _LINES
+    ]
+    return steps_figure(lines, language)
 
 
 def _modules(curve: Sequence[StepNumbers], language: int) -> go.Figure:
@@ -143,7 +135,7 @@ def _modules(curve: Sequence[StepNumbers], language: int) -> go.Figure:
     figure.add_heatmap(
         x=[each.step for each in curve],
         y=[name or "(model)" for name in names],
-        z=[[log10(max(each.modules.get(name, 0.0), _LEAST)) for each in curve] for name in names],
+        z=[[log10(max(each.modules.get(name, 0.0), LEAST)) for each in curve] for name in names],
         colorscale="Viridis",
         colorbar={"tickprefix": "1e"},
     )

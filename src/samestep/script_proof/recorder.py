@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep.errors import users_line_here
 from samestep.recording import shards
 from samestep.recording.activations import Activations
 from samestep.recording.calls import Call, ModelCalls
@@ -30,7 +31,6 @@ from samestep.script_proof.fetching import Fetching
 from samestep.script_proof.given import GivenBatches
 from samestep.script_proof.halves import Halves
 from samestep.script_proof.held import Changes, HeldWeights
-from samestep.script_proof.places import script_line
 from samestep.script_proof.settings import RecordSettings
 from samestep.torch_internals.sharded import DTensor, local_part
 from samestep.torch_internals.tensors import version_of
@@ -111,7 +111,7 @@ class ScriptRecorder:
         if what in self._placed:
             return
         self._placed.add(what)
-        if (place := script_line()) is not None:
+        if (place := users_line_here()) is not None:
             self._writer.event("place", what=what, file=place[0], line=place[1])
 
     # Forward
