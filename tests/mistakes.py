@@ -101,6 +101,26 @@ class OtherGradient(Native):
         return trainer
 
 
+class OtherBetas(Native):
+    """The averages of gradients are longer under a layout."""
+
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
+        for group in trainer.optimizer.param_groups:
+            group["betas"] = (0.95, 0.999)
+        return trainer
+
+
+class RateOfOneRank(Native):
+    """Rank 1 has a learning rate of its own."""
+
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] *= 1 + dist.get_rank()
+        return trainer
+
+
 class OtherDecay(Native):
     """Norms and biases are decayed as matrices are."""
 

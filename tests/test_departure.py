@@ -75,8 +75,10 @@ CASES: Mapping[str, Case] = {
     "not divided": Case(engine=NotDivided(), micro_batch=4, kind="accumulation-divisor"),
     "other samples in a stage": Case(engine=OtherSamples(), layout="pp2", kind="gradients-differ"),
     "a stage learns nothing": Case(engine=NothingHandedBack(), layout="pp2", kind="missing-gradient", module="0"),
-    "decay": Case(engine=mistakes.OtherDecay(), kind="weight-decay", what="weight decay"),
-    "schedule": Case(engine=mistakes.ForgottenSchedule(), kind="learning-rate-scaled", step=2, what="learning rate"),
+    "decay": Case(engine=mistakes.OtherDecay(), kind="weight-decay", what="optimizer"),
+    "betas": Case(engine=mistakes.OtherBetas(), kind="optimizer-setting", what="optimizer"),
+    "rate of one rank": Case(engine=mistakes.RateOfOneRank(), kind="learning-rate-differs", what="learning rate"),
+    "schedule": Case(engine=mistakes.ForgottenSchedule(), kind="learning-rate", step=2, what="learning rate"),
     "weights": Case(
         engine=mistakes.OtherWeights(),
         kind="weights-not-broadcast",

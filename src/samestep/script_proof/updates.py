@@ -13,10 +13,15 @@ _RELATIVE = 1e-6  # of settings, which are computed in Python
 
 
 def initial_finding(
-    tensors: Sequence[TensorDifference], limits: RoundingLimits, alone: RunRecord, split: RunRecord
+    tensors: Sequence[TensorDifference],
+    limits: RoundingLimits,
+    alone: RunRecord,
+    split: RunRecord,
+    *,
+    alike: float = 0.0,
 ) -> Finding | None:
-    """Weights with which the first step begins."""
-    copies = [each for each in tensors if each.ranks_apart > 0 or each.absent]
+    """Weights with which the first step begins. `alike`: how far the ranks' copies may be apart, relative."""
+    copies = [each for each in tensors if each.ranks_apart > alike or each.absent]
     departing = [each for each in tensors if limits.exceeded(each)]
     missing = [each.name for each in tensors if each.missing]
     shapes = {name: found for name in missing if (found := split.joined(0, "after", name)) is not None}
@@ -74,7 +79,7 @@ def settings_finding(number: int, alone: RunRecord, split: RunRecord) -> Finding
         if option == "weight_decay":
             facts = {"alone": a, "split": s, "count": len(names)}
             return _setting("weight-decay", number, names, mine, _relative(a, s), **facts)
-        if option in _DECIDING:
+        if option in SETTINGS:
             return _setting("optimizer-setting", number, names, mine, _relative(a, s), name=option, alone=a, split=s)
     return None
 
@@ -95,7 +100,20 @@ def _rates_of_ranks(number: int, split: RunRecord) -> Finding | None:
     )
 
 
-_DECIDING = ("betas", "eps", "momentum", "dampening", "nesterov", "alpha", "centered", "amsgrad", "maximize", "rho")
+# Settings of PyTorch's optimizers that decide about the update; others, such as `foreach`, are how it is computed.
+SETTINGS = (
+    "weight_decay",
+    "betas",
+    "eps",
+    "momentum",
+    "dampening",
+    "nesterov",
+    "alpha",
+    "centered",
+    "amsgrad",
+    "maximize",
+    "rho",
+)
 
 
 def _settings(steps: Sequence[RankStep]) -> dict[str, Mapping[str, Any]]:

@@ -6,7 +6,7 @@ can't tell.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from samestep.engines.base import Trainer
 from samestep.engines.native.trainer import NativeTrainer
-from samestep.job import Job, Run
+from samestep.job import Job
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
@@ -26,7 +26,7 @@ from samestep.tasks.base import Task
 from samestep.training.fit import Training
 from samestep.training.last_bits import LastBitsChanged
 from samestep.training.rounding import difference, largest, pairs, relative, relative_tensors
-from samestep.verification.steps import AVERAGE, Reference, buffers_of, take, weights_of
+from samestep.verification.steps import AVERAGE, Reference, buffers_of, in_one_process, take, weights_of
 
 # Tolerance in multiples of the measured noise.
 _TIMES = 20.0
@@ -98,9 +98,7 @@ class NoiseMeasurement:
 
     def __init__(self, job: Job, task: Task, steps: int, known: Reference, device: DeviceChoice = "auto") -> None:
         """`device` as for `reference`; the steps are taken in this process."""
-        place = "cpu" if device == "cpu" else job.run.device
-        run = Run(device=place, threads=job.run.threads, workers=job.run.workers)
-        self._job = replace(job, recipe=replace(job.recipe, precision="fp64", communication=None), run=run)
+        self._job = in_one_process(job, device="cpu" if device == "cpu" else None)
         self._task, self._steps, self._known = task, steps, known
         self._measured: list[Noise] = []
 

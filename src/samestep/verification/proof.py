@@ -22,7 +22,7 @@ from samestep.engines.base import StepReport, Trainer
 from samestep.engines.registry import resolve as resolve_engine
 from samestep.errors import UserError
 from samestep.fault_tolerance.nonfinite import without_nonfinite
-from samestep.job import Job, Run
+from samestep.job import Job
 from samestep.launch.device import device_of, release_memory
 from samestep.launch.world import World, join
 from samestep.layout import Layout
@@ -68,6 +68,7 @@ from samestep.verification.steps import (
     buffers_of,
     clipping,
     gradients_of,
+    in_one_process,
     save,
     settings_of,
     states_of,
@@ -245,10 +246,10 @@ def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | N
     Also records the first step as the model's own PyTorch takes it (`as_built`), how far rounding alone may move an
     update that divides by a small number (`rounding`), and the rounding of the recipe's own precision (`allowed`).
     """
-    alone = Run(device=job.run.device, threads=job.run.threads, workers=job.run.workers)
-    recipe = replace(job.recipe, precision="fp64", communication=None)
-    with join(alone=True, device=alone.device, threads=alone.threads) as world:
-        training = Training(replace(job, recipe=recipe, run=alone), task, world, Layout(), held_out=held_out)
+    exact = in_one_process(job)
+    recipe = exact.recipe
+    with join(alone=True, device=exact.run.device, threads=exact.run.threads) as world:
+        training = Training(exact, task, world, Layout(), held_out=held_out)
         first: list[FirstStep] = []
         optimizers = [recipe.optimizer, *(group.optimizer for group in recipe.groups if group.optimizer)]
         divides = any(not isinstance(optimizer, SGD) for optimizer in optimizers)

@@ -60,6 +60,12 @@ class Reference:
     state_keys: Sequence[str] = ()  # keys of the optimizer's state that is compared then
 
 
+def in_one_process(job: Job, *, device: str | None = None) -> Job:
+    """The job of one process's steps in float64. `device`: another one than the job's."""
+    run = Run(device=device or job.run.device, threads=job.run.threads, workers=job.run.workers)
+    return replace(job, recipe=replace(job.recipe, precision="fp64", communication=None), run=run)
+
+
 def buffers_of(trainer: Trainer) -> dict[str, Tensor]:
     """Return the state of a whole model that is no parameter, on the CPU."""
     parameters = {name for name, _ in trainer.parameters()}
@@ -205,13 +211,11 @@ class RoundedRuns:
 
         From 2 on there are `way` micro-batches. None for a model that can't split its batch into micro-batches.
         """
-        given = self._job.run
         micro_batch = -(-self._job.recipe.batch // way) if way > 1 else None
-        run = Run(device=given.device, threads=given.threads, workers=given.workers, micro_batch=micro_batch)
-        recipe = replace(self._job.recipe, communication=None)
-        training = Training(
-            replace(self._job, recipe=recipe, run=run), self._task, world, Layout(), shuffled_within=way or None
-        )
+        exact = in_one_process(self._job)
+        recipe = replace(exact.recipe, precision=self._job.recipe.precision)
+        job = replace(exact, recipe=recipe, run=replace(exact.run, micro_batch=micro_batch))
+        training = Training(job, self._task, world, Layout(), shuffled_within=way or None)
         try:
             for number, (batch, report) in enumerate(training.steps(stop=len(taken.losses))):
                 noise.add(batch.step, gradients_of(training))
