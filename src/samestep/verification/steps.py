@@ -20,6 +20,7 @@ from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.state_shards import innermost
 from samestep.progress import phases
 from samestep.progress.bars import Bar
+from samestep.ranks import DeviceChoice
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
 from samestep.training.as_built import AsBuilt, dense
@@ -60,7 +61,7 @@ class Reference:
     state_keys: Sequence[str] = ()  # keys of the optimizer's state that is compared then
 
 
-def in_one_process(job: Job, *, device: str | None = None) -> Job:
+def in_one_process(job: Job, *, device: DeviceChoice | None = None) -> Job:
     """The job of one process's steps in float64. `device`: another one than the job's."""
     run = Run(device=device or job.run.device, threads=job.run.threads, workers=job.run.workers)
     return replace(job, recipe=replace(job.recipe, precision="fp64", communication=None), run=run)
