@@ -115,7 +115,10 @@ def _bits(folder: Path) -> Mapping[str, bytes]:
         ([EXAMPLE, EXAMPLE, "--bits"], "is a second job file, and --bits takes one"),
         ([EXAMPLE, "--bits", "--layout", "tp2"], 'layout "tp2": run.reduction is ordered, which is for data ranks'),
         ([EXAMPLE, "--bits", "--layouts", "tp2"], 'layout "tp2": run.reduction is ordered, which is for data ranks'),
-        ([EXAMPLE, "--bits", "--engine", "accelerate"], 'engine "accelerate" does not have; use engine native'),
+        (
+            [EXAMPLE, "--bits", "--engine", "parameter-server"],
+            '"parameter-server" does not have; use engine native',
+        ),
     ],
 )
 def test_what_can_not_be_proved_is_refused(

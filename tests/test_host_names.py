@@ -126,20 +126,20 @@ def test_a_place_that_checks_nothing_is_checked(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_more_hosts_than_any_job_has_are_counted_and_not_listed(text: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(UserError, match=r"and a job has 65,536 at most|is no part of a list of hosts"):
         host_names("SLURM_JOB_NODELIST", text)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     assert len(host_names("SLURM_JOB_NODELIST", "n[00001-65536]")) == MOST_HOSTS
 
 
 @pytest.mark.parametrize("text", ["a," * 200_000, "[" * 200_000, "a[1]," * 100_000, "," * 10**6, "a[1-2" * 100_000])
 def test_a_long_list_is_read_in_no_time(text: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(UserError) as error:
         host_names("SLURM_JOB_NODELIST", text)
     assert len(str(error.value)) < 300
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,11 @@ class _Counting(nn.Module):
         ("dp2 pp2", {}, r"use dp4, zero1x4, zero2x4 or fsdp4, or reduction: fast"),
         ("fsdp2 offload=parameters", {}, r"is for data ranks without offload; use dp2"),
         ("dp9", {}, r"recipe.virtual_ranks is 8, fewer than the 9 ranks .* use virtual_ranks: 9 or more"),
-        ("dp2", {"engine": "accelerate"}, r'ordered, which engine "accelerate" does not have; use engine native'),
+        (
+            "dp2",
+            {"engine": "parameter-server"},
+            r'ordered, .* "parameter-server" does not have; use engine native',
+        ),
         ("dp2", {"micro_batch": 4}, r"run.micro_batch is 4; a virtual rank is one forward: use recipe.virtual_ranks"),
         ("dp2", {"group_by_length": True}, r"use group_by_length: false"),
         ("dp2", {"share_replicas": True}, r"use share_replicas: false"),

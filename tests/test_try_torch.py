@@ -31,7 +31,7 @@ def test_the_newest_version_comes_first_and_what_did_not_run_is_said() -> None:
 def test_pytests_last_line_is_read() -> None:
     output = "..F\nFAILED tests/a.py::b[1] - assert 1 in 2\n1 failed, 2645 passed, 8 skipped in 743.73s (0:12:23)\n"
     assert try_torch.counts(output) == {"failed": 1, "passed": 2645, "skipped": 8}
-    assert try_torch.failures(output) == ["tests/a.py::b[1]"]
+    assert try_torch.failures(output) == ["tests/a.py::b"]
     assert try_torch.counts("no tests ran") == {}
 
 

@@ -33,7 +33,7 @@ TITLES = {
     "zh": ("PyTorch", "Python", "日期", "私有名字的测试", "已验证", "快速测试", "未通过"),
 }
 WORDS = {"en": {"not run": "not run", "of": "{} of {}"}, "zh": {"not run": "没有运行", "of": "{} / {}"}}
-TESTS = ("pytest", "pytest-timeout", "pytest-randomly", "pytest-xdist", "hypothesis", "packaging")
+TESTS = ("pytest", "pytest-timeout", "pytest-randomly", "pytest-xdist", "hypothesis", "jsonschema", "packaging")
 
 Row = Mapping[str, Any]
 
@@ -58,8 +58,8 @@ def counts(output: str) -> dict[str, int]:
 
 
 def failures(output: str) -> list[str]:
-    """The tests that pytest lists as failed."""
-    return sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)))
+    """The tests that pytest lists as failed, without the values that they were called with."""
+    return sorted(set(re.findall(r"^(?:FAILED|ERROR) ([^\s\[]+)", output, re.MULTILINE)))
 
 
 def run_tests(*words: str) -> tuple[dict[str, int], list[str]]:
