@@ -26,6 +26,7 @@ WINGS: Mapping[str, tuple[str, str]] = {
         "errors limits synonyms sizes input_files output_files durations host_names variables launchers ranks "
         "environment version private_folders layout yaml_loader validation field_types communication recipe job "
         "options plausibility run_folder subprocess_group processor progress file_errors streams jobfile extras "
+        "plugins "
         "torch_internals "
         "display/tables display/page display/steps_figure display/columns display/curves_svg display/schedule_svg",
     ),

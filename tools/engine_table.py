@@ -1,10 +1,12 @@
-"""What each engine can do, from its `Abilities`: `python tools/engine_table.py` writes the table in the pages.
+"""What each engine is and can do, from its `Abilities`: `python tools/engine_table.py` writes the pages' tables.
 
-`tests/test_docs.py` compares the table in both languages with the engines. An ability has its words here, once.
+`tests/test_docs.py` compares the tables in both languages with the engines. An ability has its words here, once; what
+an engine is, it says itself.
 """
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 
 from page_parts import ROOT, markdown_table, write_parts
 
@@ -13,7 +15,7 @@ from samestep.engines.base import Abilities
 from samestep.engines.registry import resolve
 
 PAGES = {"en": ROOT / "docs" / "engines" / "README.md", "zh": ROOT / "docs" / "zh" / "engines" / "README.md"}
-PART = "abilities"
+ENGINE_PART, PART = "engines", "abilities"
 _TITLES = {"en": ("what", "key", "engines"), "zh": ("能力", "键", "引擎")}
 _ALL, _NONE = {"en": "all", "zh": "全部"}, {"en": "none", "zh": "无"}
 
@@ -51,7 +53,50 @@ WORDS: Mapping[str, tuple[str, str, str]] = {
     "shares_replicas": ("run.share_replicas", "one copy for the replicas of a host", "一台主机的副本共用一份"),
     "float32_matmul": ("run.float32_matmul", "the precision of float32 products", "float32 矩阵乘的精度"),
 }
-_OTHERS = ("axes", "precisions", "recompute", "offload", "attention", "config", "packages")  # no switches
+_OTHERS = ("about", "axes", "stages", "precisions", "recompute", "offload", "attention", "config", "packages")
+
+_ENGINE_TITLES = {
+    "en": ("engine", "what takes the step", "layouts", "proved in", "installed by"),
+    "zh": ("引擎", "由谁走步", "布局", "证明所用精度", "安装"),
+}
+# Layouts that split a mesh axis, without those by stages of ZeRO.
+_OF_AXIS = {"replicate": "dpN", "tensor": "tpN", "pipeline": "ppN", "context": "cpN", "expert": "epN"}
+_OF_STAGE = {1: "zero1xN", 2: "zero2xN", 3: "fsdpN"}
+_NOT_PROVED = {"en": "not the same step", "zh": "不是同一步"}
+_WITH_SAMESTEP = {"en": "is part of samestep", "zh": "随 samestep 安装"}
+
+
+def engine_rows(language: str) -> str:
+    """A row for each engine: what it says of itself, the layouts by its axes, and how it is installed."""
+    separator = ", " if language == "en" else "、"
+    rows = []
+    for name in ENGINES:
+        able = resolve(name).abilities
+        if able.about is None:
+            raise SystemExit(f"engine {name}: its abilities have no `about`, which says what takes the step")
+        layouts = [layout for axis, layout in _OF_AXIS.items() if axis in able.axes]
+        layouts += [_OF_STAGE[stage] for stage in sorted(able.stages)] * ("shard" in able.axes)
+        proved = ("float64" if "fp64" in able.precisions else "float32") if able.same_step else _NOT_PROVED[language]
+        installed = dict.fromkeys(command.partition(", ")[0] for command in able.packages.values())
+        rows.append(
+            [
+                _linked(name, PAGES[language]),
+                getattr(able.about, language),
+                separator.join(f"`{layout}`" for layout in layouts or ["single"]),
+                proved,
+                separator.join(f"`{command.removeprefix('use ')}`" for command in installed)
+                or _WITH_SAMESTEP[language],
+            ]
+        )
+    return markdown_table(_ENGINE_TITLES[language], rows, align="lllll")
+
+
+def _linked(name: str, page: Path) -> str:
+    """The engine's name, linked to its page or its family's, where it has one."""
+    for target in (f"{name}.md", f"{name.partition('-')[0]}.md", f"../{name}.md"):
+        if (page.parent / target).is_file():
+            return f"[`{name}`]({target})"
+    return f"`{name}`"
 
 
 def ability_table(language: str) -> str:
@@ -94,7 +139,7 @@ def _values(name: str, separator: str) -> list[list[str]]:
 
 def main() -> None:
     for language, file in PAGES.items():
-        write_parts(file, {PART: ability_table(language)})
+        write_parts(file, {ENGINE_PART: engine_rows(language), PART: ability_table(language)})
 
 
 if __name__ == "__main__":

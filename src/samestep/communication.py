@@ -1,17 +1,22 @@
 """Options of the methods that send less than plain data parallelism, and so take another step: a class each.
 
-They are the values of `recipe.communication`. What each does stands in `samestep.comm.compression`.
+They are the values of `recipe.communication`. What each does stands in `samestep.comm.compression`. A method of
+another distribution has its options in `options_type` of its class, which an entry point of `samestep.plugins` names.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Gt, Le
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
+from samestep.errors import UserError
 from samestep.field_types import STRICT, Beta, Count, Fraction, Positive, Rate, Whole, broken_rule
 from samestep.limits import MOST_WIDTH
-from samestep.validation import tells_mistakes
+from samestep.plugins import COMMUNICATION_PLUGINS
+from samestep.validation import check_keys, tells_mistakes
 
 
 @tells_mistakes
@@ -107,6 +112,31 @@ class DiLoCo:
         return self
 
 
-Communication = Annotated[
-    Bf16 | Fp16 | PowerSGD | OneBitAdam | ZeroOneAdam | LocalSGD | DiLoCo, Field(discriminator="kind")
-]
+_Shipped = Bf16 | Fp16 | PowerSGD | OneBitAdam | ZeroOneAdam | LocalSGD | DiLoCo
+KINDS = tuple(options.kind for options in get_args(_Shipped))
+
+
+def _shipped_or_added(value: Any, shipped: ValidatorFunctionWrapHandler) -> Any:
+    """Check options by the class of their kind, which may be one that another distribution adds."""
+    kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
+    if not isinstance(kind, str) or kind in KINDS:
+        return shipped(value)
+    method = COMMUNICATION_PLUGINS.load(kind)
+    if method is None:
+        tags = ", ".join(f"'{name}'" for name in (*KINDS, *COMMUNICATION_PLUGINS.names()))
+        raise PydanticCustomError(
+            "union_tag_invalid",
+            "Input should be of another kind",
+            {"discriminator": "'kind'", "tag": kind, "expected_tags": tags},
+        )
+    options_type = getattr(method, "options_type", None)
+    if getattr(options_type, "kind", None) != kind:
+        raise UserError(
+            f'recipe.communication.kind is "{kind}", and {method.__module__}:{method.__qualname__} has no '
+            "options_type with this kind; give it a dataclass whose kind has the entry point's name as its default"
+        )
+    check_keys(value, options_type, "recipe.communication")
+    return TypeAdapter(options_type).validate_python(value)
+
+
+Communication = Annotated[_Shipped, Field(discriminator="kind"), WrapValidator(_shipped_or_added)]

@@ -1,5 +1,6 @@
 """Writes a job to start from into an empty folder: job file, sample data, and a task where none ships for it."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.errors import UserError, closest
+from samestep.plugins import COMMUNICATION_PLUGINS, ENGINE_PLUGINS
 
 _TEMPLATES = Path(__file__).parent / "templates"
 # Of job files, for editors; tools/job_keys.py makes it of the declarations that check a job.
@@ -60,7 +62,7 @@ def write(name: str, folder: Path) -> Sequence[Path]:
         for file, copy in zip(known[name].files, copied, strict=True):
             shutil.copyfile(file, copy)
         schema = folder / JOB_SCHEMA.name
-        shutil.copyfile(JOB_SCHEMA, schema)
+        schema.write_text(job_schema(), encoding="utf-8")
         job = copied[0].read_text(encoding="utf-8")
         copied[0].write_text(f"# yaml-language-server: $schema={schema.name}\n{job}", encoding="utf-8")
     except OSError as error:
@@ -68,6 +70,21 @@ def write(name: str, folder: Path) -> Sequence[Path]:
     _make_data(folder / _MAKE_DATA)
     copied.append(schema)
     return [*copied, *sorted(path for path in folder.rglob("*") if path.is_file() and path not in copied)]
+
+
+def job_schema() -> str:
+    """The JSON Schema of job files, with the engines and methods that installed distributions add."""
+    text = JOB_SCHEMA.read_text(encoding="utf-8")
+    engines, kinds = ENGINE_PLUGINS.names(), COMMUNICATION_PLUGINS.names()
+    if not engines and not kinds:
+        return text
+    schema = json.loads(text)
+    engine = schema["$defs"]["Run"]["properties"]["engine"]["anyOf"]
+    engine[0]["enum"] = sorted({*engine[0]["enum"], *engines})
+    added = {"type": "object", "required": ["kind"], "properties": {"kind": {"enum": kinds}}}
+    if kinds:
+        schema["$defs"]["Recipe"]["properties"]["communication"]["anyOf"].insert(0, added)
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
 def _check_empty(folder: Path) -> None:

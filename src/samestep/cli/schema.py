@@ -9,7 +9,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from samestep.scaffold import JOB_SCHEMA
+    from samestep.scaffold import job_schema
 
-    sys.stdout.write(JOB_SCHEMA.read_text(encoding="utf-8"))
+    sys.stdout.write(job_schema())
     return 0

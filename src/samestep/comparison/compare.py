@@ -18,8 +18,7 @@ from samestep.comparison.results import Comparison, ComparisonRow, explain, mach
 from samestep.comparison.runs import run_method
 from samestep.comparison.same_step import STEPS, References, SameStep, best, short_job, unevaluated
 from samestep.durations import check_seconds
-from samestep.engines import ENGINES
-from samestep.engines.registry import resolve
+from samestep.engines.registry import engine_names, resolve
 from samestep.errors import RankFailedError, UserError
 from samestep.job import Job, Run
 from samestep.launch.affinity import cores
@@ -91,7 +90,7 @@ def _entry(job: Job, task: Task, method: ComparedMethod, budget: int) -> MethodJ
 
 def _missing(engine: str) -> str | None:
     """Return why an engine is missing here, with the command that installs it; None if it is installed."""
-    if engine not in ENGINES:
+    if engine not in engine_names():
         return f'engine "{engine}" is not part of this samestep'
     for module, command in resolve(engine).abilities.packages.items():
         if importlib.util.find_spec(module) is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.display.page import Words
-from samestep.engines import ENGINES
+from samestep.engines.registry import engine_names
 from samestep.errors import LayoutError, UserError, closest
 from samestep.handwritten import PRECISIONS
 from samestep.layout import Layout, unsized
@@ -168,8 +168,8 @@ def _pair(name: str, processes: int, table: dict[str, ComparedMethod]) -> Compar
     engine, colon, text = name.partition(":")
     if not colon:
         raise UserError(f'unknown method "{name}"; {closest(name, table)}; or a pair engine:layout, {_EXAMPLE}')
-    if engine not in ENGINES:
-        raise UserError(f'method "{name}": there is no engine "{engine}"; {closest(engine, ENGINES)}')
+    if engine not in (known := engine_names()):
+        raise UserError(f'method "{name}": there is no engine "{engine}"; {closest(engine, known)}')
     try:
         layout = str(Layout.parse(text, processes if unsized(text) else None))
     except LayoutError as error:

@@ -20,6 +20,8 @@ import torch
 from samestep import processor
 from samestep.comparison.methods import PUBLISHED, SINGLE, SINGLE_CORE, ComparedMethod
 from samestep.comparison.same_step import TOLERANCES, SameStep
+from samestep.engines import ENGINES
+from samestep.engines.registry import resolve
 from samestep.errors import USERS_MISTAKE
 from samestep.handwritten import FAILED, REFUSED
 from samestep.job import Job
@@ -130,8 +132,10 @@ def explain(folder: Path, outcome: CommandOutcome, limit: float) -> tuple[Litera
     return "failed", "\n".join(lines[-_LINES:]) or f"it ended with exit code {outcome.code} and said nothing"
 
 
-# What methods are made of, besides what every run reports of itself.
-_PACKAGES = ("torch", "deepspeed", "accelerate", "horovod", "tensorflow", "tensorflow-cpu", "tf_keras")
+def _packages() -> list[str]:
+    """The packages that methods are made of; TensorFlow has another distribution for CPUs."""
+    of_engines = {module for name in ENGINES for module in resolve(name).abilities.packages}
+    return ["torch", *sorted(of_engines), "tensorflow-cpu"]
 
 
 def machine() -> dict[str, Any]:
@@ -145,7 +149,7 @@ def machine() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "accelerators": f"{there} x {name}" if there else "none",
         "python": platform.python_version(),
-        "packages": {package: found for package in _PACKAGES if (found := _version(package))},
+        "packages": {package: found for package in _packages() if (found := _version(package))},
     }
 
 

@@ -19,8 +19,8 @@ import psutil
 
 from samestep import environment
 from samestep.doctor.findings import DoctorFinding, ExaminationRequest, ok, problem, warning
-from samestep.engines import ENGINES
-from samestep.engines.registry import resolve
+from samestep.engines.registry import engine_names, resolve
+from samestep.errors import UserError
 from samestep.extras import is_installed
 from samestep.launch.affinity import cores as usable_cores
 from samestep.launch.device import accelerator_names, build
@@ -334,11 +334,16 @@ def _extra(extra: str, wanted: "list[Requirement]") -> DoctorFinding:
 
 
 def engines(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
-    """Check which engines have their packages installed."""
-    for name in ENGINES:
+    """Check which engines have their packages installed, those that other distributions add among them."""
+    for name in engine_names():
+        try:
+            packages = resolve(name).abilities.packages
+        except UserError as error:  # the code of another distribution, which does not load
+            yield warning(f"engine {name}", str(error), "repair its package, or uninstall it", installed=False)
+            continue
         missing = {
             module: install.removeprefix("use ")
-            for module, install in resolve(name).abilities.packages.items()
+            for module, install in packages.items()
             if importlib.util.find_spec(module) is None
         }
         if missing:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep import environment
+from samestep.display.page import Words
 from samestep.engines.accelerate_keys import (
     AXES,
     FSDP_KEYS,
@@ -229,7 +230,9 @@ class Accelerate(Engine):
 
     name = "accelerate"
     abilities: ClassVar[Abilities] = Abilities(
+        about=Words("Accelerate's DDP and FSDP2, with your YAML", "Accelerate 的 DDP 与 FSDP2，可带你的 YAML"),
         axes=frozenset({"replicate", "shard"}),
+        stages=frozenset({2, 3}),
         precisions=frozenset({"fp64", "fp32", "bf16"}),
         checkpoints=True,
         adapters=True,
@@ -240,11 +243,6 @@ class Accelerate(Engine):
 
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:
         """Raise LayoutError for a layout that Accelerate doesn't have, UserError for a file that contradicts it."""
-        if layout.zero == 1:
-            raise LayoutError(
-                f'layout "{layout}": engine "accelerate" has no shards of the optimizer state alone; use '
-                f"zero2x{layout.shard} or fsdp{layout.shard}"
-            )
         if layout.zero and layout.replicate > 1 and layout.order != DEFAULT_ORDER:
             raise LayoutError(
                 f'layout "{layout}": engine "accelerate" numbers the ranks of replicas of shards in one order only; '

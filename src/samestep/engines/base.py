@@ -20,6 +20,7 @@ from samestep.comm.mesh import Mesh
 from samestep.data.loader import StepBatch
 from samestep.data.order import DataPlace
 from samestep.data.types import Batch
+from samestep.display.page import Words
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.options import Options
@@ -42,7 +43,9 @@ ScheduleOf = Callable[[Optimizer], LRScheduler | None]
 class Abilities:
     """What an engine can do. A job that asks for more is refused before any process starts."""
 
+    about: Words | None = None  # what takes the step, for the table of docs/engines/README.md
     axes: frozenset[str]  # mesh axes that it supports
+    stages: frozenset[int] = frozenset({1, 2, 3})  # of ZeRO, where it splits the axis shard
     precisions: frozenset[str]
     recompute: frozenset[str] = frozenset({"none"})
     offload: frozenset[str] = frozenset({"none"})

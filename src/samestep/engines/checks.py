@@ -9,7 +9,7 @@ its data and tokenizers take time to read. A session has no job, and calls those
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from samestep.communication import Communication
 from samestep.engines import ENGINES
@@ -45,6 +45,8 @@ def check_layout(engine: Engine, layout: Layout, precision: str, config: Path | 
                 f'layout "{layout}": engine "{engine.name}" does not split {name} yet; '
                 f"it splits {', '.join(map(axis_in_words, sorted(able.axes))) or 'nothing; use layout single'}"
             )
+    if layout.zero and layout.zero not in able.stages:
+        _refuse_stage(layout, engine)
     for option in ("recompute", "offload", "attention"):
         for value in getattr(layout, option).split("+"):
             if value not in getattr(able, option):
@@ -65,6 +67,18 @@ def check_layout(engine: Engine, layout: Layout, precision: str, config: Path | 
         known = ", ".join(sorted(able.precisions))
         raise UserError(f'recipe.precision is {precision}, which engine "{engine.name}" does not have; use {known}')
     engine.check(layout, precision, config)
+
+
+_SHARDS = {1: "the optimizer state alone", 2: "gradients and optimizer state", 3: "the parameters"}
+_AS_LAYOUT = {1: "zero1x{n}", 2: "zero2x{n}", 3: "fsdp{n}"}
+
+
+def _refuse_stage(layout: Layout, engine: Engine) -> NoReturn:
+    """Raise LayoutError for a stage of ZeRO that an engine doesn't have, with those that it has."""
+    instead = " or ".join(_AS_LAYOUT[stage].format(n=layout.shard) for stage in sorted(engine.abilities.stages))
+    raise LayoutError(
+        f'layout "{layout}": engine "{engine.name}" has no shards of {_SHARDS[layout.zero]}; use {instead}'
+    )
 
 
 def check_job(job: Job, engine: Engine, layout: Layout, device: str) -> None:

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from samestep.display.page import Words
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.precision import Precision
@@ -27,6 +28,7 @@ class DataParallel(Engine):
 
     name = "data-parallel"
     abilities: ClassVar[Abilities] = Abilities(
+        about=Words("PyTorch's `nn.DataParallel`", "PyTorch 的 `nn.DataParallel`"),
         axes=frozenset(),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         checkpoints=True,

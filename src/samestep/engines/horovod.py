@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from samestep import environment
 from samestep.data.loader import StepBatch
+from samestep.display.page import Words
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.precision import Precision
@@ -134,6 +135,7 @@ class Horovod(Engine):
 
     name = "horovod"
     abilities: ClassVar[Abilities] = Abilities(
+        about=Words("Horovod's `DistributedOptimizer`", "Horovod 的 `DistributedOptimizer`"),
         axes=frozenset({"replicate"}),
         precisions=frozenset({"fp64", "fp32", "bf16"}),
         checkpoints=True,

@@ -50,6 +50,8 @@ class Range:
 class Method(ABC):
     """One communication-efficient method, constructed on every rank from the options of `samestep.communication`."""
 
+    # Of a method that another distribution adds: the dataclass of its options, whose `kind` is its name.
+    options_type: ClassVar[type]
     # Whether ranks' parameters and optimizer state may differ after a step.
     diverges: ClassVar[bool] = False
     # Whether a rank steps with the mean over its own samples; else its gradient is its share of the global batch's:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from samestep.display.page import Words
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.deepspeed import config as configuration
 from samestep.engines.deepspeed import keys, nvme, pipeline
@@ -40,6 +41,7 @@ class DeepSpeed(Engine):
 
     name = "deepspeed"
     abilities: ClassVar[Abilities] = Abilities(
+        about=Words("DeepSpeed, with your `ds_config.json`", "DeepSpeed，可带你的 `ds_config.json`"),
         axes=frozenset({"pipeline", "replicate", "shard"}),
         precisions=frozenset({"fp32", "bf16", "fp16"}),
         offload=frozenset({"none", "optimizer", "optimizer-disk", "parameters"}),

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from samestep import environment
+from samestep.display.page import Words
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.keras import from_torch
 from samestep.engines.keras.layers import Tools
@@ -168,7 +169,11 @@ class Mirrored(KerasEngine):
 
     name = "keras-mirrored"
     abilities: ClassVar[Abilities] = Abilities(
-        axes=frozenset(), precisions=frozenset({"fp64", "fp32"}), packages=PACKAGES, float32_matmul=False
+        about=Words("TensorFlow's `MirroredStrategy`", "TensorFlow 的 `MirroredStrategy`"),
+        axes=frozenset(),
+        precisions=frozenset({"fp64", "fp32"}),
+        packages=PACKAGES,
+        float32_matmul=False,
     )
 
     def _start(self, precision: str, device: torch.device) -> tuple[Tools, Any]:
@@ -190,6 +195,7 @@ class MultiWorker(KerasEngine):
 
     name = "keras-multi-worker"
     abilities: ClassVar[Abilities] = Abilities(
+        about=Words("TensorFlow's `MultiWorkerMirroredStrategy`", "TensorFlow 的 `MultiWorkerMirroredStrategy`"),
         axes=frozenset({"replicate"}),
         precisions=frozenset({"fp64", "fp32"}),
         packages=PACKAGES,

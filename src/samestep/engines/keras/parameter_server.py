@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep import environment
 from samestep.data.loader import StepBatch
+from samestep.display.page import Words
 from samestep.engines.base import Abilities, Engine, Loss, Preparation, StepReport, Trainer
 from samestep.engines.keras import engine, from_torch
 from samestep.engines.keras.engine import PACKAGES, check_loop, start
@@ -42,6 +43,9 @@ class KerasParameterServer(Engine):
 
     name = "keras-parameter-server"
     abilities: ClassVar[Abilities] = Abilities(
+        about=Words(
+            "TensorFlow's `ParameterServerStrategy`, asynchronous", "TensorFlow 的 `ParameterServerStrategy`，异步"
+        ),
         axes=frozenset({"replicate"}),
         precisions=frozenset({"fp64", "fp32"}),
         packages=PACKAGES,

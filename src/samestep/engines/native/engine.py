@@ -4,6 +4,7 @@ from typing import ClassVar, get_args
 
 from torch import nn
 
+from samestep.display.page import Words
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.precision import Precision, parameter_dtype
@@ -18,6 +19,7 @@ class Native(Engine):
 
     name = "native"
     abilities: ClassVar[Abilities] = Abilities(
+        about=Words("samestep on `torch.distributed`", "samestep，基于 `torch.distributed`"),
         axes=frozenset({"pipeline", "replicate", "shard", "expert", "context", "tensor"}),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),

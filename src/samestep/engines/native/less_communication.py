@@ -32,6 +32,7 @@ from samestep.parallel.optimizer.spread import spread_optimizer
 from samestep.parallel.sharding import Entry
 from samestep.parallel.state_shards import MODEL, OPTIMIZER, Box, Piece, model_pieces, optimizer_pieces, whole_piece
 from samestep.parallel.unused_parameters import UnusedParameters, UnusedParametersAlone
+from samestep.plugins import COMMUNICATION_PLUGINS
 from samestep.torch_internals.modules import AnyBatchNorm
 
 STATE = "communication."
@@ -61,8 +62,15 @@ def prepare(
 
 
 def _method_class(kind: str) -> type[Method]:
-    """The class of a method, imported on first use."""
-    return resolve_name(METHODS[kind])
+    """The class of a method, imported on first use. Raises UserError for one that isn't on this host."""
+    if kind in METHODS:
+        return resolve_name(METHODS[kind])
+    method_class = COMMUNICATION_PLUGINS.load(kind, Method)
+    if method_class is None:
+        raise UserError(
+            f"recipe.communication.kind is {kind}, whose package is not installed on this host; install it"
+        )
+    return method_class
 
 
 def _check_model(model: nn.Module, method_class: type[Method], kind: str) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from samestep.comm.mesh import new_group
 from samestep.data.order import DataPlace
+from samestep.display.page import Words
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.parameter_server import settings as reading
@@ -36,6 +37,10 @@ class ParameterServer(Engine):
 
     name = "parameter-server"
     abilities: ClassVar[Abilities] = Abilities(
+        about=Words(
+            "samestep: servers hold shards, workers push and pull; synchronous, or asynchronous (another step)",
+            "samestep：服务器持有分片，worker 推送和拉取；同步，或异步（不是同一步）",
+        ),
         axes=frozenset({"replicate"}),
         precisions=frozenset({"fp64", "fp32", "bf16"}),
         recompute=frozenset({"none", "selective", "full"}),
