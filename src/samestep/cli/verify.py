@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from samestep import output_files
-from samestep.cli import job_options, verify_script
+from samestep.cli import job_options, verify_against, verify_script
 from samestep.errors import UserError
 from samestep.input_files import path_option
 from samestep.limits import WholeNumber
@@ -47,10 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output_files.add_arguments(
         parser, json="write the differences to a file", report="write a page of HTML, without a network"
     )
+    verify_against.add_arguments(parser)
     verify_script.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.against is not None:
+        return verify_against.run(options)
     if options.script is not None:
         return verify_script.run(options)
     verify_script.check_absent(options)

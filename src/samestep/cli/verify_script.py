@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _OWN = (*script_options.NAMES, "launch")
-_OF_JOBS = (
+OF_JOBS = (
     "layout",
     "layouts",
     "precision",
@@ -56,7 +56,7 @@ def _check_job_absent(options: argparse.Namespace) -> None:
     """Raise UserError for a job file, and for options that only jobs have."""
     if options.job is not None:
         raise UserError(f"{options.job} is a job file, and --script names a script; leave one of them out")
-    if given := [name for name in _OF_JOBS if getattr(options, name) is not None] + ["set"] * bool(options.set):
+    if given := [name for name in OF_JOBS if getattr(options, name) is not None] + ["set"] * bool(options.set):
         raise UserError(f"--{given[0].replace('_', '-')} goes with a job file; a script has its own arguments")
     if options.bits:
         raise UserError("--bits is for run.reduction: ordered of a job file, which a script has not; leave it out")

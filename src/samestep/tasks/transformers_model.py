@@ -223,10 +223,12 @@ def positions(model: "nn.Module") -> int | None:
     return None
 
 
-def load(model_class: Any, folder: Path, config: "PreTrainedConfig") -> "tuple[PreTrainedModel, list[str]]":
+def load(
+    model_class: Any, folder: Path, config: "PreTrainedConfig", *, named_by: str = f"{FOLDER}: "
+) -> "tuple[PreTrainedModel, list[str]]":
     """A folder's model in float32, and the parameters for which it holds no weights that fit.
 
-    Raises UserError where the folder can't be loaded.
+    Raises UserError where the folder can't be loaded; its message begins with what names the folder.
     """
     import torch
 
@@ -243,7 +245,7 @@ def load(model_class: Any, folder: Path, config: "PreTrainedConfig") -> "tuple[P
                 output_loading_info=True,
             )
     except (OSError, pickle.UnpicklingError) as error:
-        raise UserError(f"{FOLDER}: {folder} can't be loaded: {why_not_loaded(error)}") from error
+        raise UserError(f"{named_by}{folder} can't be loaded: {why_not_loaded(error)}") from error
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
     return built.train(), sorted([*report["missing_keys"], *mismatched])
 
