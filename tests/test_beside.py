@@ -89,7 +89,7 @@ def test_an_equal_export_is_the_same_model(
 def test_rounding_to_the_type_of_the_files_is_no_fault_and_is_said(
     model: LlamaForCausalLM, trained: Path, tmp_path: Path
 ) -> None:
-    beside = compare(trained, export(model, tmp_path / "out", lambda made: made.to(torch.bfloat16)))
+    beside = compare(trained, export(model, tmp_path / "out", lambda made: made.bfloat16()))
     assert beside.same
     assert beside.logits == 0
     assert beside.notes[0] == "21 tensors are bfloat16 in the files, and were trained as float32"
@@ -144,7 +144,7 @@ def test_a_head_that_the_files_lack(model: LlamaForCausalLM, trained: Path, tmp_
 
 def test_queries_in_another_layout(model: LlamaForCausalLM, trained: Path, tmp_path: Path) -> None:
     def interleave(made: LlamaForCausalLM) -> None:
-        weight = made.model.layers[1].self_attn.q_proj.weight
+        weight = made.get_parameter("model.layers.1.self_attn.q_proj.weight")
         weight.data = weight.data.view(2, 2, 4, 16).transpose(1, 2).reshape(16, 16).clone()
 
     other = export(model, tmp_path / "out", interleave)
@@ -152,7 +152,7 @@ def test_queries_in_another_layout(model: LlamaForCausalLM, trained: Path, tmp_p
 
 
 def test_weights_that_were_rounded_on_their_way(model: LlamaForCausalLM, trained: Path, tmp_path: Path) -> None:
-    other = export(model, tmp_path / "out", lambda made: made.model.layers[0].mlp.to(torch.float16).float())
+    other = export(model, tmp_path / "out", lambda made: made.get_submodule("model.layers.0.mlp").half().float())
     departing(compare(trained, other), "forward-differs", "model.layers.0.mlp.gate_proj", "rounded to float16")
 
 
@@ -189,8 +189,8 @@ def merged(adapted: Path, trained: Path, folder: Path, dtype: torch.dtype, facto
         if ".lora_A." in name:
             layer = name.removeprefix("base_model.model.").partition(".lora_A.")[0]
             product = parts[name.replace("lora_A", "lora_B")] @ down
-            made.get_submodule(layer).weight.data += factor * 2 * product  # alpha 4 over rank 2
-    return saved(made.to(dtype), folder)
+            made.get_parameter(f"{layer}.weight").data += factor * 2 * product  # alpha 4 over rank 2
+    return saved(made.bfloat16() if dtype == torch.bfloat16 else made, folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -125,12 +125,13 @@ def _missing(other: Published) -> Departure | None:
     """Tensors that the exported files lack, or have in another shape: they are drawn anew when it is loaded."""
     if not other.absent:
         return None
-    more = f" and {len(other.absent) - 1} more" if len(other.absent) > 1 else ""
+    first, *others = other.absent
+    more = f" and {len(others)} more" if others else ""
     return Departure(
         kind="missing-weights",
-        module=other.absent[0].rpartition(".")[0],
+        module=first.rpartition(".")[0],
         relative=None,
-        reason=f"the files have no {other.absent[0]}{more} of the model's shape, so it is drawn at random",
+        reason=f"the files have no {first}{more} of the model's shape, so it is drawn at random",
     )
 
 
@@ -338,7 +339,7 @@ def _tokenized(known: Published, other: Published) -> Departure | None:
     if other.tokenizer is None:
         return Departure(kind="tokenizer", module=None, relative=None, reason="the exported folder has no tokenizer")
     for text in _TEXTS:
-        ours, theirs = (list(side.tokenizer(text)["input_ids"]) for side in (known, other))
+        ours, theirs = list(known.tokenizer(text)["input_ids"]), list(other.tokenizer(text)["input_ids"])
         if ours != theirs:
             at = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
             at = min(len(ours), len(theirs)) if at is None else at

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +64,8 @@ def _hugging_face(folder: Path) -> Published:
     kind = getattr(transformers, name, None) if name is not None else None
     if kind is None:
         raise UserError(
-            f"{folder}/config.json: architectures is {config.architectures}, and transformers "
-            f"{transformers.__version__} has no such class; write the name of the model's class there"
+            f"{folder}/config.json: architectures is {config.architectures}, and this transformers "
+            "has no such class; write the name of the model's class there"
         )
     with FORMATS["hugging-face"].open(folder) as weights:
         dtypes = {name: entry.dtype for name, entry in weights.entries.items()}
@@ -83,7 +83,8 @@ def _hugging_face(folder: Path) -> Published:
 def _with_adapters(folder: Path) -> Published:
     """A base with the adapters of a folder merged into it."""
     need("a folder of PEFT's", "peft")
-    from peft import PeftModel
+    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+    from safetensors.torch import load_file
 
     settings = json.loads((folder / adapters.CONFIG).read_text(encoding="utf-8"))
     base = Path(str(settings.get("base_model_name_or_path")))
@@ -95,7 +96,9 @@ def _with_adapters(folder: Path) -> Published:
     plain = _hugging_face(base)
     before = {name: value.clone() for name, value in plain.model.state_dict().items()}
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of PEFT's own calls
-        merged: Any = PeftModel.from_pretrained(plain.model, str(folder)).merge_and_unload()
+        wrapped: Any = get_peft_model(cast(Any, plain.model), PeftConfig.from_peft_type(**settings))
+        set_peft_model_state_dict(wrapped, load_file(folder / adapters.FILE))
+        merged: nn.Module = wrapped.merge_and_unload()
     tokenizer = _tokenizer(folder) or plain.tokenizer
     return replace(plain, folder=folder, model=merged.eval(), base=before, tokenizer=tokenizer)
 

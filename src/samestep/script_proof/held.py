@@ -109,8 +109,10 @@ def _candidates(trained: Mapping[str, Tensor], own: set[int]) -> Iterator[tuple[
         if type(each) in (list, tuple) and len(each) == len(shapes) and all(map(_is_plain, each)):
             if [tuple(value.shape) for value in each] == shapes:
                 yield each, list(zip(trained, each, strict=True))
-        elif issubclass(type(each), dict) and 2 * len(each) >= len(shapes):
-            named = ((key, value) for key, value in list(each.items()) if type(key) is str and _is_plain(value))
+        # By dict's own methods: those of a subclass may do work, such as importing all of transformers' models.
+        elif issubclass(type(each), dict) and 2 * dict.__len__(each) >= len(shapes):
+            items = list(dict.items(each))
+            named = ((key, value) for key, value in items if type(key) is str and _is_plain(value))
             tensors = _matching(named, trained)
             if tensors is not None:
                 yield each, tensors
