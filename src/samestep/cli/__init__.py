@@ -5,7 +5,8 @@ declare what several commands have, as does `samestep.output_files`; `hyperparam
 what a mistyped word may have meant, and `next_command` what to type after a training.
 
 - To begin: `init`, `schema`, `check`. To train: `train`, `launch`, `evaluate`, `predict`, `checkpoint`.
-- To prove and compare: `verify` (`verify_script` for `--script`, `verify_against` for `--against`), `compare`, `drill`.
+- To prove and compare: `verify` (`verify_script` for `--script`, `verify_against` for `--against`), `compare`,
+  `drill`.
 - To choose: `layout`, `plan` (`plan_job` for a job file), `tune`, `comm`. To look around: `hosts`, `doctor`,
   `translate`.
 
