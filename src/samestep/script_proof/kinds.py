@@ -297,5 +297,11 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """`relative` is None where nothing can be measured, as of a gradient that is missing."""
-        relative = self.relative if math.isfinite(self.relative) else None
-        return {"step": self.step, "what": self.what, "module": self.module, "relative": relative}
+        return {
+            "kind": self.kind,
+            "words": self.words.en,
+            "step": self.step,
+            "what": self.what,
+            "module": self.module,
+            "relative": self.relative if math.isfinite(self.relative) else None,
+        }

@@ -167,14 +167,14 @@ def _tensors(ours: Tensors, whole: Tensors, names: Sequence[str]) -> Iterator[st
         if name not in ours.entries or name not in whole.entries:
             yield f"{name} (on one side alone)"
             continue
-        mine, theirs = ours.read(name), whole.read(name)
-        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        split, alone = ours.read(name), whole.read(name)
+        if split.shape != alone.shape or split.dtype != alone.dtype:
             yield f"{name} (of another shape or type)"
-        elif other := _other_bits(mine, theirs):
-            yield f"{name} ({other} of {theirs.numel()} numbers)"
+        elif other := _other_bits(split, alone):
+            yield f"{name} ({other} of {alone.numel()} numbers)"
 
 
-def _other_bits(mine: Tensor, theirs: Tensor) -> int:
+def _other_bits(one: Tensor, other: Tensor) -> int:
     """Count the numbers whose bits differ."""
-    a, b = (as_real(each).reshape(-1, 1).contiguous().view(torch.uint8) for each in (mine, theirs))
+    a, b = (as_real(tensor).reshape(-1, 1).contiguous().view(torch.uint8) for tensor in (one, other))
     return int((a != b).any(1).sum())

@@ -166,9 +166,9 @@ class _Comparison:
         layout = self._training.session.layout
         return layout.data_ranks == layout.size
 
-    def _of_ranks(self, mine: Any) -> list[Any]:
+    def _of_ranks(self, own: Any) -> list[Any]:
         ranks: list[Any] = [None] * self._world.world_size
-        dist.all_gather_object(ranks, mine)
+        dist.all_gather_object(ranks, own)
         return ranks
 
     def _on_rank_0(self, find: Callable[[], Any]) -> Any:
@@ -220,7 +220,7 @@ class _Comparison:
 
         def fitted() -> Finding | None:
             known = read_gradients(self._reference(self._step))
-            others = [_joined(each, names) for each in (self._gradients_before, self._before) if each]
+            others = [_joined(tensors, names) for tensors in (self._gradients_before, self._before) if tensors]
             weights = weights_of_parts(parts, _joined(known, names), _joined(gradients, names), others)
             return None if weights is None else _of_weights(finding, weights)
 
@@ -246,15 +246,15 @@ class _Comparison:
             return None
         return Finding(kind="loss-differs", step=self._step + 1, what="loss", relative=apart)
 
-    def _differences(self, mine: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> list[TensorDifference]:
+    def _differences(self, own: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> list[TensorDifference]:
         """Compare tensors that every rank holds whole with those of one process, which rank 0 has. Collective."""
         usual = self._on_rank_0(lambda: _usual(known.values()))
         tensors = []
-        for name, value in mine.items():
-            theirs = self._from_rank_0(known.get(name, torch.zeros_like(value, dtype=torch.float64)))
+        for name, value in own.items():
+            expected = self._from_rank_0(known.get(name, torch.zeros_like(value, dtype=torch.float64)))
             first = self._from_rank_0(value.double())
             tensors.append(
-                tensor_difference(name, theirs, value.double(), usual=usual, copies=(first, value.double()))
+                tensor_difference(name, expected, value.double(), usual=usual, copies=(first, value.double()))
             )
         return [_of_all_ranks(ranks) for ranks in zip(*self._of_ranks(tensors), strict=True)]
 
@@ -350,7 +350,7 @@ def _joined(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
 def _usual(tensors: Iterable[Tensor]) -> float:
     """Return the root mean square of all numbers."""
     squares = numbers = 0.0
-    for each in tensors:
-        squares += each.double().square().sum().item()
-        numbers += each.numel()
+    for tensor in tensors:
+        squares += tensor.double().square().sum().item()
+        numbers += tensor.numel()
     return math.sqrt(squares / numbers) if numbers else 0.0

@@ -154,16 +154,16 @@ def _of_tensors(trainer: Trainer, recipe: Recipe, known: Reference) -> dict[str,
     moves: Mapping[str, Any] = load_file(known.rounding) if known.rounding is not None else {}
     weights = {name: as_real(value).cpu() for name, value in weights_of(trainer, recipe)}
     floor = torch.cat([value.double().flatten() for value in weights.values()]).square().mean().sqrt().item()
-    found = {
-        name: relative_tensors(mine, expected[name], floor, moves.get(name.removesuffix(AVERAGE)))
-        for name, mine in weights.items()
+    differences = {
+        name: relative_tensors(here, expected[name], floor, moves.get(name.removesuffix(AVERAGE)))
+        for name, here in weights.items()
     }
     buffers = buffers_of(trainer)
     for name, theirs in known.buffers.items():
-        mine, theirs = as_real(buffers[name]).double().cpu(), as_real(theirs).double().cpu()
+        here, theirs = as_real(buffers[name]).double().cpu(), as_real(theirs).double().cpu()
         rounding = torch.full_like(theirs, known.most_rounding)
-        found[of_buffer(name)] = relative_tensors(mine, theirs, floor, rounding)
-    return found
+        differences[of_buffer(name)] = relative_tensors(here, theirs, floor, rounding)
+    return differences
 
 
 A_BUFFER = " (a buffer)"

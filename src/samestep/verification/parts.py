@@ -72,8 +72,8 @@ def parts_of(
 
 def _as_built(nest: Any, model: torch.nn.Module) -> Any:
     """Cast a nest's floating-point tensors, which a proof in float64 has cast, to the dtype of the model as built."""
-    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
-    return pytree.tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, nest)
+    dtype = next((leaf.dtype for leaf in model.parameters() if leaf.is_floating_point()), torch.float32)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, nest)
 
 
 def _flat(model: torch.nn.Module, names: Sequence[str]) -> Tensor:

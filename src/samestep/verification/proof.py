@@ -150,13 +150,9 @@ class Proof:
         """Return all results as JSON, with the words on non-finite values."""
         values = asdict(self)
         del values["worst_parameter"]
-        values["nonfinite"] = [{**asdict(each), "words": each.words()} for each in self.nonfinite]
+        values["nonfinite"] = [{**asdict(value), "words": value.words()} for value in self.nonfinite]
         if self.departure is not None:
-            values["departure"] = {
-                "kind": self.departure.kind,
-                "words": self.departure.words.en,
-                **self.departure.to_json(),
-            }
+            values["departure"] = self.departure.to_json()
         if self.as_built is not None:
             values["as_built"] |= {"same": self.as_built.same, "words": self.as_built.words()}
         if self.rounding is not None:
@@ -172,7 +168,7 @@ class Proof:
         rounding = [self.rounding.words()] if self.rounding is not None else []
         noise = [self.noise.words()] if self.noise is not None and (self.same_step or self.undecided) else []
         return [
-            *(each.words() for each in self.nonfinite),
+            *(value.words() for value in self.nonfinite),
             *noise,
             *rounding,
             *model,
@@ -273,7 +269,7 @@ def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | N
         taken = take(training, steps, ONE_PROCESS, after)
         buffers = buffers_of(training.session.trainer)
         parameters = {name: value.cpu().clone() for name, value in weights_of(training.session.trainer, recipe)}
-        found = first_of_steps(ONE_PROCESS, taken.losses, taken.grad_norms, taken.gradient)
+        nonfinite = first_of_steps(ONE_PROCESS, taken.losses, taken.grad_norms, taken.gradient)
         last = len(taken.losses) - 1
         state = states_of(training.session.trainer) if rounded is not None else {}
         tensors = {name: as_real(value) for name, value in {**parameters, **state}.items()}
@@ -290,7 +286,7 @@ def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | N
             held_out=held_out,
             buffers={name: value for name, value in buffers.items() if not torch.equal(value, before[name])},
             as_built=hold_as_built(job.recipe, task, training.samples, world.device, first[0]) if first else None,
-            nonfinite=found or first_parameter(ONE_PROCESS, last, parameters),
+            nonfinite=nonfinite or first_parameter(ONE_PROCESS, last, parameters),
             allowed=rounded.measured(world, tensors, taken) if rounded is not None else None,
             state_keys=STATE_KEYS if state else (),
         )
@@ -333,7 +329,7 @@ def hold_against(
         "loss": [relative(a, b) for a, b in pairs(taken.losses, expected.losses)],
         "grad_norm": [relative(a, b) for a, b in pairs(taken.grad_norms, expected.grad_norms)],
     }
-    mine = {
+    differences_of_rank = {
         **{name: largest(values) for name, values in by_step.items()},
         "parameters": compared.worst,
         "metrics": difference(taken.metrics, expected.metrics),
@@ -344,8 +340,8 @@ def hold_against(
         if rule.found is not None:
             rounding = replace(rounding, update=rule.found.worst, worst_update=rule.found.parameter)
     everyone: list[Any] = [None] * world.world_size
-    dist.all_gather_object(everyone, (mine, compared.where, taken.gradient, rounding, compared.beyond))
-    most = {name: largest(differences[name] for differences, *_ in everyone) for name in mine}
+    dist.all_gather_object(everyone, (differences_of_rank, compared.where, taken.gradient, rounding, compared.beyond))
+    most = {name: largest(differences[name] for differences, *_ in everyone) for name in differences_of_rank}
     _, worst_parameter, *_ = max(everyone, key=lambda of_rank: of_rank[0]["parameters"])
     # A stage watches its own parameters; the last one is the nearest to the loss.
     gradient = next((name for _, _, name, *_ in reversed(everyone) if name is not None), None)
@@ -361,17 +357,17 @@ def hold_against(
         nonfinite=_nonfinite_values(str(layout), taken, gradient, compared.nonfinite, expected),
         communication=job.recipe.communication and job.recipe.communication.kind,
         beyond=_largest_of_each(of_rank for *_, of_rank in everyone) if in_float64 else {},
-        rounding=worst_of([each for _, _, _, each, _ in everyone if each is not None]),
+        rounding=worst_of([share for _, _, _, share, _ in everyone if share is not None]),
     )
 
 
 def _largest_of_each(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The largest value of each name over all ranks."""
-    found: dict[str, float] = {}
+    most: dict[str, float] = {}
     for of_rank in ranks:
         for name, value in of_rank.items():
-            found[name] = max(found.get(name, 0.0), value)
-    return found
+            most[name] = max(most.get(name, 0.0), value)
+    return most
 
 
 def _nonfinite_values(
@@ -385,8 +381,8 @@ def _nonfinite_values(
     first = first_of_steps(side, taken.losses, taken.grad_norms, gradient)
     if first is None and parameter is not None:
         first = replace(parameter, side=side, step=last)
-    if found := of_sides(expected.nonfinite, first):
-        return found
+    if values := of_sides(expected.nonfinite, first):
+        return values
     metric = first_metric(side, last, taken.metrics, expected.metrics)
     return () if metric is None else (metric,)
 
@@ -412,12 +408,12 @@ def _shares_of_rounding(
 
     def compared(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:
         """Yield each parameter's difference as a share of the measured rounding."""
-        for name, mine in tensors:
-            mine = as_real(mine).to(device)
-            theirs = _from_rank_0(values, name, mine, device)
+        for name, tensor in tensors:
+            tensor = as_real(tensor).to(device)
+            theirs = _from_rank_0(values, name, tensor, device)
             yield (
                 name,
-                share_of_rounding(mine, theirs, _from_rank_0(moves, name, mine, device), typical.get(name, 0.0)),
+                share_of_rounding(tensor, theirs, _from_rank_0(moves, name, tensor, device), typical.get(name, 0.0)),
             )
 
     worst_parameter, parameters = largest_named(compared(weights))
@@ -460,19 +456,19 @@ def _compare_parameters(
     floor = _root_mean_square(parameter for _, parameter in named)
     worst, where, nonfinite = 0.0, named[0][0], None
     beyond: dict[str, float] = {}
-    for name, mine in named:
-        mine = as_real(mine).to(device)  # offloaded ones are in the host's memory
-        theirs = _from_rank_0(reference, name, mine, device)
-        apart = relative_tensors(mine, theirs, floor)
+    for name, value in named:
+        value = as_real(value).to(device)  # offloaded ones are in the host's memory
+        expected = _from_rank_0(reference, name, value, device)
+        apart = relative_tensors(value, expected, floor)
         if rounding_is_known and TOLERANCE <= _on_any_rank(apart, device) < math.inf:
             apart = relative_tensors(
-                mine, theirs, floor, rounding=_from_rank_0(moves, name.removesuffix(AVERAGE), mine, device)
+                value, expected, floor, rounding=_from_rank_0(moves, name.removesuffix(AVERAGE), value, device)
             )
         if apart >= TOLERANCE:
             beyond[name] = apart
         if apart > worst:
             worst, where = apart, name
-        nonfinite = nonfinite or first_parameter("", 0, {name: mine})
+        nonfinite = nonfinite or first_parameter("", 0, {name: value})
     return _Compared(worst=worst, where=where, floor=floor, nonfinite=nonfinite, beyond=beyond)
 
 
@@ -484,11 +480,11 @@ def _compare_buffers(trainer: Trainer, expected: Reference, compared: _Compared)
     """
     state = trainer.state()
     for name, theirs in expected.buffers.items():
-        mine, theirs = as_real(state[name]).double(), as_real(theirs).double()
-        apart = relative_tensors(mine, theirs, compared.floor)
+        value, theirs = as_real(state[name]).double(), as_real(theirs).double()
+        apart = relative_tensors(value, theirs, compared.floor)
         if TOLERANCE <= apart < math.inf:
             rounding = torch.full_like(theirs, expected.most_rounding)
-            apart = relative_tensors(mine, theirs, compared.floor, rounding=rounding)
+            apart = relative_tensors(value, theirs, compared.floor, rounding=rounding)
         if apart >= TOLERANCE:
             compared = replace(compared, beyond={**compared.beyond, of_buffer(name): apart})
         if apart > compared.worst:

@@ -88,7 +88,7 @@ def settings_of(training: Training, lr: float) -> dict[str, tuple[float, float]]
     assert isinstance(trainer, NativeTrainer)
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     first = trainer.optimizer.param_groups[0]
-    found: dict[str, tuple[float, float]] = {}
+    settings: dict[str, tuple[float, float]] = {}
     for optimizer in innermost(trainer.optimizer):
         for group in optimizer.param_groups:
             if isinstance(optimizer, torch.optim.SGD):
@@ -96,8 +96,8 @@ def settings_of(training: Training, lr: float) -> dict[str, tuple[float, float]]
             # The group's own rate at this step, if it follows the recipe's schedule.
             own = SCHEDULE in group or not first["initial_lr"]
             rate = group["initial_lr"] * (1.0 if own else lr / first["initial_lr"])
-            found |= {names[parameter]: (float(rate), _floor(group, parameter)) for parameter in group["params"]}
-    return found
+            settings |= {names[parameter]: (float(rate), _floor(group, parameter)) for parameter in group["params"]}
+    return settings
 
 
 def _floor(group: Mapping[str, Any], parameter: Tensor) -> float:
@@ -110,7 +110,7 @@ def _floor(group: Mapping[str, Any], parameter: Tensor) -> float:
     if not isinstance(eps, tuple):
         return max(float(eps), _EPS)
     if parameter.dim() > 1:
-        return next((max(float(each), _EPS) for each in eps if each is not None), _EPS)
+        return next((max(float(part), _EPS) for part in eps if part is not None), _EPS)
     return float(torch.finfo(parameter.dtype).eps if eps[0] is None else eps[0])
 
 
@@ -201,7 +201,7 @@ class RoundedRuns:
         """Run the steps, and measure how far rounding moves them from `exact`."""
         noise = GradientNoise(self._files)
         with phases.phase("measuring what rounding does to these steps"):
-            runs = [found for way in range(_RUNS) if (found := self._run(world, way, noise, taken)) is not None]
+            runs = [run for way in range(_RUNS) if (run := self._run(world, way, noise, taken)) is not None]
         moves = {name: move for name, move in noise.moves().items() if name in exact}
         place = self._folder / "moves.safetensors"
         save(moves, place)

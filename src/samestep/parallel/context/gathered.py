@@ -102,17 +102,17 @@ def find_gathered(
     which tokens may meet; these are taken in any case where a block has nothing else.
     """
     children = children_of(block, trace)
-    found = [
-        each
-        for each in children
-        if _mixes(each, tokens) or (attentions and _attends(each)) or (products and _multiplies(each))
+    gathered = [
+        child
+        for child in children
+        if _mixes(child, tokens) or (attentions and _attends(child)) or (products and _multiplies(child))
     ]
-    if mixing(block, tokens) and not any(mixing(each, tokens) for each in children):
+    if mixing(block, tokens) and not any(mixing(child, tokens) for child in children):
         return None
-    if not found and not _attends(block):
-        found = [each for each in children if _multiplies(each)]
+    if not gathered and not _attends(block):
+        gathered = [child for child in children if _multiplies(child)]
     # Of an input without a dimension of tokens, such as [batch * tokens, features], they can't get all.
-    if any(mixes_in_training(each) and not any(_token_dim(s, tokens) for s in each.inputs()) for each in found):
+    if any(mixes_in_training(child) and not any(_token_dim(s, tokens) for s in child.inputs()) for child in gathered):
         return None
     cut = {seen.identity for seen in along}
     whole = {seen.identity for seen in block.inputs()} - cut
@@ -124,18 +124,18 @@ def find_gathered(
             outputs=_carrying(call.output, tokens, batch, set(), set()),
             handed=_places_of((call.arguments, dict(call.keywords)), handed),
         )
-        for call in found
+        for call in gathered
     ]
 
 
 def children_of(call: Call, trace: Trace) -> list[Call]:
     """The direct child calls of a call."""
-    inside = [each for each in trace.calls if call.began < each.began and each.ended < call.ended]
-    found: list[Call] = []
-    for each in inside:  # in the order in which they began
-        if not found or each.began > found[-1].ended:
-            found.append(each)
-    return found
+    inside = [inner for inner in trace.calls if call.began < inner.began and inner.ended < call.ended]
+    children: list[Call] = []
+    for inner in inside:  # in the order in which they began
+        if not children or inner.began > children[-1].ended:
+            children.append(inner)
+    return children
 
 
 def whole_and_used(call: Call, block: Call, trace: Trace, tokens: int) -> bool:
@@ -161,19 +161,19 @@ def _carrying(nest: Any, tokens: int, batch: int, cut: set[int], whole: set[int]
     A tensor with more rows than the batch has samples, such as [batch * heads, tokens, tokens], is a bias.
     """
     leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
-    found: dict[int, int] = {}
+    sources: dict[int, int] = {}
     for index, seen in enumerate(leaves):
         if isinstance(seen, Seen) and seen.identity not in whole:
             dim = 1 if seen.identity in cut else _token_dim(seen, tokens)
             if dim is not None and (seen.identity in cut or seen.shape[0] in (1, batch)):
-                found[index] = dim
-    return found
+                sources[index] = dim
+    return sources
 
 
-def _places_of(nest: Any, given: Collection[int]) -> frozenset[int]:
+def _places_of(nest: Any, identities: Collection[int]) -> frozenset[int]:
     """The indices of the leaves of a nest that are tensors with one of these identities."""
     leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
-    return frozenset(i for i, seen in enumerate(leaves) if isinstance(seen, Seen) and seen.identity in given)
+    return frozenset(i for i, seen in enumerate(leaves) if isinstance(seen, Seen) and seen.identity in identities)
 
 
 def _token_dim(seen: Seen, tokens: int) -> int | None:
@@ -224,4 +224,4 @@ def _gathered(tensor: Tensor, messages: TokenExchange, dim: int) -> Tensor:
 
 def parameters_in(model: nn.Module, gathered: Sequence[Gathered]) -> set[nn.Parameter]:
     """The parameters of gathered modules, whose gradients are whole on every rank."""
-    return {parameter for each in gathered for parameter in model.get_submodule(each.name).parameters()}
+    return {parameter for call in gathered for parameter in model.get_submodule(call.name).parameters()}

@@ -37,7 +37,7 @@ def look(model: nn.Module, names: Sequence[str], trace: Trace, layout: Layout, *
     giving = used_between(calls, trace)
     if giving is not None:
         raise refused(layout, giving, "gives more than a hidden state, which is used outside of the blocks")
-    found: list[Block] = []
+    blocks: list[Block] = []
     for call, hidden in zip(calls, carried, strict=True):
         module = model.get_submodule(call.name)
         along = _along(module, call, hidden)
@@ -48,22 +48,22 @@ def look(model: nn.Module, names: Sequence[str], trace: Trace, layout: Layout, *
         gathered = find_gathered(call, trace, tokens, state, cut, attentions=hands_more or whole, products=whole)
         if gathered is None:
             raise refused(layout, call.name, f"calls {mixing(call, tokens)} itself, where tokens meet")
-        for each in gathered:
-            if whole_and_used(trace.of(each.name)[0], call, trace, tokens):
-                raise refused(layout, each.name, "gives more than tokens, which its block goes on with")
-        inside = {each.name for each in gathered}
+        for piece in gathered:
+            if whole_and_used(trace.of(piece.name)[0], call, trace, tokens):
+                raise refused(layout, piece.name, "gives more than tokens, which its block goes on with")
+        inside = {piece.name for piece in gathered}
         shared = trace.used_outside(model, list(inside))
         if shared is not None:
             raise refused(layout, shared, "is used by a module that needs all tokens, and outside of it")
-        attends = [each for each in trace.attentions if call.name in each.modules]
-        outside = [each for each in attends if not inside & set(each.modules)]
+        attends = [piece for piece in trace.attentions if call.name in piece.modules]
+        outside = [piece for piece in attends if not inside & set(piece.modules)]
         if not gathered and not attends:
             raise refused(layout, call.name, "does not call scaled_dot_product_attention")
-        crossing = tuple(not _attends_to_itself(each, call, trace) for each in outside)
-        found.append(
+        crossing = tuple(not _attends_to_itself(piece, call, trace) for piece in outside)
+        blocks.append(
             Block(name=call.name, module=module, hidden=hidden, along=along, gathered=gathered, crossing=crossing)
         )
-    return found
+    return blocks
 
 
 def find_hidden(calls: Sequence[Call], layout: Layout) -> tuple[list[Key], bool]:
@@ -72,7 +72,7 @@ def find_hidden(calls: Sequence[Call], layout: Layout) -> tuple[list[Key], bool]
     Also returns whether blocks pass on further tensors without tokens, such as relative positions. Raises LayoutError
     if they pass on anything else.
     """
-    found: list[Key] = []
+    keys: list[Key] = []
     hands_more = False
     for before, call in zip([None, *calls], [*calls, None], strict=True):
         if call is None:
@@ -92,8 +92,8 @@ def find_hidden(calls: Sequence[Call], layout: Layout) -> tuple[list[Key], bool]
         if not handed or len(_first(call.output)) != 3:
             raise refused(layout, call.name, _other_shapes(places, call))
         _check_same_tokens(call, dict(places)[handed[0]], layout)
-        found.append(handed[0])
-    return found, hands_more
+        keys.append(handed[0])
+    return keys, hands_more
 
 
 def used_between(calls: Sequence[Call], trace: Trace) -> str | None:
@@ -106,7 +106,7 @@ def used_between(calls: Sequence[Call], trace: Trace) -> str | None:
         for seen in call.outputs()[1:]:
             made = seen.source is not None and not call.passed_on(seen)
             used = trace.last_uses.get(seen.identity)
-            if made and used is not None and not any(each.began <= used < each.ended for each in calls):
+            if made and used is not None and not any(inner.began <= used < inner.ended for inner in calls):
                 return call.name
     return None
 
@@ -114,8 +114,8 @@ def used_between(calls: Sequence[Call], trace: Trace) -> str | None:
 def keeps_tokens(trace: Trace, name: str) -> bool:
     """Whether a block's hidden state [batch, tokens, hidden] keeps its shape."""
     calls = trace.of(name)
-    given = _first(calls[0].output) if calls else ()
-    return len(given) == 3 and any(seen.shape == given for seen in calls[0].inputs())
+    shape = _first(calls[0].output) if calls else ()
+    return len(shape) == 3 and any(seen.shape == shape for seen in calls[0].inputs())
 
 
 def _may_carry_tokens(seen: Seen) -> bool:
@@ -127,17 +127,17 @@ def _other_shapes(places: Sequence[tuple[Key, Seen]], call: Call) -> str:
     """Describe the input and output shapes of a block without a hidden state, for a message."""
     taken = next((list(seen.shape) for _, seen in places if len(seen.shape) == 3), None)
     taken = taken or next((list(seen.shape) for _, seen in places), "no tensor")
-    given = list(_first(call.output)) or "no tensor"
-    if given == taken:
+    shape = list(_first(call.output)) or "no tensor"
+    if shape == taken:
         return f"takes and gives {taken}, which is not [batch, tokens, hidden]"
-    return f"takes {taken} and gives {given}, not the same [batch, tokens, hidden]"
+    return f"takes {taken} and gives {shape}, not the same [batch, tokens, hidden]"
 
 
 def _check_same_tokens(call: Call, hidden: Seen, layout: Layout) -> None:
     """Raise LayoutError for a block that changes the number of tokens, as pooling does."""
-    tokens, given = hidden.shape[1], _first(call.output)[1]
-    if tokens != given:
-        raise refused(layout, call.name, f"takes {tokens} tokens and gives {given}")
+    tokens, returned = hidden.shape[1], _first(call.output)[1]
+    if tokens != returned:
+        raise refused(layout, call.name, f"takes {tokens} tokens and gives {returned}")
 
 
 def _first(output: Any) -> tuple[int, ...]:
@@ -149,8 +149,8 @@ def _first(output: Any) -> tuple[int, ...]:
 
 def _places(call: Call) -> list[tuple[Key, Seen]]:
     """The tensors that are direct arguments of a call, with their position or name."""
-    given: list[tuple[Key, Any]] = [*enumerate(call.arguments), *call.keywords.items()]
-    return [(key, value) for key, value in given if isinstance(value, Seen)]
+    arguments: list[tuple[Key, Any]] = [*enumerate(call.arguments), *call.keywords.items()]
+    return [(key, value) for key, value in arguments if isinstance(value, Seen)]
 
 
 def _only_call(trace: Trace, name: str, layout: Layout) -> Call:

@@ -64,11 +64,11 @@ def check_ring(layout: Layout, trace: Trace) -> None:
     """Raise LayoutError for a model whose attention a ring can't compute."""
     if layout.attention != "ring":
         return
-    for each in trace.attentions:
-        if each.dropout > 0:
+    for attention in trace.attentions:
+        if attention.dropout > 0:
             raise LayoutError(
-                f'layout "{layout}": {each.modules[-1] if each.modules else "the model"} drops attention '
-                f"probabilities ({each.dropout:g}), and {WITHOUT_DROPOUT}"
+                f'layout "{layout}": {attention.modules[-1] if attention.modules else "the model"} drops attention '
+                f"probabilities ({attention.dropout:g}), and {WITHOUT_DROPOUT}"
             )
 
 
@@ -189,10 +189,10 @@ class _RingAttention(torch.autograd.Function):
                     merge(output[:, :, place.first :], lse[:, :, place.first :], more)
                 if on_the_way is not None:
                     travelling = on_the_way.wait()
-            given = output.to(query.dtype)
+            result = output.to(query.dtype)
             ctx.ring = ring
-            ctx.save_for_backward(query, key, value, mask, given, lse)
-            return given
+            ctx.save_for_backward(query, key, value, mask, result, lse)
+            return result
 
     @staticmethod
     @once_differentiable
@@ -209,15 +209,15 @@ class _RingAttention(torch.autograd.Function):
             for step, source in enumerate(ring.sources()):
                 on_the_way = _pass_on(travelling, ring.shares) if step < ring.shares.ranks - 1 else None
                 place = ring.block(query, *_parts(travelling, key, value), rows, source)
-                found = None
+                gradients_of_block = None
                 if place is not None:
                     attended = Attended(output[:, :, place.first :], lse[:, :, place.first :])
-                    found = gradients(place.block, gradient[0][:, :, place.first :], attended)
+                    gradients_of_block = gradients(place.block, gradient[0][:, :, place.first :], attended)
                 if coming is not None:
                     sums = coming.wait()
-                if place is not None and found is not None:
-                    of_query[:, :, place.first :] += found[0]
-                    for total, more in zip(_parts(sums, key, value), found[1:], strict=True):
+                if place is not None and gradients_of_block is not None:
+                    of_query[:, :, place.first :] += gradients_of_block[0]
+                    for total, more in zip(_parts(sums, key, value), gradients_of_block[1:], strict=True):
                         total[:, :, : place.keys] += more
                 # Only now: this rank has just added its own part.
                 coming = _pass_on(sums, ring.shares)  # at last to the rank whose keys they are of

@@ -118,6 +118,6 @@ def _piece(whole: Tensor, first: int, length: int, dim: int) -> Tensor:
     """A piece of the tokens, padded with zeros at the end."""
     first = min(first, whole.shape[dim])
     # Tokens [first, first + length) of the whole, fewer at its end, none behind it.
-    mine = whole.narrow(dim, first, min(length, whole.shape[dim] - first))
-    missing = length - mine.shape[dim]
-    return F.pad(mine, [0, 0] * (whole.ndim - 1 - dim) + [0, missing]) if missing else mine
+    piece = whole.narrow(dim, first, min(length, whole.shape[dim] - first))
+    missing = length - piece.shape[dim]
+    return F.pad(piece, [0, 0] * (whole.ndim - 1 - dim) + [0, missing]) if missing else piece

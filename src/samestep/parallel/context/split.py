@@ -92,9 +92,9 @@ def split_tokens(
             raise
     for name in splitter.summed(splitter.names(), splitter.blocks):
         parts.add_sum(name, group)
-    said = splitter.said()
-    if said and dist.get_rank() == 0:
-        print(f'samestep: layout "{layout}": {said}', file=sys.stderr, flush=True)
+    told = splitter.said()
+    if told and dist.get_rank() == 0:
+        print(f'samestep: layout "{layout}": {told}', file=sys.stderr, flush=True)
     return splitter.names()
 
 
@@ -129,14 +129,14 @@ class _Splitter:
     @cached_property
     def _expected(self) -> tuple[Output, Digests | None]:
         """What the model gives before anything is split; without gradients if they can't be compared."""
-        found: tuple[Output, Digests | None] | None = None
+        expected: tuple[Output, Digests | None] | None = None
         if can_compare(self.model):
             # A model's own code may raise anything where it is in evaluation mode and gradients are kept.
             with suppress(Exception):
-                found = self._output(True)
+                expected = self._output(True)
             device = next(self.model.parameters()).device
-            found = found if agree(found is not None, self.shares.group, device) else None
-        return self._output(False) if found is None else found
+            expected = expected if agree(expected is not None, self.shares.group, device) else None
+        return self._output(False) if expected is None else expected
 
     @property
     def _recomputed(self) -> list[nn.Module]:
@@ -148,26 +148,26 @@ class _Splitter:
         outside = self.trace.used_outside(self.model, [*self.names(), *(name for names in lists for name in names)])
         if outside is not None:
             raise refused(self.layout, outside, "is also used outside of its block, on all tokens")
-        found = [look(self.model, names, self.trace, self.layout) for names in lists]
-        if not found:
+        blocks = [look(self.model, names, self.trace, self.layout) for names in lists]
+        if not blocks:
             raise refused(self.layout, type(self.model).__name__, _NOTHING)
         try:
-            if self._is_usual(found) and self._is_large():
-                self._split_lists(found)
+            if self._is_usual(blocks) and self._is_large():
+                self._split_lists(blocks)
             else:
-                self._hold(found, lambda: self._split_lists(found))
+                self._hold(blocks, lambda: self._split_lists(blocks))
         except LayoutError:  # such as attention that makes its own mask or bias of as many tokens as it sees
-            found = [look(self.model, names, self.trace, self.layout, whole=True) for names in lists]
-            self._hold(found, lambda: self._split_lists(found))
-        self.blocks += [block for chain in found for block in chain]
+            blocks = [look(self.model, names, self.trace, self.layout, whole=True) for names in lists]
+            self._hold(blocks, lambda: self._split_lists(blocks))
+        self.blocks += [block for chain in blocks for block in chain]
 
     def search(self, lists: Sequence[Sequence[str]]) -> None:
         """Split single lists, lists within blocks or token-wise modules, if the lists can't be split together."""
         self.partly = True
-        found = [self._search(names) for names in lists]
+        lists_of_blocks = [self._search(names) for names in lists]
         if not self.names():
-            found = [[""]]
-        self._take_token_wise([name for names in found for name in names])
+            lists_of_blocks = [[""]]
+        self._take_token_wise([name for names in lists_of_blocks for name in names])
 
     def _search(self, names: Sequence[str]) -> list[str]:
         """Split a list: runs of blocks that keep their tokens, or lists within blocks. Returns unsplit modules."""
@@ -190,16 +190,16 @@ class _Splitter:
             for layer in layers:
                 inner.setdefault(layer.rpartition(".")[0], []).append(layer)
             without += [] if layers else [name]
-        return [*without, *(name for each in inner.values() for name in self._search(each))]
+        return [*without, *(name for names_inside in inner.values() for name in self._search(names_inside))]
 
     def _take_token_wise(self, under: Sequence[str]) -> None:
         """Split token-wise modules: first in runs of consecutive ones, then each alone."""
         self.fill()
         with self.precisely():
-            found = find_token_wise(self.model, under, self.trace, self.names())
-        apart = [[each] for each in found]
+            modules = find_token_wise(self.model, under, self.trace, self.names())
+        apart = [[module] for module in modules]
         # In a pipeline, consecutive modules may be in different stages.
-        for runs in [apart] if self.layout.pipeline > 1 else [runs_of(found, self.trace), apart]:
+        for runs in [apart] if self.layout.pipeline > 1 else [runs_of(modules, self.trace), apart]:
             try:
                 self._held(
                     partial(self._split_runs, runs), self.summed([*self.names(), *names_of(runs)], self.blocks)
@@ -228,7 +228,7 @@ class _Splitter:
 
     def summed(self, names: Sequence[str], blocks: Sequence[Block]) -> list[str]:
         """The parameters of split modules of which a rank's gradient is of its own tokens only."""
-        of_all_tokens = parameters_in(self.model, [each for block in blocks for each in block.gathered])
+        of_all_tokens = parameters_in(self.model, [call for block in blocks for call in block.gathered])
         own = {parameter: name for name, parameter in self.model.named_parameters()}
         held = dict.fromkeys(p for name in names for p in self.model.get_submodule(name).parameters())
         return [own[parameter] for parameter in held if parameter not in of_all_tokens and parameter in own]
@@ -248,14 +248,14 @@ class _Splitter:
         change()
         wrong: list[str] = []
         try:
-            output, found = self._output(gradients is not None)
+            output, digests = self._output(gradients is not None)
             alike = alike_numbers(output.numbers, expected.numbers)
         except Exception as error:  # whatever a model's own code raises for sizes that it doesn't know
-            alike, found, why = False, None, f"fails ({type(error).__name__}: {first_line(error)})"
+            alike, digests, why = False, None, f"fails ({type(error).__name__}: {first_line(error)})"
         device = next(self.model.parameters()).device
         alike = agree(alike, self.shares.group, device)
-        if alike and gradients is not None and found is not None:
-            wrong = differing(self.model, gradients, found, self.shares.group, summed=summed)
+        if alike and gradients is not None and digests is not None:
+            wrong = differing(self.model, gradients, digests, self.shares.group, summed=summed)
             why = f"gives another gradient of {', '.join(wrong[:1])}"
         if not alike or wrong:
             before.restore()
@@ -277,12 +277,12 @@ class _Splitter:
 
     def said(self) -> str:
         """Describe to the user which modules every rank computes for all tokens."""
-        gathered = dict.fromkeys(_pattern(each.name) for block in self.blocks for each in block.gathered)
-        said = [f"every rank computes all tokens of {', '.join(gathered)}, in which tokens meet"] if gathered else []
+        gathered = dict.fromkeys(_pattern(call.name) for block in self.blocks for call in block.gathered)
+        lines = [f"every rank computes all tokens of {', '.join(gathered)}, in which tokens meet"] if gathered else []
         if self.partly:
             alone = dict.fromkeys(map(_pattern, self.names()))
-            said.append(f"tokens are split in {', '.join(alone)}, and every rank computes all of them in the rest")
-        return "; ".join(said)
+            lines.append(f"tokens are split in {', '.join(alone)}, and every rank computes all of them in the rest")
+        return "; ".join(lines)
 
 
 def _pattern(name: str) -> str:
@@ -295,8 +295,8 @@ def _split_chain(model: nn.Module, chain: Sequence[Block], shares: Shares, forwa
     for block in chain:
         mode = AttentionOverAll(shares, length, forward_context, block.crossing)
         messages = _messages(shares, length, mode)
-        for each in block.gathered:
-            give_all_tokens(model.get_submodule(each.name), each, messages, forward_context)
+        for piece in block.gathered:
+            give_all_tokens(model.get_submodule(piece.name), piece, messages, forward_context)
         wrap_forward(block.module, _on_own_tokens(block, shares, length, forward_context, mode))
     _at_the_edges([block.module for block in chain], chain[0].hidden, shares, length)
 
@@ -339,13 +339,13 @@ def _on_own_tokens(
     mode: AttentionOverAll,
 ) -> Callable[..., Any]:
     """Make the wrapper of a block's forward: further arguments are cut to this rank's tokens, attention spans all."""
-    mine = partial(_own_tokens, shares=shares)
+    pieces = partial(_own_tokens, shares=shares)
     cut = {which.hidden, *which.along}
 
     def on_own_tokens(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         arguments = tuple(v if key in cut else _summed(v, shares.group) for key, v in enumerate(arguments))
         keywords = {key: v if key in cut else _summed(v, shares.group) for key, v in keywords.items()}
-        arguments, keywords = _with(arguments, keywords, dict.fromkeys(which.along, mine))
+        arguments, keywords = _with(arguments, keywords, dict.fromkeys(which.along, pieces))
         positions = length.positions((arguments, keywords))
         with forward_context.holding(Portion(activations={1: positions})), mode:
             mode.begin()

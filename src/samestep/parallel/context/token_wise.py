@@ -64,19 +64,19 @@ def find_token_wise(
     """
     (whole, *_) = trace.of("")
     samples = next((seen.shape[0] for seen in whole.inputs() if seen.shape), 0)
-    found: dict[str, TokenWise] = {}
+    modules: dict[str, TokenWise] = {}
     for name in under:
-        for each in _outermost(model.get_submodule(name), name, trace, samples, apart, able):
-            found[each.name] = each
-    while found:  # a parameter that all tokens meet as well would get the gradients of both
-        outside = trace.used_outside(model, list(found))
+        for module in _outermost(model.get_submodule(name), name, trace, samples, apart, able):
+            modules[module.name] = module
+    while modules:  # a parameter that all tokens meet as well would get the gradients of both
+        outside = trace.used_outside(model, list(modules))
         if outside is None:
             break
         parameter = model.get_parameter(outside)
-        holding = [name for name in found if any(p is parameter for p in model.get_submodule(name).parameters())]
+        holding = [name for name in modules if any(p is parameter for p in model.get_submodule(name).parameters())]
         for name in holding:
-            del found[name]
-    return list(found.values())
+            del modules[name]
+    return list(modules.values())
 
 
 def _outermost(
@@ -87,9 +87,9 @@ def _outermost(
         return
     calls = trace.of(name)
     fit = name and calls and has_forward(module) and able(name, calls)
-    found = _look(module, calls, samples) if fit else None
-    if found is not None:
-        yield found
+    token_wise = _look(module, calls, samples) if fit else None
+    if token_wise is not None:
+        yield token_wise
         return
     for child_name, child in module.named_children():
         yield from _outermost(child, f"{name}.{child_name}" if name else child_name, trace, samples, apart, able)
@@ -101,8 +101,8 @@ def _look(module: nn.Module, calls: Sequence[Call], samples: int) -> TokenWise |
     if len(places) != 1 or None in places:
         return None
     dim, inputs = next(iter(places)) or (1, frozenset[int]())
-    found = TokenWise(name=calls[0].name, dim=dim, inputs=inputs)
-    return found if type(module) is nn.Linear or _works_on_each(module, calls[0], found) else None
+    token_wise = TokenWise(name=calls[0].name, dim=dim, inputs=inputs)
+    return token_wise if type(module) is nn.Linear or _works_on_each(module, calls[0], token_wise) else None
 
 
 def _places(call: Call, samples: int) -> tuple[int, frozenset[int]] | None:
@@ -149,19 +149,19 @@ def _works_on_each(module: nn.Module, call: Call, which: TokenWise) -> bool:
                     made.setdefault(leaf.identity, _random(leaf.shape, leaf.dtype))
 
             def output(first: int, last: int) -> list[Tensor]:
-                given = [made[leaf.identity] if isinstance(leaf, Seen) else leaf for leaf in leaves]
+                inputs = [made[leaf.identity] if isinstance(leaf, Seen) else leaf for leaf in leaves]
                 for index in which.inputs:
-                    given[index] = given[index].narrow(which.dim, first, last - first)
-                arguments, keywords = pytree.tree_unflatten(given, form)
+                    inputs[index] = inputs[index].narrow(which.dim, first, last - first)
+                arguments, keywords = pytree.tree_unflatten(inputs, form)
                 result = functional_call(module, state, arguments, keywords, tie_weights=True)
                 return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
             whole = output(0, tokens)
             return not _keeps_tensors(module, before) and all(
-                mine.shape == (expected := other.narrow(which.dim, first, last - first)).shape
-                and near(mine.to(expected.dtype), expected)
+                piece.shape == (expected := other.narrow(which.dim, first, last - first)).shape
+                and near(piece.to(expected.dtype), expected)
                 for first, last in ((0, half), (half, tokens))
-                for mine, other in zip(output(first, last), whole, strict=True)
+                for piece, other in zip(output(first, last), whole, strict=True)
             )
     except Exception:  # whatever a module's own code raises for numbers that it doesn't know
         return False
@@ -181,40 +181,42 @@ def _keeps_tensors(module: nn.Module, before: Attributes) -> bool:
     return any(isinstance(value, Tensor) for value in before.changed())
 
 
-def runs_of(found: Sequence[TokenWise], trace: Trace) -> list[Run]:
+def runs_of(modules: Sequence[TokenWise], trace: Trace) -> list[Run]:
     """Group consecutive modules whose tokens pass only from one to the next, so that they stay split between them."""
-    once = sorted((each for each in found if len(trace.of(each.name)) == 1), key=lambda e: trace.of(e.name)[0].began)
+    once = sorted(
+        (module for module in modules if len(trace.of(module.name)) == 1), key=lambda e: trace.of(e.name)[0].began
+    )
     runs: list[list[TokenWise]] = []
-    for before, each in pairwise([None, *once]):
-        assert each is not None
-        handed = _handed(before, each, trace) if before is not None else frozenset[int]()
+    for before, module in pairwise([None, *once]):
+        assert module is not None
+        handed = _handed(before, module, trace) if before is not None else frozenset[int]()
         if handed:
-            runs[-1].append(replace(each, handed=handed))
+            runs[-1].append(replace(module, handed=handed))
         else:
-            runs.append([each])
-    return [*runs, *([each] for each in found if each not in once)]
+            runs.append([module])
+    return [*runs, *([module] for module in modules if module not in once)]
 
 
-def _handed(before: TokenWise, each: TokenWise, trace: Trace) -> frozenset[int]:
+def _handed(before: TokenWise, after: TokenWise, trace: Trace) -> frozenset[int]:
     """The leaves of a module's arguments that are all outputs of the module before, if no other module uses these."""
-    (given,), (call,) = trace.of(before.name), trace.of(each.name)
-    outputs = {seen.identity for seen in given.outputs()}
+    (sender,), (call,) = trace.of(before.name), trace.of(after.name)
+    outputs = {seen.identity for seen in sender.outputs()}
     inputs = _leaves((call.arguments, dict(call.keywords)))
-    handed = frozenset(index for index in each.inputs if inputs[index].identity in outputs)
+    handed = frozenset(index for index in after.inputs if inputs[index].identity in outputs)
     alone = all(trace.last_uses.get(identity, call.began) <= call.ended for identity in outputs)
     taken = {inputs[index].identity for index in handed} == outputs
-    siblings = before.name.rpartition(".")[0] == each.name.rpartition(".")[0]
-    return handed if before.dim == each.dim and siblings and alone and taken else frozenset()
+    siblings = before.name.rpartition(".")[0] == after.name.rpartition(".")[0]
+    return handed if before.dim == after.dim and siblings and alone and taken else frozenset()
 
 
 def split_run(model: nn.Module, run: Run, shares: Shares, forward_context: ForwardContext) -> None:
     """Split the tokens before the first module of a run, and put them together after the last."""
     length = Length(forward_context, shares)
-    modules = [model.get_submodule(each.name) for each in run]
-    for module, each in zip(modules, run, strict=True):
-        module.register_forward_pre_hook(_splitting(each, shares, length), with_kwargs=True)
+    modules = [model.get_submodule(token_wise.name) for token_wise in run]
+    for module, token_wise in zip(modules, run, strict=True):
+        module.register_forward_pre_hook(_splitting(token_wise, shares, length), with_kwargs=True)
         if type(module) not in _DRAWS_NOTHING:
-            wrap_forward(module, _on_own_tokens(each.dim, length, forward_context))
+            wrap_forward(module, _on_own_tokens(token_wise.dim, length, forward_context))
     modules[-1].register_forward_hook(_gathering(run[-1].dim, shares, length))
 
 
@@ -259,4 +261,4 @@ def _on_own_tokens(dim: int, length: Length, forward_context: ForwardContext) ->
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    return [each.name for run in runs for each in run]
+    return [module.name for run in runs for module in run]

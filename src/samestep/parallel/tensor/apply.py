@@ -284,7 +284,7 @@ class _Slicing:
         slices = [name for unit in plan.units if unit.heads is not None for name in unit.members]
         for stream in streams:
             stream.find_gathered(self.seen, [*slices, *plan.multiheads])
-            outside = self.seen.used_outside(self.model, [each.name for each in stream.gathered])
+            outside = self.seen.used_outside(self.model, [call.name for call in stream.gathered])
             if outside is not None:
                 raise LayoutError(
                     f'layout "{layout}": {outside} is used by a module that needs all tokens, and outside of it; '
@@ -315,11 +315,11 @@ class _Slicing:
             held = [self.parts.part(names[p]) for p in self.model.get_submodule(module).parameters()]
             return bool(held) and all(part.slice is None and group not in part.sum_over for part in held)
 
-        found = find_token_wise(self.model, [""], self.seen, self.apart, is_whole)
-        self.token_wise[:] = [each.name for each in found]
-        for each in found:
-            split_run(self.model, [each], Shares(group=group), self.forward_context)
-            for parameter in self.model.get_submodule(each.name).parameters():
+        modules = find_token_wise(self.model, [""], self.seen, self.apart, is_whole)
+        self.token_wise[:] = [token_wise.name for token_wise in modules]
+        for token_wise in modules:
+            split_run(self.model, [token_wise], Shares(group=group), self.forward_context)
+            for parameter in self.model.get_submodule(token_wise.name).parameters():
                 self.parts.add_sum(names[parameter], group)
 
     def _check_roles(self, refused: Mapping[str, str]) -> None:
@@ -346,8 +346,8 @@ def _leave_whole(departure: SliceDeparture, plan: TensorPlan, group: dist.Proces
     everyone: list[Any] = [None] * dist.get_world_size(group)
     # Ranks hold different slices, so each may blame a different module; the union is in rank order.
     dist.all_gather_object(everyone, departure.to_leave_whole, group=group)
-    found = list(dict.fromkeys(name for names in everyone for name in names))
-    return found or [*plan.multiheads, *(name for unit in plan.units for name in unit.members), *plan.gathered]
+    units = list(dict.fromkeys(name for names in everyone for name in names))
+    return units or [*plan.multiheads, *(name for unit in plan.units for name in unit.members), *plan.gathered]
 
 
 def _with_columns_by_head(plan: TensorPlan, names: Collection[str]) -> set[str]:
@@ -476,10 +476,12 @@ class _Slicer:
         of the columns' inputs, [batch, tokens, features].
         """
         call = self._seen.of(owner)[0]
-        given: list[tuple[Key, Any]] = [*enumerate(call.arguments), *call.keywords.items()]
-        seen = {key: each for key, each in given if isinstance(each, Seen)}
-        samples = next((key for key, each in seen.items() if each.identity in hidden), None)
-        others = [key for key, each in seen.items() if each.identity not in hidden and len(each.shape) in (3, 4)]
+        passed: list[tuple[Key, Any]] = [*enumerate(call.arguments), *call.keywords.items()]
+        seen = {key: seen_as for key, seen_as in passed if isinstance(seen_as, Seen)}
+        samples = next((key for key, seen_as in seen.items() if seen_as.identity in hidden), None)
+        others = [
+            key for key, seen_as in seen.items() if seen_as.identity not in hidden and len(seen_as.shape) in (3, 4)
+        ]
         if samples is None or not others or heads == 1:
             return
         module = self._model.get_submodule(owner)
@@ -532,15 +534,15 @@ class _Slicer:
         queries = range(*bounds(unit.heads.queries, rank, ranks))
         keys = unit.heads.keys_of(rank, ranks)
         width = unit.width // unit.heads.queries  # features per head
-        found: list[int] = []
+        features: list[int] = []
         start = 0
         pieces = unit.pieces[unit.columns.index(name)]
         for number, heads in enumerate(pieces):
-            mine = queries if len(pieces) == 3 and number == 0 else keys
+            held = queries if len(pieces) == 3 and number == 0 else keys
             # Row indices of the whole column's output.
-            found += [start + head * width + feature for head in mine for feature in range(width)]
+            features += [start + head * width + feature for head in held for feature in range(width)]
             start += heads * width
-        return torch.tensor(found)
+        return torch.tensor(features)
 
     def _gather_outputs(self, name: str) -> None:
         """Make a layer compute its slice of the outputs, [..., outputs / ranks], and gather them right after."""
@@ -561,12 +563,12 @@ class _Slicer:
         arguments = self._seen.of(name)
         entries: dict[str, Message] = {}
         for position, argument in enumerate(("query", "key", "value")):
-            given = None
+            identity = None
             if arguments:
                 call = arguments[0]
                 held = call.arguments[position] if position < len(call.arguments) else call.keywords.get(argument)
-                given = next((seen.identity for seen in seen_in(held)), None)
-            entries[argument] = self._enter(name, given)
+                identity = next((seen.identity for seen in seen_in(held)), None)
+            entries[argument] = self._enter(name, identity)
         # A trained bias may be a mask. A stream of split tokens sums the gradients of what blocks hold and are given.
         mask = self._copy if self._stream_of(name) is None else _as_it_is
         entries |= dict.fromkeys(("attn_mask", "key_padding_mask"), mask)

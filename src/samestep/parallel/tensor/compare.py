@@ -134,7 +134,7 @@ class SliceComparison:
         raised on this rank. `rehearse`: its forward may fail on some ranks only.
         """
         marks: list[Mark] = []
-        found = Output(numbers=[], marks=marks, in_nests=False)
+        output = Output(numbers=[], marks=marks, in_nests=False)
         device = next(self._model.parameters()).device
         if rehearse:
             messages = _Unconnected()
@@ -142,20 +142,20 @@ class SliceComparison:
                 failed = self._rehearse(example, marks, messages)
             failed = self._other_messages(messages.sent if failed is None else None) or failed
         if not agree(failed is None, self._everyone, device):  # before a forward in which the other ranks would wait
-            return self._departure(replace(expected, marks=expected.marks if failed else []), found, failed)
+            return self._departure(replace(expected, marks=expected.marks if failed else []), output, failed)
         keeping = torch.no_grad() if gradients is None else keeping_graph(self._model, self._recomputed)
         with keeping:
             try:
-                found = output_of(self._model, example, marks)
+                output = output_of(self._model, example, marks)
             except Exception as error:  # a model's own code may raise anything for sizes that it doesn't expect
                 failed = error
-            alike = failed is None and alike_numbers(found.numbers, expected.numbers)
+            alike = failed is None and alike_numbers(output.numbers, expected.numbers)
             if not agree(alike, self._everyone, device):
-                return self._departure(expected, found, failed)
-            departure = None if gradients is None else self._hold_gradients(found, gradients)
+                return self._departure(expected, output, failed)
+            departure = None if gradients is None else self._hold_gradients(output, gradients)
         if departure is not None:
             return departure
-        del found  # and its graph
+        del output  # and its graph
         vocabulary.able = (
             expected.in_nests and not self._weights_after_logits() and self._able(example, expected, vocabulary)
         )
@@ -186,9 +186,9 @@ class SliceComparison:
         """Compare the gradients; return their difference, or None."""
         device = next(self._model.parameters()).device
         failed: Exception | None = None
-        found: Digests = {}
+        digests: Digests = {}
         try:
-            found = digests_of(self._model, output.numbers)
+            digests = digests_of(self._model, output.numbers)
         except Exception as error:  # backward of a model's own functions may raise anything
             failed = error
         if not agree(failed is None, self._everyone, device):
@@ -198,7 +198,7 @@ class SliceComparison:
         table = {name: self._parts.part(name) for name in self._parts.parameters}
         summed = [name for name, part in table.items() if self._group in part.sum_over]
         slices = {name: part.slice for name, part in table.items() if part.slice is not None}
-        wrong = differing(self._model, expected, found, self._group, summed=summed, slices=slices)
+        wrong = differing(self._model, expected, digests, self._group, summed=summed, slices=slices)
         if agree(not wrong, self._everyone, device):
             return None
         # Ranks of another group may have found it alone.
@@ -212,23 +212,23 @@ class SliceComparison:
         holder = parameter.rpartition(".")[0]
         while holder and not self._trace.of(holder):  # such as a list of parameters
             holder = holder.rpartition(".")[0]
-        return max((each.began for each in self._trace.of(holder)), default=0)
+        return max((call.began for call in self._trace.of(holder)), default=0)
 
     def _user_of(self, parameter: str) -> str:
         """The sliced module at fault for the gradient of a parameter: the first that ends after its last use."""
         began = self._last_use(parameter)
         rows = [*(unit.row for unit in self._plan.units), *self._plan.multiheads, *self._plan.gathered]
-        after = [each for name in rows for each in self._trace.of(name) if each.ended > began]
-        first = min(after, key=lambda each: each.ended, default=None)
+        after = [call for name in rows for call in self._trace.of(name) if call.ended > began]
+        first = min(after, key=lambda call: call.ended, default=None)
         return "" if first is None else first.name
 
     def _able(self, example: Any, expected: Output, vocabulary: Vocabulary) -> bool:
         vocabulary.slices = True  # for this try only
         try:
             with torch.enable_grad():
-                found = [leaf.detach() for leaf in output_of(self._model, example).numbers]
+                numbers = [leaf.detach() for leaf in output_of(self._model, example).numbers]
             return alike_numbers(
-                [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in found], expected.numbers
+                [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in numbers], expected.numbers
             )
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError, AttributeError):
             return False  # the model computes with its logits in a way that DTensor does not support
@@ -237,13 +237,13 @@ class SliceComparison:
 
     def _weights_after_logits(self) -> bool:
         """Whether parameters are applied to the logits; their gradients would come from slices."""
-        logits = [seen for name in self._plan.outputs for each in self._trace.of(name) for seen in each.outputs()]
-        whole = [seen for each in self._trace.of("") for seen in each.outputs()]
+        logits = [seen for name in self._plan.outputs for call in self._trace.of(name) for seen in call.outputs()]
+        whole = [seen for call in self._trace.of("") for seen in call.outputs()]
         return bool(logits) and bool(self._trace.behind(whole, up_to=logits))
 
-    def _departure(self, expected: Output, found: Output, failed: Exception | None) -> SliceDeparture:
+    def _departure(self, expected: Output, sliced: Output, failed: Exception | None) -> SliceDeparture:
         """Find where the sliced model first differs from the whole one, what to leave whole, and what to tell."""
-        departed = self._first_departure(expected, found)
+        departed = self._first_departure(expected, sliced)
         where = departed if failed is None else self._failing(failed)
         verb = "gives another output than whole"
         if failed is not None:
@@ -267,40 +267,40 @@ class SliceComparison:
             sentence=f'layout "{self._layout}": sliced, {what} {verb}; use {fix}',
             why=f"{verb} when it is sliced{hint}",
             to_leave_whole=leave,
-            of_ours=not any(fnmatchcase(name, each) for name in leave for each in self._given),
+            of_ours=not any(fnmatchcase(name, pattern) for name in leave for pattern in self._given),
         )
 
     def _failing(self, error: Exception) -> str:
         """The module whose own code failed, such as an attention that reshapes its projections' outputs."""
         return failing_module(error, {id(module): name for name, module in self._model.named_modules()})
 
-    def _first_departure(self, expected: Output, found: Output) -> str:
+    def _first_departure(self, expected: Output, sliced: Output) -> str:
         """The first module whose output differs from the whole model's, or that did not end."""
         passed = set(self._in_parts())
-        for before, now in zip(expected.marks, found.marks, strict=False):
+        for before, now in zip(expected.marks, sliced.marks, strict=False):
             if before.name != now.name:
                 return now.name
             if now.name not in passed and not self._alike_marks(before, now):
                 return now.name
-        rest = expected.marks[len(found.marks) :]  # modules that did not end, if the forward failed
+        rest = expected.marks[len(sliced.marks) :]  # modules that did not end, if the forward failed
         return rest[0].name if rest else ""
 
     def _in_parts(self) -> Iterator[str]:
         """Modules whose outputs are only a rank's part: columns, and modules between them and their row layer."""
         for unit in self._plan.units:
             yield from unit.columns
-            began = min(each.began for name in unit.columns for each in self._trace.of(name))
+            began = min(call.began for name in unit.columns for call in self._trace.of(name))
             row = self._trace.of(unit.row)[0].began
-            yield from (each.name for each in self._trace.calls if began < each.ended < row)
+            yield from (call.name for call in self._trace.calls if began < call.ended < row)
 
     def _alike_marks(self, before: Mark, now: Mark) -> bool:
         """Whether a module's output is the whole model's or, with split tokens, this rank's tokens of that."""
-        for whole, mine in zip(before.tensors, now.tensors, strict=False):
+        for whole, sliced in zip(before.tensors, now.tensors, strict=False):
             expected = whole
-            if self._streams and mine.shape != whole.shape and whole.ndim:
+            if self._streams and sliced.shape != whole.shape and whole.ndim:
                 first, last = bounds(len(whole), dist.get_rank(self._group), dist.get_world_size(self._group))
                 expected = whole[first:last]
-            if mine.shape != expected.shape or not near(mine, expected):
+            if sliced.shape != expected.shape or not near(sliced, expected):
                 return False
         return True
 
@@ -318,9 +318,9 @@ class SliceComparison:
             owners = [unit for unit in self._plan.units if unit.owner and f"{where}.".startswith(f"{unit.owner}.")]
             inside = [name for unit in owners for name in unit.members]
         if where and not inside:
-            ends = [each.ended for each in self._trace.of(where)]
-            before = [each for each in self._trace.calls if each.name in sliced and ends and each.ended < ends[0]]
-            last = max(before, key=lambda each: each.ended, default=None)
+            ends = [call.ended for call in self._trace.of(where)]
+            before = [call for call in self._trace.calls if call.name in sliced and ends and call.ended < ends[0]]
+            last = max(before, key=lambda call: call.ended, default=None)
             inside = [] if last is None else [last.name]
             inside += [n for unit in self._plan.units if last and last.name in unit.members for n in unit.members]
         patterns = {pattern_of(name) for name in inside}
@@ -353,19 +353,19 @@ def _has_gradient(tensor: Tensor) -> bool:
 
 def _tensors(output: Any) -> list[Tensor]:
     """All tensors of an output, including those in objects of the model's own classes."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)) and not callable(leaf):
-            found += [inner for inner in pytree.tree_leaves(dict(vars(leaf))) if isinstance(inner, Tensor)]
-    return found
+            tensors += [inner for inner in pytree.tree_leaves(dict(vars(leaf))) if isinstance(inner, Tensor)]
+    return tensors
 
 
-def alike_numbers(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+def alike_numbers(sliced: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """Whether two outputs have the same shapes, and the same numbers up to rounding."""
-    return len(found) == len(expected) and all(
-        mine.shape == other.shape and near(mine.detach(), other) for mine, other in zip(found, expected, strict=True)
+    return len(sliced) == len(expected) and all(
+        one.shape == other.shape and near(one.detach(), other) for one, other in zip(sliced, expected, strict=True)
     )
 
 

@@ -112,7 +112,7 @@ def _sums(
     own = [_digest(parameters[name], digests.get(name), 0).double() for name in names]
     flat = torch.cat(own).to(parameters[names[0]].device)
     dist.all_reduce(flat, group=group)
-    return dict(zip(names, flat.split([len(each) for each in own]), strict=True))
+    return dict(zip(names, flat.split([len(gradient) for gradient in own]), strict=True))
 
 
 def _digest(parameter: nn.Parameter, digests: Sequence[Tensor] | None, dim: int) -> Tensor:

@@ -170,8 +170,8 @@ def table(embedding: nn.Embedding, first: int, sum_over_ranks: Message) -> None:
     """Make an embedding look up the ids of its own rows, from id `first` on; the sum over ranks has all rows."""
     padding = embedding.padding_idx
     rows, total = embedding.weight.shape[0], embedding.num_embeddings
-    mine = padding is not None and first <= padding < first + rows
-    own_padding = padding - first if padding is not None and mine else None
+    has_padding = padding is not None and first <= padding < first + rows
+    own_padding = padding - first if padding is not None and has_padding else None
 
     def forward(input: Tensor) -> Tensor:  # the name that nn.Embedding gives it
         # No rank has the row of an id that is out of range: without this check its sum over ranks would be zeros.
@@ -181,8 +181,8 @@ def table(embedding: nn.Embedding, first: int, sum_over_ranks: Message) -> None:
         local = input - first
         foreign = (local < 0) | (local >= rows)  # [batch, tokens]
         # [batch, tokens, features]: rows of this rank's ids, zeros for other ranks' ids.
-        found = F.embedding(local.masked_fill(foreign, 0), embedding.weight, own_padding)
-        return sum_over_ranks(found.masked_fill(foreign.unsqueeze(-1), 0))
+        rows_here = F.embedding(local.masked_fill(foreign, 0), embedding.weight, own_padding)
+        return sum_over_ranks(rows_here.masked_fill(foreign.unsqueeze(-1), 0))
 
     replace_forward(embedding, forward)
 

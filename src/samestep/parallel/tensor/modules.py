@@ -74,8 +74,8 @@ def _is_a_product(module: nn.Module) -> bool:
     if len(calls) != 1 or calls[0][0] is not F.linear or calls[0][3] is not output:
         return False
     _, arguments, keywords, _ = calls[0]
-    given = dict(zip(("input", "weight", "bias"), arguments, strict=False)) | dict(keywords)
-    return given.get("input") is row and given.get("weight") is weight and given.get("bias") is bias
+    operands = dict(zip(("input", "weight", "bias"), arguments, strict=False)) | dict(keywords)
+    return operands.get("input") is row and operands.get("weight") is weight and operands.get("bias") is bias
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -139,7 +139,7 @@ def _dims_of_adapted(module: nn.Module, layer: Adapted) -> dict[str, int]:
     """The output dimensions of a linear layer with adapters; each rank's slice takes the whole of `down`."""
     own = (name for name, _ in base_of(module).named_parameters(recurse=False))
     return {".".join(filter(None, (layer.base, name))): 0 for name in own} | {
-        f"{each.up}.weight": 0 for each in layer.updates
+        f"{update.up}.weight": 0 for update in layer.updates
     }
 
 
@@ -221,8 +221,8 @@ class Heads:
             return None
         # Queries alone, keys or values alone, keys with values, or all three.
         choices = [[self.queries], [self.keys], [self.keys] * 2, [self.queries, self.keys, self.keys]]
-        found = [next((c for c in choices if sum(c) * head == width), None) for width in columns]
-        pieces = [piece for piece in found if piece is not None]
+        heads = [next((c for c in choices if sum(c) * head == width), None) for width in columns]
+        pieces = [piece for piece in heads if piece is not None]
         whole = len(pieces) == len(columns) and sum(map(sum, pieces)) == self.queries + 2 * self.keys
         return pieces if whole else None
 
@@ -239,14 +239,14 @@ class Heads:
 
     def keys_of(self, rank: int, parts: int) -> list[int]:
         """The key-value heads that a rank's queries attend to, each for the same number of consecutive queries."""
-        mine = self.queries // parts
+        count = self.queries // parts
         # Query head q uses key-value head q * keys // queries: consecutive queries share one.
-        needed = [query * self.keys // self.queries for query in range(rank * mine, (rank + 1) * mine)]
-        each = list(dict.fromkeys(needed))
+        needed = [query * self.keys // self.queries for query in range(rank * count, (rank + 1) * count)]
+        keys = list(dict.fromkeys(needed))
         # If a key-value head's queries are on two ranks, the heads here have unequal numbers of queries; then each
         # query gets a key-value head of its own.
-        even = mine % len(each) == 0 and [head for head in each for _ in range(mine // len(each))] == needed
-        return each if even else needed
+        even = count % len(keys) == 0 and [head for head in keys for _ in range(count // len(keys))] == needed
+        return keys if even else needed
 
 
 def heads_of(module: nn.Module) -> Heads | None:
@@ -272,18 +272,18 @@ def divide(module: nn.Module, heads: Heads, width: int, rank: int, parts: int) -
         **dict.fromkeys(_GROUPS, (heads.queries // heads.keys, queries // keys)),
         **dict.fromkeys(_WIDTHS, (width, width // parts)),
     }
-    for name, (whole, mine) in local.items():
+    for name, (whole, sliced) in local.items():
         # Change only attributes with exactly the whole number: others of the same name may mean something else.
         if vars(module).get(name) == whole:
-            setattr(module, name, mine)
+            setattr(module, name, sliced)
     config = vars(module).get("config")
     if config is not None:
         # Some forwards read the configuration, which other modules share.
         config = copy.copy(config)
         for name in (_HEADS[0], _KEY_VALUE_HEADS[0]):
-            whole, mine = local[name]
+            whole, sliced = local[name]
             if getattr(config, name, None) == whole:
-                setattr(config, name, mine)
+                setattr(config, name, sliced)
         vars(module)["config"] = config
 
 

@@ -55,7 +55,7 @@ class Unit:
         if self.heads is None or not self.heads.shares_keys(parts):
             return ()
         alone = (self.heads.queries,)
-        return tuple(name for name, each in zip(self.columns, self.pieces, strict=True) if each != alone)
+        return tuple(name for name, pieces in zip(self.columns, self.pieces, strict=True) if pieces != alone)
 
     def laid_by_head(self, parts: int) -> "Unit | None":
         """The unit with a column that fuses queries, keys and values head by head, as Bloom's and GPT-NeoX's do.
@@ -111,8 +111,8 @@ class UnitFinder:
         """The column in a block whose input is not [batch, tokens, features], with the input's shape; else None."""
         if self.block_of(unit.row) is None:
             return None
-        given = ((name, seen.shape) for name in unit.columns for seen in self._first[name].inputs())
-        return next(((name, shape) for name, shape in given if len(shape) != 3), None)
+        shapes = ((name, seen.shape) for name in unit.columns for seen in self._first[name].inputs())
+        return next(((name, shape) for name, shape in shapes if len(shape) != 3), None)
 
     def _agrees(self, unit: Unit) -> bool:
         """Whether a unit is consistent with the roles that were given for its members."""
@@ -127,10 +127,10 @@ class UnitFinder:
         if heads is None or is_multihead(module):
             return None
         call = self._first[owner]
-        given = {seen.identity for seen in call.inputs()}
-        mine = [name for name in self._linears if name.rpartition(".")[0] == owner]
-        columns = [name for name in mine if self._input(name) in given]
-        rest = [name for name in mine if name not in columns]
+        inputs = {seen.identity for seen in call.inputs()}
+        siblings = [name for name in self._linears if name.rpartition(".")[0] == owner]
+        columns = [name for name in siblings if self._input(name) in inputs]
+        rest = [name for name in siblings if name not in columns]
         row = self._row_of_attention(call, columns, rest)
         if row is None or self.block_of(row) != self.block_of(owner):
             return None
@@ -162,9 +162,9 @@ class UnitFinder:
             return None
         if rest:
             return rest[0]
-        given = {seen.identity for seen in call.outputs()}
+        outputs = {seen.identity for seen in call.outputs()}
         after = [name for name in self._linears if self._first[name].began > call.ended]
-        return after[0] if after and self._input(after[0]) in given else None
+        return after[0] if after and self._input(after[0]) in outputs else None
 
     def _is_per_head(self, name: str, head: int) -> bool:
         """Whether a module computes on one head at a time, as a norm of queries or keys does."""
@@ -246,7 +246,7 @@ class UnitFinder:
         """Whether a layer's inputs are computed from the outputs of each of the columns."""
         made = [seen for name in columns for seen in self._first[name].outputs()]
         return all(
-            self._trace.computed_from(seen, made) == {each.identity for each in made}
+            self._trace.computed_from(seen, made) == {value.identity for value in made}
             for seen in self._first[row].inputs()
         )
 

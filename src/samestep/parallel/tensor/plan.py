@@ -56,11 +56,11 @@ class TensorPlan:
 
     def roles(self) -> dict[str, Role]:
         """The role of every module that is sliced."""
-        found: dict[str, Role] = dict.fromkeys((*self.tables, *self.outputs), "vocabulary")
-        found |= dict.fromkeys(self.multiheads, "column")
+        roles: dict[str, Role] = dict.fromkeys((*self.tables, *self.outputs), "vocabulary")
+        roles |= dict.fromkeys(self.multiheads, "column")
         for unit in self.units:
-            found |= {**dict.fromkeys((*unit.columns, *unit.head_tables), "column"), unit.row: "row"}
-        return found
+            roles |= {**dict.fromkeys((*unit.columns, *unit.head_tables), "column"), unit.row: "row"}
+        return roles
 
     def cuts(self, model: nn.Module) -> dict[str, Cut]:
         """The cut of each sliced parameter, by its name."""
@@ -84,17 +84,17 @@ class TensorPlan:
 
         Of an adapter, that is the matrix that is not sliced: it feeds this rank's outputs, or reads its inputs.
         """
-        found: set[str] = set()
+        names: set[str] = set()
         for unit in self.units:
             for name in unit.columns:
                 linear = model.get_submodule(name)
-                found |= {f"{name}.{update.down}" for update in _updates(linear)}
+                names |= {f"{name}.{update.down}" for update in _updates(linear)}
                 if name in unit.shared_columns(self.parts):
-                    found |= {_base_name(name, linear), *(f"{name}.{each.up}" for each in _updates(linear))}
-            found |= {f"{unit.row}.{update.up}" for update in _updates(model.get_submodule(unit.row))}
+                    names |= {_base_name(name, linear), *(f"{name}.{low_rank.up}" for low_rank in _updates(linear))}
+            names |= {f"{unit.row}.{update.up}" for update in _updates(model.get_submodule(unit.row))}
         for name in self.gathered:
-            found |= {f"{name}.{update.down}" for update in _updates(model.get_submodule(name))}
-        return found
+            names |= {f"{name}.{update.down}" for update in _updates(model.get_submodule(name))}
+        return names
 
     def _cuts_of_unit(self, model: nn.Module, unit: Unit) -> Iterator[tuple[str, Cut]]:
         """The cuts of a unit's parameters: columns along their outputs, the row layer along its inputs."""
@@ -129,7 +129,9 @@ class TensorPlan:
         """
         cuts = [cut for unit in self.units for _, cut in self._cuts_of_unit(model, unit)]
         cuts += [cut for name in self.multiheads for _, cut in self._cuts_of_multihead(model, name)]
-        return any(len({sum(last - first for first, last in each) for each in ranges}) > 1 for _, ranges in cuts)
+        return any(
+            len({sum(last - first for first, last in of_rank) for of_rank in ranges}) > 1 for _, ranges in cuts
+        )
 
     def _cuts_of_multihead(self, model: nn.Module, name: str) -> Iterator[tuple[str, Cut]]:
         """The cuts of an nn.MultiheadAttention: projections by heads, out_proj along its inputs."""
@@ -171,16 +173,16 @@ def make_plan(
     With `tokens_split`, layers that take flattened samples, [batch * tokens, features], stay whole, since their input
     has no token dimension to gather. Raises LayoutError for a wrong `given`, and if nothing can be sliced.
     """
-    said = named(model, given or {})
+    own_roles = named(model, given or {})
     vocabulary = _vocabulary(model, trace)
     left = dict(left_whole or {})
     stay: dict[str, Role] = dict.fromkeys((*_used_elsewhere(model, trace), *left), "whole")
-    forced: dict[str, Role] = {**of_transformers(model, vocabulary), **stay, **said}
+    forced: dict[str, Role] = {**of_transformers(model, vocabulary), **stay, **own_roles}
     finder = UnitFinder(model, trace, blocks, forced)
     units = [unit for unit in finder.find() if unit.heads is not None or unit.width >= parts]
     units = [(unit.laid_by_head(parts) or unit) if unit.columns[0] in by_head else unit for unit in units]
     candidates = [unit for unit in units if tokens_split and unit.heads is None]
-    flat = [(unit, found) for unit in candidates if (found := finder.flat_input(unit)) is not None]
+    flat = [(unit, shape) for unit in candidates if (shape := finder.flat_input(unit)) is not None]
     units = [unit for unit in units if all(unit is not other for other, _ in flat)]
     attentions = dict(_multihead_attentions(model, forced))
     undivided = _undivided_attentions(units, attentions, parts)
@@ -210,7 +212,7 @@ def make_plan(
         gathered=gathered,
         left_whole=left,
     )
-    _check(plan, model, said, [found for _, found in flat], able, tokens_split=tokens_split)
+    _check(plan, model, own_roles, [shape for _, shape in flat], able, tokens_split=tokens_split)
     return plan
 
 
@@ -259,12 +261,12 @@ def _vocabulary(model: nn.Module, trace: Trace) -> int | None:
     if isinstance(size, int):
         return size
     whole = trace.of("")
-    given = {seen.identity for seen in whole[0].inputs()} if whole else set()
+    inputs = {seen.identity for seen in whole[0].inputs()} if whole else set()
     modules = dict(model.named_modules())
     rows = [
         _rows(modules[call.name])
         for call in trace.calls
-        if is_embedding(modules[call.name]) and any(seen.identity in given for seen in call.inputs())
+        if is_embedding(modules[call.name]) and any(seen.identity in inputs for seen in call.inputs())
     ]
     return max(rows, default=None)
 
@@ -293,8 +295,8 @@ def _undivided_attentions(
 ) -> dict[str, str]:
     """The attentions, found as units or as modules, whose heads can't be divided over the ranks, and why not."""
     heads = {unit.owner or unit.row: unit.heads for unit in units if unit.heads is not None}
-    heads |= {name: Heads(queries=each.num_heads, keys=each.num_heads) for name, each in attentions.items()}
-    return {name: why for name, each in heads.items() if (why := each.why_whole(parts)) is not None}
+    heads |= {name: Heads(queries=module.num_heads, keys=module.num_heads) for name, module in attentions.items()}
+    return {name: why for name, module in heads.items() if (why := module.why_whole(parts)) is not None}
 
 
 def _gathered(
@@ -347,18 +349,18 @@ def _used_elsewhere(model: nn.Module, trace: Trace) -> list[str]:
     for module_name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(parameter, []).append(module_name)
-    found: list[str] = []
+    users: list[str] = []
     for parameter, own in holders.items():
         uses = trace.uses.get(names[parameter], ())
         if any(not set(own) & set(running) for running in uses):
-            found += own
-    return found
+            users += own
+    return users
 
 
 def _check(
     plan: TensorPlan,
     model: nn.Module,
-    said: Mapping[str, Role],
+    own_roles: Mapping[str, Role],
     flat: Sequence[tuple[str, Sequence[int]]],
     able: Sequence[str],
     *,
@@ -369,19 +371,19 @@ def _check(
     `flat`: layers whose input has no token dimension, with its shape. `able`: those that could be sliced alone, with
     a gather after each.
     """
-    found = plan.roles()
-    for name, role in said.items():
-        if role != "whole" and found.get(name) != role:
+    planned = plan.roles()
+    for name, role in own_roles.items():
+        if role != "whole" and planned.get(name) != role:
             raise LayoutError(
                 f'run.tensor_plan: {name} can\'t be "{role}": {_why_not(model.get_submodule(name), role)}'
             )
-    if not (found or plan.gathered) and flat:
+    if not (planned or plan.gathered) and flat:
         first, shape = flat[0]
         raise LayoutError(
             f'layout "tp{plan.parts} sequence=split": {first} takes {list(shape)}, which is not [samples, tokens, '
             f"features], so there is no dimension of tokens to split; use tp{plan.parts}, which slices it"
         )
-    if not (found or plan.gathered) and tokens_split and able:
+    if not (planned or plan.gathered) and tokens_split and able:
         raise LayoutError(
             f'layout "tp{plan.parts} sequence=split": {able[0]} and others of {type(model).__name__} are sliced one '
             "by one, each with a gather of its outputs, and no rank has a part of the tokens between these; use "
@@ -389,7 +391,7 @@ def _check(
         )
     # A model that has only parametrized layers is correct with all of them whole; `apply` reports that to the user.
     whole = [model.get_submodule(name) for name in plan.left_whole]
-    if not (found or plan.gathered) and not (whole and all(map(computes_own_weight, whole))):
+    if not (planned or plan.gathered) and not (whole and all(map(computes_own_weight, whole))):
         computed = next((name for name, module in model.named_modules() if computes_weight(module)), None)
         but = (
             ""

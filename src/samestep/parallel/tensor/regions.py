@@ -212,7 +212,7 @@ class _Finder:
 
     @staticmethod
     def _sources(seen: Iterable[Seen]) -> tuple[Node, ...]:
-        return tuple(dict.fromkeys(each.source for each in seen if each.source is not None))
+        return tuple(dict.fromkeys(value.source for value in seen if value.source is not None))
 
     def _joined(self) -> dict[Node, _Joined]:
         """Every call of a sliced module by the nodes of its outputs."""
@@ -305,8 +305,8 @@ class _Finder:
         parts, heads = self._plan.parts, unit.heads
         if heads is None:
             # Gate and up may be in one.
-            pieces = [[unit.width], *([[unit.width] * 2] if any(len(each) == 2 for each in unit.pieces) else [])]
-            return [(sum(each), even_ranges(each, parts)) for each in pieces]
+            pieces = [[unit.width], *([[unit.width] * 2] if any(len(piece) == 2 for piece in unit.pieces) else [])]
+            return [(sum(piece), even_ranges(piece, parts)) for piece in pieces]
         numbers = sorted({heads.queries} if heads.shares_keys(parts) else {heads.queries, heads.keys}, reverse=True)
         steps = (1, unit.width // heads.queries)
         return [(number * step, even_ranges([number], parts, step)) for step in steps for number in numbers]

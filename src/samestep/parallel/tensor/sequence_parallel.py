@@ -75,7 +75,7 @@ class Stream:
 
     def holds(self, name: str) -> bool:
         """Whether a module computes on this rank's tokens only."""
-        everything = any(f"{name}.".startswith(f"{each.name}.") for each in self.gathered)
+        everything = any(f"{name}.".startswith(f"{call.name}.") for call in self.gathered)
         return self._block_of(name) is not None and not everything
 
     def find_gathered(self, trace: Trace, slices: Sequence[str]) -> None:
@@ -89,11 +89,11 @@ class Stream:
         for block in self._calls:
             hidden = _given(block, self._key)
             tokens = hidden.shape[self.dim]
-            found = find_gathered(block, trace, tokens, hidden, (), attentions=True, handed=self._handed)
-            if found is None:  # a comparison shows what other functions mix
+            gathered = find_gathered(block, trace, tokens, hidden, (), attentions=True, handed=self._handed)
+            if gathered is None:  # a comparison shows what other functions mix
                 self._check_training([block])
             self.gathered += [
-                each for each in found or () if not any(f"{s}.".startswith(f"{each.name}.") for s in slices)
+                call for call in gathered or () if not any(f"{s}.".startswith(f"{call.name}.") for s in slices)
             ]
 
     def _check_training(self, blocks: Sequence[Call]) -> None:
@@ -158,8 +158,8 @@ class Stream:
             # afterwards, so each rank takes a share of the gradient.
             share=lambda whole, handed: whole if handed else divide_gradient(whole, self._group),
         )
-        for each in self.gathered:
-            give_all_tokens(model.get_submodule(each.name), each, messages, forward_context)
+        for call in self.gathered:
+            give_all_tokens(model.get_submodule(call.name), call, messages, forward_context)
         # The split is the last pre-hook of the first block, so the gather is the first hook of the last block: other
         # hooks that split the hidden state before this one gather it after.
         blocks[-1].register_forward_hook(self._gather_output, prepend=True)
@@ -252,22 +252,22 @@ def find_lists(model: nn.Module, blocks: Sequence[str], trace: Trace, layout: st
             f'layout "{layout}": {type(model).__name__} has neither a list of blocks to split tokens in nor modules '
             "outside of the slices that take each token by itself; use sequence=whole"
         )
-    found: list[list[str]] = []
+    streams: list[list[str]] = []
     refused: LayoutError | None = None
-    for each in lists.values():
+    for members in lists.values():
         try:
-            _check_list(model, each, callable_blocks, trace, layout)
-            found.append(each)
+            _check_list(model, members, callable_blocks, trace, layout)
+            streams.append(members)
         except LayoutError as error:
             refused = refused or error
-            inner = [layer for name in each for layer in repeated_layers(model.get_submodule(name))]
+            inner = [layer for name in members for layer in repeated_layers(model.get_submodule(name))]
             if inner:
                 with suppress(LayoutError):
-                    found += find_lists(model, [names[layer] for layer in inner], trace, layout)
-    if not found:
+                    streams += find_lists(model, [names[layer] for layer in inner], trace, layout)
+    if not streams:
         assert refused is not None
         raise refused
-    return found
+    return streams
 
 
 def _check_list(model: nn.Module, names: Sequence[str], blocks: Sequence[str], trace: Trace, layout: str) -> None:
@@ -309,8 +309,8 @@ def replaced(arguments: tuple[Any, ...], keywords: Mapping[str, Any], key: Key, 
 
 def keys_of(call: Call, identity: int | None) -> list[Key]:
     """The positions and keywords at which a call was given a tensor."""
-    given: list[tuple[Key, Any]] = [*enumerate(call.arguments), *call.keywords.items()]
-    return [key for key, value in given if isinstance(value, Seen) and value.identity == identity]
+    arguments: list[tuple[Key, Any]] = [*enumerate(call.arguments), *call.keywords.items()]
+    return [key for key, value in arguments if isinstance(value, Seen) and value.identity == identity]
 
 
 def _only_call(name: str, trace: Trace, layout: str) -> Call:
@@ -353,10 +353,10 @@ def _hands_on(before: Call, block: Call, key: Key, index: int) -> bool:
 
 def _check_passed_on(calls: Sequence[Call], key: Key, layout: str) -> None:
     """Raise LayoutError if blocks return, unchanged, an input from before the blocks that has a gradient."""
-    given = {seen.identity for seen in calls[0].inputs() if seen.source is not None} - {
+    inputs = {seen.identity for seen in calls[0].inputs() if seen.source is not None} - {
         _given(calls[0], key).identity
     }
-    passed = next((call for call in calls[:-1] if given & {seen.identity for seen in call.outputs()}), None)
+    passed = next((call for call in calls[:-1] if inputs & {seen.identity for seen in call.outputs()}), None)
     if passed is not None:
         raise LayoutError(
             f'layout "{layout}": {passed.name} passes on more than the hidden state that it was given, so gradients '
