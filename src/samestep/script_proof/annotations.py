@@ -29,7 +29,7 @@ _CALLS = {
 def place_of(finding: Finding, folder: Path) -> Place | None:
     """The line of the script's call that a finding is about, by what rank 0 of the split run recorded."""
     recorded = events(folder / SPLIT / "rank-0")
-    places = {each["what"]: (each["file"], each["line"]) for each in recorded if each["event"] == "place"}
+    places = {event["what"]: (event["file"], event["line"]) for event in recorded if event["event"] == "place"}
     calls = _CALLS.get(finding.kind) or _CALLS.get(finding.what) or ("step",)
     return next((places[call] for call in (*calls, "step") if call in places), None)
 

@@ -27,7 +27,7 @@ class Iteration:
     @property
     def joined(self) -> list[Indices]:
         """The ranks' batches concatenated, rank 0's samples first."""
-        longest = max((len(each) for each in self.batches), default=0)
+        longest = max((len(batches) for batches in self.batches), default=0)
         return [
             [index for rank in self.batches if number < len(rank) for index in rank[number]]
             for number in range(longest)
@@ -37,7 +37,7 @@ class Iteration:
         """The ranks' batches, so many of them joined in each: of each number rank 0's first."""
         if together in (0, len(self.batches)):
             return self.joined
-        longest = max((len(each) for each in self.batches), default=0)
+        longest = max((len(batches) for batches in self.batches), default=0)
         units = [rank[number] for number in range(longest) for rank in self.batches if number < len(rank)]
         groups = [units[at : at + together] for at in range(0, len(units), together)]
         return [[index for unit in group for index in unit] for group in groups]
@@ -45,11 +45,11 @@ class Iteration:
 
 def iterations(folder: Path) -> dict[int, Iteration]:
     """Read the iterations that a run trained on, by number, except those whose samplers give no integers."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    ranks_of_iteration: dict[int, list[dict[str, Any]]] = {}
     places = sorted(folder.glob("rank-*/"), key=lambda place: int(place.name.removeprefix("rank-")))
     for place in places:
         for number, one in _of_rank(place).items():
-            found.setdefault(number, []).append(one)
+            ranks_of_iteration.setdefault(number, []).append(one)
     return {
         number: Iteration(
             size=ranks[0]["size"],
@@ -57,14 +57,14 @@ def iterations(folder: Path) -> dict[int, Iteration]:
             ended=all(rank["ended"] for rank in ranks),
             made=ranks[0]["made"],
         )
-        for number, ranks in found.items()
+        for number, ranks in ranks_of_iteration.items()
         if len(ranks) == len(places) and all(rank["trains"] and None not in rank["batches"] for rank in ranks)
     }
 
 
 def lengths(folder: Path) -> dict[int, int]:
     """Read the lengths of DataLoaders that rank 0 of a run has asked for, by their order."""
-    return {each["loader"]: each["value"] for each in events(folder / "rank-0") if each["event"] == "length"}
+    return {event["loader"]: event["value"] for event in events(folder / "rank-0") if event["event"] == "length"}
 
 
 def _ranks(folder: Path) -> int:
@@ -73,18 +73,18 @@ def _ranks(folder: Path) -> int:
 
 def _of_rank(folder: Path) -> dict[int, dict[str, Any]]:
     """Read one rank's iterations, by number: batches, whether it ended, whether it trained."""
-    found: dict[int, dict[str, Any]] = {}
+    by_number: dict[int, dict[str, Any]] = {}
     for event in events(folder):
         kind, number = event["event"], event.get("iteration", -1)
         if kind == "iteration":
-            found[number] = {**event, "batches": [], "ended": False, "trains": False}
+            by_number[number] = {**event, "batches": [], "ended": False, "trains": False}
         elif kind == "indices":
-            found[number]["batches"].append(event["indices"])
+            by_number[number]["batches"].append(event["indices"])
         elif kind == "iteration ends":
-            found[number]["ended"] = True
+            by_number[number]["ended"] = True
         elif kind == "iteration trains":
-            found[number]["trains"] = True
-    return found
+            by_number[number]["trains"] = True
+    return by_number
 
 
 class Batches:
@@ -132,7 +132,7 @@ class Batches:
     def _begun(self, loader: Any) -> int:
         """Number an iteration when its first batch is requested."""
         number, self._count = self._count, self._count + 1
-        made = next((at for at, each in enumerate(self._samplers) if each is loader.batch_sampler), None)
+        made = next((at for at, sampler in enumerate(self._samplers) if sampler is loader.batch_sampler), None)
         data = self._datasets(loader.dataset)
         self._writer.event("iteration", iteration=number, size=_size(loader.dataset), made=made, data=data)
         return number
@@ -147,7 +147,7 @@ class Batches:
 
     def length(self, loader: Any, value: int) -> int:
         """Record a DataLoader's length that the script asks for; return the ranks' if their batches are given."""
-        number = next((at for at, each in enumerate(self._asked) if each is loader), len(self._asked))
+        number = next((at for at, known in enumerate(self._asked) if known is loader), len(self._asked))
         if number == len(self._asked):
             self._asked.append(loader)
             self._writer.event("length", loader=number, value=value)
@@ -202,13 +202,13 @@ class _Noted:
             self.number = self._begun()
             self._indices = self._batches.instead(self.number, self._indices)
         try:
-            found = next(self._indices)
+            indices = next(self._indices)
         except StopIteration:
             self._batches.ended(self.number)
             raise
-        self._batches.noted(self.number, found)
-        self._waiting.append(_whole_numbers(found))
-        return found
+        self._batches.noted(self.number, indices)
+        self._waiting.append(_whole_numbers(indices))
+        return indices
 
     def taken(self) -> list[str] | None:
         """Return the names of the next batch's samples; None if they have no numbers."""
@@ -219,7 +219,7 @@ class _Noted:
 def _whole_numbers(indices: Any) -> Indices | None:
     """Indices as whole numbers; None for those of a sampler that gives something else."""
     try:
-        return [each.__index__() for each in indices]
+        return [index.__index__() for index in indices]
     except (AttributeError, TypeError):
         return None
 

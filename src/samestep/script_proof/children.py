@@ -31,14 +31,14 @@ def limited(call: Call, args: Any, kwargs: Any, ranks: int) -> tuple[Any, Any, i
 
     And how many ranks the script would have had; None if no more.
     """
-    given = inspect.signature(inspect.unwrap(call)).bind(*args, **kwargs)
-    rank, size = _given(given.arguments, "rank"), _given(given.arguments, "world_size")
+    bound = inspect.signature(inspect.unwrap(call)).bind(*args, **kwargs)
+    rank, size = _given(bound.arguments, "rank"), _given(bound.arguments, "world_size")
     if rank is None or size is None or size <= ranks:
         return args, kwargs, None
     if rank >= ranks:
         raise SystemExit(0)
-    given.arguments |= {"world_size": ranks, "rank": rank}
-    return given.args, given.kwargs, size
+    bound.arguments |= {"world_size": ranks, "rank": rank}
+    return bound.args, bound.kwargs, size
 
 
 def _given(arguments: Mapping[str, Any], name: str) -> int | None:
@@ -68,9 +68,9 @@ def gather(place: Path) -> None:
 
 def _joined(place: Path) -> dict[Path, int]:
     """Ranks by the folders of their processes; where a script starts ranks several times, those that trained."""
-    found: dict[Path, int] = {}
+    ranks_by_folder: dict[Path, int] = {}
     for folder in sorted(place.glob(f"{CHILD}*/")):
         ranks = [event["rank"] for event in events(folder) if event["event"] == "joined"]
         if ranks and any(event["event"] == "step" for event in events(folder)):
-            found[folder] = ranks[-1]
-    return found
+            ranks_by_folder[folder] = ranks[-1]
+    return ranks_by_folder

@@ -19,18 +19,18 @@ def held_finding(
 
     `continued`: the number of steps after which the script was started again.
     """
-    there = [each for each in tensors if not each.missing]
-    on_ranks = [each for each in there if each.ranks_apart > limits.of(each.name)]
-    departing = [each for each in there if each.apart > limits.of(each.name)]
+    there = [tensor for tensor in tensors if not tensor.missing]
+    on_ranks = [tensor for tensor in there if tensor.ranks_apart > limits.of(tensor.name)]
+    departing = [tensor for tensor in there if tensor.apart > limits.of(tensor.name)]
     departing = on_ranks or departing
     if not departing:
         return None
-    worst = max(departing, key=lambda each: max(each.apart, each.ranks_apart))
+    worst = max(departing, key=lambda tensor: max(tensor.apart, tensor.ranks_apart))
     kind = "copies-differ"
     if not on_ranks:
         kind = (
             "copy-not-updated"
-            if number and all(_stays(split, number, each) for each in departing)
+            if number and all(_stays(split, number, tensor) for tensor in departing)
             else "copy-differs"
         )
         kind = "copy-lost" if number == continued else kind
@@ -45,8 +45,8 @@ def held_finding(
     )
 
 
-def _stays(split: RunRecord, number: int, each: TensorDifference) -> bool:
-    first, now = split.joined(0, "held", each.name), split.joined(number, "held", each.name)
+def _stays(split: RunRecord, number: int, tensor: TensorDifference) -> bool:
+    first, now = split.joined(0, "held", tensor.name), split.joined(number, "held", tensor.name)
     return first is not None and now is not None and first.value.equal(now.value)
 
 

@@ -87,11 +87,11 @@ class _Turn:
         if self.target == _CPU:
             self.note(f"device {str(value)!r}")
             return self.target
-        asked = _REAL_DEVICE(USUAL_KIND, value) if number else _REAL_DEVICE(value)
-        if asked.index in (None, self.target.index):
+        real = _REAL_DEVICE(USUAL_KIND, value) if number else _REAL_DEVICE(value)
+        if real.index in (None, self.target.index):
             return value
         self.note(f"device {str(value)!r}")
-        return _REAL_DEVICE(asked.type, self.target.index)
+        return _REAL_DEVICE(real.type, self.target.index)
 
     def kind(self, value: Any) -> Any:
         """The same of a kind of devices: a string without a number."""
@@ -261,9 +261,9 @@ def _without(
     turn: _Turn, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str, at: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments without some that name devices, which stand from `at` on if they are given by position."""
-    given = [value for value in args[at : at + len(names)] if value is not None]
-    given += [kwargs[name] for name in names if kwargs.get(name) is not None]
-    if given:
+    values = [value for value in args[at : at + len(names)] if value is not None]
+    values += [kwargs[name] for name in names if kwargs.get(name) is not None]
+    if values:
         turn.note(" and ".join(name for name in names if name in kwargs) or names[0])
     args = (*args[:at], *([None] * len(args[at : at + len(names)])), *args[at + len(names) :])
     return args, {name: value for name, value in kwargs.items() if name not in names}

@@ -90,14 +90,14 @@ class Draws:
         """The draws of the ranks' micro-batches that are one of this run, in the order of their samples."""
         step, backwards, in_backward, name, number = place
         ranks = len(self._ranks)
-        found = []
+        values = []
         for unit in range(backwards * self._together, (backwards + 1) * self._together):
             key = (step, unit // ranks, in_backward, name, number)
             known = self._ranks[unit % ranks].get(key)
             if known is None:
                 return []
-            found.append(load(self._folders[unit % ranks], known))
-        return found
+            values.append(load(self._folders[unit % ranks], known))
+        return values
 
 
 def _dim_of(values: Sequence[Tensor], result: Tensor) -> int | None:

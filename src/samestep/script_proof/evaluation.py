@@ -12,21 +12,23 @@ _RELATIVE = 1e-3  # rounding of a sum in float32 is far below
 def joined_finding(alone: RunRecord, split: RunRecord) -> Finding | None:
     """Find numbers that ranks join after an evaluation, and of which neither sum nor mean is what one process has."""
     for after in sorted({each["after"] for each in alone.ranks[0].joined}):
-        mine = _numbers(alone.ranks[0], after)
+        alone_numbers = _numbers(alone.ranks[0], after)
         ranks = [_numbers(rank, after) for rank in split.ranks]
-        for number, value in enumerate(mine):
-            its = [each[number] for each in ranks if number < len(each)]
-            if len(its) < len(ranks) or _is_any(value, (sum(its), sum(its) / len(its), max(its), min(its))):
+        for number, value in enumerate(alone_numbers):
+            shares = [each[number] for each in ranks if number < len(each)]
+            if len(shares) < len(ranks) or _is_any(
+                value, (sum(shares), sum(shares) / len(shares), max(shares), min(shares))
+            ):
                 continue
-            mean = sum(its) / len(its)
-            facts = {"alone": value, "split": mean, "shares": ", ".join(f"{each:.6g}" for each in its)}
+            mean = sum(shares) / len(shares)
+            facts = {"alone": value, "split": mean, "shares": ", ".join(f"{each:.6g}" for each in shares)}
             relative = abs(mean - value) / max(abs(value), 1e-300)
             return Finding(kind="evaluation-joined", step=after, what="evaluation", relative=relative, facts=facts)
     return None
 
 
 def _numbers(rank: RankRecord, after: int) -> list[float]:
-    return [value for each in rank.joined if each["after"] == after for value in each["values"]]
+    return [value for event in rank.joined if event["after"] == after for value in event["values"]]
 
 
 def _is_any(value: float, others: Sequence[float]) -> bool:

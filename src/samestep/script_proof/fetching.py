@@ -74,10 +74,10 @@ class Fetching:
 
 def _states() -> dict[str, Any]:
     """States of the generators of torch, random and numpy."""
-    found: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
-        found["numpy"] = numpy.random.get_state()
-    return found
+        states["numpy"] = numpy.random.get_state()
+    return states
 
 
 def _seed(value: int) -> None:

@@ -30,14 +30,14 @@ class Following:
 
 def following(alone: Path, split: Path) -> Following | None:
     """Return how to follow the split run; None if steps are comparable already, or nothing can be replayed."""
-    mine, theirs = RunRecord.read(alone), RunRecord.read(split)
-    check_steps(mine, theirs)
+    own, others = RunRecord.read(alone), RunRecord.read(split)
+    check_steps(own, others)
     # Ranks that share samples draw for the same ones.
-    drawn, compared = draws(split) and sharers_of(theirs) == 1, sampling(mine, theirs, mine)
+    drawn, compared = draws(split) and sharers_of(others) == 1, sampling(own, others, own)
     known = compared.finding is not None and (compared.finding.kind == "same-samples" or not drawn)
     if known or (compared.mistake is None and not drawn):
         return None
-    together = _together(mine, theirs)
+    together = _together(own, others)
     batches = _batches(alone, split, together)
     if batches is None:
         return Following(folder=None, times=1, widened=(), together=together, redraw=str(split)) if drawn else None
@@ -74,20 +74,20 @@ def order_finding(own: Path, split: Path, steps: RunRecord) -> tuple[int, Findin
     `own`: the folder of the run alone with batches of its own, which says what is usual: a sampler that draws with
     replacement repeats samples there too.
     """
-    alone, found = iterations(own), iterations(split)
+    alone, split_iterations = iterations(own), iterations(split)
     batches_of_a_step = max(1, len(steps.step(0)[0].losses))
     begun = 0
     previous: Iteration | None = None
-    for number in sorted(found):
-        for at, finding in _wrong(found[number], previous, alone, number):
+    for number in sorted(split_iterations):
+        for at, finding in _wrong(split_iterations[number], previous, alone, number):
             step = (begun + at) // batches_of_a_step
             if step < steps.steps:
                 count, kind = finding
-                total = len(found[number].joined[at])
+                total = len(split_iterations[number].joined[at])
                 facts = {"count": count}
                 return step, Finding(kind=kind, step=step + 1, what="samples", relative=count / total, facts=facts)
-        begun += len(found[number].joined)
-        previous = found[number]
+        begun += len(split_iterations[number].joined)
+        previous = split_iterations[number]
     return None
 
 
@@ -114,10 +114,10 @@ def _wrong(
 def _repeats(one: Iteration) -> dict[int, int]:
     """Count, by batch number, the samples that have occurred before."""
     seen: Counter[int] = Counter()
-    found: dict[int, int] = {}
+    repeats: dict[int, int] = {}
     for at, batch in enumerate(one.joined):
         known = sum(count - 1 for count in Counter(batch).values()) + sum(seen[index] > 0 for index in set(batch))
         if known:
-            found[at] = known
+            repeats[at] = known
         seen.update(batch)
-    return found
+    return repeats

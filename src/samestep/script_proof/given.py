@@ -37,21 +37,21 @@ class GivenBatches:
 
     def columns(self, rows: ForwardRows | None, *, training: bool) -> dict[str, list[str]]:
         """Return what is known of a forward's samples: by row, and those given since the last one in training."""
-        found: dict[str, list[str]] = {GIVEN: list(self._new)} if self._new and training else {}
+        columns: dict[str, list[str]] = {GIVEN: list(self._new)} if self._new and training else {}
         self._evaluated = not training
         if training:
             self._new = []
         batch = self._batch_of(rows) if rows is not None else None
         if batch is not None:
             batch.used = True
-            found[NUMBERED] = list(batch.samples)
-        return found
+            columns[NUMBERED] = list(batch.samples)
+        return columns
 
     def _batch_of(self, rows: ForwardRows) -> _Batch | None:
         """The batch whose rows these are; if the script has made others of them, the last one of this size."""
-        latest = [each for each in reversed(self._batches) if len(each.samples) == rows.batch]
-        given = [list(hashes) for hashes in rows.hashes.values()]
-        for each in latest:
-            if any(list(hashes) in given for hashes in each.hashes):
-                return each
-        return next((each for each in latest if not each.used), next(iter(latest), None))
+        latest = [batch for batch in reversed(self._batches) if len(batch.samples) == rows.batch]
+        hashes_of_rows = [list(hashes) for hashes in rows.hashes.values()]
+        for batch in latest:
+            if any(list(hashes) in hashes_of_rows for hashes in batch.hashes):
+                return batch
+        return next((batch for batch in latest if not batch.used), next(iter(latest), None))

@@ -27,7 +27,7 @@ class Halves:
     def begin(self, model: nn.Module, batch: int) -> None:
         """Prepare to split a forward of a model with `batch` rows."""
         inner = unwrapped(model)  # not DDP's forward, which is for one backward
-        by_batch = any(isinstance(each, AnyBatchNorm) and each.training for each in inner.modules())
+        by_batch = any(isinstance(module, AnyBatchNorm) and module.training for module in inner.modules())
         self._model = None if by_batch or batch < 2 else inner
         self._batch = batch
 
@@ -39,8 +39,8 @@ class Halves:
         batch, middle = self._batch, self._batch // 2
         results = []
         for rows in (slice(middle), slice(middle, None)):
-            given, named = _of_rows((args, kwargs), batch, rows)
-            results.append(call(module, *given, **named))
+            arguments, named = _of_rows((args, kwargs), batch, rows)
+            results.append(call(module, *arguments, **named))
         try:
             joined = _joined(results, (middle, batch - middle))
         except _NotByRowsError:
@@ -64,14 +64,14 @@ def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Join the results of two calls, concatenating tensors along their rows."""
     first = values[0]
     if isinstance(first, Tensor):
-        if any(each.dim() == 0 or each.shape[0] != size for each, size in zip(values, sizes, strict=True)):
+        if any(part.dim() == 0 or part.shape[0] != size for part, size in zip(values, sizes, strict=True)):
             raise _NotByRowsError
         return torch.cat([*values])
     if first is None:
         return None
     if not isinstance(first, (Mapping, list, tuple)) and not is_dataclass(first):
         raise _NotByRowsError
-    return _like(first, lambda key, _: _joined([_at(each, key) for each in values], sizes))
+    return _like(first, lambda key, _: _joined([_at(part, key) for part in values], sizes))
 
 
 def _at(value: Any, key: Any) -> Any:
@@ -81,12 +81,12 @@ def _at(value: Any, key: Any) -> Any:
 def _like(value: Any, made: Callable[[Any, Any], Any]) -> Any:
     """Build a container of the same type from `made(key, value)`; other values are returned unchanged."""
     if isinstance(value, Mapping):
-        items = {key: made(key, each) for key, each in value.items()}
+        items = {key: made(key, item) for key, item in value.items()}
         return type(value)(**items) if is_dataclass(value) else type(value)(items)  # pyright: ignore[reportCallIssue]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(made(at, each) for at, each in enumerate(value)))
+        return type(value)(*(made(at, item) for at, item in enumerate(value)))
     if isinstance(value, (list, tuple)):
-        return type(value)(made(at, each) for at, each in enumerate(value))
+        return type(value)(made(at, item) for at, item in enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{each.name: made(each.name, getattr(value, each.name)) for each in fields(value)})
+        return type(value)(**{item.name: made(item.name, getattr(value, item.name)) for item in fields(value)})
     return value

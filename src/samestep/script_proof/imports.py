@@ -13,11 +13,11 @@ _MOST_FILES = 200  # of the script's own that are read
 
 def imports_of(command: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
     """Installed modules, with the names that are taken from each; those of a script's own are followed."""
-    found: dict[str, dict[str, None]] = {}
+    names_by_module: dict[str, dict[str, None]] = {}
     for module, names in _all_imports(command):
         if module.partition(".")[0] not in sys.stdlib_module_names:
-            found.setdefault(module, {}).update(dict.fromkeys(names))
-    return [(module, tuple(names)) for module, names in found.items()]
+            names_by_module.setdefault(module, {}).update(dict.fromkeys(names))
+    return [(module, tuple(names)) for module, names in names_by_module.items()]
 
 
 def _all_imports(command: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

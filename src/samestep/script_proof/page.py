@@ -99,14 +99,14 @@ def _table(curve: Sequence[StepNumbers]) -> str:
     ]
     rows = [
         [
-            Cell(str(each.step)),
-            Cell(formatted(each.loss, "{:.2e}")),
-            Cell(f"{each.gradient:.2e}"),
-            Cell(f"{each.gradient_noise:.2e}"),
-            Cell(f"{each.parameters:.2e}"),
-            Cell(f"{each.parameters_noise:.2e}"),
+            Cell(str(row.step)),
+            Cell(formatted(row.loss, "{:.2e}")),
+            Cell(f"{row.gradient:.2e}"),
+            Cell(f"{row.gradient_noise:.2e}"),
+            Cell(f"{row.parameters:.2e}"),
+            Cell(f"{row.parameters_noise:.2e}"),
         ]
-        for each in curve
+        for row in curve
     ]
     return html_table("numbers-table", columns, rows)
 
@@ -122,7 +122,7 @@ _LINES = (
 def _curve(curve: Sequence[StepNumbers], language: int) -> go.Figure:
     """Differences and noise over steps, on a logarithmic axis."""
     lines = [
-        Line(name=title, values=[getattr(each, name) for each in curve], color=color, dash=dash)
+        Line(name=title, values=[getattr(row, name) for row in curve], color=color, dash=dash)
         for name, title, color, dash in _LINES
     ]
     return steps_figure(lines, language)
@@ -130,12 +130,12 @@ def _curve(curve: Sequence[StepNumbers], language: int) -> go.Figure:
 
 def _modules(curve: Sequence[StepNumbers], language: int) -> go.Figure:
     """Differences of gradients by module and step: powers of ten."""
-    names = list(dict.fromkeys(name for each in curve for name in each.modules))
+    names = list(dict.fromkeys(name for row in curve for name in row.modules))
     figure = go.Figure(layout=figure_layout(160 + 22 * len(names)))
     figure.add_heatmap(
-        x=[each.step for each in curve],
+        x=[row.step for row in curve],
         y=[name or "(model)" for name in names],
-        z=[[log10(max(each.modules.get(name, 0.0), LEAST)) for each in curve] for name in names],
+        z=[[log10(max(row.modules.get(name, 0.0), LEAST)) for row in curve] for name in names],
         colorscale="Viridis",
         colorbar={"tickprefix": "1e"},
     )

@@ -38,7 +38,7 @@ def _namespaces(modules: Iterable[ModuleType]) -> Iterator[dict[str, Any]]:
     seen: set[int] = set()
     for module in modules:
         values = list(vars(module).values()) if module.__name__ == "__mp_main__" else []
-        values += [value for each in values if isclass(each) for value in vars(each).values()]
+        values += [value for owner in values if isclass(owner) for value in vars(owner).values()]
         own = [value for value in values if isfunction(value) and value.__module__ == module.__name__]
         for names in (vars(module), *(value.__globals__ for value in own)):
             if id(names) not in seen:
@@ -50,8 +50,8 @@ def _names_of(package: str) -> Iterator[tuple[ModuleType, str, Any]]:
     """All names of the modules of a package that are imported."""
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and (name == package or name.startswith(f"{package}.")):
-            for each, value in list(vars(module).items()):
-                yield module, each, value
+            for own, value in list(vars(module).items()):
+                yield module, own, value
 
 
 def _is_of_others(module: Any) -> bool:

@@ -12,11 +12,11 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
         console = plain_console(width=WIDTH)
     steps = f"{verdict.steps} step{'s' if verdict.steps != 1 else ''}"
     alone = "one" if verdict.alone == 1 else str(verdict.alone)
-    losses = [each.loss for each in verdict.curve if each.loss is not None]
+    losses = [row.loss for row in verdict.curve if row.loss is not None]
     measured = (
         ("loss, as given to backward", losses, None),
-        ("gradients", [each.gradient for each in verdict.curve], verdict.noise["gradient"]),
-        ("parameters", [each.parameters for each in verdict.curve], verdict.noise["parameters"]),
+        ("gradients", [row.gradient for row in verdict.curve], verdict.noise["gradient"]),
+        ("parameters", [row.parameters for row in verdict.curve], verdict.noise["parameters"]),
     )
     rows = [[name, f"{max(values):.2e}", formatted(noise, "{:.2e}")] for name, values, noise in measured if values]
     if verdict.curve:

@@ -29,11 +29,14 @@ def _own_ranks(alone: Path, split: Path) -> Iterator[Words]:
         "脚本自己启动 rank：切分运行中有 {ranks} 个",
     ).format(ranks=ranks)
     fewer = [
-        each for place in (alone / LAUNCHER, alone / "rank-0") for each in events(place) if each["event"] == "fewer"
+        event
+        for place in (alone / LAUNCHER, alone / "rank-0")
+        for event in events(place)
+        if event["event"] == "fewer"
     ]
     if not fewer:
         return
-    words = _ARGUMENT if any(each["argument"] for each in fewer) else _NO_ARGUMENT
+    words = _ARGUMENT if any(event["argument"] for event in fewer) else _NO_ARGUMENT
     yield words.format(given=fewer[0]["given"], ranks=fewer[0]["ranks"])
 
 
@@ -52,13 +55,13 @@ _NO_ARGUMENT = Words(
 
 def _copies(places: Sequence[Path]) -> Iterator[Words]:
     """DataParallel without accelerators is the module alone."""
-    found = [each["place"] for place in places for each in events(place / "rank-0") if each["event"] == "copies"]
-    if found:
+    copies = [event["place"] for place in places for event in events(place / "rank-0") if event["event"] == "copies"]
+    if copies:
         yield Words(
             "DataParallel ({where}) splits a batch over accelerators; without them it calls the module with the "
             "whole batch, so nothing of it was compared",
             "DataParallel（{where}）把批切分到多个加速器；没有加速器时它用整个批调用模块，因此没有比较到它",
-        ).format(where=found[0])
+        ).format(where=copies[0])
 
 
 def _turned(places: Sequence[Path]) -> Iterator[Words]:
@@ -67,13 +70,13 @@ def _turned(places: Sequence[Path]) -> Iterator[Words]:
     if on is None:
         return
     lines: dict[str, dict[str, None]] = {}
-    for event in (each for place in places for each in events(place / "rank-0") if each["event"] == "turned"):
+    for event in (one for place in places for one in events(place / "rank-0") if one["event"] == "turned"):
         lines.setdefault(event["what"], {})[event["place"]] = None
     if lines:
         yield Words(
             "--on {on} changed what the script names of an accelerator: {what}",
             "--on {on} 改变了脚本中指定加速器的地方：{what}",
-        ).format(on=on, what="; ".join(f"{what} ({_shown(list(found))})" for what, found in lines.items()))
+        ).format(on=on, what="; ".join(f"{what} ({_shown(list(places_of))})" for what, places_of in lines.items()))
     else:
         yield Words(
             "--on {on} changed nothing: the script named no accelerator in what was run",
@@ -101,9 +104,9 @@ def no_evaluation(split: RunRecord) -> Words:
 def _steps_of_a_pass(split: RunRecord) -> int | None:
     """Steps of a pass over the data set of the DataLoader that was trained on, if the proof stopped within one."""
     folder = split.ranks[0].steps[0].folder if split.steps else None
-    found = list(events(folder)) if folder is not None else []
-    trained = {event["iteration"] for event in found if event["event"] == "iteration trains"}
-    size = next((event["size"] for event in found if event.get("iteration") in trained and "size" in event), None)
+    recorded = list(events(folder)) if folder is not None else []
+    trained = {event["iteration"] for event in recorded if event["event"] == "iteration trains"}
+    size = next((event["size"] for event in recorded if event.get("iteration") in trained and "size" in event), None)
     rows = sum(forward["batch"] or 0 for step in (split.step(0) if split.steps else ()) for forward in step.forwards)
     passed = -(-size // rows) if size and rows else 0
     return passed if passed >= split.steps else None
@@ -115,7 +118,7 @@ def not_compared(folder: Path, split: RunRecord) -> list[Words]:
     settings = RecordSettings.read(file) if file.is_file() else RecordSettings(folder="", steps=None)
     ranks = split.ranks
     stopped = any(rank.end.get("how") == "stopped" for rank in ranks)
-    found = [
+    missing = [
         (stopped, Words("steps after {steps}", "第 {steps} 步之后的步骤")),
         (settings.every > 1, Words("tensors between each {every} steps", "每 {every} 步之间的张量")),
         (settings.modules is not None, Words("parameters other than {modules}", "{modules} 以外的参数")),
@@ -125,7 +128,7 @@ def not_compared(folder: Path, split: RunRecord) -> list[Words]:
         (settings.on is not None, Words("the accelerator's own arithmetic", "加速器自己的运算")),
     ]
     facts = {"steps": split.steps, "every": settings.every, "modules": settings.modules}
-    return [words.format(**facts) for applies, words in found if applies]
+    return [words.format(**facts) for applies, words in missing if applies]
 
 
 def _drops(split: RunRecord) -> bool:
