@@ -26,6 +26,7 @@ def assert_same_step(
     alone: str | None = None,
     seed: int | None = None,
     on: str | None = None,
+    tiny: bool = False,
     time_limit: float = 120.0,
 ) -> "Verdict":
     """Prove a script, or a function of a module that trains, on the CPU; the verdict if it is the same step.
@@ -37,6 +38,7 @@ def assert_same_step(
         alone: the command for one process, where it has other arguments.
         seed: of random numbers, before the script begins.
         on: `"cpu"` for a script that names an accelerator.
+        tiny: whether models of transformers are made with two layers.
         time_limit: seconds of one run.
 
     Raises:
@@ -56,6 +58,7 @@ def assert_same_step(
         processes=processes,
         device="cpu",
         on=on,
+        tiny=tiny,
         steps=steps,
         seed=seed,
         time_limit=time_limit,

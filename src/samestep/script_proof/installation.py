@@ -14,7 +14,7 @@ import torch
 
 from samestep import environment
 from samestep.recording.calls import Call
-from samestep.script_proof import devices
+from samestep.script_proof import devices, tiny
 from samestep.script_proof.children import CHILD
 from samestep.script_proof.rebinding import rebinding
 from samestep.script_proof.recorder import RecordingEnd, ScriptRecorder
@@ -36,6 +36,8 @@ def install(settings: RecordSettings, *, place: str | None = None, after_imports
                 note=recorder.turned,
             )
         recorder.install()
+    if settings.tiny:
+        tiny.install(recorder.shrunk)
     return recorder
 
 

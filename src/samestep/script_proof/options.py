@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 PROCESSES, STEPS, TIME_LIMIT = 2, 10, 600.0
 NAMES = (
     "on",
+    "tiny",
     "alone",
     "alone_processes",
     "then",
@@ -42,6 +43,7 @@ def add_arguments(parser: "argparse._ActionsContainer") -> None:
         metavar="DEVICE",
         help="where accelerators that the script names are: cpu, or gpu:0 for all ranks on one of them over gloo",
     )
+    add("--tiny", action="store_true", default=None, help="models of transformers are made with two layers")
     add("--alone", metavar="COMMAND", help="the same with other arguments, for one process")
     add("--alone-processes", metavar="N", help="ranks of the run alone, for a script that needs several (default: 1)")
     add("--then", metavar="COMMAND", help="what goes on where the split run has ended: a resumption")
@@ -84,6 +86,7 @@ def read(
         engine=engine,
         device=_device(options),
         on=options.on,
+        tiny=bool(options.tiny),
         steps=STEPS if options.steps is None else options.steps,
         every=1 if options.every is None else options.every,
         modules=options.modules,

@@ -476,6 +476,10 @@ class ScriptRecorder:
         """What the script asks of an accelerator, and gets of another device."""
         self._writer.event("turned", what=what, place=place)
 
+    def shrunk(self, config: str, key: str, layers: int) -> None:
+        """A configuration got two layers in place of so many."""
+        self._writer.event("shrunk", config=config, key=key, layers=layers)
+
     def join(self, call: Call, args: Any, kwargs: Any) -> Any:
         """A process group: of a rank that the script has started itself the number is known from here on."""
         if self._is_child:

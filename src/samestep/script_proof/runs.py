@@ -42,6 +42,7 @@ class ScriptProof:
     engine: str = "torch"
     device: str = "auto"
     on: str | None = None  # cpu or gpu:N: where accelerators that the script names are
+    tiny: bool = False  # whether models of transformers get two layers
     steps: int | None = 10
     every: int = 1
     modules: str | None = None
@@ -63,6 +64,7 @@ class ScriptProof:
             dtype=self.dtype,
             seed=self.seed,
             on=self.on,
+            tiny=self.tiny,
         )
 
 

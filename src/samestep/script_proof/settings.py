@@ -35,6 +35,7 @@ class RecordSettings:
     times: int = 1  # how many times as large the batches of these samplers are made, for the lengths of DataLoaders
     widened: tuple[int, ...] = ()
     on: str | None = None  # cpu or gpu:N: where accelerators that the script names are
+    tiny: bool = False  # whether models of transformers get two layers
     ranks: int = 1  # of the run, also where the script starts them
     devices: int = 1  # how many of them there are said to be
     together: int = 0  # micro-batches of all ranks of that run in one of this run; 0: one of each rank

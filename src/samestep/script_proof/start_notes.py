@@ -6,6 +6,7 @@ from pathlib import Path
 from samestep.display.page import Words
 from samestep.recording.record import RunRecord
 from samestep.recording.store import events
+from samestep.script_proof import tiny
 from samestep.script_proof.children import LAUNCHER
 from samestep.script_proof.settings import SETTINGS, RecordSettings
 
@@ -17,6 +18,7 @@ def start_notes(alone: Path, split: Path) -> Iterator[Words]:
     yield from _own_ranks(alone, split)
     yield from _copies((alone, split))
     yield from _turned((split, alone))
+    yield from _shrunk((split, alone))
 
 
 def _own_ranks(alone: Path, split: Path) -> Iterator[Words]:
@@ -66,7 +68,7 @@ def _copies(places: Sequence[Path]) -> Iterator[Words]:
 
 def _turned(places: Sequence[Path]) -> Iterator[Words]:
     """What named an accelerator, with the lines that did."""
-    on = RecordSettings.read(places[0] / SETTINGS).on if (places[0] / SETTINGS).is_file() else None
+    on = _settings(places[0]).on
     if on is None:
         return
     lines: dict[str, dict[str, None]] = {}
@@ -82,6 +84,33 @@ def _turned(places: Sequence[Path]) -> Iterator[Words]:
             "--on {on} changed nothing: the script named no accelerator in what was run",
             "--on {on} 没有改变任何东西：运行到的部分没有指定加速器",
         ).format(on=on)
+
+
+def _shrunk(places: Sequence[Path]) -> Iterator[Words]:
+    """The models that were made smaller."""
+    if not _settings(places[0]).tiny:
+        return
+    found = {
+        f"{event['config']} {event['key']} {event['layers']}": None
+        for place in places
+        for event in events(place / "rank-0")
+        if event["event"] == "shrunk"
+    }
+    if found:
+        yield Words(
+            "--tiny made models of transformers with {layers} layers, instead of: {what}",
+            "--tiny 让 transformers 的模型只有 {layers} 层，原来是：{what}",
+        ).format(layers=tiny.LAYERS, what=", ".join(found))
+    else:
+        yield Words(
+            "--tiny changed nothing: no model of transformers with more than {layers} layers was made",
+            "--tiny 没有改变任何东西：没有建出多于 {layers} 层的 transformers 模型",
+        ).format(layers=tiny.LAYERS)
+
+
+def _settings(place: Path) -> RecordSettings:
+    file = place / SETTINGS
+    return RecordSettings.read(file) if file.is_file() else RecordSettings(folder="", steps=None)
 
 
 def _shown(places: Sequence[str]) -> str:
@@ -114,8 +143,7 @@ def _steps_of_a_pass(split: RunRecord) -> int | None:
 
 def not_compared(folder: Path, split: RunRecord) -> list[Words]:
     """What a proof that found the same step says nothing about."""
-    file = folder / SETTINGS
-    settings = RecordSettings.read(file) if file.is_file() else RecordSettings(folder="", steps=None)
+    settings = _settings(folder)
     ranks = split.ranks
     stopped = any(rank.end.get("how") == "stopped" for rank in ranks)
     missing = [
@@ -125,6 +153,7 @@ def not_compared(folder: Path, split: RunRecord) -> list[Words]:
         (not any(rank.evaluations for rank in ranks), Words("an evaluation", "评估")),
         (not any(rank.loaded for rank in ranks), Words("a resumption", "恢复训练")),
         (_drops(split) and not settings.dropout, Words("dropout", "dropout")),
+        (settings.tiny, Words("layers that --tiny left out", "--tiny 略去的层")),
         (settings.on is not None, Words("the accelerator's own arithmetic", "加速器自己的运算")),
     ]
     facts = {"steps": split.steps, "every": settings.every, "modules": settings.modules}
