@@ -9,6 +9,7 @@ from torch import Tensor
 
 from samestep.contract.errors import ContractError, line_of, said
 from samestep.data.nests import equal
+from samestep.data.sample_draws import sample_of
 from samestep.data.types import Batch, as_batch
 from samestep.parallel.exact import generators
 from samestep.progress import phases
@@ -133,8 +134,9 @@ def _same_samples(train_set: Any, indices: Sequence[int]) -> list[Any]:
         if not equal(sample, _sample(train_set, index)):
             raise ContractError(
                 DATA,
-                f"train_set()[{index}] gives another sample the second time; a sample must be a function of its "
-                "index, so draw from a generator that is seeded with the index" + line_of(_getter(train_set)),
+                f"train_set()[{index}] gives another sample the second time, though the generators of torch, NumPy "
+                "and Python were seeded alike before both; draw from these, or from a generator that is seeded with "
+                "the index" + line_of(_getter(train_set)),
             )
     return samples
 
@@ -167,14 +169,14 @@ def check_collate(sampled: Sampled) -> None:
         raise ContractError(
             COLLATE,
             "collate draws random numbers, or gives something else the second time; every micro-batch is collated "
-            "by itself, so draw in the data set, from a generator that is seeded with the index"
+            "by itself, so draw in the data set, whose draws are seeded for each sample"
             + line_of(sampled.task.collate),
         )
 
 
 def _sample(train_set: Any, index: int) -> Any:
     with said(DATA, f"train_set()[{index}], of a length of {len(train_set)},"):
-        return train_set[index]
+        return sample_of(train_set, index)
 
 
 def _getter(train_set: Any) -> Any:

@@ -8,6 +8,7 @@ from samestep.contract.errors import ContractError, at, line_of, said
 from samestep.contract.samples import MOST
 from samestep.contract.trial import Trial, Writes
 from samestep.data.nests import equal
+from samestep.data.sample_draws import sample_of
 from samestep.data.types import as_batch
 from samestep.recipe import EarlyStop
 from samestep.tasks.base import Task
@@ -24,8 +25,8 @@ def check_evaluation(trial: Trial) -> None:
         samples = task.eval_set()
         if samples is None or len(samples) == 0:
             return
-        few = [samples[index] for index in range(min(MOST // 3, len(samples)))]
-        samples[len(samples) - 1]
+        few = [sample_of(samples, index) for index in range(min(MOST // 3, len(samples)))]
+        sample_of(samples, len(samples) - 1)
         batch = as_batch(task.collate(few))
     layout = trial.layout
     if task.held_out_tried() and layout.pipeline == 1 and trial.job.recipe.early_stop is None:

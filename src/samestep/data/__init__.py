@@ -1,8 +1,8 @@
 """Which sample is trained on when, how samples reach a rank, and the texts and images that ship with samestep.
 
 Read `order` first (which samples make a global batch, and which of them a rank takes: no layout changes it), then
-`loader` (a rank's micro-batches). `types` has `Samples` and `Batch`, which tasks give, `nests` goes through the
-tensors in batches, arguments and outputs. `split`, `cache` and `tokenizer` prepare data; `text`, `images` and
+`loader` (a rank's micro-batches) and `sample_draws`, which seeds what a data set draws. `types` has `Samples` and
+`Batch`, which tasks give, `nests` goes through the tensors in batches, arguments and outputs. `split`, `cache` and `tokenizer` prepare data; `text`, `images` and
 `corpus` read files and have the tables of sources. `bundled` reads the sources that installed packages bring, which
 `package_files` finds. `fingerprint` tells one data set from another, by hashes of `canonical`, and `source_files`
 the files that they come from.

@@ -7,11 +7,9 @@ its inputs and its labels. A part that isn't the same when a row is read again i
 """
 
 import hashlib
-import random
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -25,6 +23,7 @@ from pydantic import ConfigDict, Strict
 from torch.utils.data import TensorDataset
 
 from samestep.data.canonical import Canonical, Hashed
+from samestep.data.sample_draws import generators_kept
 from samestep.data.types import Samples, WholeDigest
 
 _MOST_ROWS = 1 << 16
@@ -107,7 +106,7 @@ def identify(samples: Samples, *, repeats: int = 1) -> SamplesIdentity:
     if (whole := _whole(samples)) is not None:
         return SamplesIdentity(samples=len(samples), whole=whole)
     look = _Look(samples)
-    with _generators_kept():
+    with generators_kept():
         look.read()
         for _ in range(repeats):
             look.read_again()
@@ -387,15 +386,3 @@ def _spread(size: int) -> Iterator[int]:
         index = int(f"{number:0{bits}b}"[::-1], 2)  # halves, then quarters, then eighths, ...
         if index < size and index not in ends:
             yield index
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Put the global random number generators back to where they were."""
-    pythons, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(pythons)
-        np.random.set_state(numpys)
-        torch.set_rng_state(torchs)

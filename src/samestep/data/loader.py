@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from samestep.data.order import DataPlace, Indices, SampleOrder, Share
+from samestep.data.sample_draws import EpochIndices, SeededSamples
 from samestep.data.types import Batch, Samples, as_batch, missing_sample, splits_of
 from samestep.errors import UserError
 
@@ -154,7 +155,7 @@ class Loader:
     def _data_loader(self) -> DataLoader[Any]:
         """Build the DataLoader over the micro-batches of all steps; one of its batches is one micro-batch."""
         return DataLoader(
-            _Reading(self._samples),  # pyright: ignore[reportArgumentType]  (an index is all it needs)
+            _Reading(self._samples, self.order.seed),  # pyright: ignore[reportArgumentType]  (an index is all it needs)
             batch_sampler=_Indices(self),
             collate_fn=_CollateBatch(self._collate),
             num_workers=self._workers,
@@ -197,10 +198,11 @@ class _Indices:
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[EpochIndices]:
         for step in range(self._loader.start, self._loader.stop):
+            epoch = self._loader.order.epoch_of(step)
             for share in self._loader._shares(step):
-                yield share.samples.tolist()
+                yield EpochIndices(share.samples.tolist(), epoch)
 
 
 @dataclass(frozen=True)
@@ -213,24 +215,21 @@ class _Mistake:
 class _Reading:
     """Wraps a data set: fetches the samples of a batch in one call, and returns a _Mistake for a missing sample."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: Samples, seed: int) -> None:
         self._samples = samples
+        self._seeded = SeededSamples(samples, seed)
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any] | _Mistake:
         """Fetch the samples of a micro-batch, by the data set's own `__getitems__` if it has one."""
-        together = getattr(self._samples, "__getitems__", None)
-        found: list[Any] = []
+        taken: list[Any] = []
         try:
-            if together is not None:
-                return together(indices)
-            for index in indices:
-                found.append(self._samples[index])
+            return self._seeded.read(indices, taken)
         except IndexError as error:
-            index = max(indices) if together is not None else indices[len(found)]
+            together = hasattr(self._samples, "__getitems__")
+            index = max(indices) if together else indices[len(taken)]
             return _Mistake(f"the data set: {missing_sample(self._samples, index, error)}")
         except UserError as error:
             return _Mistake(str(error))
-        return found
 
 
 class _CollateBatch:
@@ -309,7 +308,9 @@ class Chunks:
         device: torch.device,
         dtype: torch.dtype,
         workers: int = 0,
+        seed: int = 0,
     ) -> None:
+        """`seed`: of what the data set draws for a sample."""
         count = -(-len(samples) // size)
         self._mine = [round_ * place.of + place.index for round_ in range(-(-count // place.of))]
         self._count = count
@@ -317,7 +318,7 @@ class Chunks:
         self._dtype = dtype
         wanted = [number if number < count else 0 for number in self._mine]
         self._loader = DataLoader(
-            _Reading(samples),  # pyright: ignore[reportArgumentType]
+            _Reading(samples, seed),  # pyright: ignore[reportArgumentType]
             batch_sampler=[list(range(n * size, min(len(samples), (n + 1) * size))) for n in wanted],
             collate_fn=_CollateBatch(collate),
             num_workers=workers,

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from samestep.data.loader import on_device
 from samestep.data.order import DataPlace, SampleOrder, bounds
+from samestep.data.sample_draws import EpochIndices, SeededSamples
 from samestep.data.types import Batch, as_batch
 from samestep.engines.precision import parameter_dtype
 from samestep.errors import UserError
@@ -130,8 +131,12 @@ class Loop:
         shares = [self.order.shares(step, self.place, self._micro_batch) for step in range(self.total_steps)]
         loader = iter(
             DataLoader(
-                self.samples,  # pyright: ignore[reportArgumentType]
-                batch_sampler=[share.samples.tolist() for step in shares for share in step],
+                SeededSamples(self.samples, self.recipe.seed),  # pyright: ignore[reportArgumentType]
+                batch_sampler=[
+                    EpochIndices(share.samples.tolist(), self.order.epoch_of(step))
+                    for step, cut in enumerate(shares)
+                    for share in cut
+                ],
                 collate_fn=self.task.collate,
                 num_workers=self._workers,
                 pin_memory=self.device.type != "cpu",
@@ -238,7 +243,8 @@ class Loop:
 
     def _scores(self, indices: range, samples: Any) -> tuple[Tensor, Tensor]:
         """Compute predictions and targets of some held-out samples, on the CPU."""
-        batch = self._on_device(self.task.collate([samples[index] for index in indices]))
+        held_out = SeededSamples(samples, self.recipe.seed).read(indices)
+        batch = self._on_device(self.task.collate(held_out))
         with self._autocast(), self._throughout():
             output = call(self.model, batch.inputs)
         with self._autocast():

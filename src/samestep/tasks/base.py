@@ -208,8 +208,10 @@ def default_scores(output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
 
 def predict_each(task: Task, model: Model, samples: Samples, batch: int) -> Iterator[Prediction]:
     """Yield the predictions for samples, in their order; `batch` samples go through the model at once."""
+    from samestep.data.sample_draws import sample_of
+
     for start in range(0, len(samples), batch):
-        some = [samples[index] for index in range(start, min(start + batch, len(samples)))]
+        some = [sample_of(samples, index) for index in range(start, min(start + batch, len(samples)))]
         collated = as_batch(task.collate(some))
         yield from task.predictions(model(collated.inputs), collated)
 
@@ -246,10 +248,12 @@ def check_samples(samples: Any, what: str) -> None:
 
     `what` says what they are, such as "train_set()".
     """
+    from samestep.data.sample_draws import sample_of
+
     length = _length(samples, what)
     for index in dict.fromkeys((0, length - 1)) if length else ():
         try:
-            samples[index]
+            sample_of(samples, index)
         except NotImplementedError:  # of torch's Dataset, whose subclass has no __getitem__
             raise UserError(f"{what}: {_no_index(samples)}") from None
         except (IndexError, KeyError) as error:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from samestep.data.nests import equal, tensors_in
+from samestep.data.sample_draws import sample_of
 from samestep.data.types import Samples
 from samestep.errors import UserError, described
 from samestep.tasks.loss_terms import IGNORED, Part, is_mask
@@ -36,8 +37,8 @@ def chosen_rows(data: Samples, held_out: Samples | None, collate: Collator, name
 
     `name` is the collator's. Raises UserError where it fails, or gives another batch for the same rows.
     """
-    rows = [data[index] for index in _indices(len(data))]
-    others = [held_out[index] for index in range(min(_LOOKED_AT, len(held_out)))] if held_out else []
+    rows = [sample_of(data, index) for index in _indices(len(data))]
+    others = [sample_of(held_out, index) for index in range(min(_LOOKED_AT, len(held_out)))] if held_out else []
     _check_collator(rows[: _FIRST + _REST], collate, name)
     alone = _alone(rows, collate)
     unlike = _unlike(rows, alone, _FIRST + _REST)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from samestep.data.order import SampleOrder
+from samestep.data.sample_draws import SeededSamples
 from samestep.data.types import Batch, Samples
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.deferred_init import tied_stay_tied
@@ -193,7 +194,7 @@ def _built(recipe: Recipe, task: Task, samples: Samples, device: torch.device) -
     """Build the task's model under the recipe's seed, without dropout, and collate the first global batch."""
     model = built_model(recipe, task, device)
     order = SampleOrder(size=len(samples), batch=recipe.batch, seed=recipe.seed)
-    inputs, targets = task.collate([samples[index] for index in order.global_batch(0).tolist()])
+    inputs, targets = task.collate(SeededSamples(samples, recipe.seed).read(order.global_batch(0).tolist()))
     return model, Batch(_on(inputs, device), _on(targets, device))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from samestep.data.sample_draws import sample_of
 from samestep.data.types import Samples, as_batch
 from samestep.tasks.base import InTurn, Task
 from samestep.tasks.turns import Turn
@@ -73,7 +74,7 @@ def _most_telling(first: _Candidate, others: Sequence[_Candidate]) -> _Candidate
 def _candidate(task: Task, samples: Samples, start: int, number: int) -> _Candidate:
     """Collate some samples."""
     last = min(start + number, len(samples))
-    inputs = as_batch(task.collate([samples[index] for index in range(start, last)])).inputs
+    inputs = as_batch(task.collate([sample_of(samples, index) for index in range(start, last)])).inputs
     leaves, _ = pytree.tree_flatten_with_path(dict(inputs) if isinstance(inputs, Mapping) else inputs)
     tensors = {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
     return _Candidate(

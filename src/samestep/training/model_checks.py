@@ -15,6 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from samestep.data.loader import to_device
+from samestep.data.sample_draws import sample_of
 from samestep.data.types import Samples
 from samestep.errors import UserError, described
 from samestep.parallel.valueless import has_values
@@ -105,7 +106,7 @@ def check_same_task(samples: Samples, model: nn.Module) -> None:
         return
     mine = {"": _digest(len(samples))}
     ends = (0, len(samples) - 1) if len(samples) else ()
-    mine |= {f"train_set()[{index}]": _digest(samples[index]) for index in ends}
+    mine |= {f"train_set()[{index}]": _digest(sample_of(samples, index)) for index in ends}
     tensors = (*model.named_parameters(), *model.named_buffers())
     mine |= {f"model(): {name}": _digest(tensor) for name, tensor in tensors if _has_values(tensor)}
     ranks: list[Any] = [None] * dist.get_world_size()

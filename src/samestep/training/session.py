@@ -371,6 +371,7 @@ class Session:
             device=self.world.device,
             dtype=self._dtype,
             workers=self.options.workers,
+            seed=self.options.seed,
         )
         with (
             bar.part("evaluate", len(chunks)) if bar is not None else nullcontext() as advance,
