@@ -6,6 +6,7 @@ import logging
 import math
 import pickletools
 import re
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -697,4 +698,33 @@ def test_pytorchs_agent_has_the_steps_that_are_replaced() -> None:
     steps = ("rendezvous", "assign_worker_ranks", "start_workers", "monitor_workers", "stop_workers", "shutdown")
     for name in (*steps, "exit_barrier"):
         own, base = (getattr(kind, f"_{name}") for kind in (elastic.ElasticAgent, LocalElasticAgent))
-        assert list(inspect.signature(own).parameters) == list(inspect.signature(base).parameters), name
+        parameters = list(inspect.signature(own).parameters)
+        if name == "shutdown" and "timeout" not in inspect.signature(base).parameters:
+            parameters.remove("timeout")  # PyTorch 2.11
+        assert parameters == list(inspect.signature(base).parameters), name
+
+
+class Context:
+    """The ranks' processes; notes how they are closed."""
+
+    def __init__(self) -> None:
+        self.closed: list[tuple[object, ...]] = []
+
+    def close(self, *how: object) -> None:
+        self.closed.append(how)
+
+
+@pytest.mark.parametrize("takes_timeout", [True, False], ids=["now", "2.11"])
+def test_ranks_have_the_agents_own_time_to_end(takes_timeout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not takes_timeout:
+        shutdown = lambda agent, death_signal: agent._pcontext.close(death_signal)  # noqa: E731
+        monkeypatch.setattr(LocalElasticAgent, "_shutdown", shutdown)
+    elif not elastic._TAKES_TIMEOUT:
+        pytest.skip("this PyTorch's agent takes no timeout")
+    monkeypatch.setattr(elastic, "_TAKES_TIMEOUT", takes_timeout)
+    monkeypatch.setattr(LocalElasticAgent, "__init__", lambda agent: None)
+    agent = elastic.ElasticAgent(shutdown_timeout=7)
+    agent._worker_watchdog = agent._health_check_server = None
+    agent._pcontext = context = Context()
+    agent._shutdown()  # as the agent's run() calls it in PyTorch 2.11
+    assert context.closed[0] == (signal.SIGTERM, 7)

@@ -3,6 +3,7 @@
 Imports `torch.distributed.elastic`, which `import torch` doesn't.
 """
 
+import inspect
 import signal
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
 # Its methods' decorators hide their types.
 _LocalElasticAgent: Any = LocalElasticAgent
+_TAKES_TIMEOUT = "timeout" in inspect.signature(LocalElasticAgent._shutdown).parameters  # since PyTorch 2.12
 
 
 class ElasticAgent(_LocalElasticAgent):
@@ -20,6 +22,11 @@ class ElasticAgent(_LocalElasticAgent):
     A step that PyTorch no longer calls would silently do nothing, so `tests/test_torch_internals.py` compares their
     signatures, and the tests of the launcher run rounds.
     """
+
+    def __init__(self, *, shutdown_timeout: int, **settings: Any) -> None:
+        """`shutdown_timeout`: the ranks' seconds to end after SIGTERM. PyTorch's agent takes it since 2.12."""
+        super().__init__(**settings)
+        self._shutdown_timeout = shutdown_timeout
 
     def rendezvous(self, group: WorkerGroup) -> None:
         """Meet the other hosts, and number this host's ranks."""
@@ -47,7 +54,12 @@ class ElasticAgent(_LocalElasticAgent):
 
     def shut_down(self, death_signal: signal.Signals, timeout: int) -> None:
         """End the ranks for good: by a signal, and by SIGKILL after `timeout` seconds."""
-        super()._shutdown(death_signal, timeout)
+        if _TAKES_TIMEOUT:
+            super()._shutdown(death_signal, timeout)
+            return
+        if self._pcontext:  # in PyTorch 2.11 the agent would give the ranks 30 s
+            self._pcontext.close(death_signal, timeout)
+        super()._shutdown(death_signal)
 
     @property
     def group(self) -> Any:
@@ -106,5 +118,5 @@ class ElasticAgent(_LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self.stop_ranks(worker_group)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self.shut_down(death_sig, timeout)
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+        self.shut_down(death_sig, self._shutdown_timeout if timeout is None else timeout)
