@@ -9,8 +9,8 @@ difference looks like, `kinds` in which words. `report`: the verdict in the term
 and `command`: the command `samestep-prove`, which needs nothing else of samestep than the base; `torchrun` starts
 its ranks then. `forked`: ranks are forked by a `server` that has imported what `imports` reads in the script;
 `rebinding`: what was imported so early gets the replaced functions as well. `children`: ranks that the script
-starts itself. `devices`: `--on cpu` and `--on gpu:0`; `tiny`: `--tiny`. `start_notes`: what a verdict says of all
-that. `annotations`: the verdict on the line of a file.
+starts itself. `extensions`: operators that it compiles. `devices`: `--on cpu` and `--on gpu:0`; `tiny`: `--tiny`.
+`start_notes`: what a verdict says of all that. `annotations`: the verdict on the line of a file.
 
 Three runs make a verdict: the script alone in one process, alone once more with rows in another order (which shows
 what rounding does), and split over ranks as the user starts it. Nothing in the script is changed; what it calls of

@@ -4,6 +4,7 @@ import fnmatch
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from samestep.progress import phases
 from samestep.recording.differences import compare_tensors, overall
 from samestep.recording.record import RankRecord, RunRecord
 from samestep.recording.store import events, steps_in
+from samestep.script_proof import extensions
 from samestep.script_proof.children import LAUNCHER, gather
 from samestep.script_proof.follow import following
 from samestep.script_proof.imports import starts_processes
@@ -119,7 +121,10 @@ class ScriptStart:
 
     def status(self) -> str:
         """What this run does, with the steps that it has recorded."""
-        return f"running {self.title}, {steps_in(self.place / 'rank-0'):,} steps recorded"
+        steps = steps_in(self.place / "rank-0")
+        if not steps and (operators := extensions.compiling(self.settings_file.stat().st_mtime)):
+            return f"running {self.title}, which compiles {', '.join(operators)}, once for this machine"
+        return f"running {self.title}, {steps:,} steps recorded"
 
     @property
     def settings_file(self) -> Path:
@@ -284,7 +289,13 @@ def gave_no_measure(folder: Path, variant: Variant) -> bool:
 
 
 def _run(proof: ScriptProof, starter: Starter, *starts: ScriptStart) -> None:
-    _check(starts, starter(starts, proof), proof)
+    began = time.time()
+    extensions.remove_abandoned(began)
+    try:
+        outcomes = starter(starts, proof)
+    finally:
+        extensions.remove_abandoned(began)
+    _check(starts, outcomes, proof)
     for start in starts:
         gather(start.place)
 
