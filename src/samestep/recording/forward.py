@@ -1,5 +1,6 @@
 """Finds the first module whose output differs for the same samples with the same weights."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,52 +33,90 @@ class ModuleDifference:
     module: str  # its qualified name
     kind: str  # its class
     relative: float  # the largest difference of a row's numbers, relative to the row's norm
+    in_parts: bool = False  # whether ranks have a part of each row
 
 
 _LEAST = 1e-9  # of rounding, in float64; of other precisions a hundred times what gradients are held to
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulesCompared:
+    """What all modules made of the samples that are in both runs."""
+
+    first: ModuleDifference | None  # the first that differs, in order of completion
+    some: bool  # whether there was any to compare
 
 
 def first_module_apart(
     alone: Sequence[RankStep], split: Sequence[RankStep], keys: Keys, *, eps: float
 ) -> ModuleDifference | None:
     """Return the first differing module in order of completion; None if none differs, or no row is in both runs."""
+    return compare_modules(alone, split, keys, eps=eps).first
+
+
+def compare_modules(
+    alone: Sequence[RankStep], split: Sequence[RankStep], keys: Keys, *, eps: float
+) -> ModulesCompared:
+    """Compare what modules made of each sample, up to the first module that differs."""
     mine = _outputs(alone, keys.alone)
     theirs = _outputs(split, keys.split)
     limit = max(_LEAST, 100 * eps)
-    found: dict[tuple[str, int], ModuleDifference] = {}
+    some = False
     for place, rows in mine.items():
-        worst = 0.0
-        others = theirs.get(place)
-        if others is None:
-            continue
-        for row, (kind, numbers, norm, product) in rows.items():
-            other = others.get(row)
-            if other is None or other[1] != numbers:
-                continue
-            apart = max(abs(other[2] - norm), abs(other[3] - product)) / max(norm, 1e-12)
-            worst = max(worst, apart)
-            if apart > limit:
-                found[place] = ModuleDifference(module=place[0], kind=kind, relative=worst)
-        if place in found:
-            return found[place]
+        others = theirs.get(place, {})
+        pairs = ((own[0], others[row]) for row, own in rows.items() if row in others)
+        sizes = [size for own, parts in pairs if (size := _distance(own, parts)) is not None]
+        some = some or bool(sizes)
+        if sizes and not max(sizes) <= limit:
+            own = next(each for row, each in rows.items() if row in others)[0]
+            in_parts = any(row[0].numbers != own.numbers for row in others.values())
+            first = ModuleDifference(module=place[0], kind=own.kind, relative=max(sizes), in_parts=in_parts)
+            return ModulesCompared(first=first, some=True)
+    return ModulesCompared(first=None, some=some)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Output:
+    """Of one sample: the fingerprint of a module's output."""
+
+    kind: str
+    numbers: int
+    norm: float
+    product: float
+
+
+def _distance(own: _Output, parts: Sequence[_Output]) -> float | None:
+    """How far the output is apart, relative to its norm; of ranks that have a part each, how far the norm is."""
+    norm = max(own.norm, 1e-12)
+    if parts[0].numbers == own.numbers:
+        return max(abs(parts[0].norm - own.norm), abs(parts[0].product - own.product)) / norm
+    if sum(part.numbers for part in parts) == own.numbers:
+        return abs(math.hypot(*(part.norm for part in parts)) - own.norm) / norm
     return None
 
 
-_Numbers = tuple[str, int, float, float]
-
-
-def _outputs(steps: Sequence[RankStep], keys: Sequence[str]) -> dict[tuple[str, int], dict[Row, _Numbers]]:
-    """Collect each sample's recorded output, by module name and number of the call within a forward."""
-    found: dict[tuple[str, int], dict[Row, _Numbers]] = {}
+def _outputs(steps: Sequence[RankStep], keys: Sequence[str]) -> dict[tuple[str, int], dict[Row, list[_Output]]]:
+    """Collect each sample's outputs, one of each rank, by module name and number of its call in a forward."""
+    found: dict[tuple[str, int], dict[Row, list[_Output]]] = {}
     for step in steps:
-        for forward in step.forwards:
-            rows = rows_of_forward(forward, keys)
-            if len(rows) != forward.get("batch", len(rows)):  # samples that are in no known rows
-                continue
-            for place, call in _calls(forward):
-                made = found.setdefault(place, {})
-                for row, norm, product in zip(rows, call["norms"], call["products"], strict=False):
-                    made.setdefault(row, (call["kind"], call["numbers"], norm, product))
+        for place, rows in _outputs_of_rank(step, keys).items():
+            made = found.setdefault(place, {})
+            for row, output in rows.items():
+                made.setdefault(row, []).append(output)
+    return found
+
+
+def _outputs_of_rank(step: RankStep, keys: Sequence[str]) -> dict[tuple[str, int], dict[Row, _Output]]:
+    found: dict[tuple[str, int], dict[Row, _Output]] = {}
+    for forward in step.forwards:
+        rows = rows_of_forward(forward, keys)
+        if len(rows) != forward.get("batch", len(rows)):  # samples that are in no known rows
+            continue
+        for place, call in _calls(forward):
+            made = found.setdefault(place, {})
+            for row, norm, product in zip(rows, call["norms"], call["products"], strict=False):
+                output = _Output(kind=call["kind"], numbers=call["numbers"], norm=norm, product=product)
+                made.setdefault(row, output)
     return found
 
 

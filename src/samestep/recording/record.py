@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,14 @@ class RankRecord:
     joined: Sequence[Mapping[str, Any]] = ()  # numbers that the script sends to other ranks after an evaluation
     redrawn: Sequence[Mapping[str, Any]] = ()  # draws that were replaced by the ranks'
     masked: bool = False  # whether numbers were dropped by masks that no draw shows
+    exhausted: Sequence[int] = ()  # numbers of steps after which a DataLoader had no further batch to train on
+    emptied: bool = False  # whether a module got memory without values
+    opened: Sequence[Mapping[str, Any]] = ()  # forwards and losses, by backward, before any optimizer stepped
+
+    @property
+    def idle(self) -> bool:
+        """Whether no optimizer has stepped here; the steps are then those of another rank."""
+        return not any(step.values["tensors"] or step.values["groups"] for step in self.steps)
 
     @classmethod
     def read(cls, folder: Path) -> "RankRecord":
@@ -84,6 +93,9 @@ class RankRecord:
             iterations=of("iteration"),
             redrawn=of("redrawn"),
             masked=bool(of("masked")),
+            exhausted=[each["after"] for each in of("exhausted")],
+            emptied=bool(of("emptied")),
+            opened=of("opened"),
             joined=of("reduced"),
             variant=next((each.get("variant", "as-is") for each in of("start")), "as-is"),
         )
@@ -104,7 +116,34 @@ class RankRecord:
             joined=[*self.joined, *later(other.joined)],
             samples=[*self.samples, *other.samples],
             iterations=[*self.iterations, *other.iterations],
+            exhausted=[*self.exhausted, *(each + before for each in other.exhausted)],
+            emptied=self.emptied or other.emptied,
         )
+
+    def in_steps_of(self, stepping: "RankRecord") -> "RankRecord":
+        """Of a rank without an optimizer: what it did in each step of the rank that has one."""
+        opened = iter(self.opened)
+        steps = []
+        for one in stepping.steps:
+            parts = [part for _, part in zip(one.losses, opened, strict=False)]
+            forwards = [forward for part in parts for forward in part["forwards"]]
+            counts = accumulate(len(part["forwards"]) for part in parts)
+            losses = [{**part["loss"], "after": count} for part, count in zip(parts, counts, strict=True)]
+            if not losses:
+                break
+            values = {**_NOTHING, "forwards": forwards, "losses": losses}
+            steps.append(RankStep(folder=one.folder, values=values))
+        return replace(self, steps=steps)
+
+
+_NOTHING: Mapping[str, Any] = {
+    "clips": [],
+    "groups": [],
+    "tensors": {},
+    "dropout": False,
+    "changed": [],
+    "scale": None,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +162,19 @@ class RunRecord:
 
     ranks: Sequence[RankRecord]
     names: Mapping[str, str] = field(default_factory=dict)  # requested name -> recorded name
-    cuts: Mapping[str, int] = field(default_factory=dict)  # recorded name -> dimension that ranks have cut by hand
+    cuts: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # recorded name -> what ranks have cut by hand:
+    # the dimension, and its size in the whole
+    averaged: frozenset[int] = frozenset()  # steps after which the script averages its ranks' weights
 
     @classmethod
     def read(cls, folder: Path) -> "RunRecord":
         """What all ranks left, in the order of their numbers."""
         places = sorted(folder.glob("rank-*/"), key=lambda place: int(place.name.removeprefix("rank-")))
-        return cls(ranks=[RankRecord.read(place) for place in places])
+        ranks = [RankRecord.read(place) for place in places]
+        stepping = next((rank for rank in ranks if rank.steps), None)
+        if stepping is None:
+            return cls(ranks=ranks)
+        return cls(ranks=[rank if rank.steps or not rank.opened else rank.in_steps_of(stepping) for rank in ranks])
 
     def then(self, other: "RunRecord") -> "RunRecord":
         return RunRecord(ranks=[mine.then(its) for mine, its in zip(self.ranks, other.ranks, strict=True)])
@@ -155,11 +200,13 @@ class RunRecord:
         held = [(rank, place) for rank, place in enumerate(places) if place is not None]
         if not held:
             return None
-        absent = [rank for rank, place in enumerate(places) if place is None]
+        absent = [rank for rank, place in enumerate(places) if place is None and not self.ranks[rank].idle]
         loaded = [(rank, place, _real(load(self.ranks[rank].steps[number].folder, place))) for rank, place in held]
         if all(place["start"] is None and place["offset"] is None for _, place, _ in loaded):
             if name in self.cuts:
                 return _joined_by_hand(loaded, self.cuts[name], absent)
+            if number in self.averaged and kind in ("gradient", "after"):
+                return JoinedTensor(value=torch.stack([value for _, _, value in loaded]).mean(dim=0), absent=absent)
             return JoinedTensor(value=loaded[0][2], copies=[value for _, _, value in loaded], absent=absent)
         if (partial := loaded[0][1].get("partial")) is not None:
             total = torch.stack([value for _, _, value in loaded]).sum(dim=0)
@@ -178,16 +225,18 @@ class RunRecord:
 
 
 def _joined_by_hand(
-    loaded: Sequence[tuple[int, Mapping[str, Any], Tensor]], dim: int, absent: Sequence[int]
+    loaded: Sequence[tuple[int, Mapping[str, Any], Tensor]], cut: tuple[int, int], absent: Sequence[int]
 ) -> JoinedTensor:
-    """Join parts in the order of ranks."""
+    """Join parts in the order of ranks, without what fills the last one up."""
+    dim, size = cut
     pieces = []
     start = 0
-    for rank, place, value in loaded:
+    for rank, place, part in loaded:
+        value = part.narrow(dim, 0, max(0, min(part.shape[dim], size - start)))
         offset = [start if at == dim else 0 for at in range(value.dim())]
-        pieces.append((rank, {**place, "offset": offset}, value))
+        pieces.append((rank, {**place, "offset": offset, "shape": list(value.shape)}, value))
         start += value.shape[dim]
-    return JoinedTensor(value=torch.cat([value for _, _, value in loaded], dim), pieces=pieces, absent=absent)
+    return JoinedTensor(value=torch.cat([value for _, _, value in pieces], dim), pieces=pieces, absent=absent)
 
 
 def piece_of(whole: Tensor, place: Mapping[str, Any]) -> Tensor:
@@ -216,8 +265,11 @@ def with_names_of(run: RunRecord, other: RunRecord) -> RunRecord:
     return replace(found, cuts=dict(_cuts(found, other)))
 
 
-def _cuts(run: RunRecord, other: RunRecord) -> Iterator[tuple[str, int]]:
-    """Yield the tensors that all ranks' parts together make up, with the dimension along which they do."""
+def _cuts(run: RunRecord, other: RunRecord) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the tensors that all ranks' parts together make up, with the dimension along which they do, and its size.
+
+    Parts of one dimension may be filled up to equal lengths, as flat ones are.
+    """
     if not run.steps or not other.steps or len(run.ranks) < 2:
         return
     for name in other.tensor_names(0, "after"):
@@ -228,8 +280,12 @@ def _cuts(run: RunRecord, other: RunRecord) -> Iterator[tuple[str, int]]:
         if len(shapes) < len(places) or any(len(shape) != len(whole) for shape in shapes):
             continue
         unlike = [dim for dim in range(len(whole)) if any(shape[dim] != whole[dim] for shape in shapes)]
-        if len(unlike) == 1 and sum(shape[unlike[0]] for shape in shapes) == whole[unlike[0]]:
-            yield known, unlike[0]
+        if len(unlike) != 1:
+            continue
+        sizes, size = [shape[unlike[0]] for shape in shapes], whole[unlike[0]]
+        filled = len(whole) == 1 and len(set(sizes)) == 1 and 0 < sum(sizes) - size < len(sizes)
+        if sum(sizes) == size or filled:
+            yield known, (unlike[0], size)
 
 
 def _named_as(run: RunRecord, other: RunRecord) -> RunRecord:
@@ -241,7 +297,7 @@ def _named_as(run: RunRecord, other: RunRecord) -> RunRecord:
     found = dict(_by_ending(list(theirs), list(own)))
     if not found and len(own) == len(theirs):
         found = dict(zip(theirs, own, strict=True))
-    return RunRecord(ranks=run.ranks, names=found)
+    return replace(run, names=found)
 
 
 def _by_ending(wanted: Sequence[str], known: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -45,6 +45,7 @@ class ForwardRows:
     batch: int  # how many
     hashes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # input path -> hashes of its rows
     counts: Mapping[str, int] = field(default_factory=dict)  # possible divisors of a mean over the batch
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # input path -> sizes of a row
 
 
 def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], made: Container[int] = ()) -> ForwardRows | None:
@@ -65,6 +66,7 @@ def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], made: Container[int]
         batch=batch,
         hashes={name: [_hash(row) for row in _left(value, mask)] for name, value in found.items()},
         counts={"rows": batch, **_counts(found)},
+        shapes={name: list(value.shape[1:]) for name, value in found.items()},
     )
 
 

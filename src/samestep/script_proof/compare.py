@@ -25,6 +25,7 @@ from samestep.recording.differences import (
     overall,
 )
 from samestep.recording.record import RunRecord, with_names_of
+from samestep.script_proof.averages import averaged_steps, averaging_finding
 from samestep.script_proof.copies import changed_finding, held_finding, random_states_finding, scaler_finding
 from samestep.script_proof.draws import JOINED, ONE, SAME, UNLIKE
 from samestep.script_proof.evaluation import joined_finding, own_share_finding
@@ -53,9 +54,11 @@ from samestep.script_proof.updates import (
     continued,
     ends_with_training,
     follows_samples,
+    further_finding,
     initial_finding,
     rate_ends,
     schedule_finding,
+    unfilled_finding,
     update_finding,
 )
 
@@ -218,6 +221,7 @@ def compare_runs(folder: Path, *, dropout: bool = False) -> Verdict:
     own = RunRecord.read(folder / OWN) if (folder / OWN).is_dir() else None
     order = order_finding(folder / OWN, folder / SPLIT, split) if own is not None else None
     named = with_names_of(split, alone)
+    named = replace(named, averaged=averaged_steps(named))
     verdict = _Comparison(
         alone=alone,
         again=again,
@@ -355,6 +359,8 @@ class _Comparison:
 
     def _initial(self) -> Finding | None:
         """Compare the weights before the first step. Raises UserError for unseeded ones."""
+        if (empty := unfilled_finding((self.alone, self.split))) is not None:
+            return empty
         tensors = compare_tensors(0, "before", self.alone, self.split, self.again)
         limits = limits_of(tensors, self.alone.dtype())
         if tensors and max(each.noise for each in tensors) > 1e-3:
@@ -401,16 +407,21 @@ class _Comparison:
             usual_micro_batches=self._usual_micro_batches(),
         )
         resumed = continued(self.split)
-        return (
+        keys = keys_of(self.alone, self.split)
+        finding = (
             held_finding(number, found["held"], limits["held"], self.split, continued=resumed)
-            or changed_finding(number, self.alone, self.split)
+            or (None if self.split.averaged else changed_finding(number, self.alone, self.split))
             or scaler_finding(number, self.alone, self.split, continued=resumed)
-            or gradient_finding(pair, keys_of(self.alone, self.split))
+            or gradient_finding(pair, keys)
             or update_finding(
                 number, found["after"], limits["after"], self.alone, self.split, gradients=limits["gradient"].common
             )
             or buffer_finding(number, found["buffer"], limits["buffer"])
         )
+        if finding is None:
+            return None
+        finding = further_finding(finding, self.alone, self.split)
+        return averaging_finding(number, finding, self.split.averaged)
 
     def _usual_micro_batches(self) -> int:
         counts = [len(step.losses) for step in self.split.ranks[0].steps]
@@ -429,6 +440,10 @@ class _Comparison:
                 own = [each.name for each in tensors if limits.ranks_exceeded(each)]
                 if own:
                     worst = max(each.ranks_apart for each in tensors)
+                    unlike = self._unlike_draws()
+                    if kind != "buffer" and unlike is not None and unlike["after"] <= number:
+                        facts = {"name": unlike["name"], "shape": tuple(unlike["shape"])}
+                        return Finding(kind="own-draws", step=number + 1, what=what, relative=worst, facts=facts)
                     if kind == "gradient" and len(own) <= 0.9 * len(tensors):
                         name = "parameter-not-reduced"
                     module = common_module(own) if len(own) < len(tensors) else None

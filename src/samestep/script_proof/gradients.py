@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from samestep.recording.differences import RoundingLimits, TensorDifference, common_module, together
-from samestep.recording.forward import Keys, ModuleDifference, first_module_apart
+from samestep.recording.forward import Keys, ModuleDifference, ModulesCompared, compare_modules
 from samestep.recording.record import RankStep
 from samestep.script_proof.kinds import Finding
 
@@ -65,24 +65,75 @@ def gradient_finding(pair: StepPair, keys: Keys | None) -> Finding | None:
     missing = [each.name for each in pair.departing if each.missing]
     if missing:
         return pair.finding("missing-gradient", missing)
-    forward = first_module_apart(pair.alone, pair.split, keys, eps=pair.forward_limit) if keys is not None else None
+    modules = _modules(pair, keys)
+    forward = modules.first
     if forward is not None and "BatchNorm" in forward.kind:
         return _of_forward("local-batch-statistics", pair, forward)
     found = _clipped(pair) or _mean_without_targets(pair) or _short_group(pair) or _scaled(pair)
     found = found or _mean_of_means(pair) or _lost_micro_batches(pair)
     if found is not None:
         return found
-    if forward is not None:
-        return _of_forward("forward-differs", pair, forward)
-    names = [each.name for each in sorted(pair.departing, key=lambda each: -each.apart)]
-    if len(names) == len(pair.tensors):
-        return pair.finding("gradients-differ")
-    return pair.finding("gradients-differ", names)
+    return _of_forwards(pair, forward) if forward is not None else _after_forward(pair, modules)
 
 
-def _of_forward(kind: str, pair: StepPair, found: ModuleDifference) -> Finding:
+def _modules(pair: StepPair, keys: Keys | None) -> ModulesCompared:
+    if keys is None:
+        return ModulesCompared(first=None, some=False)
+    return compare_modules(pair.alone, pair.split, keys, eps=pair.forward_limit)
+
+
+def _of_forward(kind: str, pair: StepPair, found: ModuleDifference, **facts: object) -> Finding:
     """Build a finding about a module's output."""
-    return Finding(kind=kind, step=pair.number + 1, what="forward", relative=found.relative, module=found.module)
+    return Finding(
+        kind=kind, step=pair.number + 1, what="forward", relative=found.relative, module=found.module, facts=facts
+    )
+
+
+def _of_forwards(pair: StepPair, found: ModuleDifference) -> Finding:
+    """Say of a module that makes something else of a sample what its ranks got otherwise."""
+    waiting = [rank for rank, step in enumerate(pair.split) if not step.values["groups"]]
+    if waiting and pair.number:
+        stepping = next(rank for rank in range(len(pair.split)) if rank not in waiting)
+        ranks = ", ".join(map(str, waiting))
+        return _of_forward("weights-not-sent", pair, found, ranks=ranks, of=stepping)
+    alone, split = _lengths(pair.alone), _lengths(pair.split)
+    if alone and split and alone != split and not found.in_parts:
+        return _of_forward("padding-matters", pair, found, alone=_told(alone), split=_told(split))
+    return _of_forward("forward-differs", pair, found)
+
+
+def _lengths(steps: Sequence[RankStep]) -> list[int]:
+    """The first sizes of the rows of a step's inputs, such as how many tokens."""
+    shapes = {tuple(shape) for step in steps for each in step.forwards for shape in each.get("shapes", {}).values()}
+    return sorted({shape[0] for shape in shapes if shape})
+
+
+def _told(lengths: Sequence[int]) -> str:
+    return ", ".join(map(str, lengths))
+
+
+def _after_forward(pair: StepPair, modules: ModulesCompared) -> Finding:
+    """Say of gradients that differ, where no module's output does, as much as is known."""
+    alone, split = _targets(pair.alone), _targets(pair.split)
+    if 0 < split < alone * (1 - _SAME_LOSS):
+        return pair.finding("lost-targets", alone=alone, split=split)
+    names = [each.name for each in sorted(pair.departing, key=lambda each: -each.apart)]
+    losses = _losses_of(pair)
+    if not modules.some or losses is None:
+        return pair.finding("gradients-differ", names)
+    mine, theirs = losses
+    parts = pair.micro_batches
+    if any(abs(theirs - by * mine) <= _SAME_LOSS * abs(by * mine) for by in {1, parts, 1 / max(1, parts)}):
+        return pair.finding("backward-differs", names)
+    return pair.finding("loss-of-own-rows", names, alone=mine, split=theirs)
+
+
+_SAME_LOSS = 1e-4  # relative: what sums in another order leave
+
+
+def _targets(steps: Sequence[RankStep]) -> float:
+    """How many targets the losses of a step count: a mean's divisor."""
+    return sum(loss["targets"] or 0 for step in steps for loss in step.losses)
 
 
 def _ranks_apart(pair: StepPair) -> Finding | None:
@@ -191,11 +242,18 @@ def _is(ratio: float, number: float) -> bool:
     return abs(ratio - number) <= _NEAR * number
 
 
-def _loss_ratio(pair: StepPair) -> float | None:
-    """The split run's losses, as given to backward, as a multiple of the run alone's: the mean over ranks."""
+def _losses_of(pair: StepPair) -> tuple[float, float] | None:
+    """The losses that both runs gave to backward: the mean over ranks. None where there is none."""
+    if not pair.alone[0].losses or not any(step.losses for step in pair.split):
+        return None
     mine = sum(each["value"] for each in pair.alone[0].losses)
-    theirs = sum(each["value"] for step in pair.split for each in step.losses) / len(pair.split)
-    return theirs / mine if mine else None
+    return mine, sum(each["value"] for step in pair.split for each in step.losses) / len(pair.split)
+
+
+def _loss_ratio(pair: StepPair) -> float | None:
+    """The split run's losses as a multiple of the run alone's."""
+    losses = _losses_of(pair)
+    return losses[1] / losses[0] if losses is not None and losses[0] else None
 
 
 def counts_of(step: RankStep) -> list[dict[str, float]]:

@@ -49,6 +49,8 @@ class Listener(Protocol):
     def drawn(self, name: str, result: Any) -> None: ...
     def masked(self) -> None: ...
     def batch_seen(self, indices: Any, batch: Any) -> Any: ...
+    def exhausted(self) -> None: ...
+    def emptied(self, module: nn.Module) -> None: ...
     def process_starts(self, process: Any) -> None: ...
     def copies_made(self) -> None: ...
     def ranks_start(self, args: tuple[Any, ...], count: int) -> tuple[tuple[Any, ...], int]: ...
@@ -72,6 +74,7 @@ def install(listener: Listener, *, dropout: bool) -> None:
     _batches(listener)
     _processes(listener)
     _messages(listener)
+    _memory(listener)
     after_import("accelerate.accelerator", lambda module: _gathering(module, listener))
 
 
@@ -290,7 +293,12 @@ def _batches(listener: Listener) -> None:
     call = iterator.__next__
 
     def following(self: Any) -> Any:
-        return listener.batch_seen(dataloading.numbers_of(self), call(self))
+        try:
+            batch = call(self)
+        except StopIteration:
+            listener.exhausted()
+            raise
+        return listener.batch_seen(dataloading.numbers_of(self), batch)
 
     iterator.__next__ = following
     _indices(listener)
@@ -386,11 +394,29 @@ def _reported(call: Call, listener: Listener, *, reduces: bool) -> Call:
 
     @wraps(call)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and not _caller(2).startswith(("torch.", "deepspeed.")):
+        if not torch.compiler.is_compiling() and _is_the_scripts(_caller(2)):
             listener.sent((args[0] if args else kwargs.get("tensor")) if reduces else None)
         return call(*args, **kwargs)
 
     return collective
+
+
+def _is_the_scripts(caller: str) -> bool:
+    """Whether a module of this name sends for the script: its own, or PyTorch's functions with gradients."""
+    return caller.startswith("torch.distributed.nn.") or not caller.startswith(("torch.", "deepspeed."))
+
+
+def _memory(listener: Listener) -> None:
+    """Report modules that get memory without values."""
+    call = nn.Module.to_empty
+
+    @wraps(call)
+    def to_empty(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(self, *args, **kwargs)
+        listener.emptied(self)
+        return result
+
+    nn.Module.to_empty = to_empty
 
 
 def _caller(levels: int) -> str:

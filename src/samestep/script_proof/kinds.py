@@ -66,6 +66,14 @@ KINDS: Mapping[str, Words] = {
         "the split run begins with other weights than the run alone",
         "切分运行的初始权重与单独运行的不同",
     ),
+    "not-initialised": Words(
+        "{count} parameters hold no values before the first step: to_empty gave them memory, and nothing filled it",
+        "{count} 个参数在第一步之前没有值：to_empty 只分配了内存，之后没有写入",
+    ),
+    "other-dtype": Words(
+        "weights are {split} when the job is split, and {alone} in one process",
+        "切分运行的权重是 {split}，单个进程是 {alone}",
+    ),
     "ranks-differ": Words(
         "ranks have different weights after the step, of equal gradients",
         "梯度相同，但这一步之后各 rank 的权重不同",
@@ -119,6 +127,49 @@ KINDS: Mapping[str, Words] = {
         "batch norm takes the mean and the variance of each rank's own rows (SyncBatchNorm takes all ranks')",
         "批归一化用的是每个 rank 自己那些行的均值和方差（SyncBatchNorm 用全部 rank 的）",
     ),
+    "lost-targets": Words(
+        "the losses of all ranks count {split:.6g} targets, where one process counts {alone:.6g}: some have none",
+        "所有 rank 的损失共计 {split:.6g} 个目标，而单个进程有 {alone:.6g} 个：有些没有计入",
+    ),
+    "padding-matters": Words(
+        "what this module makes of a sample depends on how far its batch is padded: rows are {alone} long in one "
+        "process, and {split} on ranks",
+        "这个模块对样本的结果取决于批被填充到多长：单个进程的行长为 {alone}，各 rank 为 {split}",
+    ),
+    "loss-of-own-rows": Words(
+        "all modules that were compared give the same outputs, and the loss is {split:.6g} (the mean over ranks) "
+        "instead of {alone:.6g}, as where it is no mean over samples and each rank makes it of its own",
+        "所有比较过的模块输出相同，而损失是 {split:.6g}（各 rank 的平均），应为 {alone:.6g}："
+        "例如损失不是样本的平均，而每个 rank 只用自己的样本计算",
+    ),
+    "backward-differs": Words(
+        "all modules that were compared give the same outputs, and the loss is the same: what differs is done in the "
+        "backward, or with the gradients",
+        "所有比较过的模块输出相同，损失也相同：不同之处在反向传播里，或在对梯度的处理里",
+    ),
+    "further-parameters": Words(
+        "the split run trains {count} parameters that one process doesn't have ({names}), such as copies of shared "
+        "ones",
+        "切分运行多训练了 {count} 个单个进程没有的参数（{names}），例如共享参数的副本",
+    ),
+    "weights-not-sent": Words(
+        "ranks {ranks} have no optimizer and go on with weights of their own: those that rank {of} makes don't "
+        "arrive",
+        "rank {ranks} 没有优化器，仍用自己的权重继续：rank {of} 更新的权重没有送达",
+    ),
+    "own-draws": Words(
+        "ranks are not the same after this, and each draws random numbers of its own that are not by samples "
+        "({name}, shape {shape})",
+        "此后各 rank 不再相同，而每个 rank 各自抽取与样本无关的随机数（{name}，形状 {shape}）",
+    ),
+    "weights-averaged": Words(
+        "ranks step by their own gradients, and their weights are averaged: with this optimizer that is another step",
+        "每个 rank 按自己的梯度更新，之后平均权重：对这个优化器来说，这是另一个步骤",
+    ),
+    "local-steps": Words(
+        "every rank steps by its own samples {count} times before weights are averaged (Local SGD)",
+        "每个 rank 先按自己的样本走 {count} 步，然后才平均权重（Local SGD）",
+    ),
     "forward-differs": Words(
         "for the same samples and weights this module gives other results",
         "样本和权重相同，这个模块给出的结果却不同",
@@ -148,6 +199,11 @@ KINDS: Mapping[str, Words] = {
     "schedule-steps": Words(
         "the learning-rate schedule is stepped {by} times in each step",
         "学习率调度器在每一步里走了 {by} 次",
+    ),
+    "other-group": Words(
+        "these parameters are in another group of the optimizer: their learning rate is {split:.4g} instead of "
+        "{alone:.4g}, that of others",
+        "这些参数在优化器的另一个组里：学习率是 {split:.4g}（其他参数的学习率），应为 {alone:.4g}",
     ),
     "learning-rate-scaled": Words(
         "the learning rate is {ratio:.4g} times as large ({split:.4g} instead of {alone:.4g})",
@@ -195,6 +251,10 @@ KINDS: Mapping[str, Words] = {
     "weights-differ": Words(
         "these weights are others after the step; the gradients are not known",
         "这一步之后这些权重不同；梯度不得而知",
+    ),
+    "ends-early": Words(
+        "the split run ends after {split} steps, and one process goes on",
+        "切分运行在 {split} 步后结束，而单个进程继续训练",
     ),
     "steps-differ": Words(
         "the optimizer steps {split} times where it steps {alone} times alone",

@@ -150,6 +150,7 @@ class ScriptRecorder:
             "batch": rows.batch if rows else None,
             "rows": {**(rows.hashes if rows else {}), **self._given.columns(rows, training=training)},
             "counts": dict(rows.counts) if rows else {},
+            "shapes": dict(rows.shapes) if rows else {},
             "sharers": self._sharers.setdefault(root, shards.ranks_of_a_sample(module)),
         }
         self._place("forward" if training else "evaluation")
@@ -244,6 +245,18 @@ class ScriptRecorder:
             self._given.add(samples if turned is batch else samples[::-1], turned)
         return turned
 
+    def exhausted(self) -> None:
+        if not self._evaluating:
+            self._writer.event("exhausted", after=sum(self._counts))
+
+    def emptied(self, module: nn.Module) -> None:
+        """A module has memory that nothing was written to: any numbers may stand there, so those that show it."""
+        self._writer.event("emptied")
+        with torch.no_grad():
+            for value in (*module.parameters(), *module.buffers()):
+                if value.is_floating_point() and not value.is_meta:
+                    local_part(value).fill_(math.nan)
+
     def pass_begun(self, dataset: Any) -> None:
         self._fetching.begun(dataset)
 
@@ -298,6 +311,14 @@ class ScriptRecorder:
             return call(tensors, *args, **kwargs)
         finally:
             self._in_backward = False
+            if not self._counts:
+                self._note_opened()
+
+    def _note_opened(self) -> None:
+        """A backward before any optimizer has stepped: it may be that none ever does on this rank."""
+        losses = self._step.losses
+        begun = losses[-2]["after"] if len(losses) > 1 else 0
+        self._writer.event("opened", forwards=self._step.forwards[begun:], loss=losses[-1])
 
     def clip_called(self, call: Call, parameters: Any, limit: Any, args: Any, kwargs: Any) -> Any:
         """A clip: the norm before it, and the limit."""
@@ -364,7 +385,8 @@ class ScriptRecorder:
         first = self._counts[number] == 0
         for parameter, parts in self._parameters(optimizer):
             for part in parts:
-                if first:
+                # Later those that the script has changed since the last step, such as to the ranks' average.
+                if first or part.name in step.changed:
                     self._add("before", part, parameter)
                 if parameter.grad is not None:
                     self._add("gradient", part, parameter.grad)

@@ -50,8 +50,20 @@ def sampling(alone: RunRecord, split: RunRecord, again: RunRecord, *, given: boo
     if split.steps < alone.steps and alone.ranks[0].end.get("how") != "failed":
         missing = sum((mine[split.steps]).values())
         if missing and not _continues(split):
-            return Sampling(same=steps, finding=_samples("lost-samples", steps, missing, mine[steps]))
+            return Sampling(same=steps, finding=_ends_early(split, mine, theirs, missing))
     return Sampling(same=steps)
+
+
+def _ends_early(split: RunRecord, mine: Sequence[Rows], theirs: Sequence[Rows], missing: int) -> Finding:
+    """Judge a run that ends before the other: its samples ran out, or it was ended."""
+    left, begun = mine[split.steps], mine[0]
+    new = not left.keys() <= set().union(*theirs)
+    ran_out = split.steps in split.ranks[0].exhausted or sum(left.values()) < sum(begun.values())
+    if new and ran_out:
+        return _samples("lost-samples", split.steps, missing, left)
+    facts = {"split": split.steps}
+    relative = 1 - split.steps / len(mine)
+    return Finding(kind="ends-early", step=split.steps + 1, what="steps", relative=relative, facts=facts)
 
 
 def _continues(split: RunRecord) -> bool:
@@ -150,14 +162,20 @@ def sharers_of(run: RunRecord) -> int:
     """Count the ranks that train on one sample together, as in tensor parallelism.
 
     Without DTensors they are detected by communication in a model's forward, or by parameters that ranks have cut by
-    hand, and by the same rows as rank 0's.
+    hand, and by the same samples as rank 0's: of each the whole row, or a part, as of a sequence.
     """
     if not run.steps:
         return 1
     forwards = [step.forwards for step in run.step(0)]
     if forwards[0] and (forwards[0][0].get("sends") or run.cuts):
-        return sum(len(each) > 0 and each[0]["rows"] == forwards[0][0]["rows"] for each in forwards)
+        first = forwards[0][0]["rows"]
+        name = NUMBERED if NUMBERED in first else None
+        return sum(len(each) > 0 and _has_rows(each[0]["rows"], first, name) for each in forwards)
     return max((each.get("sharers", 1) for each in forwards[0]), default=1)
+
+
+def _has_rows(rows: Mapping[str, Any], first: Mapping[str, Any], name: str | None) -> bool:
+    return rows == first if name is None else rows.get(name) == first[name]
 
 
 def _each_once(rows: Rows, sharers: int) -> Rows:

@@ -39,8 +39,49 @@ def initial_finding(
         return None
     names = [each.name for each in departing]
     worst = max(each.apart for each in departing)
+    mine, theirs = (_dtypes(run, "before") for run in (alone, split))
+    if mine and theirs and mine != theirs:
+        facts = {"alone": ", ".join(sorted(mine)), "split": ", ".join(sorted(theirs))}
+        return replace(_weights("other-dtype", tensors, names, worst), facts=facts)
     first_ranks_only = all(_rank_0_agrees(alone, split, name) for name in names)
     return _weights("weights-not-broadcast" if first_ranks_only else "other-initial-weights", tensors, names, worst)
+
+
+def _dtypes(run: RunRecord, kind: str) -> set[str]:
+    return {place["dtype"] for step in run.step(0) for place in step.tensors.get(kind, {}).values()}
+
+
+def unfilled_finding(runs: Sequence[RunRecord]) -> Finding | None:
+    """Find weights that nobody has given values, of modules that only got memory: the recorder marks it with NaN."""
+    for run in runs:
+        if not any(rank.emptied for rank in run.ranks):
+            continue
+        values = {name: run.joined(0, "before", name) for name in run.tensor_names(0, "before")}
+        empty = [name for name, each in values.items() if each is not None and each.value.isnan().any()]
+        if empty:
+            module = common_module(empty) if len(empty) < len(values) else None
+            facts = {"count": len(empty)}
+            return Finding(
+                kind="not-initialised", step=0, what="initial weights", relative=math.inf, module=module, facts=facts
+            )
+    return None
+
+
+def further_finding(finding: Finding, alone: RunRecord, split: RunRecord) -> Finding:
+    """Say of gradients that differ, for no known reason, that the split run trains parameters that are new."""
+    known = {split.names.get(name, name) for name in alone.tensor_names(0, "after")}
+    further = [name for name in split.tensor_names(0, "after") if name not in known]
+    if not further or finding.kind not in _UNEXPLAINED:
+        return finding
+    names = ", ".join(further[:_NAMES_SHOWN]) + (", ..." if len(further) > _NAMES_SHOWN else "")
+    facts = {"count": len(further), "names": names}
+    return replace(finding, kind="further-parameters", module=common_module(further), facts=facts)
+
+
+_UNEXPLAINED = frozenset(
+    {"gradients-differ", "some-gradients-scaled", "backward-differs", "loss-of-own-rows", "forward-differs"}
+)
+_NAMES_SHOWN = 4
 
 
 def _rank_0_agrees(alone: RunRecord, split: RunRecord, name: str) -> bool:
@@ -158,6 +199,18 @@ def _learning_rate(
     facts: dict[str, Any] = {"alone": a, "split": s}
     module = common_module(names) if names is not None else None
     kind, more = "learning-rate", {}
+    usual = {
+        options.get("lr") for known, options in alone.step(number)[0].settings.items() if known not in (names or ())
+    }
+    if names is not None and s in usual:
+        return Finding(
+            kind="other-group",
+            step=number + 1,
+            what="optimizer",
+            relative=_relative(a, s),
+            module=module,
+            facts=facts,
+        )
     ranks = len(split.ranks)
     micro_batches = len(split.step(number)[0].losses)
     for by in dict.fromkeys((ranks, micro_batches, ranks * micro_batches)):
