@@ -23,6 +23,12 @@ class Step:
     decay: float = 0.0
     clips: Sequence[tuple[float, float]] = ()  # norm and limit
     places: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of parameters that are no wholes
+    before: Mapping[str, Tensor] = field(default_factory=dict)  # what the script has changed since the last step
+    outputs: Sequence[float] = ()  # the norm of a module's output, of each row
+    shape: Sequence[int] = ()  # of a row
+    state: Mapping[str, Tensor] = field(default_factory=dict)  # what modules carry along
+    held: Mapping[str, Tensor] = field(default_factory=dict)  # copies of the weights, COPY/NAME
+    rates: Mapping[str, float] = field(default_factory=dict)  # of parameters in groups of their own
 
 
 @dataclass(kw_only=True)
@@ -37,6 +43,9 @@ class Record:
     iterations: Sequence[Sequence[Sequence[int]]] = ()  # the samples of each batch, by the pass over a DataLoader
     size: int = 16  # of the data set
     iterations_end: bool = False
+    idle: bool = False  # has no optimizer
+    emptied: bool = False
+    reduced: Sequence[float] = ()  # numbers after the evaluation
 
 
 def write(folder: Path, ranks: Sequence[Record]) -> None:
@@ -46,26 +55,59 @@ def write(folder: Path, ranks: Sequence[Record]) -> None:
 
 def _write(writer: RecordWriter, record: Record) -> None:
     for number, step in enumerate(record.steps):
-        kinds = {"gradient": step.gradients, "after": step.after, **({} if number else {"before": record.before})}
+        kinds = {
+            "gradient": step.gradients,
+            "after": step.after,
+            "before": step.before if number else record.before,
+            "state": step.state,
+            "held": step.held,
+        }
         tensors = {
             kind: [{**_place(name, value, step), **writer.tensor(value)} for name, value in values.items()]
             for kind, values in kinds.items()
+            if values
         }
         rows = {"rows": {"0": list(step.rows)}, "batch": len(step.rows)}
-        forward = {"model": "Net", **rows, "counts": {}, "random": "r"}
+        forward = {"model": "Net", **rows, "counts": {}, "random": "r", "shapes": {"0": list(step.shape)}}
+        if step.outputs:
+            output = {
+                "module": "body",
+                "kind": "Linear",
+                "numbers": 4,
+                "norms": step.outputs,
+                "products": step.outputs,
+            }
+            forward["activations"] = [{name: _plain(value) for name, value in output.items()}]
+        losses = [{"value": value, "targets": count, "after": 1} for value, count in step.losses]
+        if record.idle:
+            writer.event("opened", forwards=[forward], loss=losses[0])
+            continue
+        own = [{"names": [name], "options": {"lr": rate}} for name, rate in step.rates.items()]
         writer.event(
             "step",
             forwards=[forward],
-            losses=[{"value": value, "targets": count, "after": 1} for value, count in step.losses],
+            losses=losses,
             clips=[{"norm": norm, "limit": limit, "after": 1} for norm, limit in step.clips],
-            groups=[{"names": list(step.gradients), "options": {"lr": step.lr, "weight_decay": step.decay}}],
+            groups=[
+                {
+                    "names": [name for name in step.gradients if name not in step.rates],
+                    "options": {"lr": step.lr, "weight_decay": step.decay},
+                },
+                *own,
+            ],
+            changed=list(step.before),
             tensors=tensors,
             dropout=False,
             optimizer=0,
             number=number + 1,
         )
+    if record.emptied:
+        writer.event("emptied")
     if record.evaluated:
-        writer.event("evaluation", after=len(record.steps), rows={"0": list(record.evaluated)}, batch=1, counts={})
+        rows = {"0": list(record.evaluated)}
+        writer.event("evaluation", after=len(record.steps), model="Net", rows=rows, batch=1, counts={})
+    if record.reduced:
+        writer.event("reduced", after=len(record.steps), values=list(record.reduced))
     for number, batches in enumerate(record.iterations):
         writer.event("iteration", iteration=number, size=record.size, made=0)
         writer.event("iteration trains", iteration=number)
@@ -75,6 +117,10 @@ def _write(writer: RecordWriter, record: Record) -> None:
             writer.event("iteration ends", iteration=number)
     writer.event("end", how=record.end, processes=record.processes, batches=1, open=[])
     writer.close()
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _place(name: str, value: Tensor, step: Step) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import zoo_tables
+import zoo_unseen
 from zoo_runs import forked
 
 from samestep.errors import UserError
@@ -195,7 +196,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write what came of each script to a file")
     parser.add_argument("--losses", action="store_true", help="also hold final losses against those of other seeds")
     parser.add_argument("--write", action="store_true", help="write the tables of the docs, with --losses")
+    parser.add_argument("--unseen", action="store_true", help="run zoo/unseen instead; --write keeps the results")
     given = parser.parse_args()
+    if given.unseen:
+        return zoo_unseen.run(given.names, processes=given.processes, write=given.write)
     seen = []
     for animal in animals(given.names):
         if lacking := missing(animal):

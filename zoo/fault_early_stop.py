@@ -6,11 +6,11 @@ kind: ends-early
 
 import torch
 import torch.distributed as dist
-from pieces import Classifier, cross_entropy, join, loader, options, replicated, samples
+from pieces import cross_entropy, join, loader, options, replicated, samples
 
 given = options()
 rank, world = join(given.seed)
-model = replicated(Classifier())
+model = replicated(torch.nn.Linear(8, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 held_out = samples(12, seed=6)
 held_out.tensors[0][[1, 5, 7, 11]] *= -9.0  # rank 0 has none of these
@@ -25,5 +25,5 @@ for epoch in range(given.epochs):
         rows, classes = (each[rank::world] for each in held_out.tensors)
         loss = cross_entropy(model.module(rows), classes)
     dist.broadcast(loss, 0)
-    if loss < 1.15:
+    if loss < 1.5:
         break

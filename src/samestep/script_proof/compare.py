@@ -48,6 +48,7 @@ from samestep.script_proof.runs import (
 )
 from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, rows_in_step, sampling
 from samestep.script_proof.start_notes import no_evaluation, not_compared, start_notes
+from samestep.script_proof.states import state_finding
 from samestep.script_proof.updates import (
     COARSE,
     buffer_finding,
@@ -421,7 +422,17 @@ class _Comparison:
         if finding is None:
             return None
         finding = further_finding(finding, self.alone, self.split)
-        return averaging_finding(number, finding, self.split.averaged)
+        finding = averaging_finding(number, finding, self.split.averaged)
+        return self._explained(number, finding)
+
+    def _explained(self, number: int, finding: Finding) -> Finding:
+        """A finding about gradients, or what modules have carried over from the step before and differs already."""
+        for at in range(max(0, number - 1), number + 1):
+            states = compare_tensors(at, "state", self.alone, self.split, self.again)
+            known = state_finding(at, states, limits_of(states, self.alone.dtype()), finding)
+            if known is not None:
+                return known
+        return finding
 
     def _usual_micro_batches(self) -> int:
         counts = [len(step.losses) for step in self.split.ranks[0].steps]
@@ -458,7 +469,8 @@ class _Comparison:
         if found is None and ((self.dropout and self._equal_draws()) or self._equal_noise() or self._equal_samples()):
             return Finding(kind="equal-draws", step=1, what="random numbers", relative=1.0)
         if found is None and self._drops():
-            found = random_states_finding(self.split, continued(self.split))
+            resumed = continued(self.split) or next(iter(self.split.ranks[0].loaded), None)
+            found = random_states_finding(self.split, resumed)
         ends = [run.ranks[0].end.get("how") for run in (self.alone, self.split)]
         if found is None and self.alone.steps != self.split.steps and ends == ["ended", "ended"]:
             facts = {"alone": self.alone.steps, "split": self.split.steps}

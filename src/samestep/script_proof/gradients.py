@@ -65,6 +65,8 @@ def gradient_finding(pair: StepPair, keys: Keys | None) -> Finding | None:
     missing = [each.name for each in pair.departing if each.missing]
     if missing:
         return pair.finding("missing-gradient", missing)
+    if (zero := _zero(pair)) is not None:
+        return zero
     modules = _modules(pair, keys)
     forward = modules.first
     if forward is not None and "BatchNorm" in forward.kind:
@@ -74,6 +76,15 @@ def gradient_finding(pair: StepPair, keys: Keys | None) -> Finding | None:
     if found is not None:
         return found
     return _of_forwards(pair, forward) if forward is not None else _after_forward(pair, modules)
+
+
+def _zero(pair: StepPair) -> Finding | None:
+    """Find a step in which one of both runs has no gradient but zeros."""
+    mine, theirs = sum(each.square for each in pair.tensors), sum(each.split_square for each in pair.tensors)
+    if (mine == 0) == (theirs == 0):
+        return None
+    kind = "zero-alone" if mine == 0 else "zero-split"
+    return Finding(kind=kind, step=pair.number + 1, what="gradient", relative=math.inf)
 
 
 def _modules(pair: StepPair, keys: Keys | None) -> ModulesCompared:
@@ -115,20 +126,20 @@ def _told(lengths: Sequence[int]) -> str:
 def _after_forward(pair: StepPair, modules: ModulesCompared) -> Finding:
     """Say of gradients that differ, where no module's output does, as much as is known."""
     alone, split = _targets(pair.alone), _targets(pair.split)
-    if 0 < split < alone * (1 - _SAME_LOSS):
+    if 0 < split < alone * (1 - _EXACT):
         return pair.finding("lost-targets", alone=alone, split=split)
     names = [each.name for each in sorted(pair.departing, key=lambda each: -each.apart)]
     losses = _losses_of(pair)
     if not modules.some or losses is None:
         return pair.finding("gradients-differ", names)
     mine, theirs = losses
-    parts = pair.micro_batches
-    if any(abs(theirs - by * mine) <= _SAME_LOSS * abs(by * mine) for by in {1, parts, 1 / max(1, parts)}):
+    parts = max(1, pair.micro_batches)
+    if any(abs(theirs - by * mine) <= pair.limits.common * abs(by * mine) for by in (1, parts, 1 / parts)):
         return pair.finding("backward-differs", names)
     return pair.finding("loss-of-own-rows", names, alone=mine, split=theirs)
 
 
-_SAME_LOSS = 1e-4  # relative: what sums in another order leave
+_EXACT = 1e-9  # relative: sums of whole numbers, or of weights, in float64
 
 
 def _targets(steps: Sequence[RankStep]) -> float:

@@ -91,6 +91,14 @@ KINDS: Mapping[str, Words] = {
         "these parameters have no gradient when the job is split",
         "切分之后，这些参数没有梯度",
     ),
+    "zero-alone": Words(
+        "in one process all gradients of this step are 0, as where a batch is skipped; on several ranks they are not",
+        "单个进程在这一步的梯度全为 0（例如跳过了一个批）；切分之后却不是",
+    ),
+    "zero-split": Words(
+        "on several ranks all gradients of this step are 0, as where a batch is skipped; in one process they are not",
+        "切分之后这一步的梯度全为 0（例如跳过了一个批）；单个进程却不是",
+    ),
     "summed": Words(
         "gradients are {ratio:.3f} times as large: summed over {by} ranks, not averaged",
         "梯度是 {ratio:.3f} 倍：在 {by} 个 rank 上求了和，而不是平均",
@@ -137,9 +145,9 @@ KINDS: Mapping[str, Words] = {
         "这个模块对样本的结果取决于批被填充到多长：单个进程的行长为 {alone}，各 rank 为 {split}",
     ),
     "loss-of-own-rows": Words(
-        "all modules that were compared give the same outputs, and the loss is {split:.6g} (the mean over ranks) "
-        "instead of {alone:.6g}, as where it is no mean over samples and each rank makes it of its own",
-        "所有比较过的模块输出相同，而损失是 {split:.6g}（各 rank 的平均），应为 {alone:.6g}："
+        "all modules that were compared give the same outputs, and the loss is {split:.9g} (the mean over ranks) "
+        "instead of {alone:.9g}, as where it is no mean over samples and each rank makes it of its own",
+        "所有比较过的模块输出相同，而损失是 {split:.9g}（各 rank 的平均），应为 {alone:.9g}："
         "例如损失不是样本的平均，而每个 rank 只用自己的样本计算",
     ),
     "backward-differs": Words(
@@ -318,8 +326,8 @@ KINDS: Mapping[str, Words] = {
         "大小不同的份额按同样的权重计算（{shares}）",
     ),
     "evaluation-own-share": Words(
-        "each rank evaluates a share of {count} samples, and nothing is sent afterwards: its number is its share's",
-        "每个 rank 只评估 {count} 个样本中的一份，之后没有发送任何数据：它的数只是自己那份的",
+        "each rank evaluates a share of {count} samples, and their numbers are not joined: each is that of its share",
+        "每个 rank 只评估 {count} 个样本中的一份，得出的数没有合并：每个数只是自己那份的",
     ),
     "evaluation-repeats": Words(
         "evaluation counts {count} samples more than once",

@@ -32,6 +32,7 @@ from samestep.script_proof.given import GivenBatches
 from samestep.script_proof.halves import Halves
 from samestep.script_proof.held import Changes, HeldWeights
 from samestep.script_proof.settings import RecordSettings
+from samestep.script_proof.states import states_of
 from samestep.torch_internals.sharded import DTensor, local_part
 from samestep.torch_internals.tensors import version_of
 
@@ -421,6 +422,7 @@ class ScriptRecorder:
                 for part in parts:
                     self._add("after", part, parameter)
             self._note_buffers()
+            self._note_states()
             self._changes.noted([parameter for parameter, _ in self._parameters(optimizer)])
         self._counts[number] += 1
         self._writer.event("step", **step.to_json(), optimizer=number, number=self._counts[number])
@@ -488,6 +490,14 @@ class ScriptRecorder:
                 known = (id(buffer), version_of(buffer), {**place, **self._writer.tensor(buffer)})
                 self._buffers[name] = known
             self._step.tensors.setdefault("buffer", []).append(known[2])
+
+    def _note_states(self) -> None:
+        assert self._step.tensors is not None
+        if not self._held.looks(sum(self._counts)):
+            return
+        for name, value in states_of(self._named()):
+            place = {"name": name, "whole": list(value.shape), "start": None, "offset": None}
+            self._step.tensors.setdefault("state", []).append({**place, **self._writer.tensor(value)})
 
     # The rest
 

@@ -21,7 +21,7 @@ def initial_finding(
     alike: float = 0.0,
 ) -> Finding | None:
     """Weights with which the first step begins. `alike`: how far the ranks' copies may be apart, relative."""
-    copies = [each for each in tensors if each.ranks_apart > alike or each.absent]
+    copies = [each for each in tensors if each.absent or not each.ranks_apart <= max(alike, limits.of(each.name))]
     departing = [each for each in tensors if limits.exceeded(each)]
     missing = [each.name for each in tensors if each.missing]
     shapes = {name: found for name in missing if (found := split.joined(0, "after", name)) is not None}
