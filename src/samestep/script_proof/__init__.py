@@ -2,9 +2,9 @@
 
 Read in this order. `settings`: the recorder's settings. `runner`: the first lines of a rank, before the user's;
 `installation`: of the recorder in it. `recorder`: what it notes, by `interception` (the functions of PyTorch that
-it listens to), `batches`, `given`, `fetching`, `draws`, `held`, `halves` and what `samestep.recording` has. `runs`:
+it listens to), `batches`, `given`, `fetching`, `draws`, `held`, `states`, `halves` and what `samestep.recording` has. `runs`:
 the script alone, alone once more with its rows in another order, and split; `follow`: alone on the split run's
-batches. `compare`: the first difference; `sampling`, `gradients`, `updates`, `copies` and `evaluation` say what a
+batches. `compare`: the first difference; `sampling`, `gradients`, `updates`, `averages`, `copies` and `evaluation` say what a
 difference looks like, `kinds` in which words. `report`: the verdict in the terminal; `page`: as a page. `options`
 and `command`: the command `samestep-prove`, which needs nothing else of samestep than the base; `torchrun` starts
 its ranks then. `forked`: ranks are forked by a `server` that has imported what `imports` reads in the script;
