@@ -1,7 +1,7 @@
 """A contrastive loss takes its negatives from each rank's own rows.
 
 report: facebookresearch/simsiam #20
-kind: gradients-differ
+kind: loss-of-own-rows
 """
 
 import torch
