@@ -114,6 +114,7 @@ class DataflowRecorder:
         tensors = tensors_in(output)
         for number, tensor in enumerate(tensors):
             sources = self.sources(tensor)
+            # An argument that comes back unchanged is still what it was: a pipeline sends it from where it was made.
             if before.get(id(tensor), None) == sources:
                 continue
             node = self._add(Node(time=self.time, parents=sources, output=(began, number)))
@@ -152,6 +153,7 @@ class DataflowRecorder:
             node = max(node, memory.given)  # such as the tensor of which a call's output is a view
         if memory is None or (node is not None and memory.written <= node):
             return () if node is None else (node,)
+        # Both: the later write, through another view, may have changed only a part of what the tensor sees.
         return (memory.node,) if node is None or node == memory.node else (node, memory.node)
 
     def needs_parameters(self, tensor: Tensor) -> bool:

@@ -186,6 +186,7 @@ def _regions(model: nn.Module, recording: Recording) -> dict[str, StorageRegion]
     regions: dict[str, StorageRegion] = {}
     owners: dict[int, nn.Parameter] = {}  # by storage
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        # Nothing can be replayed for it: what it will draw depends on the first input's shape.
         if is_lazy(parameter):
             raise Unrecordable(f"{name} gets its shape in the first forward")
         if recording.knows(parameter):
@@ -220,6 +221,7 @@ def new_objects_alone() -> Iterator[None]:
 def _living_tensors() -> Iterable[Tensor]:
     """All tensors that Python's garbage collector tracks, in attributes, lists or caches."""
     gc.collect()
+    # Not isinstance, which asks an object for its __class__: that runs code of the many proxies among them.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
 
 

@@ -83,6 +83,7 @@ def adapt(layer: nn.Module, *, rank: int, alpha: float, dropout: float) -> None:
     for name, module in ((DOWN, down), (UP, up), (DROPOUT, nn.Dropout(dropout))):
         layer.add_module(name, module)
     vars(layer)["lora_scaling"] = alpha / rank
+    # The same object, so that its name, its hooks and other modules' references to it stay.
     layer.__class__ = _with_adapter(type(layer))
 
 

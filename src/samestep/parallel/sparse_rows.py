@@ -146,6 +146,7 @@ class RowExchange:
                 own_rows.append(own)
             else:
                 any_rows.append((own, union))
+        # Three lots in one order, into which every rank has put the same tables: their messages match by order.
         self._sum_rows_of_any(any_rows)
         self._sum_own_rows(own_rows)
         self._sum_whole(whole)

@@ -83,6 +83,7 @@ def split_tokens(
         precisely=precisely,
     )
     try:
+        # All lists together take one comparison of outputs; the search takes one for each attempt.
         splitter.take(list(lists.values()))
     except LayoutError:
         splitter.search(list(lists.values()))
@@ -90,6 +91,8 @@ def split_tokens(
             raise refused(layout, type(model).__name__, _NOTHING) from None
         if not splitter.names():
             raise
+    # Outside of the split modules every rank computes all tokens, so gradients there are whole already: a sum
+    # over ranks would count them several times.
     for name in splitter.summed(splitter.names(), splitter.blocks):
         parts.add_sum(name, group)
     told = splitter.said()
@@ -152,6 +155,8 @@ class _Splitter:
         if not blocks:
             raise refused(self.layout, type(self.model).__name__, _NOTHING)
         try:
+            # A comparison needs all values on every rank: a large model does without, if its tokens meet in PyTorch's
+            # attention alone.
             if self._is_usual(blocks) and self._is_large():
                 self._split_lists(blocks)
             else:

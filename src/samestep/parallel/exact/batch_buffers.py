@@ -68,6 +68,7 @@ def find_batch_buffers(model: nn.Module, given: Mapping[str, str], layout: Layou
         blocks = set(find_blocks(model))
         for name in found:
             owner = model.get_submodule(name.rpartition(".")[0])
+            # Each stage would update a copy of its own, from what its part of that forward does.
             if owner not in blocks and not blocks.isdisjoint(owner.modules()):
                 raise LayoutError(
                     f'layout "{layout}": the buffer {name} (batch_buffers()) belongs to {type(owner).__name__}, '

@@ -49,6 +49,7 @@ def share_experts(
     units: list[nn.Module] = []
     for experts in found:
         here = _is_here(model, experts)
+        # Also for layers of other stages: checkpoints and messages need to know on every rank who holds what.
         _note(experts, parts, mesh)
         if not here:
             continue
@@ -134,6 +135,7 @@ def _compare(caller: nn.Module, experts: Experts, parts: ShardTable, mesh: Mesh)
     except Exception as error:  # whatever a model's own code raises where an expert is not what it was
         output, failed = None, f" ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
     alike = not failed and _alike(output, experts.seen.output)
+    # One rank's difference refuses the layout on all: a rank that went on alone would wait for the others.
     if not agree(alike, mesh.group("expert"), next(caller.parameters()).device):
         where = f"{experts.caller or 'the model'} ({type(caller).__name__})"
         raise LayoutError(

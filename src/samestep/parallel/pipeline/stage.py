@@ -72,6 +72,7 @@ class StagedModel(nn.Module):
         parent_name, _, key = name.rpartition(".")
         parent = self.model.get_submodule(parent_name)
         held = bool(self.plan.modules[name] & set(self.mine))
+        # A module that stands in several places is one unit, and one stand-in counts its calls.
         if unit_name not in standing:
             forward = self._forward_of(unit_name, unit, standing, held=held)
             standing[unit_name] = stand_in(unit, self._device, forward, held=held)

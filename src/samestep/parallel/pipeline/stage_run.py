@@ -73,6 +73,7 @@ class StageRun:
             self._inside = False
         self._capture(number, output)
         if number == self._plan.ends[self._stage] - 1 and self._stage < self._plan.stages - 1:
+            # What the forward does from here on belongs to the next stage; only an exception leaves it here.
             raise StageDone
         return output
 

@@ -142,6 +142,8 @@ class UnitFinder:
         for name in self._between(columns, row):
             if not has_own_parameters(self._modules[name]) or _is_parametrization(name):
                 continue
+            # Between columns and row a rank has some of the heads. A table of numbers for each head is sliced with
+            # them; what works on one head at a time, such as a norm of queries, stays whole; others need all heads.
             if self._is_head_table(name, owner, heads):
                 tables.append(name)
             elif not self._is_per_head(name, width // heads.queries):

@@ -172,6 +172,7 @@ class _Graph:
         roots = [root for root in roots if root in regions]
         for root in roots:
             marks[root].add(WHOLE)
+        # Against the computation: whatever reads a node has given it its marks before the node hands them on.
         for node in reversed(self.order(roots, stops)):
             if node in stops:
                 continue

@@ -259,6 +259,7 @@ def find_lists(model: nn.Module, blocks: Sequence[str], trace: Trace, layout: st
             _check_list(model, members, callable_blocks, trace, layout)
             streams.append(members)
         except LayoutError as error:
+            # The first refusal is told: it is about a list that stands in the model, not about one inside its blocks.
             refused = refused or error
             inner = [layer for name in members for layer in repeated_layers(model.get_submodule(name))]
             if inner:
