@@ -70,3 +70,12 @@ def test_the_verdict_and_its_reason_stand_in_both_languages(name: str) -> None:
     if name == "differs":
         assert SUMMED.line in unescape(text)
         assert SUMMED.words.zh in unescape(text)
+
+
+def test_a_first_difference_before_the_first_step_is_told_with_its_module_in_both_languages() -> None:
+    weights = Finding(
+        kind="other-initial-weights", step=0, what="initial weights", relative=0.5, module="layers.0.weight"
+    )
+    text = unescape(page([MatrixRow(job="reviews", layout="dp2", proof=proof("dp2", 0.5, weights))]))
+    assert "first difference: initial weights of layers.0.weight: the split run begins with other weights" in text
+    assert "首个差异：第 1 步之前，layers.0.weight：切分运行的初始权重与单独运行的不同" in text

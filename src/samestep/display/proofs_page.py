@@ -48,7 +48,6 @@ _ABOUT_STEPS = Words(
 )
 _NUMBERS = Words("Numbers", "数值")
 _REMARKS = Words("Remarks", "说明")
-_FIRST = Words("first difference: {line}", "首个差异：第 {step} 步，{words} [{kind}]")
 _TOLERANCE = Words("tolerance", "容差")
 _QUANTITIES = {
     "loss": (Words("loss", "损失"), "circle", "#d55e00"),
@@ -116,8 +115,8 @@ def _remarks(row: MatrixRow, *, named: bool) -> Sequence[Words]:
     remarks = [Words(words, words) for words in (row.words if row.proof is None else row.proof.words())]
     if row.proof is not None and row.proof.departure is not None:
         departure = row.proof.departure
-        facts = {"line": departure.line, "step": departure.step, "kind": departure.kind}
-        remarks.insert(0, _FIRST.format(words=departure.words.zh, **facts))
+        zh = f"首个差异：{departure.place.zh}：{departure.words.zh} [{departure.kind}]"
+        remarks.insert(0, Words(f"first difference: {departure.line}", zh))
     if not named or (row.passed and row.proof is not None):
         return [] if named else remarks
     return [Words(f"{row.job}, {row.layout}: {en}", f"{row.job}，{row.layout}：{zh}") for en, zh in remarks]

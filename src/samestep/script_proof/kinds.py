@@ -356,6 +356,14 @@ class Finding:
         return KINDS[self.kind].format(**self.facts)
 
     @property
+    def place(self) -> Words:
+        """The step, and the module or parameter where it is not in all."""
+        en, zh = (f", {self.module}", f"，{self.module}") if self.module else ("", "")
+        if not self.step:
+            return Words(f"Before step 1{en}", f"第 1 步之前{zh}")
+        return Words(f"Step {self.step}{en}", f"第 {self.step} 步{zh}")
+
+    @property
     def line(self) -> str:
         """Where, what it looks like, and how large it is."""
         where = f"step {self.step}, {self.what}" if self.step else self.what

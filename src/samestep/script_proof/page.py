@@ -30,9 +30,6 @@ _SAME = Words(
     "The same step in {steps} steps: what differs is as small as the noise.",
     "{steps} 步都是同一步：差异与噪声一样小。",
 )
-_NOT_SAME = Words("Not the same step. {where}{module}: {what}.", "不是同一步。{where}{module}：{what}。")
-_STEP = Words("Step {step}", "第 {step} 步")
-_START = Words("Before step 1", "第 1 步之前")
 _CURVE = Words("Difference by step", "各步的差异")
 _ABOUT_CURVE = Words(
     "Relative differences between the split run and the run alone, and between two runs alone of which one had the "
@@ -78,12 +75,10 @@ def _sentence(verdict: Verdict) -> Words:
     finding = verdict.finding
     if finding is None:
         return _SAME.format(steps=verdict.steps)
-    where = _STEP.format(step=finding.step) if finding.step else _START
-    module = f", {finding.module}" if finding.module else ""
-    words = finding.words
+    place, words = finding.place, finding.words
     return Words(
-        _NOT_SAME.en.format(where=where.en, module=module, what=words.en),
-        _NOT_SAME.zh.format(where=where.zh, module=module, what=words.zh),
+        f"Not the same step. {place.en}: {words.en}.",
+        f"不是同一步。{place.zh}：{words.zh}。",
     )
 
 

@@ -52,7 +52,8 @@ _MOST_STEPS = 10  # steps compared at most
 _LIMITS = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2}
 _PARAMETERS_LIMIT = 1e-6
 _INITIAL_LIMIT = 1e-7  # of weights that were drawn alike; an engine may hold them in float32
-_UNEXPLAINED = ("gradients-differ", "lost-micro-batches")
+# Kinds of gradients that the weights of the ranks' samples may explain better.
+_UNEXPLAINED = ("gradients-differ", "lost-micro-batches", "backward-differs", "loss-of-own-rows")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,10 +90,11 @@ def run_of(ranks: Sequence[Sequence[RankStep]]) -> RunRecord:
 
 def _groups(trainer: Trainer, lr: float) -> list[dict[str, Any]]:
     """Settings of each group of parameters in a step with the rate `lr`; that alone of an engine's own optimizer."""
+    rate_alone = [{"names": [], "options": {"lr": lr}}]
     if not isinstance(trainer, NativeTrainer):
-        return [{"names": [], "options": {"lr": lr}}]
+        return rate_alone
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-    return [
+    groups = [
         {
             "names": [names.get(id(parameter), "") for parameter in group["params"]],
             # A schedule has set the groups' own rates for the next step already.
@@ -102,6 +103,7 @@ def _groups(trainer: Trainer, lr: float) -> list[dict[str, Any]]:
         for optimizer in innermost(trainer.optimizer)
         for group in optimizer.param_groups
     ]
+    return groups or rate_alone  # of a rank without a shard to step
 
 
 def with_settings_of(split: RunRecord, alone: RunRecord) -> RunRecord:
