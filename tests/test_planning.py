@@ -12,6 +12,7 @@ import chromium
 import planner
 import pytest
 import torch
+from cross_validation import cross_validated
 from page_parts import markdown_table
 from rich.console import Console
 from torch import nn
@@ -605,3 +606,15 @@ def test_rows_are_written_beside_their_predictions(tmp_path: Path, capsys: pytes
         assert row["published_seconds"] == pytest.approx(float(row["iteration time (ms)"]) / 1e3)
         assert row["relative_error"] == pytest.approx(row["predicted_seconds"] / row["published_seconds"] - 1)
     assert "vtrain fp16" in capsys.readouterr().out
+
+
+def test_a_fit_to_half_of_the_models_finds_the_factor_that_the_other_half_has_too() -> None:
+    rows = [row for row in read_rows(planner.PUBLISHED / "steps.json", None) if device_of(row.gpu).kind == "hopper"]
+    models = sorted({row.model_name for row in rows})[:2]
+    some = [next(row for row in rows if row.model_name == model) for model in models]
+    slower = [replace(row, seconds=predict(row, {"matmul": 0.93}).seconds) for row in some]
+    (found,) = cross_validated(slower)
+    assert (found.kind, found.rows) == ("hopper", 2)
+    assert found.fitted_error == pytest.approx(0, abs=1e-12)
+    assert found.other_half_error == pytest.approx(0, abs=1e-12)
+    assert found.shipped_error > 0.01

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cross_validation import cross_validated
 from page_parts import markdown_table, write_parts
 
 from samestep.layout import Layout, Recompute, Schedule, SequenceOption
-from samestep.planning.accuracy import cross_validated, table
+from samestep.planning.accuracy import table
 from samestep.planning.hardware import cluster_of
 from samestep.planning.memory import in_flight, kept_activations, memory_of, state_bytes
 from samestep.planning.published import PredictedRow, PublishedRow, predict, read_rows

@@ -69,9 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=path_option, metavar="FILE", help="published steps, JSON or CSV, to predict and compare"
     )
-    parser.add_argument(
-        "--cross-validation", action="store_true", help="with --rows: efficiencies set on half of the models"
-    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -193,20 +190,18 @@ def _minimum(options: argparse.Namespace, job: "PlannedJob", cluster: "ClusterSp
 
 def _rows(options: argparse.Namespace) -> int:
     from samestep.display.plan import print_errors
-    from samestep.planning.accuracy import cross_validated, table
+    from samestep.planning.accuracy import table
     from samestep.planning.published import predict, read_rows
 
     rows = read_rows(options.rows, options.gpu)
     predicted = [predict(row) for row in rows]
     groups = table(predicted)
-    validations = cross_validated(rows) if options.cross_validation else []
     output_files.write_json(
         options.json,
         {
             "errors": [group.to_json() for group in groups],
-            "cross_validation": [each.to_json() for each in validations],
             "rows": [row.to_json() for row in predicted],
         },
     )
-    print_errors(groups, validations)
+    print_errors(groups)
     return 0

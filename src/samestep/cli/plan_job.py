@@ -22,7 +22,6 @@ _OF_MODELS = (
     "minimum",
     "price",
     "rows",
-    "cross_validation",
 )
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from samestep.display.columns import SharedColumn, terminal_cells, terminal_columns
 from samestep.display.tables import formatted, numbers, plain_console, table, texts
-from samestep.planning.accuracy import CrossValidation, GroupErrors
+from samestep.planning.accuracy import GroupErrors
 from samestep.planning.price import Cost, Price, cost_of
 from samestep.planning.search import ClusterPlan, LayoutCandidate, Lever, why_slower
 
@@ -106,10 +106,8 @@ def print_minimum(model: str, device: str, levers: Sequence[Lever], console: Con
     (console or plain_console()).print(table(columns, rows, title=title))
 
 
-def print_errors(
-    groups: Sequence[GroupErrors], validations: Sequence[CrossValidation], console: Console | None = None
-) -> None:
-    """Print errors against published steps, and cross-validated errors of models left out of the fit."""
+def print_errors(groups: Sequence[GroupErrors], console: Console | None = None) -> None:
+    """Print errors against published steps."""
     console = console or plain_console()
     columns = [
         *texts("rows of"),
@@ -127,12 +125,3 @@ def print_errors(
         for group in groups
     ]
     console.print(table(columns, rows, title="predicted versus published step times"))
-    if not validations:
-        return
-    columns = [*texts("device"), *numbers("rows", "that half", "the other half", "as shipped", whole=True)]
-    errors = [
-        [each.kind, f"{each.rows:,}"]
-        + [f"{error:.2%}" for error in (each.fitted_error, each.other_half_error, each.shipped_error)]
-        for each in validations
-    ]
-    console.print(table(columns, errors, title="mean error with efficiencies set on half of the models"))

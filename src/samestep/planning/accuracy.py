@@ -1,8 +1,4 @@
-"""Errors of predicted step times against published ones: by group, and of the order of steps within each model.
-
-`cross_validated` fits the efficiencies of each kind of device to half of the models and evaluates them on the other
-half, which shows whether they overfit.
-"""
+"""Errors of predicted step times against published ones: by group, and of the order of steps within each model."""
 
 import statistics
 from collections import defaultdict
@@ -12,11 +8,8 @@ from typing import Any
 
 from samestep.layout import Layout
 from samestep.planning.hardware import device_of
-from samestep.planning.published import PredictedRow, PublishedRow, kendall_tau, predict
+from samestep.planning.published import PredictedRow, PublishedRow, kendall_tau
 
-# The efficiencies that are fitted for each kind of device, and the factors by which a fit may change them.
-_FREE: Sequence[str] = ("matmul", "bandwidth", "launch_seconds", "collective_seconds", "link")
-_FACTORS = (0.85, 0.93, 1.0, 1.07, 1.15)
 _FEWEST = 4  # rows that a model needs for its order to count
 
 
@@ -133,59 +126,3 @@ def table(rows: Sequence[PredictedRow]) -> list[GroupErrors]:
     """The errors of each group and, if there are several, of all rows."""
     found = [errors_of(name, some) for name, some in sorted(grouped(rows, group_name).items())]
     return [*found, errors_of("all", rows)] if len(found) > 1 else found
-
-
-@dataclass(frozen=True, kw_only=True)
-class CrossValidation:
-    """Mean errors for a kind of device: efficiencies fitted to the same models, to the other half, and as shipped."""
-
-    kind: str
-    rows: int
-    fitted_error: float
-    other_half_error: float
-    shipped_error: float
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def cross_validated(rows: Sequence[PublishedRow]) -> list[CrossValidation]:
-    """For each kind of device, fit efficiencies to half of the models and evaluate on the other, and the reverse."""
-    kinds: dict[str, list[PublishedRow]] = defaultdict(list)
-    for row in rows:
-        kinds[device_of(row.gpu).kind].append(row)
-    found = []
-    for kind, some in sorted(kinds.items()):
-        models = sorted({row.model_name for row in some})
-        if len(models) < 2:
-            continue
-        halves = [[row for row in some if models.index(row.model_name) % 2 == half] for half in (0, 1)]
-        fitted, others = 0.0, 0.0
-        for own, other in (halves, halves[::-1]):
-            factors = _fit(own)
-            fitted += _mean_error(own, factors) * len(own)
-            others += _mean_error(other, factors) * len(other)
-        found.append(
-            CrossValidation(
-                kind=kind,
-                rows=len(some),
-                fitted_error=fitted / len(some),
-                other_half_error=others / len(some),
-                shipped_error=_mean_error(some, {}),
-            )
-        )
-    return found
-
-
-def _fit(rows: Sequence[PublishedRow]) -> Mapping[str, float]:
-    """Fit the factors of the free efficiencies to the least mean error: one after the other, in two rounds."""
-    factors: dict[str, float] = dict.fromkeys(_FREE, 1.0)
-    for _ in range(2):
-        for name in _FREE:
-            tried = {factor: _mean_error(rows, {**factors, name: factor}) for factor in _FACTORS}
-            factors[name] = min(tried, key=lambda factor: tried[factor])
-    return factors
-
-
-def _mean_error(rows: Sequence[PublishedRow], factors: Mapping[str, float]) -> float:
-    return statistics.mean(abs(predict(row, factors).error) for row in rows)
