@@ -60,6 +60,43 @@ class Scaled(Net):
         return hidden
 
 
+class Start(nn.Module):
+    """Gives a trained vector for each sample: a view of it alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 12))
+
+    def forward(self, samples: int) -> Tensor:
+        return self.weight.expand(samples, 1, -1)
+
+
+class Places(nn.Module):
+    """Gives the first rows of a table, and of one of them a view without a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, 12, generator=torch.Generator().manual_seed(2)))
+
+    def forward(self, length: int) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            first = self.table[0]
+        return self.table[:length], first
+
+
+class Views(Net):
+    """Modules of which nothing but views of their parameters comes: a start, and places, used in every stage."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Layer() for _ in range(4)))
+        self.start, self.places = Start(), Places()
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = torch.cat([self.start(len(words)), self.embed(words)], dim=1)
+        places, first = self.places(hidden.shape[1])
+        return self.head(self.between(hidden + places - first))[:, 1:]
+
+
 class Gained(Net):
     """A parameter of the layers themselves, which works on each token."""
 
@@ -542,6 +579,7 @@ def _swin() -> nn.Module:
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "scalars": Scaled,
     "gains": Gained,
+    "views": Views,
     "lists": Lists,
     "methods": Methods,
     "used elsewhere": Used,

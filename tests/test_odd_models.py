@@ -21,6 +21,7 @@ def recipe(name: str) -> samestep.Recipe:
 WORKS: Mapping[str, tuple[str, ...]] = {
     "scalars": ("fsdp2", "fsdp2 recompute=full", "fsdp2 offload=parameters", "zero1x2", "pp2", "tp2"),
     "gains": ("fsdp2", "tp2", "tp2 sequence=split", "pp2"),
+    "views": ("pp2", "fsdp2", "tp2"),
     "lists": ("fsdp2", "fsdp2 recompute=full"),
     "methods": ("fsdp2",),
     "used elsewhere": ("fsdp2", "tp2", "tp2 sequence=split"),
@@ -68,6 +69,7 @@ FAST: Mapping[str, tuple[str, ...]] = {
     "writes to its input": ("fsdp2",),
     "experts": ("tp2 sequence=split",),
     "shared": ("pp2",),
+    "views": ("pp2",),
     "chosen": ("fsdp2",),
     "own gradient": ("zero2x2",),
     "penalized": ("zero1x2",),

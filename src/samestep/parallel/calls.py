@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 
 from samestep.parallel.dataflow import Dataflow
 from samestep.torch_internals import pytree
@@ -150,19 +150,28 @@ def _is_seen(value: Any) -> bool:
 
 def seen_of(tensor: Tensor) -> Seen:
     """Record a tensor."""
-    # A leaf has no node of its own until it is asked for one.
-    source = get_gradient_edge(tensor).node if tensor.requires_grad else None
     return Seen(
         identity=id(tensor),
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
-        source=source,
+        source=node_of(tensor),
         base=_source_of_base(tensor),
     )
+
+
+def node_of(tensor: Tensor) -> Node | None:
+    """Return the node that a tensor is the result of, or a leaf's own; None for a tensor outside of a graph."""
+    if not tensor.requires_grad or tensor.grad_fn is not None:
+        return tensor.grad_fn
+    # A leaf has no node of its own until something is computed from it. A view of a parameter that is made under
+    # torch.no_grad() has none at all, although it says that it requires a gradient.
+    with torch.enable_grad():
+        following = tensor.view_as(tensor).grad_fn
+    return following.next_functions[0][0] if following is not None else None
 
 
 def _source_of_base(tensor: Tensor) -> Node | None:
     """Return the node of the base of a view of the whole base, such as a linear layer's output; else None."""
     base = base_of(tensor) if is_view(tensor) else None
     whole = base is not None and base.requires_grad and base.numel() == tensor.numel()
-    return get_gradient_edge(base).node if base is not None and whole else None
+    return node_of(base) if base is not None and whole else None
