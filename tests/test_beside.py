@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from samestep.cli.main import main
 from samestep.convert.beside import Beside, compare
@@ -221,6 +231,29 @@ def test_a_pickle_that_names_a_function_is_refused(trained: Path, model: LlamaFo
     with pytest.raises(UserError, match="mkdir"):
         compare(trained, other)
     assert not (tmp_path / "was-run").exists()
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def test_weights_that_the_files_name_otherwise_are_rounded_as_the_files_are(tmp_path: Path) -> None:
+    vision = ViTForImageClassification(ViTConfig(**SIZES, image_size=16, patch_size=8))
+    experts = MixtralForCausalLM(MixtralConfig(**SIZES, vocab_size=50, num_key_value_heads=1, num_local_experts=2))
+    for model in (vision, experts):
+        place = tmp_path / type(model).__name__
+        model.save_pretrained(place / "trained")
+        model.bfloat16().save_pretrained(place / "exported")
+        beside = compare(place / "trained", place / "exported")
+        assert beside.same, beside.departure
+
+
+def test_a_model_that_needs_more_than_token_ids_is_refused(tmp_path: Path) -> None:
+    vision = {**SIZES, "image_size": 16, "patch_size": 8}
+    text = {**SIZES, "vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision))
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match="CLIPModel can't be called with input_ids alone"):
+        compare(tmp_path / "model", tmp_path / "model")
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from samestep.convert.published import Published, published
 from samestep.errors import UserError
+from samestep.tasks.transformers_model import positions
 
 TOLERANCE = 1e-5  # of a module's output, relative to its norm
 _ROWS, _LENGTH = 2, 64
@@ -90,10 +91,10 @@ def _compared(known: Published, other: Published) -> Beside:
     logits, modules = None, 0
     if departure is None:
         inputs = _inputs(known)
-        exact = _results(known.model(**inputs))
+        exact = _results(_call(known, inputs))
         notes += _rounded(known, other)
-        expected, results = _outputs(known.model, inputs)
-        got, other_results = _outputs(other.model, inputs)
+        expected, results = _outputs(known, inputs)
+        got, other_results = _outputs(other, inputs)
         logits, modules = _apart(results, other_results), len(expected)
         departure = _first(expected, got, known, other) or _of_results(logits, known, other)
         if departure is None and notes:
@@ -159,16 +160,20 @@ def _not_merged(known: Published, other: Published) -> Departure | None:
 
 def _as_stored(value: Tensor, name: str, other: Published) -> Tensor:
     """A weight, rounded as the exported file rounds it."""
-    dtype = other.dtypes.get(name, value.dtype)
-    return value.to(dtype).to(value.dtype) if value.is_floating_point() and dtype.is_floating_point else value
+    dtype = other.dtype_of(name)
+    if dtype is None or not (value.is_floating_point() and dtype.is_floating_point):
+        return value
+    return value.to(dtype).to(value.dtype)
 
 
 def _rounded(known: Published, other: Published) -> list[str]:
     """Round the trained weights to the types in the exported files; what was done."""
     count: dict[tuple[torch.dtype, torch.dtype], int] = {}
     for name, value in known.model.state_dict().items():
-        before, after = (side.dtypes.get(name, value.dtype) for side in (known, other))
-        if before != after and after.is_floating_point and torch.finfo(after).eps > torch.finfo(before).eps:
+        before, after = known.dtype_of(name), other.dtype_of(name)
+        if before is None or after is None or before == after or not value.is_floating_point():
+            continue
+        if after.is_floating_point and torch.finfo(after).eps > torch.finfo(before).eps:
             value.copy_(_as_stored(value, name, other))
             count[before, after] = count.get((before, after), 0) + 1
     return [
@@ -193,14 +198,27 @@ def _inputs(known: Published) -> dict[str, Tensor]:
             f"{known.folder}: {type(known.model).__name__} takes {wanted}, and verify --against makes token ids and "
             "images only; compare such a model by a script of its own"
         )
-    length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+    most = positions(known.model) or getattr(config, "max_position_embeddings", None) or _LENGTH
+    length = min(_LENGTH, most)
     tokens = torch.randint(config.vocab_size, (_ROWS, length), generator=generator)
     if getattr(known.config, "is_encoder_decoder", False):
         return {"input_ids": tokens, "decoder_input_ids": tokens.flip(1)}
     return {"input_ids": tokens}
 
 
-def _outputs(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[list[tuple[str, Tensor]], Tensor]:
+def _call(side: Published, inputs: Mapping[str, Tensor]) -> Any:
+    """The model's result. Raises UserError where it needs other inputs, or can't be computed."""
+    try:
+        return side.model(**inputs)
+    except Exception as error:  # each model has checks of its own
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"{side.folder}: {type(side.model).__name__} can't be called with {', '.join(inputs)} alone: {reason}; "
+            "compare such a model by a script of its own"
+        ) from error
+
+
+def _outputs(side: Published, inputs: Mapping[str, Tensor]) -> tuple[list[tuple[str, Tensor]], Tensor]:
     """Each module's output in the order in which modules end, and the model's own."""
     outputs: list[tuple[str, Tensor]] = []
 
@@ -210,11 +228,11 @@ def _outputs(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[list[tuple
 
     handles = [
         module.register_forward_hook(lambda _module, _inputs, result, name=name: note(name, result))
-        for name, module in model.named_modules()
+        for name, module in side.model.named_modules()
         if name
     ]
     try:
-        result = model(**inputs)
+        result = _call(side, inputs)
     finally:
         for handle in handles:
             handle.remove()

@@ -6,6 +6,7 @@ Nothing of a folder is run: no code of a model's own, and no pickle that names m
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +36,11 @@ class Published:
     absent: tuple[str, ...]  # tensors of the model that its files don't have
     tokenizer: Any = None
     base: Mapping[str, Tensor] | None = None  # weights without the adapters that were merged into them
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """The type of a weight in the files; transformers gives some weights other names there, or stacks them."""
+        usual = Counter(each for each in self.dtypes.values() if each.is_floating_point).most_common(1)
+        return self.dtypes.get(name, usual[0][0] if usual else None)
 
 
 @contextmanager
