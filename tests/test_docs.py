@@ -296,6 +296,8 @@ def test_the_tables_of_engines_are_made_of_their_abilities(language: str) -> Non
     page = engine_table.PAGES[language]
     assert read_part(page, engine_table.ENGINE_PART) == engine_table.engine_rows(language)
     assert read_part(page, engine_table.PART) == engine_table.ability_table(language)
+    compared = engine_table.METHOD_PAGES[language]
+    assert read_part(compared, engine_table.METHOD_PART) == engine_table.method_table(language)
 
 
 @pytest.mark.parametrize("page", RUN, ids=name_of)

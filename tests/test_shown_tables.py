@@ -16,7 +16,6 @@ from shown_pages import ROOT, SOURCE, literals
 from samestep.cli.main import _parser
 from samestep.comm_bench.results import BandwidthLimits, Report
 from samestep.communication import Bf16, DiLoCo, Fp16, LocalSGD, OneBitAdam, PowerSGD, ZeroOneAdam
-from samestep.comparison.methods import METHODS
 from samestep.contract.check import PARTS
 from samestep.convert.formats import FORMATS
 from samestep.drill.disturbances import KINDS as FAULTS
@@ -58,7 +57,6 @@ TABLES: Sequence[tuple[str, Sequence[str]]] = (
     ("binding.md", [*CONTRACTS]),
     ("communication.md", choices(Run, "sparse_rows")),
     ("communication.md", [*REPORT.to_json()]),
-    ("compare.md", [method.of(7).name.replace("7", "N") for method in METHODS if method.default]),
     ("contract.md", [*PARTS]),
     ("convert.md", [*FORMATS]),
     ("faults.md", [*FAULTS]),
@@ -113,13 +111,6 @@ def test_keys_of_other_tools_are_those_that_are_read(page: str) -> None:
     assert len(keys) > 30
     words = {word for key in keys for word in key.split(".")}
     assert [word for word in sorted(words) if re.search(rf"\b{word}\b", read) is None] == []
-
-
-@pytest.mark.parametrize("page", ["docs/compare.md", "docs/zh/compare.md"])
-def test_methods_that_are_compared_by_name_alone_are_named(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    wanted = [method.of(7).name.replace("7", "N") for method in METHODS if not method.default]
-    assert [name for name in wanted if f"`{name}`" not in text] == []
 
 
 # Options of other programs that stand alone in a sentence about them.

@@ -1,7 +1,7 @@
 """What each engine is and can do, from its `Abilities`: `python tools/engine_table.py` writes the pages' tables.
 
-`tests/test_docs.py` compares the tables in both languages with the engines. An ability has its words here, once; what
-an engine is, it says itself.
+It also writes the table of the methods of `samestep compare`. `tests/test_docs.py` compares all in both languages.
+An ability has its words here, once; what an engine is, it says itself.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from page_parts import ROOT, markdown_table, write_parts
 
+from samestep.comparison.methods import METHODS
 from samestep.engines import ENGINES
 from samestep.engines.base import Abilities
 from samestep.engines.registry import resolve
@@ -64,6 +65,16 @@ _OF_AXIS = {"replicate": "dpN", "tensor": "tpN", "pipeline": "ppN", "context": "
 _OF_STAGE = {1: "zero1xN", 2: "zero2xN", 3: "fsdpN"}
 _NOT_PROVED = {"en": "not the same step", "zh": "不是同一步"}
 _WITH_SAMESTEP = {"en": "is part of samestep", "zh": "随 samestep 安装"}
+
+
+METHOD_PART = "methods"
+METHOD_PAGES = {"en": ROOT / "docs" / "compare.md", "zh": ROOT / "docs" / "zh" / "compare.md"}
+_METHOD_TITLES = {
+    "en": ("name", "what trains", "engine", "layout", "started by", "by default"),
+    "zh": ("名称", "训练什么", "引擎", "布局", "由什么启动", "默认比较"),
+}
+_HANDWRITTEN = {"en": "none: plain PyTorch", "zh": "无：纯 PyTorch"}
+_N = 7777  # processes, a number that is in no name
 
 
 def engine_rows(language: str) -> str:
@@ -137,7 +148,31 @@ def _values(name: str, separator: str) -> list[list[str]]:
     ]
 
 
+def method_table(language: str) -> str:
+    """A row for each method that `samestep compare` knows by name, those first that it compares by default."""
+    yes = {"en": "yes", "zh": "是"}[language]
+    methods = sorted((method.of(_N) for method in METHODS), key=lambda method: not method.default)
+    rows = [
+        [
+            f"`{_with_n(method.name)}`",
+            _with_n(getattr(method.title, language)),
+            f"`{method.engine}`" if method.engine in ENGINES else _HANDWRITTEN[language],
+            f"`{_with_n(method.layout)}`",
+            method.start.name if method.start.name in ("samestep", "python") else f"`{method.start.name}`",
+            yes if method.default else "",
+        ]
+        for method in methods
+    ]
+    return markdown_table(_METHOD_TITLES[language], rows, align="llllll")
+
+
+def _with_n(text: str) -> str:
+    return text.replace(str(_N), "N")
+
+
 def main() -> None:
+    for language, file in METHOD_PAGES.items():
+        write_parts(file, {METHOD_PART: method_table(language)})
     for language, file in PAGES.items():
         write_parts(file, {ENGINE_PART: engine_rows(language), PART: ability_table(language)})
 
