@@ -28,8 +28,9 @@ def _all_imports(command: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]
         file = files.pop(0)
         if file in seen:
             continue
+        is_first = not seen
         seen.add(file)
-        for module, names in _imports(file):
+        for module, names in _imports(file, called=is_first):
             own = [
                 place for name in [module, *(f"{module}.{name}" for name in names)] for place in _own(name, folders)
             ]
@@ -48,8 +49,8 @@ def _first(command: Sequence[str]) -> tuple[list[Path], list[Path]]:
     if command[0] != "-m":
         file = Path(command[0]).resolve()
         return [file], [file.parent]
-    with suppress(ImportError, ValueError, AttributeError):
-        for name in (f"{command[1]}.__main__", command[1]):
+    for name in (f"{command[1]}.__main__", command[1]):
+        with suppress(ImportError, ValueError, AttributeError):  # a module that is no package has no __main__
             spec = importlib.util.find_spec(name)
             if spec is not None and spec.origin is not None and Path(spec.origin).suffix == ".py":
                 return [Path(spec.origin)], [Path.cwd()]
@@ -63,17 +64,35 @@ def _own(name: str, folders: Sequence[Path]) -> list[Path]:
     return [path for path in tries if path.is_file() and "site-packages" not in path.parts]
 
 
-def _imports(file: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The imports at the beginning of a file: none of those that wait for a call or for a condition."""
+def _imports(file: Path, *, called: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The imports at the beginning of a file: none of those that wait for a condition.
+
+    `called`: and those at the beginning of the functions that the file itself calls, as scripts have them that want
+    to print their help at once.
+    """
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError):  # the script itself says so
         return
-    for node in tree.body:
+    functions = _called(tree) if called else []
+    for node in [*tree.body, *(statement for function in functions for statement in function.body)]:
         if isinstance(node, ast.Import):
             yield from ((alias.name, ()) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
             yield node.module, tuple(alias.name for alias in node.names if alias.name != "*")
+
+
+def _called(tree: ast.Module) -> list[ast.FunctionDef]:
+    """The functions of a module that its own statements name, or functions that these name."""
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    reached: dict[str, ast.FunctionDef] = {}
+    statements: list[ast.AST] = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    while statements:
+        names = {node.id for node in ast.walk(statements.pop(0)) if isinstance(node, ast.Name)}
+        new = [name for name in functions if name in names and name not in reached]
+        reached |= {name: functions[name] for name in new}
+        statements += [functions[name] for name in new]
+    return list(reached.values())
 
 
 def import_early(wanted: Sequence[tuple[str, Sequence[str]]]) -> None:
