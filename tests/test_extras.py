@@ -13,6 +13,7 @@ from samestep.extras import EXTRAS
 # One process for all, as an import of PyTorch takes longer than the rest: it hides all extras, then one at a time.
 PROGRAM = """
 import contextlib, io, json, sys
+from importlib import metadata
 from pathlib import Path
 
 class Hidden:
@@ -24,6 +25,14 @@ class Hidden:
 
 hidden = Hidden()
 sys.meta_path.insert(0, hidden)
+from_name = metadata.Distribution.from_name
+
+def visible(name):
+    if name in hidden.names:
+        raise metadata.PackageNotFoundError(name)
+    return from_name(name)
+
+metadata.Distribution.from_name = staticmethod(visible)  # `importlib.metadata.version` asks it
 from samestep.cli.main import main
 
 told = {}

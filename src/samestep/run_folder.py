@@ -4,13 +4,15 @@ import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from samestep.input_files import parse_json
+from samestep.version import VERSION
 
 if TYPE_CHECKING:
     from samestep.job import Job
@@ -151,13 +153,17 @@ def json_lines(file: Path) -> JsonLines:
     return JsonLines(values=values, texts=texts, unreadable=unreadable)
 
 
-_PACKAGES = ("samestep", "torch", "numpy", "transformers", "tokenizers", "torchmetrics")
+_PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "torchmetrics")  # those of extras if they are there
 
 
 @cache
 def versions() -> Mapping[str, str]:
     """The versions that a checkpoint names; those of packages are read from their files, once in a process."""
-    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+    installed = {"python": platform.python_version(), "samestep": VERSION}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return installed
 
 
 def rank_file(folder: Path, rank: int, kind: str) -> Path:
