@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from samestep.api import dry_run, train, verify
     from samestep.comparison.compare import compare
     from samestep.comparison.results import Comparison
+    from samestep.convert.convert import export_model
     from samestep.data.types import Batch, Samples
     from samestep.errors import (
         CheckpointError,
@@ -55,6 +56,7 @@ _HOME = {
     "CheckResult": "samestep.job_check",
     "evaluate": "samestep.inference",
     "load_model": "samestep.inference",
+    "export_model": "samestep.convert.convert",
     "compare": "samestep.comparison.compare",
     "Comparison": "samestep.comparison.results",
     "session": "samestep.training.session",
@@ -135,6 +137,7 @@ __all__ = [
     "draws_along",
     "dry_run",
     "evaluate",
+    "export_model",
     "load_model",
     "session",
     "train",

@@ -107,6 +107,25 @@ def convert(
         )
 
 
+def export_model(
+    recipe: Recipe,
+    checkpoint: str | Path,
+    target: str | Path,
+    *,
+    to: str = "hugging-face",
+    dtype: str | None = None,
+    merge: bool = False,
+) -> Path:
+    """Write the weights of a checkpoint, a run's folder or a weights file as a folder that `from_pretrained` loads.
+
+    `to`: another format of `samestep checkpoint convert`. `dtype`, such as "bfloat16": what the weights are cast to.
+    `merge`: adapters are merged into their base. Raises UserError where the recipe's model is none of transformers',
+    or `target` is there already.
+    """
+    job = Job(recipe=recipe)
+    return convert(Path(checkpoint), Path(target), to=to, dtype=dtype, job=job, merge=merge).target
+
+
 class _Reading:
     """Advances the progress bar, and returns freed memory to the system after every few megabytes read."""
 

@@ -126,8 +126,10 @@ class Task(ABC):
         return Work()
 
     def pretrained(self) -> "Pretrained | None":
-        """The configuration and the tokenizer of a transformers model; None where the model is another one."""
-        return None
+        """The configuration and the processors of a transformers model; None where `model()` gives another one."""
+        from samestep.tasks.transformers_model import pretrained_of
+
+        return pretrained_of(self.model())
 
     def tried_facts(self) -> Any:
         """What `check` has found by trying the model, in values that can be pickled; None: nothing.

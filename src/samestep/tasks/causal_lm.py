@@ -337,7 +337,7 @@ class CausalLM(Task):
         tokenizer = transformers_model.tokenizer_of(
             self._tokenizer.tokenizer, folder, padding=self._padding, end=self._end, length=self._data.length
         )
-        return Pretrained(auto_class=AutoModelForCausalLM, config=config, tokenizer=tokenizer)
+        return Pretrained(build=AutoModelForCausalLM.from_config, config=config, processors=[tokenizer])
 
     @cached_property
     def _text(self) -> RunningText:

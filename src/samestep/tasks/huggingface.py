@@ -20,10 +20,12 @@ from samestep.tasks.losses import Gather, alone, task_loss
 from samestep.tasks.model_facts import ModelFacts, built_of, model_facts
 from samestep.tasks.model_loss import NoFitError, computed_in, copied, loss_of
 from samestep.tasks.prediction import Prediction, of_classes
+from samestep.tasks.transformers_model import pretrained_of
 from samestep.tasks.weighted_terms import terms_in
 
 if TYPE_CHECKING:
     from samestep.tasks.metrics import Metric
+    from samestep.tasks.transformers_model import Pretrained
 
 _COUNT = "count"  # of the loss's terms, among a batch's targets
 
@@ -39,6 +41,8 @@ class HuggingFace(Task):
     number, says it instead. `loss`, a function of the model's output and the collated mapping, gives the sum and the
     count of a loss of the user's own, or with `loss_weights` a mapping of the terms' names to such pairs. `split`, a
     function of the collated mapping, gives how many rows each sample has in tensors that join the samples' rows.
+    `processor`, a tokenizer or another of transformers' processors, or a list of such, goes along with exported
+    weights; without one, that of the collator.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class HuggingFace(Task):
         loss: Callable[..., Any] | None = None,
         loss_weights: Mapping[str, float] | None = None,
         split: Callable[[Mapping[str, Any]], Any] | None = None,
+        processor: Any = None,
     ) -> None:
         need("task HuggingFace", "transformers")
         _check_model(model)
@@ -65,6 +70,12 @@ class HuggingFace(Task):
             )
         if loss is None and loss_weights:
             raise UserError("loss_weights= is given without loss=, whose terms it names; give both")
+        processors = _processors(collator) if processor is None else _listed(processor)
+        for each in processors:
+            if not callable(getattr(each, "save_pretrained", None)):
+                raise UserError(
+                    f"processor= is a {type(each).__name__}; use what has save_pretrained, such as a tokenizer"
+                )
         _check_data(data, "data=")
         if eval_data is not None:
             _check_data(eval_data, "eval_data=")
@@ -76,6 +87,7 @@ class HuggingFace(Task):
         self._own_loss = None if loss is None else _OwnLoss(loss)
         self._weights = dict(loss_weights or {})
         self._split = split
+        self._processors = processors
         self._known: ModelFacts | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,6 +131,10 @@ class HuggingFace(Task):
         """A copy of the model that was given, or a new one of the function."""
         model = copied(self._model) if isinstance(self._model, nn.Module) else self._model()
         return model if (contrast := self._facts.contrast) is None else contrast.follow(model)
+
+    def pretrained(self) -> "Pretrained | None":
+        """What goes along with exported weights; None where the model isn't one of transformers."""
+        return pretrained_of(self.model(), self._processors)
 
     def train_set(self) -> Samples:
         return self._data
@@ -313,6 +329,20 @@ class HuggingFace(Task):
                 refusal = error
         assert refusal is not None  # rows have been chosen
         raise refusal
+
+
+# Under which names transformers' collators, and those of TRL and others, have a processor.
+_PROCESSORS = ("tokenizer", "processing_class", "processor", "image_processor", "feature_extractor")
+
+
+def _processors(collator: Any) -> Sequence[Any]:
+    """The processors that a collator has as attributes."""
+    held = [getattr(collator, name, None) for name in _PROCESSORS]
+    return [each for each in held if hasattr(each, "save_pretrained")]
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 class _OwnLoss:

@@ -315,7 +315,8 @@ class TextClassification(Classification):
         tokenizer = transformers_model.tokenizer_of(
             self._tokenizer.tokenizer, folder, padding=self._padding, end=None, length=self._data.max_length
         )
-        return Pretrained(auto_class=AutoModelForSequenceClassification, config=self._config, tokenizer=tokenizer)
+        build = AutoModelForSequenceClassification.from_config
+        return Pretrained(build=build, config=self._config, processors=[tokenizer])
 
     @cached_property
     def _corpus(self) -> Corpus:

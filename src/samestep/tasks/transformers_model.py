@@ -2,7 +2,8 @@
 
 import logging
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -36,11 +37,11 @@ _SIZE_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """Configuration and tokenizer that accompany weights for transformers' `from_pretrained`."""
+    """What accompanies weights for transformers' `from_pretrained`."""
 
-    auto_class: Any  # such as AutoModelForCausalLM
+    build: "Callable[[PreTrainedConfig], nn.Module]"  # the model of a configuration, with random weights
     config: "PreTrainedConfig"
-    tokenizer: "PreTrainedTokenizerBase"
+    processors: Sequence[Any] = ()  # a tokenizer, an image processor: what has save_pretrained
 
     def tensors(self) -> "list[tuple[list[str], torch.Size]]":
         """Every tensor of the model's state dict: all names that it has, the one that others are tied to first."""
@@ -50,17 +51,41 @@ class Pretrained:
         return list(found.values())
 
     def save(self, folder: Path) -> None:
-        """Write config.json and the tokenizer's files."""
+        """Write config.json, and the files of the tokenizer and of other processors."""
         config = deepcopy(self.config)
         config.architectures = [type(self._model()).__name__]
         config.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        for processor in self.processors:
+            processor.save_pretrained(folder)
 
     def _model(self) -> "nn.Module":
         import torch
 
         with torch.device("meta"):
-            return self.auto_class.from_config(self.config)
+            return self.build(self.config)
+
+
+def pretrained_of(model: "nn.Module", processors: Sequence[Any] = ()) -> Pretrained | None:
+    """What accompanies the weights of a model that was built by somebody's code; None where it isn't transformers'.
+
+    Raises UserError where the configuration doesn't describe the model, so that `from_pretrained` couldn't load it.
+    """
+    transformers = sys.modules.get("transformers")  # imported by whoever has made a model of it
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return None
+    pretrained = Pretrained(build=type(model)._from_config, config=model.config, processors=processors)
+    here = model.state_dict(keep_vars=True)
+    described = pretrained._model().state_dict(keep_vars=True)
+    for name in [*here, *described]:
+        shapes = [None if name not in side else list(side[name].shape) for side in (here, described)]
+        if shapes[0] != shapes[1]:
+            has = ["no such tensor" if shape is None else f"one of shape {shape}" for shape in shapes]
+            raise UserError(
+                f"{name}: the model has {has[0]}, and the {type(model).__name__} of its configuration {has[1]}, so "
+                "from_pretrained could not load a folder of it; change the configuration before the model is built, "
+                "or use another format, such as safetensors"
+            )
+    return pretrained
 
 
 # What transformers calls special tokens, and the names under which tokenizers usually have them.
