@@ -27,6 +27,7 @@ class Step:
     outputs: Sequence[float] = ()  # the norm of a module's output, of each row
     shape: Sequence[int] = ()  # of a row
     state: Mapping[str, Tensor] = field(default_factory=dict)  # what modules carry along
+    own: Mapping[str, Tensor] = field(default_factory=dict)  # what this rank's loss gives
     held: Mapping[str, Tensor] = field(default_factory=dict)  # copies of the weights, COPY/NAME
     rates: Mapping[str, float] = field(default_factory=dict)  # of parameters in groups of their own
 
@@ -44,6 +45,7 @@ class Record:
     size: int = 16  # of the data set
     iterations_end: bool = False
     idle: bool = False  # has no optimizer
+    batches: int = 1  # that DataLoaders gave
     emptied: bool = False
     reduced: Sequence[float] = ()  # numbers after the evaluation
 
@@ -61,6 +63,7 @@ def _write(writer: RecordWriter, record: Record) -> None:
             "before": step.before if number else record.before,
             "state": step.state,
             "held": step.held,
+            "own": step.own,
         }
         tensors = {
             kind: [{**_place(name, value, step), **writer.tensor(value)} for name, value in values.items()]
@@ -115,7 +118,7 @@ def _write(writer: RecordWriter, record: Record) -> None:
             writer.event("indices", iteration=number, indices=list(batch))
         if record.iterations_end:
             writer.event("iteration ends", iteration=number)
-    writer.event("end", how=record.end, processes=record.processes, batches=1, open=[])
+    writer.event("end", how=record.end, processes=record.processes, batches=record.batches, open=[])
     writer.close()
 
 

@@ -11,6 +11,7 @@ import torch
 from script_records import Record, Step
 from torch import Tensor
 
+from samestep.errors import UserError
 from samestep.script_proof.compare import Verdict, compare_runs
 
 pytestmark = pytest.mark.quick
@@ -223,3 +224,43 @@ def test_numbers_of_an_evaluation_are_joined_as_one_process_has_them(tmp_path: P
     assert kind_of(verdict(tmp_path / "means", one, *means)) == "evaluation-joined"
     own = [evaluated(ranks[0], "xy"), evaluated(ranks[1], "z")]
     assert kind_of(verdict(tmp_path / "own", evaluated(alone(), "xyz"), *own)) == "evaluation-own-share"
+
+
+def crops(*, loss: float = 1.0, times: float = 1.0, odd: float = 1.0, second: str = "st") -> list[Record]:
+    """Ranks that draw their own samples and step by `times` the mean of their own gradients."""
+    reduced = {name: times * value for name, value in GRADIENTS.items()}
+    reduced["head.bias"] = odd * reduced["head.bias"]
+    ranks = []
+    for first, later, sign in (("qr", "uv", 1), (second, "wx", -1)):
+        known = {"gradients": reduced, "own": plus(GRADIENTS, 0.5 * sign), "losses": ((loss, 0),)}
+        ranks.append(record(step(first, **known), step(later, **known), batches=0))
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({}, None),
+        ({"loss": 1.1}, None),
+        ({"loss": 0.5, "times": 2.0}, None),
+        ({"times": 2.0}, "summed"),
+        ({"loss": 2.0}, "summed"),
+        ({"loss": 0.5}, "divided-twice"),
+        ({"times": 1.5}, "reduced-otherwise"),
+        ({"odd": 2.0}, "reduced-otherwise"),
+    ],
+)
+def test_samples_that_each_rank_draws_are_judged_by_its_own_gradients(
+    given: dict[str, float], kind: str | None, tmp_path: Path
+) -> None:
+    one = record(step("abcd"), step("efgh"), batches=0)
+    found = verdict(tmp_path, one, *crops(**given))
+    assert kind_of(found) == kind
+    assert found.not_compared[0].en.startswith("samples" if kind is None else "an evaluation")
+
+
+def test_samples_that_come_twice_or_from_a_loader_are_not_taken_for_draws(tmp_path: Path) -> None:
+    one = record(step("abcd"), step("efgh"), batches=0)
+    with pytest.raises(UserError, match="trains on other samples"):
+        verdict(tmp_path / "loader", replace(one, batches=2), *crops())
+    assert kind_of(verdict(tmp_path / "twice", one, *crops(second="us"))) == "repeated-samples"

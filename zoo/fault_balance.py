@@ -15,6 +15,7 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(8, 2)
+        self.gate.weight.data *= 4
         self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ from samestep.script_proof.evaluation import joined_finding, own_share_finding
 from samestep.script_proof.follow import order_finding
 from samestep.script_proof.gradients import StepPair, gradient_finding
 from samestep.script_proof.kinds import Finding
+from samestep.script_proof.own_gradients import STEPS, OwnJudgement, judge_by_own
 from samestep.script_proof.runs import (
     AGAIN,
     ALONE,
@@ -59,6 +60,7 @@ from samestep.script_proof.updates import (
     initial_finding,
     rate_ends,
     schedule_finding,
+    settings_finding,
     unfilled_finding,
     update_finding,
 )
@@ -236,7 +238,7 @@ def compare_runs(folder: Path, *, dropout: bool = False) -> Verdict:
     return replace(
         verdict,
         notes=[*verdict.notes, *start_notes(folder / ALONE, folder / SPLIT)],
-        not_compared=not_compared(folder / SPLIT, split),
+        not_compared=[*verdict.not_compared, *not_compared(folder / SPLIT, split)],
     )
 
 
@@ -268,7 +270,13 @@ class _Comparison:
             finding = found.finding or self._rest()
         if finding is None and found.mistake is not None:
             finding = self._without_samples()
-            if finding is None:
+            own = (
+                judge_by_own(self.alone, self.split)
+                if finding is None and found.drawn
+                else OwnJudgement(judged=False)
+            )
+            finding = finding or own.finding or self._settings_of_steps(own)
+            if finding is None and not own.judged:
                 raise UserError(f"{found.mistake}{self._judged_without()}")
         if finding is None:
             self._check_losses(numbers)
@@ -289,8 +297,15 @@ class _Comparison:
                 *_blunt_note(numbers),
                 *_coarse_note(limits.get("gradient")),
             ],
+            not_compared=[_SAMPLES] if finding is None and found.mistake is not None else [],
             losses={name: losses_of(run) for name, run in self._runs().items()},
         )
+
+    def _settings_of_steps(self, own: OwnJudgement) -> Finding | None:
+        """Compare learning rates and other settings, which need no samples."""
+        steps = range(min(self.alone.steps, self.split.steps) if own.judged else 0)
+        findings = (settings_finding(number, self.alone, self.split) for number in steps)
+        return next((each for each in findings if each is not None), None)
 
     def _sampling(self) -> Sampling:
         """Compare the samples: up to which step they are the same, and what is wrong from there on."""
@@ -522,7 +537,10 @@ class _Comparison:
                 "脚本没有正常结束（例如 os._exit）：{who}",
             ).format(who=", ".join([f"rank {number}" for number in lost] or ["alone"]))
         yield from self._notes_on_steps()
-        yield _MEASURED.get(self.again.ranks[0].variant, _MEASURED["as-is"])
+        if found.drawn:
+            yield _BY_OWN.format(steps=STEPS)
+        else:
+            yield _MEASURED.get(self.again.ranks[0].variant, _MEASURED["as-is"])
 
     def _notes_on_steps(self) -> Iterator[Words]:
         """Notes on what no step shows, and on steps that train nothing."""
@@ -612,6 +630,17 @@ class _Comparison:
             )
 
 
+_SAMPLES = Words(
+    "samples, which each rank draws for itself, and whether a loss is a mean over them",
+    "样本（每个 rank 各自抽取），以及损失是否为样本的平均",
+)
+_BY_OWN = Words(
+    "the samples of a step can't be those of one process, and none comes twice: judged by what each rank's own loss "
+    "gives, of which the gradients of the first {steps} steps must be the mean, by the ranks' weights and buffers "
+    "beside one another, and by the settings of each step beside those of one process",
+    "一步的样本不可能与单个进程的相同，也没有重复的样本：判断依据是前 {steps} 步的梯度是否为各 rank 自己的损失所给"
+    "梯度的平均，各 rank 之间的权重和 buffer，以及每一步的设置与单个进程是否相同",
+)
 _MEASURED: Mapping[str, Words] = {
     "reversed": Words(
         "judged by a second run alone with the rows of each batch in the opposite order: its distance is the noise",

@@ -134,8 +134,9 @@ def _after_forward(pair: StepPair, modules: ModulesCompared) -> Finding:
         return pair.finding("gradients-differ", names)
     mine, theirs = losses
     parts = max(1, pair.micro_batches)
-    if any(abs(theirs - by * mine) <= pair.limits.common * abs(by * mine) for by in (1, parts, 1 / parts)):
-        return pair.finding("backward-differs", names)
+    apart = min(abs(theirs - by * mine) / max(abs(by * mine), 1e-300) for by in (1, parts, 1 / parts))
+    if apart <= pair.limits.common:
+        return pair.finding("backward-differs", names, apart=apart)
     return pair.finding("loss-of-own-rows", names, alone=mine, split=theirs)
 
 

@@ -151,9 +151,9 @@ KINDS: Mapping[str, Words] = {
         "例如损失不是样本的平均，而每个 rank 只用自己的样本计算",
     ),
     "backward-differs": Words(
-        "all modules that were compared give the same outputs, and the loss is the same: what differs is done in the "
-        "backward, or with the gradients",
-        "所有比较过的模块输出相同，损失也相同：不同之处在反向传播里，或在对梯度的处理里",
+        "all modules that were compared give the same outputs, and losses are {apart:.1g} apart: what differs is done in "
+        "the backward, with the gradients, or in a small part of the loss",
+        "所有比较过的模块输出相同，损失只相差 {apart:.1g}：不同之处在反向传播里，在对梯度的处理里，或在损失的一小部分里",
     ),
     "further-parameters": Words(
         "the split run trains {count} parameters that one process doesn't have ({names}), such as copies of shared "
@@ -177,6 +177,10 @@ KINDS: Mapping[str, Words] = {
     "local-steps": Words(
         "every rank steps by its own samples {count} times before weights are averaged (Local SGD)",
         "每个 rank 先按自己的样本走 {count} 步，然后才平均权重（Local SGD）",
+    ),
+    "reduced-otherwise": Words(
+        "gradients are not the mean of what each rank's own loss gives (all of them as one: {ratio:.4g} times it)",
+        "梯度不是各 rank 自己的损失所给梯度的平均（合起来是它的 {ratio:.4g} 倍）",
     ),
     "forward-differs": Words(
         "for the same samples and weights this module gives other results",

@@ -31,6 +31,7 @@ from samestep.script_proof.fetching import Fetching
 from samestep.script_proof.given import GivenBatches
 from samestep.script_proof.halves import Halves
 from samestep.script_proof.held import Changes, HeldWeights
+from samestep.script_proof.own_gradients import STEPS, OwnGradients
 from samestep.script_proof.settings import RecordSettings
 from samestep.script_proof.states import states_of
 from samestep.torch_internals.sharded import DTensor, local_part
@@ -67,6 +68,7 @@ class ScriptRecorder:
         self._calls = ModelCalls(self._enter, self._leave)
         self._halves = Halves(self._halved)
         self._held, self._changes = HeldWeights(), Changes()
+        self._own = OwnGradients()
         self._evaluating = False  # whether the last forward was one of an evaluation
         self._scaler: Any = None  # the last one of gradients that stepped
         self._forward: dict[str, Any] | None = None  # the training forward that was called last
@@ -164,6 +166,8 @@ class ScriptRecorder:
         self._batches.trained()
         self._evaluating = False
         self._disturb(module)
+        if self._settings.ranks > 1 and not any(self._counts):
+            self._own.listen(shards.unwrapped(module))
         self._halves.begin(module, rows.batch if rows else 0)
         noted["random"] = random_state()
         self._step.forwards.append(noted)
@@ -391,6 +395,8 @@ class ScriptRecorder:
                     self._add("before", part, parameter)
                 if parameter.grad is not None:
                     self._add("gradient", part, parameter.grad)
+                if (own := self._own.of(parameter)) is not None:
+                    self._add("own", part, own)
 
     def _note_held(self, optimizer: Any) -> None:
         """Copies of the weights that no optimizer has, and weights that were changed since the last step."""
@@ -425,6 +431,9 @@ class ScriptRecorder:
             self._note_states()
             self._changes.noted([parameter for parameter, _ in self._parameters(optimizer)])
         self._counts[number] += 1
+        self._own.zeroed()
+        if sum(self._counts) >= STEPS:
+            self._own.stop()
         self._writer.event("step", **step.to_json(), optimizer=number, number=self._counts[number])
         self._step = _Noted()
         if number == 0 and self._ended():
@@ -437,6 +446,7 @@ class ScriptRecorder:
     def zeroed(self) -> None:
         """Gradients were set to zero: those of earlier forwards are lost, if no step has used them."""
         if not self._stepping:
+            self._own.zeroed()
             for each in (*self._step.forwards, *self._step.losses):
                 if each.get("used", True):  # a backward has reached it
                     each["zeroed"] = True

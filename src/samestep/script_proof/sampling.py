@@ -26,6 +26,7 @@ class Sampling:
     finding: Finding | None = None  # what is wrong in the next step
     mistake: str | None = None  # why steps can't be compared, and what to pass
     seen: bool = True  # whether samples were seen at all
+    drawn: bool = False  # whether no sample comes twice, and none from a DataLoader: each rank may draw its own
 
 
 def sampling(alone: RunRecord, split: RunRecord, again: RunRecord, *, given: bool = False) -> Sampling:
@@ -46,12 +47,21 @@ def sampling(alone: RunRecord, split: RunRecord, again: RunRecord, *, given: boo
         if mine[number] != theirs[number]:
             finding, mistake = _judged(alone, split, number, mine, theirs, keys)
             mistake = _GIVEN if given and mistake is not None else mistake
-            return Sampling(same=number, finding=finding, mistake=mistake)
+            drawn = mistake is not None and not given and _all_drawn(alone, split, theirs)
+            return Sampling(same=number, finding=finding, mistake=mistake, drawn=drawn)
     if split.steps < alone.steps and alone.ranks[0].end.get("how") != "failed":
         missing = sum((mine[split.steps]).values())
         if missing and not _continues(split):
             return Sampling(same=steps, finding=_ends_early(split, mine, theirs, missing))
     return Sampling(same=steps)
+
+
+def _all_drawn(alone: RunRecord, split: RunRecord, theirs: Sequence[Rows]) -> bool:
+    """Whether no DataLoader has given samples, and the split run has none of them twice."""
+    loaded = any(rank.end.get("batches") or rank.iterations for run in (alone, split) for rank in run.ranks)
+    total: Rows = sum(theirs, Counter())
+    same_size = sum(theirs[0].values()) == rows_in_step(alone, 0)
+    return not loaded and same_size and max(total.values(), default=2) == 1
 
 
 def _ends_early(split: RunRecord, mine: Sequence[Rows], theirs: Sequence[Rows], missing: int) -> Finding:
