@@ -151,9 +151,10 @@ KINDS: Mapping[str, Words] = {
         "例如损失不是样本的平均，而每个 rank 只用自己的样本计算",
     ),
     "backward-differs": Words(
-        "all modules that were compared give the same outputs, and losses are {apart:.1g} apart: what differs is done in "
-        "the backward, with the gradients, or in a small part of the loss",
-        "所有比较过的模块输出相同，损失只相差 {apart:.1g}：不同之处在反向传播里，在对梯度的处理里，或在损失的一小部分里",
+        "all modules that were compared give the same outputs, and losses are {apart:.1g} apart: what differs is "
+        "done in the backward, with the gradients, or in a small part of the loss",
+        "所有比较过的模块输出相同，损失只相差 {apart:.1g}：不同之处在反向传播里，在对梯度的处理里，"
+        "或在损失的一小部分里",
     ),
     "further-parameters": Words(
         "the split run trains {count} parameters that one process doesn't have ({names}), such as copies of shared "
