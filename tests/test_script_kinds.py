@@ -251,7 +251,7 @@ def crops(*, loss: float = 1.0, times: float = 1.0, odd: float = 1.0, second: st
     ],
 )
 def test_samples_that_each_rank_draws_are_judged_by_its_own_gradients(
-    given: dict[str, float], kind: str | None, tmp_path: Path
+    given: dict[str, Any], kind: str | None, tmp_path: Path
 ) -> None:
     one = record(step("abcd"), step("efgh"), batches=0)
     found = verdict(tmp_path, one, *crops(**given))

@@ -31,7 +31,7 @@ def states_of(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
         place = names.get(id(module), type(module).__name__)
         for key, value in _tensors(module, attributes, inside=id(module) in names):
             name = f"{place}.{key}" if place else key
-            if name not in taken and _is_state(value):
+            if name not in taken and isinstance(value, Tensor) and _is_state(value):
                 taken.add(name)
                 yield name, value
 
@@ -44,7 +44,7 @@ def _tensors(module: nn.Module, attributes: Mapping[str, object], *, inside: boo
     yield from ((key, value) for key, value in attributes.items() if key not in _OWN)
 
 
-def _is_state(value: object) -> bool:
+def _is_state(value: Tensor) -> bool:
     plain = type(value) is Tensor and not value.is_meta and not value.requires_grad
     return plain and 0 < value.numel() <= _MOST_NUMBERS
 
