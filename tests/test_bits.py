@@ -116,8 +116,8 @@ def _bits(folder: Path) -> Mapping[str, bytes]:
         ([EXAMPLE, "--bits", "--layout", "tp2"], 'layout "tp2": run.reduction is ordered, which is for data ranks'),
         ([EXAMPLE, "--bits", "--layouts", "tp2"], 'layout "tp2": run.reduction is ordered, which is for data ranks'),
         (
-            [EXAMPLE, "--bits", "--engine", "parameter-server"],
-            '"parameter-server" does not have; use engine native',
+            [EXAMPLE, "--bits", "--engine", "data-parallel"],
+            'engine "data-parallel" does not have; use engine native',
         ),
     ],
 )

@@ -124,7 +124,7 @@ def test_without_packaging_no_versions_are_compared(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_engine_without_its_package_has_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "is_installed", lambda package: False)
     of = {each.subject: each for each in machine.engines(ExaminationRequest())}
     assert of["engine native"].text == "can be used"
     assert of["engine deepspeed"].text == "deepspeed not installed"

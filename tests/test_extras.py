@@ -1,14 +1,18 @@
 """Each extra may stay away: what doesn't need it runs, and what does names the command that installs it."""
 
+import importlib.util
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_recipes import recipe
 
-from samestep.extras import EXTRAS
+import samestep
+from samestep.extras import EXTRAS, is_installed
 
 # One process for all, as an import of PyTorch takes longer than the rest: it hides all extras, then one at a time.
 PROGRAM = """
@@ -120,3 +124,12 @@ def test_what_needs_an_extra_says_how_to_install_it(told: dict[str, Any], name: 
     code, text, _ = told[name]
     assert code == 2, text
     assert re.search(said, " ".join(text.split())), text
+
+
+@pytest.mark.skipif(is_installed("horovod"), reason="it is installed")
+def test_a_folder_without_code_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "horovod").mkdir()  # such as one of its configurations, beside the job
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("horovod") is not None  # Python would import it, as a namespace
+    with pytest.raises(samestep.UserError, match='engine "horovod" needs horovod, which is not installed'):
+        samestep.verify(recipe(), layout="dp2", engine="horovod", device="cpu")

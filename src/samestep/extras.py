@@ -15,11 +15,16 @@ EXTRAS: Mapping[str, str] = {
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported, which isn't tried: that may take seconds."""
+    """Whether a package can be imported, which isn't tried: that may take seconds.
+
+    A folder of that name without code, such as one of configurations in the working directory, is no package, though
+    Python imports it as a namespace.
+    """
     try:
-        return importlib.util.find_spec(package) is not None
+        spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:
         return False
+    return spec is not None and spec.origin is not None
 
 
 def need(needed_by: str, *packages: str) -> None:

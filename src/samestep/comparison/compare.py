@@ -3,7 +3,6 @@
 A method that can't train the job has the reason in its row.
 """
 
-import importlib.util
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from samestep.comparison.same_step import STEPS, References, SameStep, best, sho
 from samestep.durations import check_seconds
 from samestep.engines.registry import engine_names, resolve
 from samestep.errors import RankFailedError, UserError
+from samestep.extras import is_installed
 from samestep.job import Job, Run
 from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators, check_devices
@@ -93,7 +93,7 @@ def _missing(engine: str) -> str | None:
     if engine not in engine_names():
         return f'engine "{engine}" is not part of this samestep'
     for module, command in resolve(engine).abilities.packages.items():
-        if importlib.util.find_spec(module) is None:
+        if not is_installed(module):
             return f"it needs {module}: {command}"
     return None
 

@@ -1,7 +1,6 @@
 """Checks of this machine: processors, memory, disks, limits of a process, clock, and installed packages."""
 
 import ctypes
-import importlib.util
 import itertools
 import os
 import platform
@@ -342,9 +341,7 @@ def engines(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
             yield warning(f"engine {name}", str(error), "repair its package, or uninstall it", installed=False)
             continue
         missing = {
-            module: install.removeprefix("use ")
-            for module, install in packages.items()
-            if importlib.util.find_spec(module) is None
+            module: install.removeprefix("use ") for module, install in packages.items() if not is_installed(module)
         }
         if missing:
             commands = " and ".join(dict.fromkeys(missing.values()))

@@ -6,7 +6,6 @@ those that also depend on the layout or on other keys. `check_task_needs` checks
 its data and tokenizers take time to read. A session has no job, and calls those of the keys that it has.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +15,7 @@ from samestep.engines import ENGINES
 from samestep.engines.base import Engine
 from samestep.engines.registry import resolve
 from samestep.errors import LayoutError, UserError
+from samestep.extras import is_installed
 from samestep.job import Job
 from samestep.layout import Layout, axis_in_words
 from samestep.parallel.compile import check_compile
@@ -37,7 +37,7 @@ def check_layout(engine: Engine, layout: Layout, precision: str, config: Path | 
     if config is not None and not config.is_file():
         raise UserError(f"run.engine_config is {config}, which is no file; use {able.config}")
     for module, command in able.packages.items():
-        if importlib.util.find_spec(module) is None:
+        if not is_installed(module):
             raise UserError(f'engine "{engine.name}" needs {module}, which is not installed; {command}')
     for name in layout.split_axes():
         if name not in able.axes:
