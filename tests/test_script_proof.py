@@ -189,6 +189,22 @@ def test_a_multiple_of_the_ranks_and_of_the_micro_batches_is_told_by_those_of_on
     assert kind_of(verdict(tmp_path, record(step("a", "b", losses=alone)), *ranks)) == kind
 
 
+@pytest.mark.parametrize(
+    ("alone", "split", "factor", "kind"),
+    [
+        (0.8, 1.6, 1.25, "summed"),  # 1.6 is clipped to 1
+        (1.6, 0.8, 0.8, "divided-twice"),
+        (0.8, 2.4, 1.25, "gradients-scaled"),  # by three, of two ranks
+        (0.8, 1.6, 1.5, "gradients-scaled"),  # not by clipping
+    ],
+)
+def test_a_multiple_that_clipping_has_reduced_is_told_by_the_norms_before_it(
+    tmp_path: Path, alone: float, split: float, factor: float, kind: str
+) -> None:
+    ranks = [record(step(row, gradients=times(factor), clips=[(split, 1.0)])) for row in "ab"]
+    assert kind_of(verdict(tmp_path, record(step("a", "b", clips=[(alone, 1.0)])), *ranks)) == kind
+
+
 def test_ranks_with_gradients_of_their_own_are_told_by_the_module(tmp_path: Path) -> None:
     own = {**GRADIENTS, "head.bias": GRADIENTS["head.bias"] + 1}
     found = verdict(tmp_path, record(step("a", "b")), record(step("a")), record(step("b", gradients=own)))

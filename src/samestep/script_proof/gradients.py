@@ -204,7 +204,7 @@ def _scaled(pair: StepPair) -> Finding | None:
     ratio, rest = together(pair.tensors)
     ranks, micro_batches = len(pair.split), pair.micro_batches
     if rest < _REST and abs(ratio - 1) > _NEAR:
-        return _multiple(pair, ratio, ranks, micro_batches)
+        return _multiple(pair, _before_clipping(pair, ratio), ranks, micro_batches)
     departing = pair.departing
     others = [each for each in pair.tensors if each not in departing]
     if not others or abs(together(others)[0] - 1) > _NEAR:
@@ -213,6 +213,16 @@ def _scaled(pair: StepPair) -> Finding | None:
     if rest < _REST and abs(ratio - 1) > _NEAR:
         return pair.finding("some-gradients-scaled", [each.name for each in departing], ratio=ratio)
     return None
+
+
+def _before_clipping(pair: StepPair, ratio: float) -> float:
+    """The ratio of gradients before they were clipped, if clipping by the recorded norms made this one of it."""
+    clips = [step.clips[-1] for step in (pair.alone[0], pair.split[0]) if step.clips]
+    if len(clips) != 2 or not all(each["norm"] for each in clips):
+        return ratio
+    alone, split = (each["norm"] for each in clips)
+    clipped = min(split, clips[1]["limit"]) / min(alone, clips[0]["limit"])
+    return split / alone if _is(ratio, clipped) else ratio
 
 
 def _multiple(pair: StepPair, ratio: float, ranks: int, micro_batches: int) -> Finding:
