@@ -35,6 +35,23 @@ def test_pytests_last_line_is_read() -> None:
     assert try_torch.counts("no tests ran") == {}
 
 
+def test_again_runs_the_files_that_failed_and_counts_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, ...]] = []
+
+    def run_tests(*words: str) -> tuple[dict[str, int], list[str]]:
+        ran.append(words)
+        return {"failed": 1, "passed": 30}, ["tests/test_docs.py::still"]
+
+    monkeypatch.setattr(try_torch, "run_tests", run_tests)
+    before = {**NEW, "quick": {"passed": 90, "failed": 10, "skipped": 5}, "failed": ["tests/test_docs.py::a"]}
+    counts, failures = try_torch.run_quick(before)
+    assert [word for word in ran[0] if word.endswith(".py")] == ["tests/test_docs.py"]
+    assert counts == {"failed": 1, "passed": 99, "skipped": 5}
+    assert failures == ["tests/test_docs.py::still"]
+    counts, failures = try_torch.run_quick({**before, "failed": []})
+    assert (len(ran), failures) == (1, [])
+
+
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_pages_have_the_table_of_the_file(language: str) -> None:
     rows = json.loads(try_torch.ROWS.read_text(encoding="utf-8"))

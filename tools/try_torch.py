@@ -1,10 +1,11 @@
 """Tries another version of PyTorch, and writes what passed into docs/tested.md and docs/zh/tested.md.
 
 make test-torch TORCH=2.14.1, which makes the environment build/torch-2.14.1 and runs there:
-python tools/try_torch.py 2.14.1 [--without-quick]
+python tools/try_torch.py 2.14.1 [--without-quick | --again]
 
 Its steps: install that torch, and the rest as constraints.txt has it; run the tests of PyTorch's private names,
 the proof of eight layouts, and the tests that start no process. The rows are kept in docs/tested-torch.json.
+With --again, of the last ones only the files in which some failed when that version was tried before.
 """
 
 import argparse
@@ -84,14 +85,31 @@ def quick_files() -> list[str]:
     return [str(file.relative_to(ROOT)) for file in files if "mark.quick" in file.read_text(encoding="utf-8")]
 
 
-def tried(torch: str, *, quick: bool) -> Row:
+def run_quick(before: Row | None) -> tuple[dict[str, int], list[str]]:
+    """Run the tests that start no process; of a version with a row before, the files of those that failed."""
+    files = quick_files()
+    if before is not None:
+        failed = {name.partition("::")[0] for name in before["failed"]}
+        files = [file for file in files if file in failed]
+    if not files:
+        return dict(before["quick"]) if before else {}, []
+    now, failures = run_tests("--numprocesses", "2", "-m", "quick and not processes", *files)
+    if before is None:
+        return now, failures
+    # The others passed before; the numbers are those of all files.
+    ran = sum(number for word, number in before["quick"].items() if word != "skipped")
+    wrong = {word: number for word, number in now.items() if word.startswith(("failed", "error"))}
+    return {**wrong, "passed": ran - sum(wrong.values()), "skipped": before["quick"].get("skipped", 0)}, failures
+
+
+def tried(torch: str, *, quick: bool, before: Row | None = None) -> Row:
     """Run everything, and return the row of this version."""
     private, failed = run_tests("tests/test_torch_internals.py")
     proved = [layout for layout in LAYOUTS if prove(layout)]
     row: dict[str, Any] = {"torch": torch, "python": platform.python_version(), "day": str(datetime.date.today())}
     row |= {"private": private, "proved": proved, "layouts": len(LAYOUTS), "quick": None}
     if quick:
-        row["quick"], more = run_tests("--numprocesses", "2", "-m", "quick and not processes", *quick_files())
+        row["quick"], more = run_quick(before)
         failed = sorted({*failed, *more})
     return row | {"failed": failed}
 
@@ -124,9 +142,22 @@ def table(rows: Sequence[Row], language: str) -> str:
     return markdown_table(TITLES[language], lines, align="lllrrrl")
 
 
+def kept() -> list[Row]:
+    return json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.is_file() else []
+
+
+def tried_before(torch: str) -> Row:
+    """The row of this version and this Python, with its quick tests. Raises SystemExit where there is none."""
+    versions = (torch, platform.python_version())
+    rows = [row for row in kept() if (row["torch"], row["python"]) == versions and row["quick"]]
+    if not rows:
+        raise SystemExit(f"--again: {ROWS.name} has no quick tests of PyTorch {versions[0]}, Python {versions[1]}")
+    return rows[0]
+
+
 def keep(row: Row) -> list[Row]:
     """Put a row in the place of an older one of the same versions."""
-    rows = json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.is_file() else []
+    rows = kept()
     versions = ("torch", "python")
     rows = [each for each in rows if any(each[name] != row[name] for name in versions)] + [row]
     ROWS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -137,9 +168,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("torch", help="the version, such as 2.14.1")
     parser.add_argument("--without-quick", action="store_true", help="leave out the quick tests, which take minutes")
+    parser.add_argument("--again", action="store_true", help="of the quick tests, the files that failed before")
     options = parser.parse_args()
+    before = tried_before(options.torch) if options.again else None
     install(options.torch)
-    row = tried(options.torch, quick=not options.without_quick)
+    row = tried(options.torch, quick=not options.without_quick, before=before)
     rows = keep(row)
     for language, page in PAGES.items():
         write_parts(page, {PART: table(rows, language)})
