@@ -57,6 +57,7 @@ OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 OF_OTHERS = {
     "_exit": "os",
     "_exit_function": "multiprocessing",
+    "_from_config": "transformers",
     "_getframe": "sys",
     "_run_exitfuncs": "atexit",
     "_SubParsersAction": "argparse",

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from samestep.recording import shards
 from samestep.recording.differences import RoundingLimits, TensorDifference, common_module
 from samestep.script_proof.kinds import Finding
-from samestep.torch_internals.modules import own_buffers, unsaved_buffers
+from samestep.torch_internals.modules import REGISTRIES, own_buffers, unsaved_buffers
 
 _MOST_NUMBERS = 1 << 18  # of a tensor
 _ALIKE = 1e-5  # relative: copies of ranks that differ by less are those of sums in another order
-_OWN = ("_parameters", "_buffers", "_modules")
 
 
 def states_of(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -24,7 +23,7 @@ def states_of(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     taken: set[str] = set()
     for module in [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]:
         attributes = vars(module)
-        if "_parameters" not in attributes or (
+        if REGISTRIES[0] not in attributes or (
             id(module) not in names and next(module.parameters(), None) is not None
         ):
             continue
@@ -41,7 +40,7 @@ def _tensors(module: nn.Module, attributes: Mapping[str, object], *, inside: boo
     for key, value in own_buffers(module).items():
         if not inside or key in unsaved:
             yield key, value
-    yield from ((key, value) for key, value in attributes.items() if key not in _OWN)
+    yield from ((key, value) for key, value in attributes.items() if key not in REGISTRIES)
 
 
 def _is_state(value: Tensor) -> bool:
