@@ -55,14 +55,20 @@ class SampleOrder:
     shuffle: bool = True
     lengths: Indices | None = field(default=None, compare=False)  # [size]; None: don't group samples by length
     virtual_ranks: int | None = None  # one micro-batch each, shared out among ranks; None: ranks cut slices
+    drop_last: bool = False  # leave out the samples at an epoch's end that fill no batch
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise UserError("the data set is empty; at least one sample is needed")
+        if self.drop_last and self.size < self.batch:
+            raise UserError(
+                f"the data set has {self.size} samples, which fill no batch of {self.batch}, and the last batch is "
+                "dropped; use a smaller batch, or drop_last=False"
+            )
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self.size // self.batch)
+        return self.size // self.batch if self.drop_last else -(-self.size // self.batch)
 
     def epoch_of(self, step: int) -> int:
         return step // self.steps_per_epoch

@@ -3,7 +3,7 @@
 In the order of reading:
 
 - `fit`: a whole training on one rank. `loop`: its steps, and how they are logged. `session`: one rank's part, also
-  for loops of one's own (`own_loop`).
+  for loops of one's own (`own_loop`; `own_loader` reads their DataLoaders).
 - `optimizer`, `named_optimizer`, `adapters`: what is stepped, and by what.
 - `evaluation`, `early_stop`, `metrics_log`, `board`, `usage`, `result`: what is measured, shown and left on disk.
 - `own_folder`, `earlier_run`: where a training writes, and what it finds there.

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from samestep import environment
 from samestep.checkpoint.attempts import Tolerance
@@ -67,6 +68,7 @@ from samestep.training.adapters import AdapterFacts, facts_of
 from samestep.training.evaluation import Scores
 from samestep.training.learned_from import nothing_to_compare
 from samestep.training.own_data import OwnData
+from samestep.training.own_loader import dealt_parts
 from samestep.training.own_loop import (
     OwnOptimizers,
     check_dealt,
@@ -88,6 +90,8 @@ class Resumed:
     step: int  # the number of the next step, counted from 0
     extra: Mapping[str, Any]  # what was given to `save`
 
+
+_EVALUATED_AT_ONCE = 64  # samples
 
 OneOrSeveral = TypeVar("OneOrSeveral", bound=Optimizer | Sequence[Optimizer])
 
@@ -198,27 +202,35 @@ class Session:
 
     def batches(
         self,
-        samples: Samples,
+        samples: Samples | DataLoader[Any],
         *,
-        batch: int,
-        collate: Collate,
+        batch: int | None = None,
+        collate: Collate | None = None,
         steps: int | None = None,
         epochs: int = 1,
         start: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Loader:
         """A loader of this rank's part of each global batch of `batch` samples, for `steps` steps or `epochs` epochs.
 
-        `lengths`: the length of each sample, by which a rank's micro-batches then group samples, for less padding.
+        `samples` may be a DataLoader, whose data set, batch size, collate function, shuffling and workers are taken;
+        its batch size is that of one process (with a DistributedSampler, of each of its ranks). `collate`: without
+        one, samples are stacked. `shuffle`: yes, unless it is False. `lengths`: the length of each sample, by which a
+        rank's micro-batches then group samples, for less padding.
         """
+        parts = dealt_parts(samples, "session.batches", batch=batch, collate=collate, shuffle=shuffle)
+        samples, collate, batch = parts.samples, parts.collate, parts.batch
+        if parts.unused is not None:
+            self.warn(parts.unused)
         check_dealt(samples, collate, "session.batches", batch=batch, steps=steps, epochs=epochs)
         self.layout.check_batch(batch, self.options.micro_batch)
         order = SampleOrder(
             size=len(samples),
             batch=batch,
             seed=self.options.seed,
-            shuffle=shuffle,
+            shuffle=parts.shuffle,
+            drop_last=parts.drop_last,
             lengths=None if lengths is None else check_lengths(lengths, samples, "session.batches"),
             virtual_ranks=self.options.virtual_ranks,
         )
@@ -235,7 +247,7 @@ class Session:
             stop=steps if steps is not None else epochs * order.steps_per_epoch,
             micro_batch=self.options.micro_batch,
             micro_batches=partial(self._micro_batches, batch),
-            workers=self.options.workers,
+            workers=self.options.workers or parts.workers,
         )
         if loader.stop > loader.start:
             self._own_data.dealt(samples, collate, self._checkpoint_group, self.warn)
@@ -352,16 +364,24 @@ class Session:
 
     def evaluate(
         self,
-        samples: Samples,
+        samples: Samples | DataLoader[Any],
         *,
-        collate: Collate,
+        collate: Collate | None = None,
         metrics: "Mapping[str, Metric]",
         scores: Scores = default_scores,
-        batch: int = 64,
+        batch: int | None = None,
         class_names: Sequence[str] | None = None,
         bar: Bar | None = None,
     ) -> dict[str, Any]:
-        """Evaluate metrics over all ranks, each sample once; returns the same values on every rank."""
+        """Evaluate metrics over all ranks, each sample once; returns the same values on every rank.
+
+        `samples` may be a DataLoader, as in `batches`; else `batch` samples, 64 unless it says otherwise, go through
+        the model at once.
+        """
+        if batch is None and not isinstance(samples, DataLoader):
+            batch = _EVALUATED_AT_ONCE
+        parts = dealt_parts(samples, "session.evaluate", batch=batch, collate=collate)
+        samples, collate, batch = parts.samples, parts.collate, parts.batch
         check_dealt(samples, collate, "session.evaluate", batch=batch)
         chunks = Chunks(
             samples,
@@ -370,7 +390,7 @@ class Session:
             place=self.mesh.data_place,
             device=self.world.device,
             dtype=self._dtype,
-            workers=self.options.workers,
+            workers=self.options.workers or parts.workers,
             seed=self.options.seed,
         )
         with (
