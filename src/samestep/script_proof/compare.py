@@ -635,11 +635,11 @@ _SAMPLES = Words(
     "样本（每个 rank 各自抽取），以及损失是否为样本的平均",
 )
 _BY_OWN = Words(
-    "the samples of a step can't be those of one process, and none comes twice: judged by what each rank's own loss "
-    "gives, of which the gradients of the first {steps} steps must be the mean, by the ranks' weights and buffers "
-    "beside one another, and by the settings of each step beside those of one process",
-    "一步的样本不可能与单个进程的相同，也没有重复的样本：判断依据是前 {steps} 步的梯度是否为各 rank 自己的损失所给"
-    "梯度的平均，各 rank 之间的权重和 buffer，以及每一步的设置与单个进程是否相同",
+    "the samples of a step can't be those of one process, and hardly any comes twice: judged by what each rank's own "
+    "loss gives, of which the gradients of the first {steps} steps must be the mean, by the ranks' weights and "
+    "buffers beside one another, and by the settings of each step beside those of one process",
+    "一步的样本不可能与单个进程的相同，也几乎没有重复的样本：判断依据是前 {steps} 步的梯度是否为各 rank 自己的损失"
+    "所给梯度的平均，各 rank 之间的权重和 buffer，以及每一步的设置与单个进程是否相同",
 )
 _MEASURED: Mapping[str, Words] = {
     "reversed": Words(
