@@ -10,6 +10,7 @@ from mistakes_of_pipelines import NothingHandedBack, OtherSamples
 from small_tasks import Points
 
 import samestep
+from samestep import api
 from samestep.data.loader import StepBatch
 from samestep.engines.native.engine import Native
 from samestep.job import Job, Run
@@ -147,6 +148,15 @@ def test_verify_says_it() -> None:
     assert proof.to_json()["departure"]["module"] == "1"
     assert proof.to_json()["departure"]["kind"] == "forward-differs"
     assert proof.departure.line.startswith("step 1, forward of 1: for the same samples and weights this module gives")
+
+
+def test_each_of_several_layouts_says_it() -> None:
+    run = Run(threads=1, engine=mistakes.Summed(), check=False)
+    rows = api.verify_layouts(Job(recipe=RECIPE, run=run), ["dp2", "zero1x2", "recompute=full"], steps=2)
+    kinds = {row.layout: row.proof.departure.kind for row in rows if row.proof is not None and row.proof.departure}
+    assert kinds == {"dp2": "summed", "zero1x2": "summed"}
+    assert rows[0].words[0].startswith("dp2, first difference: step 1, gradient: gradients are 2.000 times as large")
+    assert [row.verdict for row in rows] == ["NOT same", "NOT same", "same"]
 
 
 def test_rounding_of_bfloat16_is_no_departure(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,7 +46,7 @@ from samestep.training.result import TrainResult
 from samestep.training.usage import Usage
 from samestep.validation import checked
 from samestep.verification.bits import BitsRow, compare_bits
-from samestep.verification.departure import after_equal_steps, look
+from samestep.verification.departure import Looked, after_equal_steps, look
 from samestep.verification.itself import check_layout_splits, check_other_side
 from samestep.verification.matrix import MatrixRow
 from samestep.verification.noise import NoiseMeasurement
@@ -269,18 +269,25 @@ def verify_job(
         if ranks is None or ranks.rank == 0:
             known = reference(job, task, steps, Path(folder), device=reference_device)
         proof: Proof = _on_ranks(rank_tasks.verify_rank, ready, steps, known)
-        if ranks is not None or proof.same_step or proof.communication is not None or proof.nonfinite:
+        if ranks is not None:  # of a launcher, which starts none for a search
             return proof
         if proof.wants_noise() and known is not None:
             proof = proof.held_against_noise(NoiseMeasurement(job, task, steps, known, reference_device))
-            if proof.same_step or proof.undecided:
-                return proof
-        with phases.phase("looking for the step and the module that depart"):
-            looked = look(job, task, steps, Path(folder))
-        departure = _on_ranks(rank_tasks.find_rank, ready, steps, looked)
-        if departure is None:
-            departure = after_equal_steps(proof.max_relative_difference, proof.worst_parameter, proof.tolerance)
-        return replace(proof, departure=departure)
+        return _with_departure(proof, ready, steps, lambda: look(job, task, steps, Path(folder)))
+
+
+def _with_departure(proof: Proof, ready: Ready, steps: int, looked: Callable[[], Looked]) -> Proof:
+    """Return a failed proof with its first difference, for which both sides take their steps once more.
+
+    `looked`: takes those of one process.
+    """
+    if not proof.failed_by_steps:
+        return proof
+    with phases.phase("looking for the step and the module that depart"):
+        departure = _on_ranks(rank_tasks.find_rank, ready, steps, looked())
+    if departure is None:
+        departure = after_equal_steps(proof.max_relative_difference, proof.worst_parameter, proof.tolerance)
+    return replace(proof, departure=departure)
 
 
 @phases.command("verify")
@@ -315,9 +322,11 @@ def verify_layouts(
         for size in dict.fromkeys(ready.layout.size for ready in fitting.values()):
             rows |= _rows({text: ready for text, ready in fitting.items() if ready.layout.size == size}, steps, known)
         noise = NoiseMeasurement(job, alone.task, steps, known, reference_device)
+        looked = cache(partial(look, job, alone.task, steps, Path(folder)))
         for text, row in rows.items():
-            if row.proof is not None and row.proof.wants_noise():
-                rows[text] = replace(row, proof=row.proof.held_against_noise(noise))
+            if (proof := row.proof) is not None:
+                proof = proof.held_against_noise(noise) if proof.wants_noise() else proof
+                rows[text] = replace(row, proof=_with_departure(proof, fitting[text], steps, looked))
     return [rows[text] for text in layouts]
 
 

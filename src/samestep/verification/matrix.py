@@ -96,7 +96,9 @@ class MatrixRow:
         why = self.reason or self.failure
         if why or self.proof is None or self.proof.same_step:
             return [why] if why else []
-        return self.proof.words()
+        departure = self.proof.departure
+        first = [] if departure is None else [f"{self.layout}, first difference: {departure.line}"]
+        return [*first, *self.proof.words()]
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "proof": self.proof and self.proof.to_json(), "verdict": self.verdict}

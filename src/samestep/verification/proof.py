@@ -129,6 +129,11 @@ class Proof:
         return self.noise is not None and self.noise.verdict == "can't tell"
 
     @property
+    def failed_by_steps(self) -> bool:
+        """Whether the layout takes another step by mistake, whose first difference can be searched for."""
+        return not (self.same_step or self.undecided or self.communication is not None or self.nonfinite)
+
+    @property
     def verdict(self) -> str:
         """The verdict in words."""
         if self.same_step:
