@@ -13,15 +13,10 @@ _RELATIVE = 1e-6  # of settings, which are computed in Python
 
 
 def initial_finding(
-    tensors: Sequence[TensorDifference],
-    limits: RoundingLimits,
-    alone: RunRecord,
-    split: RunRecord,
-    *,
-    alike: float = 0.0,
+    tensors: Sequence[TensorDifference], limits: RoundingLimits, alone: RunRecord, split: RunRecord
 ) -> Finding | None:
-    """Weights with which the first step begins. `alike`: how far the ranks' copies may be apart, relative."""
-    copies = [each for each in tensors if each.absent or not each.ranks_apart <= max(alike, limits.of(each.name))]
+    """Weights with which the first step begins."""
+    copies = [each for each in tensors if limits.ranks_exceeded(each)]
     departing = [each for each in tensors if limits.exceeded(each)]
     missing = [each.name for each in tensors if each.missing]
     shapes = {name: found for name in missing if (found := split.joined(0, "after", name)) is not None}

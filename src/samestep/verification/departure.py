@@ -128,7 +128,7 @@ class _Comparison:
         tensors = self._differences(self._before, self._reference(-1))
         limits = RoundingLimits(common=_INITIAL_LIMIT, own={})
         nothing = run_of([])
-        self.found = initial_finding(tensors, limits, nothing, nothing, alike=_INITIAL_LIMIT)
+        self.found = initial_finding(tensors, limits, nothing, nothing)
 
     def after(self, batch: StepBatch, report: StepReport) -> None:
         """After each step, until a departure is found: compare samples, settings, gradients, and the update."""
