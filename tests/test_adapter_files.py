@@ -30,7 +30,8 @@ WORDS = torch.tensor([[3, 5, 7, 11], [1, 2, 30, 4]])
 
 
 def recipe(kind: str = "llama", **values: Any) -> samestep.Recipe:
-    adapter = LoRA(rank=3, alpha=5, dropout=0.2, also_train=("lm_head",) if kind == "llama" else ())
+    whole = ("lm_head",) if kind == "llama" else ()
+    adapter = LoRA(rank=3, alpha=5, dropout=0.2, rank_stabilized=kind == "gpt2", also_train=whole)
     values = {"task": NextWord(kind=kind, layers=2), "adapter": adapter, **values}
     optimizer = samestep.AdamW(lr=2e-2)
     return samestep.Recipe(batch=8, steps=STEPS, precision="fp64", optimizer=optimizer, **values)
@@ -172,6 +173,28 @@ def test_a_base_is_asked_for_where_it_is_wanted(trained: tuple[Job, Path], tmp_p
         CheckpointError, match=r"recipe\.adapter\.alpha is 7\.0, and the adapters were trained with 5"
     ):
         load_model(replace(job.recipe, adapter=LoRA(rank=3, alpha=7)), folder)
+
+
+@pytest.mark.parametrize("key", ["use_rslora", "use_dora", "rank_pattern"])
+def test_adapters_of_other_kinds_are_refused(key: str, trained: tuple[Job, Path], tmp_path: Path) -> None:
+    """They would be loaded with another scale, or without a part."""
+    job, folder = trained
+    convert(folder, tmp_path / "adapter", from_="samestep", to="peft")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    others = {"use_rslora": not config["use_rslora"], "use_dora": True, "rank_pattern": {"q_proj": 2}}
+    config[key] = others[key]
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="the adapters were trained with") as refused:
+        load_model(job.recipe, tmp_path / "adapter")
+    if key == "use_rslora":
+        assert "recipe.adapter.rank_stabilized is" in str(refused.value)
+        adapter = job.recipe.adapter
+        assert adapter is not None
+        other = replace(adapter, rank_stabilized=not adapter.rank_stabilized)
+        load_model(replace(job.recipe, adapter=other), tmp_path / "adapter")
+    else:
+        assert f"with {key}, which recipe.adapter doesn't have" in str(refused.value)
 
 
 def test_no_folder_of_peft_is_made_of_other_weights(tmp_path: Path) -> None:

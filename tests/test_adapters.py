@@ -35,7 +35,10 @@ def llama(**values: Any) -> samestep.Recipe:
 
 def gpt2() -> samestep.Recipe:
     """Of layers whose weight is [inputs, outputs], with queries, keys and values in one."""
-    return recipe(NextWord(kind="gpt2", layers=2), LoRA(rank=3, alpha=5, targets=("c_attn", "c_proj"), dropout=0.2))
+    return recipe(
+        NextWord(kind="gpt2", layers=2),
+        LoRA(rank=3, alpha=5, rank_stabilized=True, targets=("c_attn", "c_proj"), dropout=0.2),
+    )
 
 
 def bert() -> samestep.Recipe:

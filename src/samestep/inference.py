@@ -138,6 +138,11 @@ def _model(job: Job, task: Task, checkpoint: Path) -> Iterator[Training]:
         yield training
 
 
+# Keys of PEFT's configuration, and the recipe's. Those that the recipe doesn't have change what an adapter computes.
+_PEFT_KEYS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rank_stabilized"}
+_PEFT_UNKNOWN = ("use_dora", "rank_pattern", "alpha_pattern", "use_qalora", "lora_bias")
+
+
 def _with_adapter(recipe: Recipe, weights: Weights) -> Recipe:
     """Return the recipe of these weights' model: without adapters if they were merged into their base.
 
@@ -149,11 +154,17 @@ def _with_adapter(recipe: Recipe, weights: Weights) -> Recipe:
         # Groups may name adapters' parameters, and some optimizers, such as Muon, accept matrices only.
         return replace(recipe, adapter=None, groups=(), optimizer=AdamW())
     known = weights.base.adapter if weights.base is not None else {}
-    for key, value in (("r", recipe.adapter.rank), ("lora_alpha", recipe.adapter.alpha)):
+    for key, name in _PEFT_KEYS.items():
+        value = getattr(recipe.adapter, name)
         if key in known and known[key] != value:
-            name = {"r": "rank", "lora_alpha": "alpha"}[key]
             raise CheckpointError(
                 f"recipe.adapter.{name} is {value}, and the adapters were trained with {known[key]}"
+            )
+    for key in _PEFT_UNKNOWN:
+        if known.get(key):
+            raise CheckpointError(
+                f"the adapters were trained with {key}, which recipe.adapter doesn't have; load them with PEFT, in a "
+                "task whose model() gives its model"
             )
     return recipe
 

@@ -1,5 +1,6 @@
 """Recipe: what is trained. Everything that decides the result, and nothing about how it is spread."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
@@ -204,10 +205,16 @@ class LoRA:
     kind: Literal["lora"] = "lora"
     rank: Annotated[Whole, Gt(0), Le(MOST_WIDTH)] = 8
     alpha: Factor = 16.0  # what an adapter makes is multiplied by alpha / rank
+    rank_stabilized: bool = False  # by alpha / sqrt(rank) instead (rsLoRA, Kalajdzievski 2023)
     dropout: Beta = 0.0  # of what an adapter takes
     # Linear layers, by names or patterns, whole or from the last dots on; (): all in the repeated layers.
     targets: Patterns = ()
     also_train: Patterns = ()  # modules that are trained whole, such as a new output layer
+
+    @property
+    def scaling(self) -> float:
+        """What the product of an adapter's matrices is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 @tells_mistakes

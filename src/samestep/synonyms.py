@@ -156,6 +156,7 @@ _ROWS: Sequence[tuple[str, Meaning]] = (
         Meaning(key="recipe.adapter.rank"),
     ),
     ("lora_alpha", Meaning(key="recipe.adapter.alpha")),
+    ("use_rslora rslora", Meaning(key="recipe.adapter.rank_stabilized")),
     ("lora_dropout", Meaning(key="recipe.adapter.dropout")),
     ("target_modules lora_target_modules lora_target", Meaning(key="recipe.adapter.targets")),
     # what is saved, evaluated and logged

@@ -68,11 +68,11 @@ def can_adapt(module: nn.Module) -> bool:
     return (plain or is_conv1d(module)) and holds and adapted(module) is None
 
 
-def adapt(layer: nn.Module, *, rank: int, alpha: float, dropout: float) -> None:
+def adapt(layer: nn.Module, *, rank: int, scaling: float, dropout: float) -> None:
     """Put an adapter next to a linear layer, in place, and freeze the layer.
 
     At first it adds zero: `down` is drawn as PyTorch draws a linear layer, `up` is zero. What it adds is multiplied
-    by alpha / rank.
+    by `scaling`.
     """
     weight = layer.get_parameter("weight")
     outputs, inputs = reversed(weight.shape) if is_conv1d(layer) else weight.shape
@@ -82,7 +82,7 @@ def adapt(layer: nn.Module, *, rank: int, alpha: float, dropout: float) -> None:
     nn.init.zeros_(up.weight)
     for name, module in ((DOWN, down), (UP, up), (DROPOUT, nn.Dropout(dropout))):
         layer.add_module(name, module)
-    vars(layer)["lora_scaling"] = alpha / rank
+    vars(layer)["lora_scaling"] = scaling
     # The same object, so that its name, its hooks and other modules' references to it stay.
     layer.__class__ = _with_adapter(type(layer))
 

@@ -41,7 +41,7 @@ def put_adapters(model: nn.Module, spec: LoRA) -> None:
     choice = _chosen(model, spec)
     model.requires_grad_(False)
     for layer in choice.layers.values():
-        adapt(layer, rank=spec.rank, alpha=spec.alpha, dropout=spec.dropout)
+        adapt(layer, rank=spec.rank, scaling=spec.scaling, dropout=spec.dropout)
     for module in choice.whole.values():
         module.requires_grad_(True)
     no_fast_path(model)  # which reads the weights of layers without calling them
@@ -69,6 +69,7 @@ def facts_of(model: nn.Module, recipe: Recipe | None = None) -> AdapterFacts | N
             "base_model_name_or_path": folder if isinstance(folder, str) else None,
             "r": spec.rank,
             "lora_alpha": spec.alpha,
+            "use_rslora": spec.rank_stabilized,
             "lora_dropout": spec.dropout,
             "target_modules": list(layers),
             "modules_to_save": whole or None,
