@@ -105,7 +105,7 @@ def test_steps_come_soon_then_every_interval_with_what_is_left(printed: Printed)
         for _ in range(20):
             time.sleep(0.02)
             bar.step(loss=1.0, lr=0.1, samples=1)
-    first, *later = printed()
+    first, *later = (line for line in printed() if "still in step" not in line)  # on a machine that is full
     assert first.startswith("train: step 1/40, ")
     assert 2 <= len(later) <= 8
     assert all(re.search(r"elapsed, 0:0\d left$", line) for line in later), later
