@@ -97,6 +97,33 @@ class Views(Net):
         return self.head(self.between(hidden + places - first))[:, 1:]
 
 
+class Asked(nn.Module):
+    """Two layers, called by what holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
+
+
+class AsksParameters(Net):
+    """Before it calls its layers, the forward asks parameters for their dtype and device, and how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__(Layer(), Layer())
+        self.pair, self.last = Asked(), Layer()
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.between(self.embed(words)).type(self.pair.dtype)
+        hidden = self.pair.second(self.pair.first(hidden)) / sum(each.numel() for each in self.layers[0].parameters())
+        hidden = hidden.to(next(self.last.parameters(recurse=True)).device).to(next(self.embed.parameters()).dtype)
+        count = sum(1 for _ in self.last.parameters(recurse=False)) + sum(1 for _ in self.last.norm.parameters())
+        return self.head(self.last(hidden) / count)
+
+
 class Gained(Net):
     """A parameter of the layers themselves, which works on each token."""
 
@@ -580,6 +607,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "scalars": Scaled,
     "gains": Gained,
     "views": Views,
+    "asks parameters": AsksParameters,
     "lists": Lists,
     "methods": Methods,
     "used elsewhere": Used,

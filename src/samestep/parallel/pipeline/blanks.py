@@ -5,7 +5,7 @@ A placeholder has the attributes of the module and no parameters; its outputs ha
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -79,13 +79,31 @@ def stand_in(module: nn.Module, device: torch.device, forward: Forward, *, held:
     `held`: this rank has the other module's parameters, which the model's own code may read from the stand-in.
     """
     if not held:
-        return placeholder_module(module, device, forward)
+        empty = placeholder_module(module, device, forward)
+        for name, part in module.named_modules():
+            vars(empty.get_submodule(name))["parameters"] = blank_parameters(part, device)
+        return empty
     standing = _shallow(module, type(module))
     for name, value in vars(module).items():
         if name in _HOOKS:
             vars(standing)[name] = _hooks_for_all(value)
     vars(standing)["forward"] = forward
     return standing
+
+
+def blank_parameters(module: nn.Module, device: torch.device) -> Callable[..., Iterator[Tensor]]:
+    """What is to be called as `parameters` of a module whose own are on other ranks: it gives blanks of them.
+
+    The model's own code asks for a parameter's dtype or device so, such as `next(self.parameters()).dtype`.
+    """
+    forms = [(parameter.shape, parameter.dtype) for parameter in module.parameters()]
+    own = sum(1 for _ in module.parameters(recurse=False))  # they come first
+
+    def parameters(recurse: bool = True) -> Iterator[Tensor]:
+        for shape, dtype in forms if recurse else forms[:own]:
+            yield blank(shape, dtype, device).as_subclass(BlankHidden)
+
+    return parameters
 
 
 def own_hooks(module: nn.Module) -> Callable[..., None]:

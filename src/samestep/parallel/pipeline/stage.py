@@ -17,7 +17,14 @@ from samestep.comm.mesh import Mesh, new_group
 from samestep.layout import Layout
 from samestep.parallel.calls import Trace
 from samestep.parallel.exact.forward_context import ForwardContext
-from samestep.parallel.pipeline.blanks import BlankOutput, blank, own_hooks, placeholder_module, stand_in
+from samestep.parallel.pipeline.blanks import (
+    BlankOutput,
+    blank,
+    blank_parameters,
+    own_hooks,
+    placeholder_module,
+    stand_in,
+)
 from samestep.parallel.pipeline.partition import PartitionPlan, Stages, make_plan
 from samestep.parallel.pipeline.schedule import owners
 from samestep.parallel.pipeline.stage_run import StageDone, StageRun
@@ -62,10 +69,17 @@ class StagedModel(nn.Module):
         names = {id(module): name for name, module in model.named_modules()}
         layers = dict.fromkeys(block.name for block in plan.blocks if plan.stages_of(block.name) & set(mine))
         self.blocks: list[nn.Module] = [model.get_submodule(name) for name in layers]
+        blanks = {id(module): blank_parameters(module, device) for module in model.modules() if _has_any(module)}
         self._drop_parameters(units)
         standing: dict[str, nn.Module] = {}
         for name, unit in units.items():
             self._place(name, names[id(unit)], unit, standing)
+        # Modules that hold units only, all of other ranks; those have their own.
+        self._emptied = [
+            (module, blanks[id(module)])
+            for module in model.modules()
+            if id(module) in blanks and not _has_any(module)
+        ]
 
     def _place(self, name: str, unit_name: str, unit: nn.Module, standing: dict[str, nn.Module]) -> None:
         """Make a stand-in for a unit, and replace the unit by a placeholder if no stage of this rank needs it."""
@@ -135,11 +149,15 @@ class StagedModel(nn.Module):
         before = [(parent, key, own_children(parent)[key]) for parent, key, _ in self._places]
         for parent, key, module in self._places:
             own_children(parent)[key] = module
+        for module, parameters in self._emptied:
+            vars(module)["parameters"] = parameters
         self._run = run
         try:
             yield
         finally:
             self._run = None
+            for module, _ in self._emptied:
+                vars(module).pop("parameters", None)
             for parent, key, module in before:
                 own_children(parent)[key] = module
 
@@ -187,6 +205,11 @@ def cut(
     here = mesh.coordinate("pipeline")
     mine = [stage for stage, rank in enumerate(rank_of) if rank == here]
     return StagedModel(model, unsliced, plan, mine, device, trace, forward_context)
+
+
+def _has_any(module: nn.Module) -> bool:
+    """Whether a module has parameters."""
+    return next(module.parameters(), None) is not None
 
 
 def _ranks(rank_of: Sequence[int], stages: Stages) -> tuple[int, ...]:
