@@ -1,6 +1,7 @@
 """Models and losses that send messages themselves are refused in the first step on ranks, with the place."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from small_tasks import Points
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 from torch.distributed.nn import functional
 
 import samestep
@@ -62,6 +64,36 @@ class Spreading(Points):
         return Spread(self.way)
 
 
+class Codebook(nn.Module):
+    """Counts over all ranks with a function that it took when it was built, or by a name that its file imported."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(4, 4), way
+        spread = dist.is_initialized() and dist.get_world_size() > 1
+        self.all_reduce_fn = dist.all_reduce if spread and way == "held" else None
+        self.summed = partial(summed) if spread and way == "imported" else None
+
+    def forward(self, points: Tensor) -> Tensor:
+        rows = self.linear(points)
+        for sum_up in filter(None, (self.all_reduce_fn, self.summed)):
+            sum_up(rows.detach().sum(0))
+        return rows
+
+
+def summed(total: Tensor) -> None:
+    all_reduce(total)
+
+
+class Counting(Points):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Codebook(self.way), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+
+
 class SpreadLoss(Points):
     def loss(self, output: Tensor, batch: samestep.Batch) -> Any:
         total, count = super().loss(output, batch)
@@ -82,7 +114,10 @@ CASES: Mapping[str, tuple[samestep.Task, str]] = {
     "functional": (Spreading("functional"), "dp2"),
     "reduced": (Spreading("reduced"), "fsdp2"),
     "loss": (SpreadLoss(), "dp2"),
+    "held, in slices": (Counting("held"), "tp2"),
+    "imported, in slices": (Counting("imported"), "tp2"),
     "right": (Points(), "dp2"),
+    "right where all ranks have samples of their own": (Counting("held"), "dp2"),
     "right shards": (Points(), "fsdp2"),
     "right slices": (Points(), "tp2"),
     "right stages": (Points(), "pp2"),
@@ -105,6 +140,14 @@ def messages() -> dict[str, str]:
     return told
 
 
+def message_of_a_stage() -> None:
+    """Step with a codebook in the first of two stages; the rank of the other one would wait."""
+    recipe = samestep.Recipe(task=Counting("held"), batch=8, steps=1, optimizer=samestep.SGD(lr=0.1))
+    with join(device="cpu", threads=1) as world:
+        job = Job(recipe=recipe, run=Run(layout="pp2", threads=1))
+        list(Training(job, recipe.task, world, Layout.parse("pp2")).steps(stop=1))
+
+
 @pytest.fixture(scope="module")
 def told() -> dict[str, str]:
     return local.start(messages, (), 2)
@@ -117,6 +160,8 @@ def told() -> dict[str, str]:
         ("functional", "all_reduce, forward at "),
         ("reduced", "all_reduce, forward at "),
         ("loss", "all_reduce, loss at "),
+        ("held, in slices", "all_reduce, forward at "),
+        ("imported, in slices", "all_reduce, summed at "),
     ],
 )
 def test_the_call_is_named_with_its_place(told: Mapping[str, str], name: str, where: str) -> None:
@@ -128,3 +173,10 @@ def test_the_call_is_named_with_its_place(told: Mapping[str, str], name: str, wh
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("right", "synch"))])
 def test_messages_of_layouts_and_of_pytorchs_modules_are_no_fault(told: Mapping[str, str], name: str) -> None:
     assert told[name] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_what_one_stage_alone_would_wait_for_is_refused() -> None:
+    with pytest.raises(UserError, match="the model or the loss sends messages itself \\(all_reduce, forward at "):
+        local.start(message_of_a_stage, (), 2)

@@ -7,7 +7,7 @@ offers, since a mode that sees every operator would change what compiles and whi
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.nn import functional
 
 from samestep.errors import UserError, shown
+from samestep.layout import Layout
 
 # Not isend and irecv, which PyTorch compares with those that it was given.
 _NAMES = (
@@ -29,20 +31,33 @@ _OWN = (Path(torch.__file__).parent, Path(__file__).parent.parent)
 
 
 @contextmanager
-def own_messages_refused() -> Iterator[None]:
+def own_messages_refused(model: nn.Module, layout: Layout) -> Iterator[None]:
     """Context in which a collective that code of others than samestep and PyTorch calls raises UserError.
 
-    Names that a module has imported before are not watched.
+    Functions that modules of the model hold, or the files of their classes have imported by name, are watched where
+    some ranks have the same samples or another part of the model: such as the sums of a codebook, which its library
+    takes over all ranks. Where all ranks have samples of their own they are what the library made them for.
     """
     places: list[Any] = [dist, functional]
-    watched = [(place, name, vars(place)[name]) for place in places for name in _NAMES if name in vars(place)]
+    names = [(vars(place), name) for place in places for name in _NAMES if name in vars(place)]
+    if layout.data_ranks < layout.size:
+        names += _held(model, {id(place[name]) for place, name in names})
+    watched = [(place, name, place[name]) for place, name in names]
     for place, name, function in watched:
-        setattr(place, name, _watched(name, function))
+        place[name] = _watched(function.__name__, function)
     try:
         yield
     finally:
         for place, name, function in watched:
-            setattr(place, name, function)
+            place[name] = function
+
+
+def _held(model: nn.Module, functions: Collection[int]) -> list[tuple[dict[str, Any], str]]:
+    """Where a model's modules and the files of their classes hold some functions, which are given by identity."""
+    files = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+    own = [name for name in files if name.partition(".")[0] not in ("torch", "samestep") and name in sys.modules]
+    places = [*(vars(module) for module in model.modules()), *(vars(sys.modules[name]) for name in own)]
+    return [(place, name) for place in places for name, value in place.items() if id(value) in functions]
 
 
 def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -95,7 +95,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         failures, self._failures_of_step = self._failures_of_step, None
         if failures is None:
             return self._step(batch, task_loss(loss))
-        with failures.explained(), own_messages_refused():
+        with failures.explained(), own_messages_refused(self.model, self._spread.parts.layout):
             return self._step(batch, replace(task_loss(loss), errors=failures.of_task))
 
     def _step(self, batch: StepBatch, loss: TaskLoss) -> StepReport:
