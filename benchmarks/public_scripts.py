@@ -50,6 +50,39 @@ SCRIPTS: Mapping[str, Mapping[str, str]] = {
         "zh": "[PyTorch 的示例](https://github.com/pytorch/examples)，`imagenet/main.py --dummy --no-accel -j 0 "
         "--dist-url env:// --dist-backend gloo --seed 1`，2 个 rank 用 `-b 4`，4 个用 `-b 2`，单独用 `-b 8`",
     },
+    "trl-dpo": {
+        "en": "TRL 1.16.0, `-m trl.scripts.dpo --max_steps 6 --use_cpu`; a folder of pairs of answers, a Llama "
+        "of two layers of 32",
+        "zh": "TRL 1.16.0，`-m trl.scripts.dpo --max_steps 6 --use_cpu`；一个成对回答的文件夹，两层、宽 32 的 Llama",
+    },
+    "trl-reward": {
+        "en": "TRL 1.16.0, `-m trl.scripts.reward --max_steps 6 --use_cpu`; likewise",
+        "zh": "TRL 1.16.0，`-m trl.scripts.reward --max_steps 6 --use_cpu`；同上",
+    },
+    "nanogpt": {
+        "en": "[nanoGPT](https://github.com/karpathy/nanoGPT), `train.py config/train_shakespeare_char.py --on "
+        "cpu` with two layers of 32, `--dropout=0.0 --compile=False --dtype=float32 --gradient_accumulation_steps=4`",
+        "zh": "[nanoGPT](https://github.com/karpathy/nanoGPT)，`train.py config/train_shakespeare_char.py`，"
+        "`--on cpu`，两层、宽 32，`--dropout=0.0 --compile=False --dtype=float32 --gradient_accumulation_steps=4`",
+    },
+    "mingpt-ddp": {
+        "en": "PyTorch's examples, `distributed/minGPT-ddp`, `--on cpu --seed 0`, two layers of 32, batches of "
+        "8, without `use_amp`; its text, and boto3 as a module without functions",
+        "zh": "PyTorch 的示例，`distributed/minGPT-ddp`，`--on cpu --seed 0`，两层、宽 32，批为 8，不用 "
+        "`use_amp`；用它自己的文本，boto3 是一个没有函数的模块",
+    },
+    "minimind": {
+        "en": "[minimind](https://github.com/jingyaogong/minimind), `trainer/train_pretrain.py`, `--on cpu`, "
+        "two layers of 64, `--batch_size 4 --accumulation_steps 2`; 400 lines of text and a tokenizer made of them",
+        "zh": "[minimind](https://github.com/jingyaogong/minimind)，`trainer/train_pretrain.py`，`--on cpu`，"
+        "两层、宽 64，`--batch_size 4 --accumulation_steps 2`；400 行文本，分词器由它们训练",
+    },
+    "ignite-cifar10": {
+        "en": "[ignite](https://github.com/pytorch/ignite), `examples/cifar10/main.py run --backend gloo`, "
+        "`--on cpu`; in place of torchvision 400 random images and a small convolution with batch norm",
+        "zh": "[ignite](https://github.com/pytorch/ignite)，`examples/cifar10/main.py run --backend gloo`，"
+        "`--on cpu`；用 400 张随机图像和一个带 batch norm 的小卷积网络代替 torchvision",
+    },
 }
 WORDS: Mapping[str, Mapping[str, str]] = {
     "en": {
@@ -59,6 +92,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "figures": ": {steps} steps, gradients within {gradients}, noise {noise}",
         "other": "not the same step: `{kind}`",
         "first": ", in step {first_step}",
+        "none": "no verdict",
     },
     "zh": {
         "script": "脚本",
@@ -67,6 +101,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "figures": "：{steps} 步，梯度相差不超过 {gradients}，噪声 {noise}",
         "other": "不是同一步：`{kind}`",
         "first": "，在第 {first_step} 步",
+        "none": "没有结论",
     },
 }
 
@@ -120,7 +155,9 @@ def cell(row: Mapping[str, Any] | None, language: str) -> str:
         return ""
     words = WORDS[language]
     shown = {**row, **{name: small(row[name]) for name in ("gradients", "noise") if row.get(name) is not None}}
-    if row["same_step"]:
+    if row["same_step"] is None:  # the script was refused
+        told = words["none"]
+    elif row["same_step"]:
         told = words["same"] + (words["figures"].format(**shown) if "gradients" in shown else "")
     else:
         told = words["other"].format(**shown) + (words["first"].format(**shown) if row.get("first_step") else "")
