@@ -14,7 +14,7 @@ from torch import nn
 from samestep.recording.samples import rows_of
 from samestep.recording.skipped import SKIPPED, without_skipped
 from samestep.recording.store import RecordWriter, events
-from samestep.script_proof.draws import Draws, Now
+from samestep.script_proof.draws import Draws, Now, own_draw
 from samestep.script_proof.fetching import Fetching
 from samestep.script_proof.given import GivenBatches
 from samestep.script_proof.held import Changes, HeldWeights
@@ -52,6 +52,11 @@ def test_one_process_gets_what_ranks_drew(
     writer.close()
     assert [each["how"] for each in events(tmp_path / "alone")] == [how]
     assert result.tolist() == (wanted if wanted is not None else [0.0] * shape)
+
+
+def test_draws_of_each_rank_are_told_from_those_that_all_have(tmp_path: Path) -> None:
+    assert own_draw(drawn(tmp_path / "own", torch.tensor([1.0]), torch.tensor([2.0]))) == "randn"
+    assert own_draw(drawn(tmp_path / "same", torch.tensor([1.0]), torch.tensor([1.0]))) is None
 
 
 class Lazy(dict[str, Any]):

@@ -27,7 +27,7 @@ from samestep.recording.differences import (
 from samestep.recording.record import RunRecord, with_names_of
 from samestep.script_proof.averages import averaged_steps, averaging_finding
 from samestep.script_proof.copies import changed_finding, held_finding, random_states_finding, scaler_finding
-from samestep.script_proof.draws import JOINED, ONE, SAME, UNLIKE
+from samestep.script_proof.draws import JOINED, ONE, SAME, UNLIKE, own_draw
 from samestep.script_proof.evaluation import joined_finding, own_share_finding
 from samestep.script_proof.follow import order_finding
 from samestep.script_proof.gradients import StepPair, gradient_finding
@@ -235,11 +235,26 @@ def compare_runs(folder: Path, *, dropout: bool = False) -> Verdict:
         whole=gave_no_measure(folder, "halves"),
         placed=gave_no_measure(folder, "reversed"),
     ).verdict()
+    if continued(split) and verdict.finding is not None and verdict.finding.kind in _BY_DRAWS:
+        _check_draws(folder / SPLIT)
     return replace(
         verdict,
         notes=[*verdict.notes, *start_notes(folder / ALONE, folder / SPLIT)],
         not_compared=[*verdict.not_compared, *not_compared(folder / SPLIT, split)],
     )
+
+
+_BY_DRAWS = frozenset({"forward-differs", "gradients-differ", "loss-of-own-rows", "backward-differs"})
+
+
+def _check_draws(split: Path) -> None:
+    """Raise UserError where a resumed run differs, and its ranks draw numbers that one process was not given."""
+    if (name := own_draw(split)) is not None:
+        raise UserError(
+            f"each rank draws random numbers of its own as it trains ({name}), and one process can't be given those "
+            "of a run that --then resumes: its steps differ by them; prove the script without --then, where it is "
+            "given them"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,6 +118,19 @@ def _of_rank(folder: Path) -> Mapping[_Place, Mapping[str, Any]]:
     return {tuple(event["place"]): event["tensor"] for event in events(folder) if event["event"] == "draw"}
 
 
+def own_draw(run: Path) -> str | None:
+    """The function by which ranks first draw numbers, while they train, that are each rank's own."""
+    ranks = [
+        [each for each in events(folder) if each["event"] == "draw" and each["training"]]
+        for folder in rank_folders(run)
+    ]
+    for places in zip(*ranks, strict=False):
+        values = [load(folder, each["tensor"]) for folder, each in zip(rank_folders(run), places, strict=True)]
+        if not all(value.shape == values[0].shape and value.equal(values[0]) for value in values):
+            return str(places[0]["place"][3])
+    return None
+
+
 def draws(run: Path) -> bool:
     """Whether a run draws random numbers, beside those of its data sets, while it trains."""
     folders = rank_folders(run)
