@@ -308,6 +308,24 @@ def test_evaluation_counts_every_sample_once(tmp_path: Path) -> None:
     assert kind_of(verdict(tmp_path, alone, *twice)) == "evaluation-repeats"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [
+        (("wx", "yz"), None),  # two batches of one sample on each rank, of one process as well
+        (("wy", "za"), None),  # the same, shuffled
+        (("wx", "xz"), "evaluation-repeats"),
+        (("wx", "xx"), "evaluation-repeats"),
+        (("w", "z"), "evaluation-loses"),  # no more than one process: another set
+    ],
+)
+def test_an_evaluation_of_so_many_batches_of_each_rank_repeats_nothing(
+    tmp_path: Path, ranks: tuple[str, str], kind: str | None
+) -> None:
+    split = [record(step(row), evaluated=rows, reduced=[3.0]) for row, rows in zip("ab", ranks, strict=True)]
+    alone = record(step("a", "b"), evaluated="wx", reduced=[3.0])
+    assert kind_of(verdict(tmp_path, alone, *split)) == kind
+
+
 def test_other_first_weights_alone_want_a_seed(tmp_path: Path) -> None:
     folder = records.runs(
         tmp_path,

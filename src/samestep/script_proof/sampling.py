@@ -442,7 +442,10 @@ def evaluation_finding(alone: RunRecord, split: RunRecord, keys: Keys | None) ->
         a, s = mine[after], theirs[after]
         if not a or a == s or not set(a) & set(s):
             continue
-        repeated, lost = sum((s - a).values()), sum((a - s).values())
+        further = [row for row in s if row not in a]  # of an evaluation of so many batches of each rank
+        repeated, lost = sum((s - a).values()) - len(further), sum((a - s).values())
+        if further and not repeated and len(further) > lost:
+            continue
         if repeated and not lost and (_cut(split, after) >= repeated or _each_for_itself(split, after, a, s)):
             continue
         kind = "evaluation-loses" if lost and not repeated else "evaluation-repeats"
