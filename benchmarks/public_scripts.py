@@ -83,6 +83,10 @@ SCRIPTS: Mapping[str, Mapping[str, str]] = {
         "zh": "[ignite](https://github.com/pytorch/ignite)，`examples/cifar10/main.py run --backend gloo`，"
         "`--on cpu`；用 400 张随机图像和一个带 batch norm 的小卷积网络代替 torchvision",
     },
+    "fsdp2": {
+        "en": "PyTorch's examples, `distributed/FSDP2/example.py`, `--on cpu --seed 0`",
+        "zh": "PyTorch 的示例，`distributed/FSDP2/example.py`，`--on cpu --seed 0`",
+    },
 }
 WORDS: Mapping[str, Mapping[str, str]] = {
     "en": {
