@@ -60,8 +60,9 @@ SCRIPTS: Mapping[str, Mapping[str, str]] = {
         "zh": "TRL 1.16.0，`-m trl.scripts.reward --max_steps 6 --use_cpu`；同上",
     },
     "nanogpt": {
-        "en": "[nanoGPT](https://github.com/karpathy/nanoGPT), `train.py config/train_shakespeare_char.py --on "
-        "cpu` with two layers of 32, `--dropout=0.0 --compile=False --dtype=float32 --gradient_accumulation_steps=4`",
+        "en": "[nanoGPT](https://github.com/karpathy/nanoGPT), `train.py config/train_shakespeare_char.py`, "
+        "`--on cpu`, with two layers of 32, "
+        "`--dropout=0.0 --compile=False --dtype=float32 --gradient_accumulation_steps=4`",
         "zh": "[nanoGPT](https://github.com/karpathy/nanoGPT)，`train.py config/train_shakespeare_char.py`，"
         "`--on cpu`，两层、宽 32，`--dropout=0.0 --compile=False --dtype=float32 --gradient_accumulation_steps=4`",
     },
@@ -78,9 +79,9 @@ SCRIPTS: Mapping[str, Mapping[str, str]] = {
         "两层、宽 64，`--batch_size 4 --accumulation_steps 2`；400 行文本，分词器由它们训练",
     },
     "ignite-cifar10": {
-        "en": "[ignite](https://github.com/pytorch/ignite), `examples/cifar10/main.py run --backend gloo`, "
+        "en": "[ignite](https://github.com/pytorch/ignite), `cifar10/main.py run --backend gloo`, "
         "`--on cpu`; in place of torchvision 400 random images and a small convolution with batch norm",
-        "zh": "[ignite](https://github.com/pytorch/ignite)，`examples/cifar10/main.py run --backend gloo`，"
+        "zh": "[ignite](https://github.com/pytorch/ignite)，`cifar10/main.py run --backend gloo`，"
         "`--on cpu`；用 400 张随机图像和一个带 batch norm 的小卷积网络代替 torchvision",
     },
     "fsdp2": {
