@@ -64,8 +64,9 @@ def compare_modules(
     some = False
     for place, rows in mine.items():
         others = theirs.get(place, {})
-        pairs = ((own[0], others[row]) for row, own in rows.items() if row in others)
+        pairs = [(own[0], others[row]) for row, own in rows.items() if row in others]
         sizes = [size for own, parts in pairs if (size := _distance(own, parts)) is not None]
+        sizes += _of_parts(pairs)
         some = some or bool(sizes)
         if sizes and not max(sizes) <= limit:
             own = next(each for row, each in rows.items() if row in others)[0]
@@ -86,13 +87,20 @@ class _Output:
 
 
 def _distance(own: _Output, parts: Sequence[_Output]) -> float | None:
-    """How far the output is apart, relative to its norm; of ranks that have a part each, how far the norm is."""
+    """How far the output is apart, relative to its norm; None where ranks have other parts of it."""
     norm = max(own.norm, 1e-12)
     if parts[0].numbers == own.numbers:
         return max(abs(parts[0].norm - own.norm), abs(parts[0].product - own.product)) / norm
-    if sum(part.numbers for part in parts) == own.numbers:
-        return abs(math.hypot(*(part.norm for part in parts)) - own.norm) / norm
     return None
+
+
+def _of_parts(pairs: Sequence[tuple[_Output, Sequence[_Output]]]) -> list[float]:
+    """How far norms are apart where ranks have a part of each output, over all rows: rows may be places."""
+    cut = [(own, parts) for own, parts in pairs if own.numbers not in {part.numbers for part in parts}]
+    if not cut or any(sum(part.numbers for part in parts) != own.numbers for own, parts in cut):
+        return []
+    whole = math.hypot(*(own.norm for own, _ in cut))
+    return [abs(math.hypot(*(part.norm for _, parts in cut for part in parts)) - whole) / max(whole, 1e-12)]
 
 
 def _outputs(steps: Sequence[RankStep], keys: Sequence[str]) -> dict[tuple[str, int], dict[Row, list[_Output]]]:
