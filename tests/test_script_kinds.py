@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import script_records as records
 import torch
+import zoo_tables
 from script_records import Record, Step
 from torch import Tensor
 
 from samestep.errors import UserError
 from samestep.script_proof.compare import Verdict, compare_runs
+from samestep.script_proof.kinds import KINDS
 
 pytestmark = pytest.mark.quick
 WEIGHTS, GRADIENTS, MOVED = records.weights(0), records.weights(1), records.weights(2)
@@ -265,3 +267,8 @@ def test_samples_that_come_twice_or_from_a_loader_are_not_taken_for_draws(tmp_pa
         verdict(tmp_path / "loader", replace(one, batches=2), *crops())
     with pytest.raises(UserError, match="trains on other samples"):
         verdict(tmp_path / "twice", one, *crops(second="us"))
+
+
+def test_every_kind_stands_in_one_group_of_the_zoos_table() -> None:
+    grouped = [kind for _, kinds in zoo_tables.GROUPS for kind in kinds]
+    assert sorted(grouped) == sorted(KINDS)

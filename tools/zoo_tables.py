@@ -10,34 +10,32 @@ if TYPE_CHECKING:
     from zoo import Seen
 
 # Where a fault stands, by its kind: the name of the group in both languages.
-_GROUPS: Sequence[tuple[tuple[str, str], tuple[str, ...]]] = (
+GROUPS: Sequence[tuple[tuple[str, str], tuple[str, ...]]] = (
     (
         ("samples and resumption", "样本与恢复"),
         (
-            "same-samples",
-            "padded-sampler",
-            "lost-samples",
-            "repeated-samples",
-            "same-order-each-epoch",
-            "resume-repeats",
-            "resume-skips",
-            "resume-other-order",
-            "optimizer-state-lost",
+            *("same-samples", "padded-sampler", "lost-samples", "leftover-carried", "data-differs"),
+            *("repeated-samples", "same-order-each-epoch", "resume-repeats", "resume-skips", "resume-other-order"),
+            *("optimizer-state-lost", "scaler-state-lost", "random-states-equal", "ends-early", "steps-differ"),
+            *("step-skipped", "step-not-skipped"),
         ),
     ),
-    (("weights and buffers", "权重与 buffer"), ("weights-not-broadcast", "buffers-differ", "equal-draws")),
+    (
+        ("weights, buffers and draws", "权重、buffer 与随机数"),
+        (
+            *("weights-not-broadcast", "weights-not-sent", "weights-changed", "weights-averaged", "local-steps"),
+            *("other-initial-weights", "not-initialised", "other-dtype", "further-parameters", "ranks-differ"),
+            *("buffers-differ", "buffer", "copies-differ", "copy-differs", "copy-not-updated", "copy-lost"),
+            *("equal-draws", "own-draws"),
+        ),
+    ),
     (
         ("gradients", "梯度"),
         (
-            "summed",
-            "divided-twice",
-            "accumulation-divisor",
-            "lost-micro-batches",
-            "mean-of-means",
-            "not-reduced",
-            "parameter-not-reduced",
-            "some-gradients-scaled",
-            "local-batch-statistics",
+            *("summed", "divided-twice", "accumulation-divisor", "lost-micro-batches", "lost-targets"),
+            *("mean-of-means", "loss-of-own-rows", "parts-weighted", "local-batch-statistics", "padding-matters"),
+            *("not-reduced", "parameter-not-reduced", "missing-gradient", "reduced-otherwise", "zero-alone"),
+            *("zero-split", "gradients-scaled", "some-gradients-scaled", "forward-differs", "backward-differs"),
             "gradients-differ",
         ),
     ),
@@ -46,10 +44,20 @@ _GROUPS: Sequence[tuple[tuple[str, str], tuple[str, ...]]] = (
         ("clip-before-reduction", "clip-local-norm", "clip-each-micro-batch", "not-clipped"),
     ),
     (
-        ("learning rate and decay", "学习率与权重衰减"),
-        ("schedule-steps", "learning-rate-scaled", "learning-rate-differs", "weight-decay"),
+        ("learning rate, decay and update", "学习率、权重衰减与更新"),
+        (
+            *("schedule-steps", "schedule-length", "learning-rate", "learning-rate-scaled", "learning-rate-differs"),
+            *("weight-decay", "optimizer-setting", "other-group", "not-in-optimizer", "other-shape"),
+            *("update-differs", "weights-differ", "scaler-differs"),
+        ),
     ),
-    (("evaluation", "评估"), ("evaluation-repeats", "evaluation-loses")),
+    (
+        ("evaluation", "评估"),
+        (
+            *("evaluation-repeats", "evaluation-loses", "evaluation-joined", "evaluation-own-share"),
+            *("evaluation-differs", "loss-differs"),
+        ),
+    ),
 )
 _RIGHT = ("right scripts", "正确的脚本")
 _ALL = ("all faults", "全部错误")
@@ -74,7 +82,7 @@ def write(root: Path, seen: Sequence["Seen"]) -> None:
 def summary(seen: Sequence["Seen"], language: int) -> str:
     """A row for each group of faults, and one for the right scripts."""
     wrong = [each for each in seen if not each.animal.right]
-    rows = [(name[language], [each for each in wrong if each.animal.kind in kinds]) for name, kinds in _GROUPS]
+    rows = [(name[language], [each for each in wrong if each.animal.kind in kinds]) for name, kinds in GROUPS]
     lines: list[Sequence[str]] = []
     for name, group in (*rows, (_ALL[language], wrong)):
         placed = [each for each in group if each.animal.module is not None]
