@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -233,7 +234,7 @@ def test_a_pickle_that_names_a_function_is_refused(trained: Path, model: LlamaFo
     assert not (tmp_path / "was-run").exists()
 
 
-SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def test_weights_that_the_files_name_otherwise_are_rounded_as_the_files_are(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
+from transformers.data.data_collator import DataCollatorWithPadding
 
 import samestep
 from samestep.tasks import HuggingFace
@@ -28,7 +29,7 @@ def bert() -> transformers.BertForSequenceClassification:
         num_attention_heads=2,
         intermediate_size=24,
         max_position_embeddings=16,
-        num_labels=3,
+        num_labels=3,  # pyright: ignore[reportCallIssue]
     )
     return transformers.BertForSequenceClassification(config)
 
@@ -75,7 +76,7 @@ def recipe_of(task: samestep.Task, **values: Any) -> samestep.Recipe:
 
 
 def handed_over(model: Callable[[], nn.Module] = bert) -> samestep.Task:
-    return HuggingFace(model=model, data=ROWS, collator=transformers.DataCollatorWithPadding(tokenizer()))
+    return HuggingFace(model=model, data=ROWS, collator=DataCollatorWithPadding(tokenizer()))
 
 
 def trained(recipe: samestep.Recipe, folder: Path, layout: str = "single") -> samestep.TrainResult:

@@ -92,11 +92,17 @@ def test_a_sample_is_the_same_in_any_company_and_another_in_each_epoch_and_seed(
         assert all(one != other for one, other in zip(together, others, strict=True))
 
 
+def seed_all() -> None:
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+
+
 @pytest.mark.parametrize("kind", [Jittered, Together])
 def test_the_generators_are_left_as_they_were(kind: type[Jittered]) -> None:
-    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    seed_all()
     expected = torch.rand(()).item(), np.random.random(), random.random()
-    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    seed_all()
     read(kind, [1, 2, 3])
     assert (torch.rand(()).item(), np.random.random(), random.random()) == expected
 

@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from script_records import Record, Step, runs, weights
-from transformers import GPT2Config, GPT2Model, LlamaConfig, PreTrainedModel, T5Config, T5Model
+from transformers import GPT2Config, LlamaConfig, PreTrainedModel, T5Config
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
+from transformers.models.gpt2.modeling_gpt2 import GPT2Model
+from transformers.models.t5.modeling_t5 import T5Model
 
 from samestep.recording.store import EVENTS
 from samestep.script_proof import tiny
@@ -22,7 +25,7 @@ def test_models_get_two_layers_however_a_configuration_has_them(monkeypatch: pyt
     monkeypatch.setattr(PreTrainedModel, "__init__", PreTrainedModel.__init__)  # given back afterwards
     noted: list[tuple[str, str, int]] = []
     tiny.install(lambda *what: noted.append(what))
-    sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4}
+    sizes: dict[str, Any] = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4}
     gemma = Gemma2ForCausalLM(
         Gemma2Config(**sizes, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=2)
     )

@@ -119,6 +119,7 @@ OTHERS = {
     "docs/elastic.md": {"--rdzv-conf", "--shm-size"},
     "docs/engines/deepspeed.md": {"--num_gpus", "--num_accelerators"},
     "docs/run.md": {"--nproc-per-node"},
+    "docs/is-my-training-right.md": {"--batch_size"},
     "docs/places.md": {"--gpus-per-task", "--gpus-per-node", "--gpu-bind", "--key"},
 }
 

@@ -327,10 +327,10 @@ WRONG_IN_A_LOOP: Mapping[str, tuple[Callable[[samestep.Session], None], str]] = 
     "step: a loss's value": (lambda s: stepped(s, loss=torch.tensor(0.5)), r"the loss is a Tensor; use a function"),
     "batches: a loader": (
         lambda s: dealt(s, DataLoader(Longer(says=9, gives=9))),
-        r"a DataLoader has batches.*loader.dataset",
+        r"batch= and collate= and a DataLoader are given, .* or give the DataLoader's data set",
     ),  # pyright: ignore
     "batches: a generator": (lambda s: dealt(s, generator()), r"session.batches\(samples\): a generator"),
-    "batches: no collate": (lambda s: dealt(s, Points().pairs, collate=None), r"collate is None; use a function"),
+    "batches: no collate": (lambda s: dealt(s, Points().pairs, collate="pad"), r"collate is a str; use a function"),
     "batches: of no samples": (lambda s: dealt(s, Points().pairs, batch=0), r"batch is 0; use a whole number"),
     "batches: half a step": (lambda s: dealt(s, Points().pairs, steps=0.5), r"steps is 0.5; use a whole number"),
     "batches: mappings": (

@@ -109,8 +109,8 @@ MENDS = (
     Mend(
         what="a proof compares offloaded parameters on the device",
         file="verification/proof.py",
-        now="mine = as_real(mine).to(device)  # offloaded",
-        before="mine = as_real(mine)  # offloaded",
+        now="value = as_real(value).to(device)  # offloaded",
+        before="value = as_real(value)  # offloaded",
         task="language",
         layout="fsdp2 offload=parameters",
         seen="on the same device",

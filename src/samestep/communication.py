@@ -129,7 +129,7 @@ def _shipped_or_added(value: Any, shipped: ValidatorFunctionWrapHandler) -> Any:
             "Input should be of another kind",
             {"discriminator": "'kind'", "tag": kind, "expected_tags": tags},
         )
-    options_type = getattr(method, "options_type", None)
+    options_type: Any = getattr(method, "options_type", None)
     if getattr(options_type, "kind", None) != kind:
         raise UserError(
             f'recipe.communication.kind is "{kind}", and {method.__module__}:{method.__qualname__} has no '

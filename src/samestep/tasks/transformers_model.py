@@ -70,10 +70,12 @@ def pretrained_of(model: "nn.Module", processors: Sequence[Any] = ()) -> Pretrai
 
     Raises UserError where the configuration doesn't describe the model, so that `from_pretrained` couldn't load it.
     """
-    transformers = sys.modules.get("transformers")  # imported by whoever has made a model of it
+    transformers: Any = sys.modules.get("transformers")  # imported by whoever has made a model of it
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
-    pretrained = Pretrained(build=type(model)._from_config, config=model.config, processors=processors)
+    model_class: Any = type(model)
+    config: Any = model.config
+    pretrained = Pretrained(build=model_class._from_config, config=config, processors=processors)
     here = model.state_dict(keep_vars=True)
     described = pretrained._model().state_dict(keep_vars=True)
     for name in [*here, *described]:

@@ -55,7 +55,7 @@ def dealt_parts(
         raise UserError(f"{what}: batch= is missing; give the number of samples of a global batch, or a DataLoader")
     return LoaderParts(
         samples=samples,
-        collate=default_collate if collate is None else collate,
+        collate=_Collated(default_collate) if collate is None else collate,
         batch=batch,
         shuffle=shuffle is not False,
         drop_last=False,
@@ -114,8 +114,9 @@ def _order(dataset: Any, sampler: Any, what: str) -> tuple[Samples, bool, int | 
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset):
         return dataset, True, None
     # Of an IterableDataset the check of the samples says why it can't be dealt out.
-    if type(sampler) is SequentialSampler or isinstance(dataset, IterableDataset):
-        return dataset, False, None
+    if isinstance(sampler, SequentialSampler) or isinstance(dataset, IterableDataset):
+        samples: Any = dataset
+        return samples, False, None
     raise UserError(
         f"{what}: the DataLoader's {type(sampler).__name__} chooses samples in a way of its own, and a session has "
         "each sample once an epoch, in order or shuffled; use shuffle=True or False, or a torch.utils.data.Subset "

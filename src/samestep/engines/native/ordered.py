@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.loader import MicroBatch, StepBatch
-from samestep.engines.base import Loss, Preparation
+from samestep.engines.base import Preparation
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.engines.setup import TrainerSetup, spread_as
@@ -18,6 +18,7 @@ from samestep.parallel.optimizer.spread import spread_optimizer
 from samestep.parallel.ordered import OrderedModel, total_of_halves
 from samestep.parallel.parallel_model import WholeModel
 from samestep.tasks.base import sum_and_count
+from samestep.tasks.losses import TaskLoss
 from samestep.torch_internals.modules import AnyBatchNorm
 
 
@@ -53,7 +54,7 @@ class OrderedTrainer(NativeTrainer):
         super().__init__(setup)
         self._ordered = ordered
 
-    def backward(self, batch: StepBatch, loss: Loss) -> Tensor:
+    def backward(self, batch: StepBatch, loss: TaskLoss) -> Tensor:
         """Leave sum over the global batch / its samples in the gradients; returns [loss sum, count]."""
         sums = self._ordered.sums
         facts = torch.zeros(sums.virtual_ranks, 2, dtype=torch.float64, device=self._device)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from samestep.data.loader import StepBatch
-from samestep.engines.base import Loss, Preparation
+from samestep.engines.base import Preparation
 from samestep.engines.native.trainer import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.engines.setup import TrainerSetup, spread_as
@@ -17,6 +17,7 @@ from samestep.parallel.layout_failure import LayoutFailures
 from samestep.parallel.optimizer.shared import SharedReplicas
 from samestep.parallel.optimizer.spread import check_by_number
 from samestep.parallel.sharding import ShardTable
+from samestep.tasks.losses import TaskLoss
 
 
 def prepare(model: nn.Module, how: Preparation, failures: LayoutFailures) -> "SharedReplicasTrainer":
@@ -45,7 +46,7 @@ class SharedReplicasTrainer(NativeTrainer):
         super().__init__(setup)
         self._shared = shared
 
-    def backward(self, batch: StepBatch, loss: Loss) -> Tensor:
+    def backward(self, batch: StepBatch, loss: TaskLoss) -> Tensor:
         """Run backward into this rank's gradients, then average its rows of the gradient over all ranks."""
         totals = super().backward(batch, loss)
         self._shared.sum()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from samestep.data.loader import StepBatch
-from samestep.engines.base import Loss, StepReport
+from samestep.engines.base import StepReport
 from samestep.engines.parameter_server.member import ServerSetup
 from samestep.engines.parameter_server.messages import Push, PushHeader, PushKind, ReplyHeader
 from samestep.engines.parameter_server.worker import Worker
@@ -23,6 +23,7 @@ from samestep.engines.setup import TrainerSetup
 from samestep.parallel.holdings import Holdings
 from samestep.parallel.sharding import Entry
 from samestep.parallel.state_shards import Piece
+from samestep.tasks.losses import TaskLoss
 from samestep.torch_internals.operators import innermost_mode
 
 
@@ -36,7 +37,7 @@ class RestartingWorker(Worker):
         self._away = self._lost = False
         self._slowest = 0.0  # step count of the slowest present worker, from the last reply
 
-    def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
+    def _step(self, batch: StepBatch, loss: TaskLoss) -> StepReport:
         # The rank itself computes the first step, in which all ranks check the model, and steps under a dispatch
         # mode, which counts the operators of its own thread.
         if not self._away and (self._steps == 0 or innermost_mode() is not None):
@@ -53,7 +54,7 @@ class RestartingWorker(Worker):
             return self._miss(batch)
         return self._push_and_pull(batch, totals, gradients)
 
-    def _leave(self, death: ProcessDiedError, batch: StepBatch, loss: Loss) -> None:
+    def _leave(self, death: ProcessDiedError, batch: StepBatch, loss: TaskLoss) -> None:
         """Report the worker as away to the servers, and start another process if a restart is left."""
         self._away = True
         self._tell(PushKind.AWAY, batch)

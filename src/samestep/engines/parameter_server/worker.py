@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from samestep.data.loader import StepBatch
-from samestep.engines.base import Loss, StepReport
+from samestep.engines.base import StepReport
 from samestep.engines.parameter_server.member import ParameterServerMember
 from samestep.engines.parameter_server.messages import Push, PushHeader, ReplyHeader
+from samestep.tasks.losses import TaskLoss
 
 
 class Worker(ParameterServerMember):
@@ -18,13 +19,13 @@ class Worker(ParameterServerMember):
     _steps = 0
     _stop_at = math.inf  # the step from which on every rank reports a loss of NaN
 
-    def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
+    def _step(self, batch: StepBatch, loss: TaskLoss) -> StepReport:
         totals = self._compute(batch, loss)
         return self._push_and_pull(
             batch, totals, {name: parameter.grad for name, parameter in self.flat.parameters.items()}
         )
 
-    def _compute(self, batch: StepBatch, loss: Loss) -> Tensor:
+    def _compute(self, batch: StepBatch, loss: TaskLoss) -> Tensor:
         """Compute the gradients of this worker's samples. Returns their loss sum and count."""
         if not self.model.training:
             self.model.train()

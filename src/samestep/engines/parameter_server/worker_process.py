@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.loader import StepBatch
-from samestep.engines.base import Loss
 from samestep.engines.parameter_server.shards import FlatParameters, shared_empty
 from samestep.errors import UserError
 from samestep.fault_tolerance.watchdog import Handle
 from samestep.launch.fork_server import end_with_parent
 from samestep.launch.network import sockets
+from samestep.tasks.losses import TaskLoss
 
 _STDERR = 2  # the number of its open file
 _READY = b"ready"
@@ -66,7 +66,7 @@ class _Failed:
 class _Life:
     """One forked process."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: TaskLoss) -> None:
         self.loss = loss  # the loss with which the process was forked
         self.connection, self.other_end = Pipe()
         self.forked = threading.Event()
@@ -147,7 +147,9 @@ class _Life:
 class WorkerProcess:
     """Computes a worker's gradients in a forked process, which can be started again after its death."""
 
-    def __init__(self, model: nn.Module, flat: FlatParameters, backward: Callable[[StepBatch, Loss], Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, flat: FlatParameters, backward: Callable[[StepBatch, TaskLoss], Tensor]
+    ) -> None:
         """`backward` computes a step's gradients; `flat` is in shared memory."""
         self._model = model
         self._backward = backward
@@ -165,7 +167,7 @@ class WorkerProcess:
         """The shared memory through which gradients are passed."""
         return self._flat_gradient
 
-    def start(self, loss: Loss) -> None:
+    def start(self, loss: TaskLoss) -> None:
         """Fork a process that computes with this loss. Raises ProcessDiedError if it isn't ready in time."""
         self.close()
         self._share_buffers()
@@ -177,7 +179,7 @@ class WorkerProcess:
         life.forked.wait()
         life.receive(_START_LIMIT)
 
-    def compute(self, batch: StepBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor | None]]:
+    def compute(self, batch: StepBatch, loss: TaskLoss) -> tuple[Tensor, dict[str, Tensor | None]]:
         """Compute a step's loss sum and count, and each parameter's gradient, which is valid until the next step.
 
         Raises ProcessDiedError if the process dies, and the UserError that its step raised.
@@ -239,7 +241,7 @@ class WorkerProcess:
                     stream.flush()
                 life.other_end.send_bytes(pickle.dumps(answer))
 
-    def _answer(self, batch: StepBatch, loss: Loss) -> Computed | _Failed:
+    def _answer(self, batch: StepBatch, loss: TaskLoss) -> Computed | _Failed:
         began = time.thread_time()
         try:
             totals = self._backward(batch, loss)
