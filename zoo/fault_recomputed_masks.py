@@ -1,7 +1,7 @@
 """Dropout that is recomputed in backward without the state of its generator has other masks there.
 
 report: allenai/OLMo-core PR 828
-kind: gradients-differ
+kind: backward-differs
 verify: --dropout
 """
 
