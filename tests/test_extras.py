@@ -126,7 +126,7 @@ def test_what_needs_an_extra_says_how_to_install_it(told: dict[str, Any], name: 
     assert re.search(said, " ".join(text.split())), text
 
 
-@pytest.mark.skipif(is_installed("horovod"), reason="it is installed")
+@pytest.mark.skipif(is_installed("horovod"), reason="needs an environment without Horovod")
 def test_a_folder_without_code_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "horovod").mkdir()  # such as one of its configurations, beside the job
     monkeypatch.syspath_prepend(tmp_path)

@@ -2,8 +2,8 @@
 
 Augmentations draw from the global generators of PyTorch, NumPy or Python. Which numbers a sample got would depend on
 what the process had drawn before: on the rank, the micro-batch, the loading process. So the three are seeded before
-each sample, and restored after a batch of them. A sample is then augmented alike in every layout, otherwise in the
-next epoch, and again alike where a training goes on from a checkpoint.
+each sample, and restored after a batch of them. A sample then has the same augmentation in every layout and after a
+resumption from a checkpoint, and another one in each epoch.
 """
 
 import random
