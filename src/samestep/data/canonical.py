@@ -208,8 +208,8 @@ class Canonical:
     def _add_each(self, hashes: _Hashes, values: Any) -> None:
         """Add each value of a sequence, and how many they are."""
         hashes.update(len(values).to_bytes(8, "little"))
-        for each in values:
-            self._add(hashes, each)
+        for value in values:
+            self._add(hashes, value)
 
     def _note(self, hashes: _Hashes, value: Any) -> None:
         """Add the type of what has no hash, and note it."""
@@ -250,6 +250,6 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 def _slots(kind: type) -> Iterable[str]:
     """The names of a class's slots, with those of its bases."""
-    for each in kind.__mro__:
-        slots = each.__dict__.get("__slots__", ())
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
         yield from (name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__"))

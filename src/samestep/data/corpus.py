@@ -73,13 +73,13 @@ def divide(documents: Sequence[str], held_out: float, where: str) -> RunningText
     counts = [0, 0]
     size = min(_PIECE, max(_SHORTEST_PIECE, sum(map(len, documents)) // _PIECES))
     for document in documents:
-        found = list(_pieces(document, size))
-        _, chosen = split(found, held_out)
+        pieces = list(_pieces(document, size))
+        _, chosen = split(pieces, held_out)
         on_hold = set(chosen)
-        counts[0] += len(found) - len(on_hold)
+        counts[0] += len(pieces) - len(on_hold)
         counts[1] += len(on_hold)
-        for is_held, run in groupby(range(len(found)), key=on_hold.__contains__):
-            (held if is_held else train).append("".join(found[index] for index in run))
+        for is_held, run in groupby(range(len(pieces)), key=on_hold.__contains__):
+            (held if is_held else train).append("".join(pieces[index] for index in run))
     check_split(counts[0], counts[1], held_out, where)
     return RunningText(train=train, held_out=held)
 

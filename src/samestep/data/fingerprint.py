@@ -165,10 +165,10 @@ def _same(one: Mark | None, other: Mark | None) -> bool:
     return one is other if one is None or other is None else one.is_as(other)
 
 
-def _at(known: SamplesIdentity, part: str, rows: int) -> Mark | None:
+def _at(identity: SamplesIdentity, part: str, rows: int) -> Mark | None:
     """The hashes of a part in the first so many rows; None for a part that isn't there."""
-    hashes = known.parts.get(part, ())
-    number = _marks(known.rows).index(rows)
+    hashes = identity.parts.get(part, ())
+    number = _marks(identity.rows).index(rows)
     return hashes[number] if number < len(hashes) else None
 
 
@@ -178,15 +178,15 @@ def _whole(samples: Samples) -> Mark | None:
         return Mark(exact=samples.digest())
     held: Any = samples.tensors if type(samples) is TensorDataset else samples
     tensors = held if isinstance(held, tuple) else (held,)
-    if not all(type(each) in (torch.Tensor, np.ndarray) for each in tensors):
+    if not all(type(tensor) in (torch.Tensor, np.ndarray) for tensor in tensors):
         return None
-    if sum(each.nbytes for each in tensors) > _MOST_BYTES:
+    if sum(tensor.nbytes for tensor in tensors) > _MOST_BYTES:
         return None
     canonical, chain = Canonical(), _Chain()
-    width = max(1, sum(each.nbytes // each.itemsize for each in tensors) // max(1, len(samples)))
+    width = max(1, sum(tensor.nbytes // tensor.itemsize for tensor in tensors) // max(1, len(samples)))
     for number in range(_GROUPS):
         of_group = slice(number * len(samples) // _GROUPS, (number + 1) * len(samples) // _GROUPS)
-        chain.add(number, canonical.hashed([each[of_group] for each in tensors]), width)
+        chain.add(number, canonical.hashed([tensor[of_group] for tensor in tensors]), width)
     return None if canonical.unknown else chain.mark()
 
 
@@ -247,7 +247,7 @@ class _Chain:
     def mark(self) -> Mark:
         """What is known of the rows so far."""
         self._sum()
-        exact, coarse = (each.hexdigest()[:32] for each in (self._exact, self._coarse))
+        exact, coarse = (chain.hexdigest()[:32] for chain in (self._exact, self._coarse))
         if self._rounding is None or not np.isfinite(self._sums).all():  # numbers too large for their squares
             return Mark(exact=exact)
         groups = tuple(f"{self._groups[group]:08x}" for group in sorted(self._groups))
@@ -367,14 +367,14 @@ def _flat(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
     """The parts of a row by name: the values of mappings and tuples, also of those inside them."""
     inner: list[tuple[str, Any]] = []
     if isinstance(value, Mapping):
-        inner = [(str(key), each) for key, each in value.items()]
+        inner = [(str(key), item) for key, item in value.items()]
     elif isinstance(value, tuple) or (isinstance(value, list) and name == _ALL and len(value) == 2):
-        inner = [(str(number), each) for number, each in enumerate(value)]
+        inner = [(str(number), item) for number, item in enumerate(value)]
     if not inner or not depth or len(inner) > _MOST_PARTS:
         yield name, value
         return
-    for key, each in inner:
-        yield from _flat(each, key if name == _ALL else f"{name}.{key}", depth - 1)
+    for key, nested in inner:
+        yield from _flat(nested, key if name == _ALL else f"{name}.{key}", depth - 1)
 
 
 def _spread(size: int) -> Iterator[int]:

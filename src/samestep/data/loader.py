@@ -76,7 +76,7 @@ class StepBatch:
 
     def samples(self) -> list[int]:
         """Indices, in the data set, of the samples that this rank computes, zero-weight ones included."""
-        return [number for each in self.micro_batches for number in each.moment.samples.tolist()]
+        return [number for micro_batch in self.micro_batches for number in micro_batch.moment.samples.tolist()]
 
 
 def _begun(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -316,10 +316,10 @@ class Chunks:
         self._count = count
         self._device = device
         self._dtype = dtype
-        wanted = [number if number < count else 0 for number in self._mine]
+        numbers = [number if number < count else 0 for number in self._mine]
         self._loader = DataLoader(
             _Reading(samples, seed),  # pyright: ignore[reportArgumentType]
-            batch_sampler=[list(range(n * size, min(len(samples), (n + 1) * size))) for n in wanted],
+            batch_sampler=[list(range(n * size, min(len(samples), (n + 1) * size))) for n in numbers],
             collate_fn=_CollateBatch(collate),
             num_workers=workers,
             multiprocessing_context=_FORK if workers else None,

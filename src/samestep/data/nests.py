@@ -23,10 +23,10 @@ def map_tensors(function: Callable[[Any], Any], nest: Any, kind: type | tuple[ty
     if isinstance(nest, kind):
         return function(nest)
     if isinstance(nest, tuple):
-        made = [map_tensors(function, each, kind) for each in nest]
+        made = [map_tensors(function, item, kind) for item in nest]
         return type(nest)(*made) if hasattr(nest, "_fields") else type(nest)(made)
     if isinstance(nest, list):
-        return [map_tensors(function, each, kind) for each in nest]
+        return [map_tensors(function, item, kind) for item in nest]
     if isinstance(nest, Mapping):
         return _map_values(function, nest, kind)
     attributes = _attributes(nest)
@@ -55,9 +55,9 @@ def _attributes(value: Any) -> dict[str, Any]:
     if isinstance(value, (type, nn.Module)) or callable(value):
         return {}
     if is_dataclass(value):
-        return {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
-    found = getattr(value, "__dict__", {})
-    return {name: held for name, held in found.items() if isinstance(held, (Tensor, list, tuple, dict))}
+        return {field_.name: getattr(value, field_.name) for field_ in fields(value) if hasattr(value, field_.name)}
+    attributes = getattr(value, "__dict__", {})
+    return {name: held for name, held in attributes.items() if isinstance(held, (Tensor, list, tuple, dict))}
 
 
 def tensors_in(nest: Any, kind: type | tuple[type, ...] = Tensor) -> list[Any]:
@@ -70,7 +70,7 @@ def tensors_in(nest: Any, kind: type | tuple[type, ...] = Tensor) -> list[Any]:
         inside = list(nest.values())
     else:
         inside = list(_attributes(nest).values())
-    return [tensor for each in inside for tensor in tensors_in(each, kind)]
+    return [tensor for item in inside for tensor in tensors_in(item, kind)]
 
 
 def equal(first: Any, second: Any) -> bool:

@@ -126,8 +126,8 @@ def virtual_shares(batch: Indices, place: DataPlace, virtual_ranks: int) -> list
     # ceil(V / ranks) on every rank: a rank with one virtual rank fewer ends with a zero-weight micro-batch.
     for number in range(first, first + -(-virtual_ranks // place.of)):
         start, stop = bounds(len(batch), number, virtual_ranks) if number < last else (0, 0)
-        mine = batch[start:stop]
-        shares.append(Share(samples=mine) if stop > start else Share(samples=batch[:1], zero_weight=True))
+        samples = batch[start:stop]
+        shares.append(Share(samples=samples) if stop > start else Share(samples=batch[:1], zero_weight=True))
     return shares
 
 

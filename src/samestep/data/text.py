@@ -48,7 +48,7 @@ def once_each(pairs: Iterable[tuple[str, str]], shortest: int = 1) -> dict[str, 
     for text, label in pairs:
         if len(text) >= shortest:
             labels.setdefault(text, set()).add(label)
-    return {text: found.pop() for text, found in labels.items() if len(found) == 1}
+    return {text: own.pop() for text, own in labels.items() if len(own) == 1}
 
 
 _COLUMNS = ("text", "label")
@@ -233,11 +233,11 @@ def collect_records(path: Path, records: Iterable[tuple[int, Mapping[str, Any]]]
     return LabelledTexts(origin=str(path), texts=texts, labels=labels, lines=lines)
 
 
-def integer_labels(found: LabelledTexts) -> LabelledTexts:
+def integer_labels(samples: LabelledTexts) -> LabelledTexts:
     """Convert labels to integers if every label is one; for formats in which all fields are text."""
-    if not all(_is_integer(str(label)) for label in found.labels):
-        return found
-    return replace(found, labels=[int(label) for label in found.labels])
+    if not all(_is_integer(str(label)) for label in samples.labels):
+        return samples
+    return replace(samples, labels=[int(label) for label in samples.labels])
 
 
 def check_columns(place: str, there: Mapping[str, Any]) -> None:
@@ -354,16 +354,16 @@ class Classes:
         )
 
 
-def find_classes(samples: LabelledTexts, wanted: Sequence[str] | None, where: str) -> Classes:
-    """Return the classes of a training file: `wanted`, from the key `where`, or else those of its labels.
+def find_classes(samples: LabelledTexts, classes: Sequence[str] | None, where: str) -> Classes:
+    """Return the classes of a training file: `classes`, from the key `where`, or else those of its labels.
 
     Raises UserError for fewer than two classes, and for integers that can't be class numbers.
     """
     distinct = set(samples.labels)
     if len(distinct) < 2:
         raise UserError(f"{samples.origin}: every label is {samples.labels[0]!r}; at least two classes are needed")
-    if wanted is not None:
-        return Classes(names=tuple(wanted), said_by=where)
+    if classes is not None:
+        return Classes(names=tuple(classes), said_by=where)
     names = samples.names or _names(samples)
     return Classes(names=names, said_by=f"the labels of {samples.origin}")
 

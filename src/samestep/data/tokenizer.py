@@ -53,7 +53,7 @@ class TextTokenizer:
         """The ids of each text with its special tokens, cut to `max_length`: [tokens of the text] each."""
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(max_length)
-        return [np.array(found.ids, dtype=np.int32) for found in self.tokenizer.encode_batch_fast(list(texts))]
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in self.tokenizer.encode_batch_fast(list(texts))]
 
 
 def train_text(texts: Sequence[str], vocabulary: int) -> TextTokenizer:
@@ -142,9 +142,9 @@ class StreamTokenizer:
         """The ids of all documents, each with the end token behind it: [tokens]."""
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
-        found = self.tokenizer.encode_batch_fast(list(documents), add_special_tokens=False)
+        encodings = self.tokenizer.encode_batch_fast(list(documents), add_special_tokens=False)
         end = [] if self.end is None else [self.end]
-        return np.concatenate([np.array([*encoding.ids, *end], dtype=np.int32) for encoding in found])
+        return np.concatenate([np.array([*encoding.ids, *end], dtype=np.int32) for encoding in encodings])
 
 
 def train_stream(documents: Sequence[str], vocabulary: int) -> StreamTokenizer:

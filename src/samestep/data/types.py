@@ -86,14 +86,14 @@ def as_batch(collated: Any) -> Batch:
 
 def splits_of(batch: Batch, samples: int) -> tuple[tuple[int, ...], ...]:
     """The numbers of rows of a batch's samples, of each kind of tensor. Raises UserError for what is none."""
-    given = batch.split
-    if given is None:
+    split = batch.split
+    if split is None:
         return ()
-    several = isinstance(given, (list, tuple)) and len(given) > 0 and not _is_number(given[0])
-    kinds: Any = given if several else [given]
+    several = isinstance(split, (list, tuple)) and len(split) > 0 and not _is_number(split[0])
+    kinds: Any = split if several else [split]
     numbers_of_rows: list[tuple[int, ...]] = []
     for kind in kinds:
-        numbers = [int(each) for each in kind]
+        numbers = [int(number) for number in kind]
         if len(numbers) != samples or min(numbers, default=0) < 0:
             raise UserError(
                 f"the batch's split has {len(numbers)} numbers ({', '.join(map(str, numbers[:6]))}) for {samples} "

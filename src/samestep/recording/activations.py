@@ -21,7 +21,10 @@ class Activations:
     """
 
     def __init__(self, module: nn.Module, root: str, batch: int) -> None:
-        self._names = {id(each): (name, type(each).__name__) for name, each in reversed(list(named_modules(module)))}
+        self._names = {
+            id(submodule): (name, type(submodule).__name__)
+            for name, submodule in reversed(list(named_modules(module)))
+        }
         self._batch = batch
         self._calls: list[dict[str, Any]] = []
         self._directions: dict[int, Tensor] = {}
@@ -33,7 +36,9 @@ class Activations:
         the same for all that matters; which batch a row stood in plays no part.
         """
         name = self._names.get(id(module))
-        value = next((each for _, each in named_tensors(result) if each.is_floating_point() and each.dim() > 0), None)
+        value = next(
+            (tensor for _, tensor in named_tensors(result) if tensor.is_floating_point() and tensor.dim() > 0), None
+        )
         if name is None or value is None or not 0 < self._batch <= _MOST_ROWS or len(self._calls) >= _MOST_CALLS:
             return
         if value.shape[0] % self._batch or not value.numel():

@@ -51,11 +51,11 @@ class RoundingLimits:
     def of(self, name: str) -> float:
         return max(self.common, self.own.get(name, 0.0))
 
-    def exceeded(self, each: TensorDifference) -> bool:
-        return each.missing or not each.apart <= self.of(each.name)
+    def exceeded(self, tensor: TensorDifference) -> bool:
+        return tensor.missing or not tensor.apart <= self.of(tensor.name)
 
-    def ranks_exceeded(self, each: TensorDifference) -> bool:
-        return bool(each.absent) or not each.ranks_apart <= self.of(each.name)
+    def ranks_exceeded(self, tensor: TensorDifference) -> bool:
+        return bool(tensor.absent) or not tensor.ranks_apart <= self.of(tensor.name)
 
 
 def limits_of(
@@ -64,8 +64,8 @@ def limits_of(
     """Return a step's limits; never below those `before`, since noise grows from step to step."""
     unit = torch.finfo(dtype).eps
     smallest = _UNITS * unit
-    common = max(smallest, NOISES * median([each.noise for each in tensors] or [0.0]))
-    own = {each.name: max(NOISES * each.noise, _UNITS_OF_TERMS * unit * each.usual) for each in tensors}
+    common = max(smallest, NOISES * median([tensor.noise for tensor in tensors] or [0.0]))
+    own = {tensor.name: max(NOISES * tensor.noise, _UNITS_OF_TERMS * unit * tensor.usual) for tensor in tensors}
     if before is not None:
         common = max(common, before.common)
         own = {name: max(value, before.own.get(name, 0.0)) for name, value in own.items()}
@@ -85,10 +85,10 @@ def _usual_size(number: int, kind: str, run: RunRecord, names: Sequence[str]) ->
     """The root mean square over all tensors."""
     squares = count = 0.0
     for name in names:
-        found = run.joined(number, kind, name)
-        if found is not None:
-            squares += found.value.square().sum().item()
-            count += found.value.numel()
+        joined = run.joined(number, kind, name)
+        if joined is not None:
+            squares += joined.value.square().sum().item()
+            count += joined.value.numel()
     return math.sqrt(squares / count) if count else 0.0
 
 
@@ -100,26 +100,28 @@ def _apart(
     `usual`, the typical magnitude of a number, is a floor for tensors near zero. `noise` is the difference between
     two runs alone, if there was a second.
     """
-    known = alone.joined(number, kind, name)
-    assert known is not None
+    expected = alone.joined(number, kind, name)
+    assert expected is not None
     repeated = again.joined(number, kind, name) if again is not None and number < again.steps else None
-    found = split.joined(number, kind, name)
+    of_ranks = split.joined(number, kind, name)
     difference = tensor_difference(
         name,
-        known.value,
-        None if found is None else found.value,
+        expected.value,
+        None if of_ranks is None else of_ranks.value,
         usual=usual,
         repeated=None if repeated is None else repeated.value,
-        copies=() if found is None else found.copies,
+        copies=() if of_ranks is None else of_ranks.copies,
     )
-    if found is None or difference.missing:
+    if of_ranks is None or difference.missing:
         return difference
-    return replace(difference, of_ranks=_of_ranks(found, known.value), absent=found.absent if found.copies else ())
+    return replace(
+        difference, of_ranks=_of_ranks(of_ranks, expected.value), absent=of_ranks.absent if of_ranks.copies else ()
+    )
 
 
 def tensor_difference(
     name: str,
-    known: Tensor,
+    expected: Tensor,
     value: Tensor | None,
     *,
     usual: float,
@@ -130,20 +132,20 @@ def tensor_difference(
 
     `usual`: the typical magnitude of a number. `repeated`: the known one's noise. `copies`: of each rank.
     """
-    norm = known.norm().item()
-    least = max(norm, _SMALL * usual * math.sqrt(max(1, known.numel())), 1e-300)
-    noise = _distance(repeated, known) / least if repeated is not None else 0.0
-    if value is None or value.shape != known.shape:
+    norm = expected.norm().item()
+    least = max(norm, _SMALL * usual * math.sqrt(max(1, expected.numel())), 1e-300)
+    noise = _distance(repeated, expected) / least if repeated is not None else 0.0
+    if value is None or value.shape != expected.shape:
         return TensorDifference(
             name=name, alone=norm, apart=math.inf, noise=noise, ranks_apart=0.0, ratio=0.0, rest=0.0, missing=True
         )
-    product = (value * known).sum().item()
-    square, split_square = known.square().sum().item(), value.square().sum().item()
+    product = (value * expected).sum().item()
+    square, split_square = expected.square().sum().item(), value.square().sum().item()
     ratio, rest = ratio_of(product, square, split_square)
     return TensorDifference(
         name=name,
         alone=norm,
-        apart=_distance(value, known) / least,
+        apart=_distance(value, expected) / least,
         noise=noise,
         ranks_apart=max((_distance(copy, copies[0]) / least for copy in copies), default=0.0),
         ratio=ratio,
@@ -151,7 +153,7 @@ def tensor_difference(
         product=product,
         square=square,
         split_square=split_square,
-        usual=usual * math.sqrt(max(1, known.numel())) / least,
+        usual=usual * math.sqrt(max(1, expected.numel())) / least,
     )
 
 
@@ -170,15 +172,15 @@ def ratio_of(product: float, square: float, split_square: float) -> tuple[float,
     return ratio, math.sqrt(rest)
 
 
-def _of_ranks(found: JoinedTensor, known: Tensor) -> list[tuple[float, float]]:
+def _of_ranks(joined: JoinedTensor, expected: Tensor) -> list[tuple[float, float]]:
     """Return, for each rank's piece, its ratio to the known piece, and the remainder."""
     numbers = []
-    for _, place, value in found.pieces:
-        piece = piece_of(known, place).reshape(-1)
-        mine = value.reshape(-1)
-        if mine.numel():
+    for _, place, value in joined.pieces:
+        piece = piece_of(expected, place).reshape(-1)
+        flat = value.reshape(-1)
+        if flat.numel():
             numbers.append(
-                ratio_of((mine * piece).sum().item(), piece.square().sum().item(), mine.square().sum().item())
+                ratio_of((flat * piece).sum().item(), piece.square().sum().item(), flat.square().sum().item())
             )
     return numbers
 
@@ -186,16 +188,16 @@ def _of_ranks(found: JoinedTensor, known: Tensor) -> list[tuple[float, float]]:
 def together(tensors: Sequence[TensorDifference]) -> tuple[float, float]:
     """Return ratio and remainder of several tensors as one."""
     return ratio_of(
-        sum(each.product for each in tensors),
-        sum(each.square for each in tensors),
-        sum(each.split_square for each in tensors),
+        sum(tensor.product for tensor in tensors),
+        sum(tensor.square for tensor in tensors),
+        sum(tensor.split_square for tensor in tensors),
     )
 
 
 def overall(tensors: Sequence[TensorDifference]) -> float:
     """The difference of several tensors as one, relative to their norm alone."""
-    norm = math.sqrt(sum(each.alone**2 for each in tensors))
-    apart = math.sqrt(sum((each.apart * each.alone) ** 2 for each in tensors if math.isfinite(each.apart)))
+    norm = math.sqrt(sum(tensor.alone**2 for tensor in tensors))
+    apart = math.sqrt(sum((tensor.apart * tensor.alone) ** 2 for tensor in tensors if math.isfinite(tensor.apart)))
     return apart / norm if norm else 0.0
 
 

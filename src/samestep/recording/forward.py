@@ -58,18 +58,18 @@ def compare_modules(
     alone: Sequence[RankStep], split: Sequence[RankStep], keys: Keys, *, eps: float
 ) -> ModulesCompared:
     """Compare what modules made of each sample, up to the first module that differs."""
-    mine = _outputs(alone, keys.alone)
+    outputs = _outputs(alone, keys.alone)
     theirs = _outputs(split, keys.split)
     limit = max(_LEAST, 100 * eps)
     some = False
-    for place, rows in mine.items():
+    for place, rows in outputs.items():
         others = theirs.get(place, {})
         pairs = [(own[0], others[row]) for row, own in rows.items() if row in others]
         sizes = [size for own, parts in pairs if (size := _distance(own, parts)) is not None]
         sizes += _of_parts(pairs)
         some = some or bool(sizes)
         if sizes and not max(sizes) <= limit:
-            own = next(each for row, each in rows.items() if row in others)[0]
+            own = next(output for row, output in rows.items() if row in others)[0]
             in_parts = any(row[0].numbers != own.numbers for row in others.values())
             first = ModuleDifference(module=place[0], kind=own.kind, relative=max(sizes), in_parts=in_parts)
             return ModulesCompared(first=first, some=True)
@@ -105,27 +105,27 @@ def _of_parts(pairs: Sequence[tuple[_Output, Sequence[_Output]]]) -> list[float]
 
 def _outputs(steps: Sequence[RankStep], keys: Sequence[str]) -> dict[tuple[str, int], dict[Row, list[_Output]]]:
     """Collect each sample's outputs, one of each rank, by module name and number of its call in a forward."""
-    found: dict[tuple[str, int], dict[Row, list[_Output]]] = {}
+    outputs: dict[tuple[str, int], dict[Row, list[_Output]]] = {}
     for step in steps:
         for place, rows in _outputs_of_rank(step, keys).items():
-            made = found.setdefault(place, {})
+            made = outputs.setdefault(place, {})
             for row, output in rows.items():
                 made.setdefault(row, []).append(output)
-    return found
+    return outputs
 
 
 def _outputs_of_rank(step: RankStep, keys: Sequence[str]) -> dict[tuple[str, int], dict[Row, _Output]]:
-    found: dict[tuple[str, int], dict[Row, _Output]] = {}
+    outputs: dict[tuple[str, int], dict[Row, _Output]] = {}
     for forward in step.forwards:
         rows = rows_of_forward(forward, keys)
         if len(rows) != forward.get("batch", len(rows)):  # samples that are in no known rows
             continue
         for place, call in _calls(forward):
-            made = found.setdefault(place, {})
+            made = outputs.setdefault(place, {})
             for row, norm, product in zip(rows, call["norms"], call["products"], strict=False):
                 output = _Output(kind=call["kind"], numbers=call["numbers"], norm=norm, product=product)
                 made.setdefault(row, output)
-    return found
+    return outputs
 
 
 def _calls(forward: Mapping[str, Any]) -> list[tuple[tuple[str, int], Mapping[str, Any]]]:

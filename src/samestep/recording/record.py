@@ -78,26 +78,26 @@ class RankRecord:
     @classmethod
     def read(cls, folder: Path) -> "RankRecord":
         """Read one rank's records."""
-        found = list(events(folder))
+        recorded = list(events(folder))
 
         def of(kind: str) -> list[Mapping[str, Any]]:
-            return [each for each in found if each["event"] == kind]
+            return [event for event in recorded if event["event"] == kind]
 
         return cls(
-            steps=[RankStep(folder=folder, values=each) for each in without_skipped(of("step"))],
+            steps=[RankStep(folder=folder, values=event) for event in without_skipped(of("step"))],
             evaluations=of("evaluation"),
             gathered=of("gathered"),
-            loaded=[each["after"] for each in of("loaded") if each["after"]],
+            loaded=[event["after"] for event in of("loaded") if event["after"]],
             end=next(iter(of("end")), {}),
             samples=of("sample"),
             iterations=of("iteration"),
             redrawn=of("redrawn"),
             masked=bool(of("masked")),
-            exhausted=[each["after"] for each in of("exhausted")],
+            exhausted=[event["after"] for event in of("exhausted")],
             emptied=bool(of("emptied")),
             opened=of("opened"),
             joined=of("reduced"),
-            variant=next((each.get("variant", "as-is") for each in of("start")), "as-is"),
+            variant=next((event.get("variant", "as-is") for event in of("start")), "as-is"),
         )
 
     def then(self, other: "RankRecord") -> "RankRecord":
@@ -105,18 +105,18 @@ class RankRecord:
         before = len(self.steps)
 
         def later(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-            return [{**each, "after": each["after"] + before} for each in events]
+            return [{**event, "after": event["after"] + before} for event in events]
 
         return RankRecord(
             steps=[*self.steps, *other.steps],
             evaluations=[*self.evaluations, *later(other.evaluations)],
             gathered=[*self.gathered, *later(other.gathered)],
-            loaded=[*self.loaded, before, *(each + before for each in other.loaded)],
+            loaded=[*self.loaded, before, *(after + before for after in other.loaded)],
             end=other.end,
             joined=[*self.joined, *later(other.joined)],
             samples=[*self.samples, *other.samples],
             iterations=[*self.iterations, *other.iterations],
-            exhausted=[*self.exhausted, *(each + before for each in other.exhausted)],
+            exhausted=[*self.exhausted, *(after + before for after in other.exhausted)],
             emptied=self.emptied or other.emptied,
         )
 
@@ -177,7 +177,7 @@ class RunRecord:
         return cls(ranks=[rank if rank.steps or not rank.opened else rank.in_steps_of(stepping) for rank in ranks])
 
     def then(self, other: "RunRecord") -> "RunRecord":
-        return RunRecord(ranks=[mine.then(its) for mine, its in zip(self.ranks, other.ranks, strict=True)])
+        return RunRecord(ranks=[rank.then(its) for rank, its in zip(self.ranks, other.ranks, strict=True)])
 
     @property
     def steps(self) -> int:
@@ -188,10 +188,10 @@ class RunRecord:
 
     def tensor_names(self, number: int, kind: str) -> list[str]:
         """In the order of the first rank that has any."""
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for step in self.step(number):
-            found |= dict.fromkeys(step.tensors.get(kind, ()))
-        return list(found)
+            names |= dict.fromkeys(step.tensors.get(kind, ()))
+        return list(names)
 
     def joined(self, number: int, kind: str, name: str) -> JoinedTensor | None:
         """Assemble a tensor; None if no rank has it."""
@@ -261,8 +261,8 @@ def with_names_of(run: RunRecord, other: RunRecord) -> RunRecord:
     same shapes are matched in the optimizer's order. Tensors of which each rank has a part of its own, cut by the
     script itself, are joined.
     """
-    found = _named_as(run, other)
-    return replace(found, cuts=dict(_cuts(found, other)))
+    renamed = _named_as(run, other)
+    return replace(renamed, cuts=dict(_cuts(renamed, other)))
 
 
 def _cuts(run: RunRecord, other: RunRecord) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -274,9 +274,9 @@ def _cuts(run: RunRecord, other: RunRecord) -> Iterator[tuple[str, tuple[int, in
         return
     for name in other.tensor_names(0, "after"):
         whole = next(filter(None, (step.tensors["after"].get(name) for step in other.step(0))))["whole"]
-        known = run.names.get(name, name)
-        places = [step.tensors.get("after", {}).get(known) for step in run.step(0)]
-        shapes = [each["whole"] for each in places if each and each["start"] is None and each["offset"] is None]
+        split_name = run.names.get(name, name)
+        places = [step.tensors.get("after", {}).get(split_name) for step in run.step(0)]
+        shapes = [place["whole"] for place in places if place and place["start"] is None and place["offset"] is None]
         if len(shapes) < len(places) or any(len(shape) != len(whole) for shape in shapes):
             continue
         unlike = [dim for dim in range(len(whole)) if any(shape[dim] != whole[dim] for shape in shapes)]
@@ -285,7 +285,7 @@ def _cuts(run: RunRecord, other: RunRecord) -> Iterator[tuple[str, tuple[int, in
         sizes, size = [shape[unlike[0]] for shape in shapes], whole[unlike[0]]
         filled = len(whole) == 1 and len(set(sizes)) == 1 and 0 < sum(sizes) - size < len(sizes)
         if sum(sizes) == size or filled:
-            yield known, (unlike[0], size)
+            yield split_name, (unlike[0], size)
 
 
 def _named_as(run: RunRecord, other: RunRecord) -> RunRecord:
@@ -294,15 +294,17 @@ def _named_as(run: RunRecord, other: RunRecord) -> RunRecord:
     theirs = dict.fromkeys(name for kind in ("gradient", "after") for name in other.tensor_names(0, kind))
     if own.keys() == theirs.keys() or not own or not theirs:
         return run
-    found = dict(_by_ending(list(theirs), list(own)))
-    if not found and len(own) == len(theirs):
-        found = dict(zip(theirs, own, strict=True))
-    return replace(run, names=found)
+    names = dict(_by_ending(list(theirs), list(own)))
+    if not names and len(own) == len(theirs):
+        names = dict(zip(theirs, own, strict=True))
+    return replace(run, names=names)
 
 
-def _by_ending(wanted: Sequence[str], known: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _by_ending(names: Sequence[str], others: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Pairs of names that are the same but for a prefix, such as "module."; without one that fits in two ways."""
-    for name in wanted:
-        same = [each for each in known if each == name or each.endswith(f".{name}") or name.endswith(f".{each}")]
+    for name in names:
+        same = [
+            other for other in others if other == name or other.endswith(f".{name}") or name.endswith(f".{other}")
+        ]
         if len(same) == 1 or (same and name in same):
             yield name, name if name in same else same[0]

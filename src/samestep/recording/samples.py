@@ -31,11 +31,11 @@ def named_tensors(value: Any, name: str = "", depth: int = _DEPTH) -> Iterator[t
     elif isinstance(value, (list, tuple)):
         inner = iter(enumerate(value))
     elif is_dataclass(value) and not isinstance(value, type):
-        inner = ((each.name, getattr(value, each.name)) for each in fields(value))
+        inner = ((field_.name, getattr(value, field_.name)) for field_ in fields(value))
     else:
         return
-    for key, each in inner:
-        yield from named_tensors(each, f"{name}.{key}" if name else str(key), depth - 1)
+    for key, nested in inner:
+        yield from named_tensors(nested, f"{name}.{key}" if name else str(key), depth - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +55,18 @@ def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], made: Container[int]
 
     A batch is padded to its longest row, so a row is what its attention mask leaves of it.
     """
-    found = {name: value for name, value in (*named_tensors(args), *named_tensors(kwargs)) if value.dim() > 0}
-    found = {name: value for name, value in found.items() if value.untyped_storage().data_ptr() not in made}
-    if not found:
+    tensors = {name: value for name, value in (*named_tensors(args), *named_tensors(kwargs)) if value.dim() > 0}
+    tensors = {name: value for name, value in tensors.items() if value.untyped_storage().data_ptr() not in made}
+    if not tensors:
         return None
-    batch = next(iter(found.values())).shape[0]
-    found = {name: value.detach() for name, value in found.items() if value.shape[0] == batch}
-    mask = next((value for name, value in found.items() if name.endswith(_MASK) and value.dim() == 2), None)
+    batch = next(iter(tensors.values())).shape[0]
+    tensors = {name: value.detach() for name, value in tensors.items() if value.shape[0] == batch}
+    mask = next((value for name, value in tensors.items() if name.endswith(_MASK) and value.dim() == 2), None)
     return ForwardRows(
         batch=batch,
-        hashes={name: [_hash(row) for row in _left(value, mask)] for name, value in found.items()},
-        counts={"rows": batch, **_counts(found)},
-        shapes={name: list(value.shape[1:]) for name, value in found.items()},
+        hashes={name: [_hash(row) for row in _left(value, mask)] for name, value in tensors.items()},
+        counts={"rows": batch, **_counts(tensors)},
+        shapes={name: list(value.shape[1:]) for name, value in tensors.items()},
     )
 
 

@@ -47,8 +47,8 @@ def _inside(module: nn.Module) -> nn.Module | None:
     """The user's module inside a wrapper (DDP, FSDP, DeepSpeed, ...); None for what is no wrapper."""
     for kind in type(module).__mro__:
         if kind.__name__ in _WRAPPERS and not kind.__module__.startswith("__main__"):
-            found = own_children(module).get(_WRAPPERS[kind.__name__])
-            return found if isinstance(found, nn.Module) else None
+            inner = own_children(module).get(_WRAPPERS[kind.__name__])
+            return inner if isinstance(inner, nn.Module) else None
     return None
 
 
@@ -94,17 +94,17 @@ class TensorPart:
 
 def parts_of(roots: Mapping[str, nn.Module]) -> dict[int, list[TensorPart]]:
     """Return the parts in each parameter, by its id; `roots`: prefix of names -> model."""
-    found: dict[int, list[TensorPart]] = {}
+    parts: dict[int, list[TensorPart]] = {}
     for root_name, root in roots.items():
         for name, module in named_modules(root, root_name):
             if (handle := flat_handle(module)) is not None:
-                found.update(_flat_parts(handle, name))
+                parts.update(_flat_parts(handle, name))
             if type(module).__name__ == "DeepSpeedEngine":
-                found.update(_deepspeed_parts(module, root_name))
+                parts.update(_deepspeed_parts(module, root_name))
             for key, parameter in own_parameters(module).items():
-                if parameter is not None and id(parameter) not in found:
-                    found[id(parameter)] = [_part(f"{name}.{key}" if name else key, parameter)]
-    return found
+                if parameter is not None and id(parameter) not in parts:
+                    parts[id(parameter)] = [_part(f"{name}.{key}" if name else key, parameter)]
+    return parts
 
 
 def _part(name: str, parameter: Tensor) -> TensorPart:
@@ -119,7 +119,7 @@ def _flat_parts(handle: Any, name: str) -> Iterator[tuple[int, list[TensorPart]]
     flat = handle.flat_param
     parts: list[TensorPart] = []
     for part in flat_parts(flat):
-        fqn = ".".join(each for each in part.name.split(".") if each not in _HOLDERS)
+        fqn = ".".join(word for word in part.name.split(".") if word not in _HOLDERS)
         parts.append(
             TensorPart(
                 name=f"{name}.{fqn}" if name else fqn,
@@ -149,7 +149,7 @@ def _deepspeed_parts(engine: Any, root_name: str) -> Iterator[tuple[int, list[Te
     ZeRO 1 and 2 cut the parameters of a group, laid end to end, into one piece a rank; ZeRO 3 cuts each parameter.
     """
     optimizer = engine.optimizer
-    found: dict[int, dict[int, TensorPart]] = {}  # by the flat tensor, and where a part begins in it
+    flat_parts: dict[int, dict[int, TensorPart]] = {}  # by the flat tensor, and where a part begins in it
     named = [
         (f"{name}.{key}" if name else key, parameter)
         for name, module in named_modules(engine, root_name)
@@ -159,8 +159,8 @@ def _deepspeed_parts(engine: Any, root_name: str) -> Iterator[tuple[int, list[Te
     for name, parameter in named:
         for flat, at, start, count, shape in _fragments(optimizer, parameter):
             part = TensorPart(name=name, shape=shape, start=start, stretch=(at, at + count))
-            found.setdefault(id(flat), {}).setdefault(at, part)
-    for flat, parts in found.items():
+            flat_parts.setdefault(id(flat), {}).setdefault(at, part)
+    for flat, parts in flat_parts.items():
         yield flat, [parts[at] for at in sorted(parts)]
 
 
@@ -186,7 +186,7 @@ def _fragments(optimizer: Any, parameter: Any) -> Iterator[tuple[Tensor, int, in
 def still_to_be_reduced(tensor: Tensor) -> dict[str, str]:
     """Return the pending reduction (sum or mean) of a DTensor, if it has one."""
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
-    partial = [each for each in placements if isinstance(each, Partial)]
+    partial = [placement for placement in placements if isinstance(placement, Partial)]
     return {"partial": partial[0].reduce_op} if partial else {}
 
 
@@ -195,11 +195,14 @@ def ranks_of_a_sample(module: nn.Module) -> int:
 
     A parameter's mesh includes the shards if FSDP2 shards it as well.
     """
-    mesh = max((each.device_mesh.size() for each in module.parameters() if isinstance(each, DTensor)), default=1)
+    mesh = max(
+        (parameter.device_mesh.size() for parameter in module.parameters() if isinstance(parameter, DTensor)),
+        default=1,
+    )
     shards = 1
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            shards = max([shards, *shard_counts(each)])
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            shards = max([shards, *shard_counts(submodule)])
     return max(1, mesh // shards)
 
 

@@ -24,18 +24,18 @@ def without_skipped(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 
 def _without(step: Mapping[str, Any], *, zeroed: bool) -> Mapping[str, Any]:
-    def is_kept(each: Mapping[str, Any]) -> bool:
-        return each.get("used", True) and not (zeroed and each.get("zeroed"))
+    def is_kept(event: Mapping[str, Any]) -> bool:
+        return event.get("used", True) and not (zeroed and event.get("zeroed"))
 
-    kept = _Kept(forwards=[is_kept(each) for each in step["forwards"]], losses=[*map(is_kept, step["losses"])])
+    kept = _Kept(forwards=[is_kept(event) for event in step["forwards"]], losses=[*map(is_kept, step["losses"])])
     if all(kept.forwards) or not any(kept.forwards):
         return step
     return {
         **step,
         "forwards": _those(step["forwards"], kept.forwards),
-        "losses": [_at(each, kept.forwards) for each in _those(step["losses"], kept.losses)],
-        "clips": [_at(each, kept.losses) for each in step["clips"]],
-        SKIPPED: [each for each, used in zip(step["forwards"], kept.forwards, strict=True) if not used],
+        "losses": [_at(event, kept.forwards) for event in _those(step["losses"], kept.losses)],
+        "clips": [_at(clip, kept.losses) for clip in step["clips"]],
+        SKIPPED: [forward for forward, used in zip(step["forwards"], kept.forwards, strict=True) if not used],
     }
 
 

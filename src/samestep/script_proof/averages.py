@@ -15,10 +15,10 @@ def averaged_steps(run: RunRecord) -> frozenset[int]:
 
     The last step can't show it: it counts where all before it do.
     """
-    found = {number for number in range(run.steps - 1) if _is_averaged(run, number)}
-    if run.steps > 1 and len(found) == run.steps - 1:
-        found.add(run.steps - 1)
-    return frozenset(found)
+    averaged = {number for number in range(run.steps - 1) if _is_averaged(run, number)}
+    if run.steps > 1 and len(averaged) == run.steps - 1:
+        averaged.add(run.steps - 1)
+    return frozenset(averaged)
 
 
 def _is_averaged(run: RunRecord, number: int) -> bool:
@@ -44,7 +44,7 @@ def averaging_finding(number: int, finding: Finding, averaged: frozenset[int]) -
     """Say of a finding that it comes of averages of the weights, in place of the gradients."""
     if number in averaged and finding.kind in ("update-differs", "gradients-differ", "optimizer-state-lost"):
         return replace(finding, kind="weights-averaged", facts={})
-    later = min((each for each in averaged if each > number), default=None)
+    later = min((candidate for candidate in averaged if candidate > number), default=None)
     if later is not None and finding.kind == "not-reduced":
         return replace(finding, kind="local-steps", facts={"count": later - number + 1})
     return finding

@@ -94,22 +94,22 @@ class Batches:
         self,
         writer: RecordWriter,
         *,
-        given: Path | None,
+        from_run: Path | None,
         times: int,
         made: Sequence[int],
         number_of: Callable[[Any], int] = lambda _: 0,
         together: int = 0,
     ) -> None:
-        """`given`: the run whose batches are replayed. `times`: factor on the batch size of the samplers `made`.
+        """`from_run`: the run whose batches are replayed. `times`: factor on the batch size of the samplers `made`.
 
         `number_of`: the number of a data set. `together`: how many of that run's batches, of all ranks, are one;
         0: one of each rank.
         """
         self._together = together
         self._asked: list[Any] = []  # DataLoaders whose length the script has asked for; kept alive
-        self._lengths = lengths(given) if given is not None and together in (0, _ranks(given)) else {}
+        self._lengths = lengths(from_run) if from_run is not None and together in (0, _ranks(from_run)) else {}
         self._writer = writer
-        self._given: Mapping[int, Iteration] = iterations(given) if given is not None else {}
+        self._given: Mapping[int, Iteration] = iterations(from_run) if from_run is not None else {}
         self._times = times
         self._widened = set(made)
         self._samplers: list[Any] = []  # created by DataLoaders; kept alive, so that no id is reused
@@ -147,7 +147,7 @@ class Batches:
 
     def length(self, loader: Any, value: int) -> int:
         """Record a DataLoader's length that the script asks for; return the ranks' if their batches are given."""
-        number = next((at for at, known in enumerate(self._asked) if known is loader), len(self._asked))
+        number = next((at for at, other in enumerate(self._asked) if other is loader), len(self._asked))
         if number == len(self._asked):
             self._asked.append(loader)
             self._writer.event("length", loader=number, value=value)

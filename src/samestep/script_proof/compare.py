@@ -115,15 +115,15 @@ class Verdict:
             "losses": {name: list(values) for name, values in self.losses.items()},
             "curve": [
                 {
-                    "step": each.step,
-                    "loss": each.loss,
-                    "gradient": each.gradient,
-                    "parameters": each.parameters,
-                    "gradient_noise": each.gradient_noise,
-                    "parameters_noise": each.parameters_noise,
-                    "modules": dict(each.modules),
+                    "step": point.step,
+                    "loss": point.loss,
+                    "gradient": point.gradient,
+                    "parameters": point.parameters,
+                    "gradient_noise": point.gradient_noise,
+                    "parameters_noise": point.parameters_noise,
+                    "modules": dict(point.modules),
                 }
-                for each in self.curve
+                for point in self.curve
             ],
         }
 
@@ -141,14 +141,14 @@ def prove(proof: ScriptProof, folder: Path, starter: Starter = launched) -> Verd
     """
     run_all(proof, folder, starter)
     verdict = compare_runs(folder, dropout=proof.dropout)
-    found = verdict.finding
-    if found is not None and found.kind == "schedule-length":
+    finding = verdict.finding
+    if finding is not None and finding.kind == "schedule-length":
         return _with_whole_schedule(verdict, proof, folder, starter)
-    if found is None or proof.dtype is not None or RunRecord.read(folder / ALONE).dtype() == torch.float64:
+    if finding is None or proof.dtype is not None or RunRecord.read(folder / ALONE).dtype() == torch.float64:
         return verdict
-    if found.kind not in _DOUBTFUL or not found.relative < _DOUBTFUL_BELOW:
+    if finding.kind not in _DOUBTFUL or not finding.relative < _DOUBTFUL_BELOW:
         return verdict
-    return _checked(verdict, found, proof, folder, starter)
+    return _checked(verdict, finding, proof, folder, starter)
 
 
 def _with_whole_schedule(verdict: Verdict, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
@@ -161,7 +161,7 @@ def _with_whole_schedule(verdict: Verdict, proof: ScriptProof, folder: Path, sta
     return verdict if ends_with_training(whole) else replace(verdict, finding=None)
 
 
-def _checked(verdict: Verdict, found: Finding, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
+def _checked(verdict: Verdict, finding: Finding, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
     """Return the verdict in float64 if it is clear there; else the given one, with a note on the attempt.
 
     Code that computes in bfloat16 anyway rounds halves of a batch differently from the whole: in float64 they differ
@@ -174,7 +174,7 @@ def _checked(verdict: Verdict, found: Finding, proof: ScriptProof, folder: Path,
         exact = compare_runs(place, dropout=proof.dropout)
     except UserError as error:
         return replace(verdict, notes=[*verdict.notes, _NOT_IN_FLOAT64.format(error=str(error).partition("\n")[0])])
-    facts = {"step": found.step, "what": found.what, "relative": found.relative}
+    facts = {"step": finding.step, "what": finding.what, "relative": finding.relative}
     in_float64 = RunRecord.read(place / ALONE).dtype() == torch.float64
     if in_float64 and _is_clear(exact):
         return replace(exact, notes=[*exact.notes, _ROUNDING.format(**facts)])
@@ -270,29 +270,29 @@ class _Comparison:
 
     def verdict(self) -> Verdict:
         """Find the first difference, and compute the curve of all steps."""
-        found = self._sampling()
+        samples = self._sampling()
         steps = min(self.alone.steps, self.split.steps)
         numbers: list[StepNumbers] = []
         finding = self._initial()
         limits: dict[str, RoundingLimits] = {}
-        for number in range(steps if found.mistake is None else 0):
-            first, shown = self._step(number, limits, judged=finding is None and number < found.same)
+        for number in range(steps if samples.mistake is None else 0):
+            first, shown = self._step(number, limits, judged=finding is None and number < samples.same)
             numbers.append(shown)
             finding = finding or first
-            if finding is None and number == found.same:
-                finding = found.finding
-        if finding is None and found.mistake is None:
-            finding = found.finding or self._rest()
-        if finding is None and found.mistake is not None:
+            if finding is None and number == samples.same:
+                finding = samples.finding
+        if finding is None and samples.mistake is None:
+            finding = samples.finding or self._rest()
+        if finding is None and samples.mistake is not None:
             finding = self._without_samples()
             own = (
                 judge_by_own(self.alone, self.split)
-                if finding is None and found.drawn
+                if finding is None and samples.drawn
                 else OwnJudgement(judged=False)
             )
             finding = finding or own.finding or self._settings_of_steps(own)
             if finding is None and not own.judged:
-                raise UserError(f"{found.mistake}{self._judged_without()}")
+                raise UserError(f"{samples.mistake}{self._judged_without()}")
         if finding is None:
             self._check_losses(numbers)
             self._check_noise(numbers)
@@ -302,17 +302,17 @@ class _Comparison:
             steps=steps,
             finding=finding,
             noise={
-                "gradient": max((each.gradient_noise for each in numbers), default=0.0),
-                "parameters": max((each.parameters_noise for each in numbers), default=0.0),
+                "gradient": max((step.gradient_noise for step in numbers), default=0.0),
+                "parameters": max((step.parameters_noise for step in numbers), default=0.0),
             },
             curve=numbers,
             notes=[
-                *self._notes(found),
+                *self._notes(samples),
                 *self._schedule_note(finding),
                 *_blunt_note(numbers),
                 *_coarse_note(limits.get("gradient")),
             ],
-            not_compared=[_SAMPLES] if finding is None and found.mistake is not None else [],
+            not_compared=[_SAMPLES] if finding is None and samples.mistake is not None else [],
             losses={name: losses_of(run) for name, run in self._runs().items()},
         )
 
@@ -320,20 +320,20 @@ class _Comparison:
         """Compare learning rates and other settings, which need no samples."""
         steps = range(min(self.alone.steps, self.split.steps) if own.judged else 0)
         findings = (settings_finding(number, self.alone, self.split) for number in steps)
-        return next((each for each in findings if each is not None), None)
+        return next((finding for finding in findings if finding is not None), None)
 
     def _sampling(self) -> Sampling:
         """Compare the samples: up to which step they are the same, and what is wrong from there on."""
-        found = sampling(self.alone, self.split, self.again, given=self.own is not None)
-        if found.mistake is None and found.finding is None and (unlike := self._unlike_draws()) is not None:
+        samples = sampling(self.alone, self.split, self.again, prescribed=self.own is not None)
+        if samples.mistake is None and samples.finding is None and (unlike := self._unlike_draws()) is not None:
             return replace(
-                found,
+                samples,
                 mistake=f"each rank draws random numbers of its own that are not by samples ({unlike['name']}, shape "
                 f"{tuple(unlike['shape'])}, before step {unlike['after'] + 1}): one process has one such draw",
             )
-        if self.order is not None and found.mistake is None and self.order[0] < found.same:
-            return Sampling(same=self.order[0], finding=self.order[1], seen=found.seen)
-        return found
+        if self.order is not None and samples.mistake is None and self.order[0] < samples.same:
+            return Sampling(same=self.order[0], finding=self.order[1], seen=samples.seen)
+        return samples
 
     def _judged_without(self) -> str:
         """What could be judged where steps can't be compared."""
@@ -372,18 +372,18 @@ class _Comparison:
 
     def _redrawn(self) -> bool:
         """Whether the run alone was given everything that the ranks drew."""
-        given = self.alone.ranks[0].redrawn
+        redrawn = self.alone.ranks[0].redrawn
         return (
-            bool(given)
+            bool(redrawn)
             and not self.split.ranks[0].masked
-            and all(each["how"] in (JOINED, SAME, ONE) for each in given)
+            and all(draw["how"] in (JOINED, SAME, ONE) for draw in redrawn)
         )
 
     def _unlike_draws(self) -> Mapping[str, Any] | None:
         """The first random numbers that are each rank's own, and not by rows, so that one process can't have them."""
         steps = min(self.alone.steps, self.split.steps)
-        given = self.alone.ranks[0].redrawn
-        return next((each for each in given if each["how"] == UNLIKE and each["after"] < steps), None)
+        redrawn = self.alone.ranks[0].redrawn
+        return next((draw for draw in redrawn if draw["how"] == UNLIKE and draw["after"] < steps), None)
 
     def _drops(self) -> bool:
         return any(step.values["dropout"] for step in self.split.step(0))
@@ -394,8 +394,8 @@ class _Comparison:
             return empty
         tensors = compare_tensors(0, "before", self.alone, self.split, self.again)
         limits = limits_of(tensors, self.alone.dtype())
-        if tensors and max(each.noise for each in tensors) > 1e-3:
-            copies = [each for each in tensors if each.ranks_apart > 0]
+        if tensors and max(tensor.noise for tensor in tensors) > 1e-3:
+            copies = [tensor for tensor in tensors if tensor.ranks_apart > 0]
             if not copies:
                 raise UserError(
                     "two runs alone begin with different weights: the script draws them from an unseeded generator; "
@@ -404,50 +404,50 @@ class _Comparison:
         return initial_finding(tensors, limits, self.alone, self.split)
 
     def _step(
-        self, number: int, known: dict[str, RoundingLimits], *, judged: bool
+        self, number: int, bounds: dict[str, RoundingLimits], *, judged: bool
     ) -> tuple[Finding | None, StepNumbers]:
         """Compare one step; return the first difference if `judged`, and the step's numbers."""
         dtype = self.alone.dtype()
-        found = {}
+        tensors = {}
         for kind in ("gradient", "after", "buffer", "held"):
-            found[kind] = compare_tensors(number, kind, self.alone, self.split, self.again)
-            known[kind] = limits_of(found[kind], dtype, known.get(kind))
-        finding = self._judge(number, found, known) if judged and self._compares_gradients else None
+            tensors[kind] = compare_tensors(number, kind, self.alone, self.split, self.again)
+            bounds[kind] = limits_of(tensors[kind], dtype, bounds.get(kind))
+        finding = self._judge(number, tensors, bounds) if judged and self._compares_gradients else None
         return finding, StepNumbers(
             step=number + 1,
             loss=_loss_apart(self.alone, self.split, number),
-            gradient=overall(found["gradient"]),
-            parameters=overall(found["after"]),
-            gradient_noise=max((each.noise for each in found["gradient"]), default=0.0),
-            parameters_noise=max((each.noise for each in found["after"]), default=0.0),
-            modules=_modules(found["gradient"]),
-            noise=overall([replace(each, apart=each.noise) for each in found["gradient"]]),
-            learns=any(each.alone > 0 or each.split_square > 0 for each in found["gradient"]),
+            gradient=overall(tensors["gradient"]),
+            parameters=overall(tensors["after"]),
+            gradient_noise=max((tensor.noise for tensor in tensors["gradient"]), default=0.0),
+            parameters_noise=max((tensor.noise for tensor in tensors["after"]), default=0.0),
+            modules=_modules(tensors["gradient"]),
+            noise=overall([replace(tensor, apart=tensor.noise) for tensor in tensors["gradient"]]),
+            learns=any(tensor.alone > 0 or tensor.split_square > 0 for tensor in tensors["gradient"]),
         )
 
     def _judge(
-        self, number: int, found: Mapping[str, Sequence[TensorDifference]], limits: Mapping[str, RoundingLimits]
+        self, number: int, tensors: Mapping[str, Sequence[TensorDifference]], limits: Mapping[str, RoundingLimits]
     ) -> Finding | None:
         """Judge a step's gradients, update and buffers; None if all differences are noise."""
         pair = StepPair(
             number=number,
             alone=self.alone.step(number),
             split=self.split.step(number),
-            tensors=found["gradient"],
+            tensors=tensors["gradient"],
             limits=limits["gradient"],
             usual_micro_batches=self._usual_micro_batches(),
         )
         resumed = continued(self.split)
         keys = keys_of(self.alone, self.split)
         finding = (
-            held_finding(number, found["held"], limits["held"], self.split, continued=resumed)
+            held_finding(number, tensors["held"], limits["held"], self.split, continued=resumed)
             or (None if self.split.averaged else changed_finding(number, self.alone, self.split))
             or scaler_finding(number, self.alone, self.split, continued=resumed)
             or gradient_finding(pair, keys)
             or update_finding(
-                number, found["after"], limits["after"], self.alone, self.split, gradients=limits["gradient"].common
+                number, tensors["after"], limits["after"], self.alone, self.split, gradients=limits["gradient"].common
             )
-            or buffer_finding(number, found["buffer"], limits["buffer"])
+            or buffer_finding(number, tensors["buffer"], limits["buffer"])
         )
         if finding is None:
             return None
@@ -459,9 +459,9 @@ class _Comparison:
         """A finding about gradients, or what modules have carried over from the step before and differs already."""
         for at in range(max(0, number - 1), number + 1):
             states = compare_tensors(at, "state", self.alone, self.split, self.again)
-            known = state_finding(at, states, limits_of(states, self.alone.dtype()), finding)
-            if known is not None:
-                return known
+            of_states = state_finding(at, states, limits_of(states, self.alone.dtype()), finding)
+            if of_states is not None:
+                return of_states
         return finding
 
     def _usual_micro_batches(self) -> int:
@@ -478,9 +478,9 @@ class _Comparison:
             ):
                 tensors = compare_tensors(number, kind, self.split, self.split, None)
                 limits = limits_of(tensors, self.split.dtype())
-                own = [each.name for each in tensors if limits.ranks_exceeded(each)]
+                own = [tensor.name for tensor in tensors if limits.ranks_exceeded(tensor)]
                 if own:
-                    worst = max(each.ranks_apart for each in tensors)
+                    worst = max(tensor.ranks_apart for tensor in tensors)
                     unlike = self._unlike_draws()
                     if kind != "buffer" and unlike is not None and unlike["after"] <= number:
                         facts = {"name": unlike["name"], "shape": tuple(unlike["shape"])}
@@ -493,37 +493,39 @@ class _Comparison:
 
     def _rest(self) -> Finding | None:
         """Compare what is left if every step was the same: evaluation, dropout, number of steps."""
-        found = evaluation_finding(self.alone, self.split, keys_of(self.alone, self.split))
-        if found is None:
-            found = joined_finding(self.alone, self.split) or own_share_finding(self.split)
-        if found is None and ((self.dropout and self._equal_draws()) or self._equal_noise() or self._equal_samples()):
+        finding = evaluation_finding(self.alone, self.split, keys_of(self.alone, self.split))
+        if finding is None:
+            finding = joined_finding(self.alone, self.split) or own_share_finding(self.split)
+        if finding is None and (
+            (self.dropout and self._equal_draws()) or self._equal_noise() or self._equal_samples()
+        ):
             return Finding(kind="equal-draws", step=1, what="random numbers", relative=1.0)
-        if found is None and self._drops():
+        if finding is None and self._drops():
             resumed = continued(self.split) or next(iter(self.split.ranks[0].loaded), None)
-            found = random_states_finding(self.split, resumed)
+            finding = random_states_finding(self.split, resumed)
         ends = [run.ranks[0].end.get("how") for run in (self.alone, self.split)]
-        if found is None and self.alone.steps != self.split.steps and ends == ["ended", "ended"]:
+        if finding is None and self.alone.steps != self.split.steps and ends == ["ended", "ended"]:
             facts = {"alone": self.alone.steps, "split": self.split.steps}
             number = min(self.alone.steps, self.split.steps)
             relative = abs(self.split.steps / self.alone.steps - 1)
             return Finding(kind="steps-differ", step=number + 1, what="steps", relative=relative, facts=facts)
-        if found is None and self.own is not None:
+        if finding is None and self.own is not None:
             by = rows_in_step(self.split, 0) // max(1, rows_in_step(self.own, 0))
-            found = schedule_finding(self.own, self.split, by)
-        return found
+            finding = schedule_finding(self.own, self.split, by)
+        return finding
 
     def _equal_noise(self) -> bool:
         """Whether what ranks draw by rows, which the run alone was given joined, is the same on all of them."""
-        joined = [each for each in self.alone.ranks[0].redrawn if each["how"] == JOINED]
-        return bool(joined) and all(each["equal"] for each in joined)
+        joined = [draw for draw in self.alone.ranks[0].redrawn if draw["how"] == JOINED]
+        return bool(joined) and all(draw["equal"] for draw in joined)
 
     def _equal_samples(self) -> bool:
         """Whether data sets draw at random, with generators that are in the same state on all ranks."""
-        first = [next((each for each in rank.samples if each["drawn"]), None) for rank in self.split.ranks]
-        known = [each for each in first if each is not None]
-        if len(known) < len(first) or len({each["index"] for each in known}) < 2:
+        first = [next((sample for sample in rank.samples if sample["drawn"]), None) for rank in self.split.ranks]
+        drawn = [sample for sample in first if sample is not None]
+        if len(drawn) < len(first) or len({sample["index"] for sample in drawn}) < 2:
             return False
-        return all(each["drawn"] == known[0]["drawn"] for each in known)
+        return all(sample["drawn"] == drawn[0]["drawn"] for sample in drawn)
 
     def _equal_draws(self) -> bool:
         """Whether all ranks, if there is dropout, begin their first forward with the same generator state."""
@@ -532,12 +534,12 @@ class _Comparison:
 
     def _ranks_have_equal_losses(self) -> bool:
         """Whether all ranks had the same losses in every step."""
-        ranks = [[each["value"] for step in rank.steps for each in step.losses] for rank in self.split.ranks]
+        ranks = [[loss["value"] for step in rank.steps for loss in step.losses] for rank in self.split.ranks]
         return len(ranks) > 1 and any(ranks[0]) and all(losses == ranks[0] for losses in ranks)
 
-    def _notes(self, found: Sampling) -> Iterator[Words]:
+    def _notes(self, sampled: Sampling) -> Iterator[Words]:
         """Notes on how the runs were made comparable, and on what could not be compared."""
-        yield from self._notes_on_samples(found)
+        yield from self._notes_on_samples(sampled)
         yield from self._notes_on_variants()
         apart = _loss_apart(self.alone, self.split, 0)
         if apart is not None and apart > 1e-3:
@@ -552,7 +554,7 @@ class _Comparison:
                 "脚本没有正常结束（例如 os._exit）：{who}",
             ).format(who=", ".join([f"rank {number}" for number in lost] or ["alone"]))
         yield from self._notes_on_steps()
-        if found.drawn:
+        if sampled.drawn:
             yield _BY_OWN.format(steps=STEPS)
         else:
             yield _MEASURED.get(self.again.ranks[0].variant, _MEASURED["as-is"])
@@ -576,9 +578,9 @@ class _Comparison:
                 "学习率从第 {step} 步起为 0，而训练尚未结束：之后的步骤什么也没有训练",
             ).format(step=ended)
 
-    def _notes_on_samples(self, found: Sampling) -> Iterator[Words]:
+    def _notes_on_samples(self, sampled: Sampling) -> Iterator[Words]:
         """Notes on the samples that were seen, and on those that the single process was given."""
-        if not found.seen:
+        if not sampled.seen:
             yield Words(
                 "no samples were seen: no model that is an nn.Module was called with tensors before the first step",
                 "没有看到样本：第一步之前没有以张量调用任何 nn.Module 模型",
@@ -679,7 +681,7 @@ _BLUNT = 0.01  # of a gradient
 
 def _blunt_note(steps: Sequence[StepNumbers]) -> Iterator[Words]:
     """Training may magnify rounding from step to step, until nothing can be concluded from it."""
-    blunt = next((each.step for each in steps if each.gradient_noise > _BLUNT), None)
+    blunt = next((step.step for step in steps if step.gradient_noise > _BLUNT), None)
     if blunt is not None and blunt > 1:
         yield Words(
             "from step {step} on rounding alone moves a gradient by more than a hundredth: the training magnifies "
@@ -704,7 +706,7 @@ def _coarse_note(gradients: RoundingLimits | None) -> Iterator[Words]:
 def losses_of(run: RunRecord) -> list[float]:
     """Each step's loss, as given to backward: summed over micro-batches, the mean over ranks."""
     return [
-        math.fsum(each["value"] for step in run.step(number) for each in step.losses) / len(run.ranks)
+        math.fsum(loss["value"] for step in run.step(number) for loss in step.losses) / len(run.ranks)
         for number in range(run.steps)
     ]
 
@@ -715,14 +717,14 @@ def _loss_apart(alone: RunRecord, split: RunRecord, number: int) -> float | None
     for run in (alone, split):
         if number >= run.steps or not run.step(number)[0].losses:
             return None
-        values.append(math.fsum(each["value"] for step in run.step(number) for each in step.losses) / len(run.ranks))
+        values.append(math.fsum(loss["value"] for step in run.step(number) for loss in step.losses) / len(run.ranks))
     return abs(values[1] - values[0]) / max(abs(values[0]), 1e-300)
 
 
 def _modules(tensors: Sequence[TensorDifference]) -> dict[str, float]:
     """The largest difference of a parameter's gradient, by the module that has the parameter."""
-    found: dict[str, float] = {}
-    for each in tensors:
-        name = each.name.rpartition(".")[0] or each.name
-        found[name] = max(found.get(name, 0.0), min(each.apart, torch.finfo(torch.float32).max))
-    return found
+    apart: dict[str, float] = {}
+    for tensor in tensors:
+        name = tensor.name.rpartition(".")[0] or tensor.name
+        apart[name] = max(apart.get(name, 0.0), min(tensor.apart, torch.finfo(torch.float32).max))
+    return apart

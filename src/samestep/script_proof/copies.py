@@ -53,7 +53,7 @@ def _stays(split: RunRecord, number: int, tensor: TensorDifference) -> bool:
 def changed_finding(number: int, alone: RunRecord, split: RunRecord) -> Finding | None:
     """Find weights that only some processes have changed between two steps."""
     own = sorted(alone.step(number)[0].values.get("changed", ()))
-    known = {wanted: split.names.get(wanted, wanted) for wanted in own}
+    split_names = {name: split.names.get(name, name) for name in own}
     ranks = [sorted(step.values.get("changed", ())) for step in split.step(number)]
     whole = not any(tensor.pieces for name in own[:1] if (tensor := split.joined(number, "after", name)) is not None)
     unlike = [rank for rank, names in enumerate(ranks) if names != ranks[-1]]
@@ -61,7 +61,7 @@ def changed_finding(number: int, alone: RunRecord, split: RunRecord) -> Finding 
     if unlike and whole:
         who = [rank for rank, names in enumerate(ranks) if names]
         facts["who"] = "rank " + ", ".join(map(str, who))
-    elif sorted(known.values()) != ranks[0] and bool(own) != bool(ranks[0]):
+    elif sorted(split_names.values()) != ranks[0] and bool(own) != bool(ranks[0]):
         facts["who"] = "split" if ranks[0] else "alone"
     else:
         return None
@@ -70,13 +70,13 @@ def changed_finding(number: int, alone: RunRecord, split: RunRecord) -> Finding 
 
 def scaler_finding(number: int, alone: RunRecord, split: RunRecord, *, continued: int | None) -> Finding | None:
     """Find a scale of gradients that is another one."""
-    mine = alone.step(number)[0].values.get("scale")
+    alone_scale = alone.step(number)[0].values.get("scale")
     for step in split.step(number):
-        its = step.values.get("scale")
-        if mine and its and mine != its:
+        split_scale = step.values.get("scale")
+        if alone_scale and split_scale and alone_scale != split_scale:
             kind = "scaler-state-lost" if continued is not None and number >= continued else "scaler-differs"
-            facts = {"split": its, "alone": mine}
-            relative = abs(its - mine) / mine
+            facts = {"split": split_scale, "alone": alone_scale}
+            relative = abs(split_scale - alone_scale) / alone_scale
             return Finding(kind=kind, step=number + 1, what="gradient scaler", relative=relative, facts=facts)
     return None
 

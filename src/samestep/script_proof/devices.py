@@ -198,13 +198,13 @@ def _stand_in(real: type, make: Callable[..., Any]) -> type:
     return Meta(real.__name__, (), {"__module__": real.__module__, "__qualname__": real.__qualname__})
 
 
-def _location(turn: _Turn, given: Any) -> Any:
+def _location(turn: _Turn, location: Any) -> Any:
     """Where torch.load puts tensors: a mapping or a function may name accelerators too."""
-    if isinstance(given, (str, _REAL_DEVICE)):
-        return turn.device(given)
+    if isinstance(location, (str, _REAL_DEVICE)):
+        return turn.device(location)
     if turn.target != _CPU:
-        return given
-    if given is not None:
+        return location
+    if location is not None:
         turn.note("map_location of torch.load")
     return "cpu"
 
@@ -290,10 +290,10 @@ def _messages(turn: _Turn) -> None:
         _wrap(dist.device_mesh.DeviceMesh, "__init__", lambda args, kwargs: _mesh(turn, args, kwargs, at=1))
 
 
-def _back_end(turn: _Turn, given: Any) -> Any:
-    if not isinstance(given, str) or given.lower() in _OF_CPUS:
-        return given
-    turn.note(f"back end {given!r}: gloo")
+def _back_end(turn: _Turn, back_end: Any) -> Any:
+    if not isinstance(back_end, str) or back_end.lower() in _OF_CPUS:
+        return back_end
+    turn.note(f"back end {back_end!r}: gloo")
     return "gloo"
 
 

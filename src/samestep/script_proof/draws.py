@@ -40,14 +40,14 @@ class Now:
 class Draws:
     """Notes the draws of a rank, or replaces those of a run alone by the ranks'."""
 
-    def __init__(self, writer: RecordWriter, *, given: Path | None, together: int, notes: bool) -> None:
-        """`given`: a split run. `together`: its micro-batches, of all ranks, in one of the run alone."""
+    def __init__(self, writer: RecordWriter, *, from_run: Path | None, together: int, notes: bool) -> None:
+        """`from_run`: a split run. `together`: its micro-batches, of all ranks, in one of the run alone."""
         self._writer = writer
         self._notes = notes
         self._together = together
         self._counts: Counter[_Place] = Counter()
-        self._ranks = [] if given is None else [_of_rank(folder) for folder in rank_folders(given)]
-        self._folders = [] if given is None else rank_folders(given)
+        self._ranks = [] if from_run is None else [_of_rank(folder) for folder in rank_folders(from_run)]
+        self._folders = [] if from_run is None else rank_folders(from_run)
 
     def drawn(self, name: str, result: Any, now: Now) -> None:
         """A function has drawn `result`; it is overwritten where the run is given other draws."""
@@ -93,10 +93,10 @@ class Draws:
         values = []
         for unit in range(backwards * self._together, (backwards + 1) * self._together):
             key = (step, unit // ranks, in_backward, name, number)
-            known = self._ranks[unit % ranks].get(key)
-            if known is None:
+            recorded = self._ranks[unit % ranks].get(key)
+            if recorded is None:
                 return []
-            values.append(load(self._folders[unit % ranks], known))
+            values.append(load(self._folders[unit % ranks], recorded))
         return values
 
 
@@ -121,11 +121,11 @@ def _of_rank(folder: Path) -> Mapping[_Place, Mapping[str, Any]]:
 def own_draw(run: Path) -> str | None:
     """The function by which ranks first draw numbers, while they train, that are each rank's own."""
     ranks = [
-        [each for each in events(folder) if each["event"] == "draw" and each["training"]]
+        [event for event in events(folder) if event["event"] == "draw" and event["training"]]
         for folder in rank_folders(run)
     ]
     for places in zip(*ranks, strict=False):
-        values = [load(folder, each["tensor"]) for folder, each in zip(rank_folders(run), places, strict=True)]
+        values = [load(folder, place["tensor"]) for folder, place in zip(rank_folders(run), places, strict=True)]
         if not all(value.shape == values[0].shape and value.equal(values[0]) for value in values):
             return str(places[0]["place"][3])
     return None

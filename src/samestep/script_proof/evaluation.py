@@ -11,17 +11,17 @@ _RELATIVE = 1e-3  # rounding of a sum in float32 is far below
 
 def joined_finding(alone: RunRecord, split: RunRecord) -> Finding | None:
     """Find numbers that ranks join after an evaluation, and of which neither sum nor mean is what one process has."""
-    for after in sorted({each["after"] for each in alone.ranks[0].joined}):
+    for after in sorted({value["after"] for value in alone.ranks[0].joined}):
         alone_numbers = _numbers(alone.ranks[0], after)
         ranks = [_numbers(rank, after) for rank in split.ranks]
         for number, value in enumerate(alone_numbers):
-            shares = [each[number] for each in ranks if number < len(each)]
+            shares = [rank[number] for rank in ranks if number < len(rank)]
             if len(shares) < len(ranks) or _is_any(
                 value, (sum(shares), sum(shares) / len(shares), max(shares), min(shares))
             ):
                 continue
             mean = sum(shares) / len(shares)
-            facts = {"alone": value, "split": mean, "shares": ", ".join(f"{each:.6g}" for each in shares)}
+            facts = {"alone": value, "split": mean, "shares": ", ".join(f"{share:.6g}" for share in shares)}
             relative = abs(mean - value) / max(abs(value), 1e-300)
             return Finding(kind="evaluation-joined", step=after, what="evaluation", relative=relative, facts=facts)
     return None
@@ -37,10 +37,12 @@ def _is_any(value: float, others: Sequence[float]) -> bool:
 
 def own_share_finding(split: RunRecord) -> Finding | None:
     """Find an evaluation by the trained model that is shared out, after which no rank sends anything."""
-    trained = {row for rank in split.ranks for step in rank.steps for each in step.forwards for row in _rows(each)}
-    models = {each["model"] for step in split.step(0) for each in step.forwards}
-    for after in sorted({each["after"] for rank in split.ranks for each in rank.evaluations}):
-        if any(each["after"] == after for rank in split.ranks for each in (*rank.joined, *rank.gathered)):
+    trained = {
+        row for rank in split.ranks for step in rank.steps for forward in step.forwards for row in _rows(forward)
+    }
+    models = {forward["model"] for step in split.step(0) for forward in step.forwards}
+    for after in sorted({evaluation["after"] for rank in split.ranks for evaluation in rank.evaluations}):
+        if any(value["after"] == after for rank in split.ranks for value in (*rank.joined, *rank.gathered)):
             continue
         shares = [_share(rank, after, models) for rank in split.ranks]
         together = set().union(*shares)

@@ -35,8 +35,8 @@ class Fetching:
 
     def number_of(self, dataset: Any) -> int:
         """The number of a data set, in the order in which they were first used."""
-        for number, known in enumerate(self._datasets):
-            if known is dataset:
+        for number, other in enumerate(self._datasets):
+            if other is dataset:
                 return number
         self._datasets.append(dataset)
         return len(self._datasets) - 1
@@ -112,11 +112,11 @@ def _bytes(value: Any, depth: int) -> Iterator[bytes]:
             yield repr(key).encode()
             yield from _bytes(value[key], depth - 1)
     elif depth and isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _bytes(each, depth - 1)
+        for item in value:
+            yield from _bytes(item, depth - 1)
     elif depth and is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            yield from _bytes(getattr(value, each.name), depth - 1)
+        for item in fields(value):
+            yield from _bytes(getattr(value, item.name), depth - 1)
     elif hasattr(value, "tobytes"):
         yield value.tobytes()  # pyright: ignore[reportAttributeAccessIssue]
     else:

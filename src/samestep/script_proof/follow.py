@@ -34,8 +34,8 @@ def following(alone: Path, split: Path) -> Following | None:
     check_steps(own, others)
     # Ranks that share samples draw for the same ones.
     drawn, compared = draws(split) and sharers_of(others) == 1, sampling(own, others, own)
-    known = compared.finding is not None and (compared.finding.kind == "same-samples" or not drawn)
-    if known or (compared.mistake is None and not drawn):
+    explained = compared.finding is not None and (compared.finding.kind == "same-samples" or not drawn)
+    if explained or (compared.mistake is None and not drawn):
         return None
     together = _together(own, others)
     batches = _batches(alone, split, together)
@@ -55,14 +55,14 @@ def _together(alone: RunRecord, split: RunRecord) -> int:
 def _batches(alone: Path, split: Path, together: int) -> Following | None:
     """Return how to give one process the split run's batches; None if that isn't possible."""
     own, others = iterations(alone), iterations(split)
-    known = sorted(own.keys() & others.keys())  # one process gets less far in the same number of steps
-    if not known or any(own[number].size != others[number].size for number in known):
+    shared = sorted(own.keys() & others.keys())  # one process gets less far in the same number of steps
+    if not shared or any(own[number].size != others[number].size for number in shared):
         return None
-    first = known[0]
+    first = shared[0]
     if not own[first].joined or not others[first].joined:
         return None
     times, rest = divmod(len(others[first].grouped(together)[0]), max(1, len(own[first].joined[0])))
-    samplers = [own[number].made for number in known]
+    samplers = [own[number].made for number in shared]
     made = tuple({sampler for sampler in samplers if sampler is not None})
     times = times if times > 1 and not rest else 1
     return Following(folder=str(split), times=times, widened=made, together=together)
@@ -116,8 +116,8 @@ def _repeats(one: Iteration) -> dict[int, int]:
     seen: Counter[int] = Counter()
     repeats: dict[int, int] = {}
     for at, batch in enumerate(one.joined):
-        known = sum(count - 1 for count in Counter(batch).values()) + sum(seen[index] > 0 for index in set(batch))
-        if known:
-            repeats[at] = known
+        again = sum(count - 1 for count in Counter(batch).values()) + sum(seen[index] > 0 for index in set(batch))
+        if again:
+            repeats[at] = again
         seen.update(batch)
     return repeats

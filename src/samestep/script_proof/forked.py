@@ -83,8 +83,8 @@ def _server(proof: ScriptProof) -> Iterator[_Server]:
     commands = [with_variables(command) for command in (proof.script, proof.alone, proof.then) if command is not None]
     alike = all(variables == commands[0][0] for variables, _ in commands)
     imports = [one for _, command in commands for one in imports_of(command)] if alike else []
-    given = {**variables_of(proof.device), **(commands[0][0] if alike else {})}
-    with environment.given(given), subprocess_group.started([sys.executable, *_SERVER]) as process:
+    start_variables = {**variables_of(proof.device), **(commands[0][0] if alike else {})}
+    with environment.given(start_variables), subprocess_group.started([sys.executable, *_SERVER]) as process:
         server = _Server(process)
         server.ask(imports=imports, cpu=proof.device == "cpu")
         yield server

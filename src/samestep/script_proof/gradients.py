@@ -37,11 +37,11 @@ class StepPair:
 
     @property
     def departing(self) -> list[TensorDifference]:
-        return [each for each in self.tensors if self.limits.exceeded(each)]
+        return [tensor for tensor in self.tensors if self.limits.exceeded(tensor)]
 
     @property
     def worst(self) -> float:
-        return max((each.apart for each in self.departing if math.isfinite(each.apart)), default=math.inf)
+        return max((tensor.apart for tensor in self.departing if math.isfinite(tensor.apart)), default=math.inf)
 
     @property
     def micro_batches(self) -> int:
@@ -62,7 +62,7 @@ def gradient_finding(pair: StepPair, keys: Keys | None) -> Finding | None:
         return apart
     if not pair.departing:
         return None
-    missing = [each.name for each in pair.departing if each.missing]
+    missing = [tensor.name for tensor in pair.departing if tensor.missing]
     if missing:
         return pair.finding("missing-gradient", missing)
     if (zero := _zero(pair)) is not None:
@@ -71,19 +71,22 @@ def gradient_finding(pair: StepPair, keys: Keys | None) -> Finding | None:
     forward = modules.first
     if forward is not None and "BatchNorm" in forward.kind:
         return _of_forward("local-batch-statistics", pair, forward)
-    found = _clipped(pair) or _mean_without_targets(pair) or _short_group(pair) or _scaled(pair)
-    found = found or _mean_of_means(pair) or _lost_micro_batches(pair)
-    if found is not None:
-        return found
+    finding = _clipped(pair) or _mean_without_targets(pair) or _short_group(pair) or _scaled(pair)
+    finding = finding or _mean_of_means(pair) or _lost_micro_batches(pair)
+    if finding is not None:
+        return finding
     return _of_forwards(pair, forward) if forward is not None else _after_forward(pair, modules)
 
 
 def _zero(pair: StepPair) -> Finding | None:
     """Find a step in which one of both runs has no gradient but zeros."""
-    mine, theirs = sum(each.square for each in pair.tensors), sum(each.split_square for each in pair.tensors)
-    if (mine == 0) == (theirs == 0):
+    alone_square, split_square = (
+        sum(tensor.square for tensor in pair.tensors),
+        sum(tensor.split_square for tensor in pair.tensors),
+    )
+    if (alone_square == 0) == (split_square == 0):
         return None
-    kind = "zero-alone" if mine == 0 else "zero-split"
+    kind = "zero-alone" if alone_square == 0 else "zero-split"
     return Finding(kind=kind, step=pair.number + 1, what="gradient", relative=math.inf)
 
 
@@ -93,29 +96,31 @@ def _modules(pair: StepPair, keys: Keys | None) -> ModulesCompared:
     return compare_modules(pair.alone, pair.split, keys, eps=pair.forward_limit)
 
 
-def _of_forward(kind: str, pair: StepPair, found: ModuleDifference, **facts: object) -> Finding:
+def _of_forward(kind: str, pair: StepPair, module: ModuleDifference, **facts: object) -> Finding:
     """Build a finding about a module's output."""
     return Finding(
-        kind=kind, step=pair.number + 1, what="forward", relative=found.relative, module=found.module, facts=facts
+        kind=kind, step=pair.number + 1, what="forward", relative=module.relative, module=module.module, facts=facts
     )
 
 
-def _of_forwards(pair: StepPair, found: ModuleDifference) -> Finding:
+def _of_forwards(pair: StepPair, module: ModuleDifference) -> Finding:
     """Say of a module that makes something else of a sample what its ranks got otherwise."""
     waiting = [rank for rank, step in enumerate(pair.split) if not step.values["groups"]]
     if waiting and pair.number:
         stepping = next(rank for rank in range(len(pair.split)) if rank not in waiting)
         ranks = ", ".join(map(str, waiting))
-        return _of_forward("weights-not-sent", pair, found, ranks=ranks, of=stepping)
+        return _of_forward("weights-not-sent", pair, module, ranks=ranks, of=stepping)
     alone, split = _lengths(pair.alone), _lengths(pair.split)
-    if alone and split and alone != split and not found.in_parts:
-        return _of_forward("padding-matters", pair, found, alone=_told(alone), split=_told(split))
-    return _of_forward("forward-differs", pair, found)
+    if alone and split and alone != split and not module.in_parts:
+        return _of_forward("padding-matters", pair, module, alone=_told(alone), split=_told(split))
+    return _of_forward("forward-differs", pair, module)
 
 
 def _lengths(steps: Sequence[RankStep]) -> list[int]:
     """The first sizes of the rows of a step's inputs, such as how many tokens."""
-    shapes = {tuple(shape) for step in steps for each in step.forwards for shape in each.get("shapes", {}).values()}
+    shapes = {
+        tuple(shape) for step in steps for forward in step.forwards for shape in forward.get("shapes", {}).values()
+    }
     return sorted({shape[0] for shape in shapes if shape})
 
 
@@ -128,16 +133,16 @@ def _after_forward(pair: StepPair, modules: ModulesCompared) -> Finding:
     alone, split = _targets(pair.alone), _targets(pair.split)
     if 0 < split < alone * (1 - _EXACT):
         return pair.finding("lost-targets", alone=alone, split=split)
-    names = [each.name for each in sorted(pair.departing, key=lambda each: -each.apart)]
+    names = [tensor.name for tensor in sorted(pair.departing, key=lambda tensor: -tensor.apart)]
     losses = _losses_of(pair)
     if not modules.some or losses is None:
         return pair.finding("gradients-differ", names)
-    mine, theirs = losses
+    alone_loss, split_loss = losses
     parts = max(1, pair.micro_batches)
-    apart = min(abs(theirs - by * mine) / max(abs(by * mine), 1e-300) for by in (1, parts, 1 / parts))
+    apart = min(abs(split_loss - by * alone_loss) / max(abs(by * alone_loss), 1e-300) for by in (1, parts, 1 / parts))
     if apart <= pair.limits.common:
         return pair.finding("backward-differs", names, apart=apart)
-    return pair.finding("loss-of-own-rows", names, alone=mine, split=theirs)
+    return pair.finding("loss-of-own-rows", names, alone=alone_loss, split=split_loss)
 
 
 _EXACT = 1e-9  # relative: sums of whole numbers, or of weights, in float64
@@ -150,10 +155,10 @@ def _targets(steps: Sequence[RankStep]) -> float:
 
 def _ranks_apart(pair: StepPair) -> Finding | None:
     """Find parameters whose gradients differ between ranks."""
-    own = [each.name for each in pair.tensors if not each.missing and pair.limits.ranks_exceeded(each)]
+    own = [tensor.name for tensor in pair.tensors if not tensor.missing and pair.limits.ranks_exceeded(tensor)]
     if not own:
         return None
-    relative = max(each.ranks_apart for each in pair.tensors if each.name in own)
+    relative = max(tensor.ranks_apart for tensor in pair.tensors if tensor.name in own)
     if len(own) > 0.9 * len(pair.tensors):
         return Finding(kind="not-reduced", step=pair.number + 1, what="gradient", relative=relative)
     return Finding(
@@ -167,19 +172,19 @@ def _ranks_apart(pair: StepPair) -> Finding | None:
 
 def _clipped(pair: StepPair) -> Finding | None:
     """Find clipping at the wrong time, or by the wrong norm."""
-    mine, theirs = pair.alone[0].clips, pair.split[0].clips
-    if not mine and not theirs:
+    alone_clips, split_clips = pair.alone[0].clips, pair.split[0].clips
+    if not alone_clips and not split_clips:
         return _shards_scaled_apart(pair)
-    if mine and not theirs:
+    if alone_clips and not split_clips:
         total, rest = together(pair.tensors)
-        clipped = any(each["norm"] is not None and each["norm"] > each["limit"] for each in mine)
+        clipped = any(clip["norm"] is not None and clip["norm"] > clip["limit"] for clip in alone_clips)
         return pair.finding("not-clipped") if clipped and total > 1 and rest < _REST else None
-    if len(theirs) > max(1, len(mine)) and theirs[0]["after"] < len(pair.split[0].losses):
-        return pair.finding("clip-each-micro-batch", count=len(theirs))
+    if len(split_clips) > max(1, len(alone_clips)) and split_clips[0]["after"] < len(pair.split[0].losses):
+        return pair.finding("clip-each-micro-batch", count=len(split_clips))
     norms = [step.clips[-1]["norm"] for step in pair.split if step.clips]
     if None not in norms and len(norms) > 1 and max(norms) - min(norms) > 1e-3 * max(norms):
         told = ", ".join(f"{norm:.3g}" for norm in norms)
-        shards = any(each.of_ranks for each in pair.tensors)
+        shards = any(tensor.of_ranks for tensor in pair.tensors)
         return pair.finding("clip-local-norm" if shards else "clip-before-reduction", norms=told)
     return _shards_scaled_apart(pair)
 
@@ -187,13 +192,13 @@ def _clipped(pair: StepPair) -> Finding | None:
 def _shards_scaled_apart(pair: StepPair) -> Finding | None:
     """Find shards that each rank has scaled by a factor of its own."""
     ratios: dict[int, list[float]] = {}
-    for each in pair.tensors:
-        for rank, (ratio, rest) in enumerate(each.of_ranks):
-            if len(each.of_ranks) == len(pair.split) and rest < _REST and ratio > 0:
+    for tensor in pair.tensors:
+        for rank, (ratio, rest) in enumerate(tensor.of_ranks):
+            if len(tensor.of_ranks) == len(pair.split) and rest < _REST and ratio > 0:
                 ratios.setdefault(rank, []).append(ratio)
-    if len(ratios) < 2 or any(max(found) - min(found) > _NEAR * max(found) for found in ratios.values()):
+    if len(ratios) < 2 or any(max(of_ranks) - min(of_ranks) > _NEAR * max(of_ranks) for of_ranks in ratios.values()):
         return None
-    means = [sum(found) / len(found) for found in ratios.values()]
+    means = [sum(of_ranks) / len(of_ranks) for of_ranks in ratios.values()]
     if max(means) - min(means) <= 2 * _NEAR * max(means):
         return None
     return pair.finding("clip-local-norm", norms=", ".join(f"x {mean:.3g}" for mean in means))
@@ -206,21 +211,21 @@ def _scaled(pair: StepPair) -> Finding | None:
     if rest < _REST and abs(ratio - 1) > _NEAR:
         return _multiple(pair, _before_clipping(pair, ratio), ranks, micro_batches)
     departing = pair.departing
-    others = [each for each in pair.tensors if each not in departing]
+    others = [tensor for tensor in pair.tensors if tensor not in departing]
     if not others or abs(together(others)[0] - 1) > _NEAR:
         return None
     ratio, rest = together(departing)
     if rest < _REST and abs(ratio - 1) > _NEAR:
-        return pair.finding("some-gradients-scaled", [each.name for each in departing], ratio=ratio)
+        return pair.finding("some-gradients-scaled", [tensor.name for tensor in departing], ratio=ratio)
     return None
 
 
 def _before_clipping(pair: StepPair, ratio: float) -> float:
     """The ratio of gradients before they were clipped, if clipping by the recorded norms made this one of it."""
     clips = [step.clips[-1] for step in (pair.alone[0], pair.split[0]) if step.clips]
-    if len(clips) != 2 or not all(each["norm"] for each in clips):
+    if len(clips) != 2 or not all(clip["norm"] for clip in clips):
         return ratio
-    alone, split = (each["norm"] for each in clips)
+    alone, split = (clip["norm"] for clip in clips)
     clipped = min(split, clips[1]["limit"]) / min(alone, clips[0]["limit"])
     return split / alone if _is(ratio, clipped) else ratio
 
@@ -240,7 +245,7 @@ def _multiple(pair: StepPair, ratio: float, ranks: int, micro_batches: int) -> F
         return pair.finding("summed", ratio=ratio, by=ranks)
     if _is(ratio, 1 / ranks):
         return pair.finding("divided-twice", ratio=ratio, by=ranks)
-    if accumulated and any(_is(ratio, each) for each in (ranks / micro_batches, micro_batches / ranks)):
+    if accumulated and any(_is(ratio, other) for other in (ranks / micro_batches, micro_batches / ranks)):
         return pair.finding("accumulation-divisor", ratio=ratio, by=micro_batches)
     if losses is not None and _between(ratio, losses):
         # Clipping, which an engine may not report, has reduced the larger of both.
@@ -268,8 +273,8 @@ def _losses_of(pair: StepPair) -> tuple[float, float] | None:
     """The losses that both runs gave to backward: the mean over ranks. None where there is none."""
     if not pair.alone[0].losses or not any(step.losses for step in pair.split):
         return None
-    mine = sum(each["value"] for each in pair.alone[0].losses)
-    return mine, sum(each["value"] for step in pair.split for each in step.losses) / len(pair.split)
+    alone_loss = sum(loss["value"] for loss in pair.alone[0].losses)
+    return alone_loss, sum(loss["value"] for step in pair.split for loss in step.losses) / len(pair.split)
 
 
 def _loss_ratio(pair: StepPair) -> float | None:
@@ -280,7 +285,7 @@ def _loss_ratio(pair: StepPair) -> float | None:
 
 def counts_of(step: RankStep) -> list[dict[str, float]]:
     """Return the possible divisors of each backward of a step: rows, targets, and counts of the inputs."""
-    found = []
+    of_ranks = []
     begun = 0
     for loss in step.losses:
         counts: dict[str, float] = {}
@@ -290,8 +295,8 @@ def counts_of(step: RankStep) -> list[dict[str, float]]:
         if loss["targets"] is not None:  # the loss of a job doesn't say how many it has
             counts["targets"] = loss["targets"]
         begun = loss["after"]
-        found.append(counts)
-    return found
+        of_ranks.append(counts)
+    return of_ranks
 
 
 def _mean_without_targets(pair: StepPair) -> Finding | None:

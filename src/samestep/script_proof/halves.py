@@ -57,7 +57,7 @@ def _of_rows(value: Any, batch: int, rows: slice) -> Any:
     """Slice the rows of each tensor argument that has the batch's rows."""
     if isinstance(value, Tensor):
         return value[rows] if value.dim() > 0 and value.shape[0] == batch else value
-    return _like(value, lambda _, each: _of_rows(each, batch, rows))
+    return _like(value, lambda _, tensor: _of_rows(tensor, batch, rows))
 
 
 def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:

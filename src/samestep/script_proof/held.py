@@ -44,16 +44,21 @@ class HeldWeights:
 
     def find(self, models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> list[HeldTensor]:
         """Return the tensors of all copies of models that an optimizer trains; none where these are sharded."""
-        held = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
-        models = {name: each for name, each in models.items() if any(id(one) in held for one in each.parameters())}
+        held = {
+            id(parameter)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        models = {name: model for name, model in models.items() if any(id(one) in held for one in model.parameters())}
         trained = {
             name: tensor for model in models.values() for name, tensor in _parameters(model) if _is_plain(tensor)
         }
         if len(trained) < _LEAST:
             return []
-        taken = {_address(each) for each in _tensors_in_use(trained.values(), optimizers)}
+        taken = {_address(tensor) for tensor in _tensors_in_use(trained.values(), optimizers)}
         own = {id(module) for model in models.values() for module in model.modules()}
-        found: list[HeldTensor] = []
+        new_tensors: list[HeldTensor] = []
         labels: dict[str, int] = {}
         for holder, tensors in _candidates(trained, own):
             new = [(name, value) for name, value in tensors if _address(value) not in taken]
@@ -63,8 +68,8 @@ class HeldWeights:
             label = _label(holder)
             labels[label] = labels.get(label, 0) + 1
             place = label + (f" {labels[label]}" if labels[label] > 1 else "")
-            found += [HeldTensor(name=f"{place}/{name}", value=value) for name, value in new]
-        return found
+            new_tensors += [HeldTensor(name=f"{place}/{name}", value=value) for name, value in new]
+        return new_tensors
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -98,39 +103,39 @@ def _candidates(trained: Mapping[str, Tensor], own: set[int]) -> Iterator[tuple[
     """Yield the objects that may hold a copy, with its tensors: modules first, the largest before others."""
     objects = gc.get_objects()
     modules = []
-    for each in objects:
-        if issubclass(type(each), nn.Module) and id(each) not in own and "_parameters" in vars(each):
-            tensors = _matching(_parameters(each), trained)
+    for object_ in objects:
+        if issubclass(type(object_), nn.Module) and id(object_) not in own and "_parameters" in vars(object_):
+            tensors = _matching(_parameters(object_), trained)
             if tensors is not None:
-                modules.append((each, tensors))
+                modules.append((object_, tensors))
     yield from sorted(modules, key=lambda pair: -len(pair[1]))
     shapes = [tuple(value.shape) for value in trained.values()]
-    for each in objects:
-        if type(each) in (list, tuple) and len(each) == len(shapes) and all(map(_is_plain, each)):
-            if [tuple(value.shape) for value in each] == shapes:
-                yield each, list(zip(trained, each, strict=True))
+    for object_ in objects:
+        if type(object_) in (list, tuple) and len(object_) == len(shapes) and all(map(_is_plain, object_)):
+            if [tuple(value.shape) for value in object_] == shapes:
+                yield object_, list(zip(trained, object_, strict=True))
         # By dict's own methods: those of a subclass may do work, such as importing all of transformers' models.
-        elif issubclass(type(each), dict) and 2 * dict.__len__(each) >= len(shapes):
-            items = list(dict.items(each))
+        elif issubclass(type(object_), dict) and 2 * dict.__len__(object_) >= len(shapes):
+            items = list(dict.items(object_))
             named = ((key, value) for key, value in items if type(key) is str and _is_plain(value))
             tensors = _matching(named, trained)
             if tensors is not None:
-                yield each, tensors
+                yield object_, tensors
 
 
 def _matching(tensors: Iterator[tuple[str, Tensor]], trained: Mapping[str, Tensor]) -> _Named | None:
     """Return the tensors that have names and shapes of trained parameters; None if they are less than half."""
-    found = []
+    alike = []
     for name, value in tensors:
         plain = _plain_name(name)
         if plain in trained and _is_plain(value) and value.shape == trained[plain].shape:
-            found.append((plain, value))
-    return found if len(found) >= _LEAST and 2 * len(found) >= len(trained) else None
+            alike.append((plain, value))
+    return alike if len(alike) >= _LEAST and 2 * len(alike) >= len(trained) else None
 
 
 def _plain_name(name: str) -> str:
     """A parameter's name without what wrappers put before it."""
-    while prefix := next((each for each in _PREFIXES if name.startswith(each)), None):
+    while prefix := next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None):
         name = name.removeprefix(prefix)
     return name
 
@@ -153,9 +158,13 @@ def _owner(referrer: Any) -> str:
     """The class of the object to which a dictionary of attributes belongs, and a dot."""
     if type(referrer) is not dict:
         return f"{type(referrer).__name__}."
-    for each in gc.get_referrers(referrer):
-        if getattr(each, "__dict__", None) is referrer and not isinstance(each, type) and hasattr(each, "__class__"):
-            name = type(each).__name__
+    for other in gc.get_referrers(referrer):
+        if (
+            getattr(other, "__dict__", None) is referrer
+            and not isinstance(other, type)
+            and hasattr(other, "__class__")
+        ):
+            name = type(other).__name__
             return "" if name == "module" else f"{name}."
     return ""
 
@@ -168,14 +177,14 @@ class Changes:
 
     def noted(self, parameters: Sequence[Tensor]) -> None:
         """Remember parameters after a step."""
-        self._after |= {id(each): _fingerprint(each) for each in parameters}
+        self._after |= {id(parameter): _fingerprint(parameter) for parameter in parameters}
 
     def since(self, parameters: Sequence[tuple[str, Tensor]]) -> list[str]:
         """Return the names of parameters that are others than after the last step."""
         return [
             name
-            for name, each in parameters
-            if id(each) in self._after and self._after[id(each)] != _fingerprint(each)
+            for name, parameter in parameters
+            if id(parameter) in self._after and self._after[id(parameter)] != _fingerprint(parameter)
         ]
 
 

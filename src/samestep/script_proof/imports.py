@@ -95,9 +95,9 @@ def _called(tree: ast.Module) -> list[ast.FunctionDef]:
     return list(reached.values())
 
 
-def import_early(wanted: Sequence[tuple[str, Sequence[str]]]) -> None:
+def import_early(imports: Sequence[tuple[str, Sequence[str]]]) -> None:
     """Import what can be imported; what fails is left for the script, which may handle it."""
-    for module, names in wanted:
+    for module, names in imports:
         try:
             imported = importlib.import_module(module)
             for name in names:

@@ -55,7 +55,7 @@ class Listener(Protocol):
     def copies_made(self) -> None: ...
     def ranks_start(self, args: tuple[Any, ...], count: int) -> tuple[tuple[Any, ...], int]: ...
     def join(self, call: Call, args: Any, kwargs: Any) -> Any: ...
-    def gathered(self, given: Any, kept: Any) -> None: ...
+    def gathered(self, passed: Any, kept: Any) -> None: ...
 
 
 def install(listener: Listener, *, dropout: bool) -> None:
@@ -110,10 +110,10 @@ def _clip(call: Call, listener: Listener) -> Call:
     @wraps(call)
     def by_keyword(*args: Any, **kwargs: Any) -> Any:
         words = dict(kwargs)
-        given = list(args)
-        first = given.pop(0) if given else words.pop("parameters")
-        limit = given.pop(0) if given else words.pop("max_norm", words.pop("clip_value", None))
-        return clip(first, limit, *given, **words)
+        arguments = list(args)
+        first = arguments.pop(0) if arguments else words.pop("parameters")
+        limit = arguments.pop(0) if arguments else words.pop("max_norm", words.pop("clip_value", None))
+        return clip(first, limit, *arguments, **words)
 
     return by_keyword
 
@@ -309,17 +309,17 @@ def _indices(listener: Listener) -> None:
     loader: Any = dataloader.DataLoader
     make_loader = loader.__init__
 
-    def listened(iterator: Any, given: Any) -> None:
-        if dataloading.has_numbered_samples(given):
-            listener.pass_begun(given.dataset)
-            numbers = listener.iterator_made(dataloading.numbers_of(iterator), given)
+    def listened(iterator: Any, loader: Any) -> None:
+        if dataloading.has_numbered_samples(loader):
+            listener.pass_begun(loader.dataset)
+            numbers = listener.iterator_made(dataloading.numbers_of(iterator), loader)
             dataloading.replace_numbers(iterator, numbers)
 
     @wraps(make_loader)
     def made_loader(self: Any, *args: Any, **kwargs: Any) -> None:
         make_loader(self, *args, **kwargs)
         own = [kwargs.get("batch_sampler"), *args[_BATCH_SAMPLER : _BATCH_SAMPLER + 1]]
-        if not any(each is not None for each in own) and getattr(self, "batch_sampler", None) is not None:
+        if not any(setting is not None for setting in own) and getattr(self, "batch_sampler", None) is not None:
             listener.loader_made(self)
 
     length = loader.__len__

@@ -145,8 +145,8 @@ def _device(options: argparse.Namespace) -> str:
     return "cpu" if options.on == "cpu" else "auto"
 
 
-def _processes(given: str | None) -> int:
-    return PROCESSES if given is None else whole_of(given, "--processes", 2, MOST_RANKS_A_HOST)
+def _processes(text: str | None) -> int:
+    return PROCESSES if text is None else whole_of(text, "--processes", 2, MOST_RANKS_A_HOST)
 
 
 def _alone_processes(options: argparse.Namespace) -> int:

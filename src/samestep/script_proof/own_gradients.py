@@ -31,14 +31,14 @@ class OwnGradients:
 
     def listen(self, module: nn.Module) -> None:
         """Hear the parameters of a model; of a sharded one, or a very large one, none."""
-        parameters = [each for each in module.parameters() if each.requires_grad]
-        plain = all(type(each) is nn.Parameter for each in parameters)
-        if not plain or sum(each.numel() for each in parameters) > _MOST_NUMBERS:
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        plain = all(type(parameter) is nn.Parameter for parameter in parameters)
+        if not plain or sum(parameter.numel() for parameter in parameters) > _MOST_NUMBERS:
             return
-        for each in parameters:
-            if id(each) not in self._heard:
-                self._heard.add(id(each))
-                self._handles.append(each.register_hook(self._adding(id(each))))
+        for parameter in parameters:
+            if id(parameter) not in self._heard:
+                self._heard.add(id(parameter))
+                self._handles.append(parameter.register_hook(self._adding(id(parameter))))
 
     def _adding(self, key: int) -> Any:
         def add(gradient: Tensor) -> None:
@@ -55,8 +55,8 @@ class OwnGradients:
 
     def stop(self) -> None:
         """Hear nothing more."""
-        for each in self._handles:
-            each.remove()
+        for handle in self._handles:
+            handle.remove()
         self._handles.clear()
         self._sums.clear()
 
@@ -84,14 +84,14 @@ def judge_by_own(alone: RunRecord, split: RunRecord) -> OwnJudgement:
 
 def _tensors(split: RunRecord, number: int) -> list[TensorDifference]:
     """Each gradient beside the mean of ranks' own; none where some rank's own isn't known."""
-    found = []
+    tensors = []
     for name in split.tensor_names(number, "gradient"):
         gradient, own = split.joined(number, "gradient", name), split.joined(number, "own", name)
         if gradient is None or own is None or len(own.copies) < len(split.ranks):
             return []
         mean = torch.stack([*own.copies]).mean(dim=0)
-        found.append(tensor_difference(name, mean, gradient.value, usual=mean.square().mean().sqrt().item()))
-    return found
+        tensors.append(tensor_difference(name, mean, gradient.value, usual=mean.square().mean().sqrt().item()))
+    return tensors
 
 
 def _judged(split: RunRecord, number: int, tensors: Sequence[TensorDifference], loss: float) -> Finding | None:
@@ -101,8 +101,8 @@ def _judged(split: RunRecord, number: int, tensors: Sequence[TensorDifference], 
     usual = _usual_ratio(step.clips, step.values.get("scale"))
     at = {"step": number + 1, "what": "gradient"}
     if rest > _REST:
-        others = [each for each in tensors if abs(each.ratio / usual - 1) > _REST or each.rest > _REST]
-        module = common_module([each.name for each in others]) if len(others) < len(tensors) else None
+        others = [tensor for tensor in tensors if abs(tensor.ratio / usual - 1) > _REST or tensor.rest > _REST]
+        module = common_module([tensor.name for tensor in others]) if len(others) < len(tensors) else None
         facts = {"ratio": ratio / usual}
         return Finding(kind="reduced-otherwise", relative=rest, module=module, facts=facts, **at)
     times = _power(ratio / usual, ranks)
@@ -120,9 +120,9 @@ def _judged(split: RunRecord, number: int, tensors: Sequence[TensorDifference], 
 def _usual_ratio(clips: Sequence[Any], scale: float | None) -> float:
     """What clipping and a scaler leave of a gradient."""
     ratio = 1 / scale if scale else 1.0
-    for each in clips:
-        if each["norm"] is not None and each["norm"] > each["limit"]:
-            ratio *= each["limit"] / (each["norm"] + 1e-6)
+    for clip in clips:
+        if clip["norm"] is not None and clip["norm"] > clip["limit"]:
+            ratio *= clip["limit"] / (clip["norm"] + 1e-6)
     return ratio
 
 
@@ -134,7 +134,7 @@ def _power(ratio: float, base: int) -> int | None:
 def _loss_ratio(alone: RunRecord, split: RunRecord, steps: int) -> int | None:
     """How many times the losses of ranks are those of one process, as a power of the number of ranks."""
     means = [
-        math.fsum(each["value"] for number in range(steps) for step in run.step(number) for each in step.losses)
+        math.fsum(loss["value"] for number in range(steps) for step in run.step(number) for loss in step.losses)
         / len(run.ranks)
         for run in (alone, split)
     ]

@@ -80,7 +80,7 @@ class ScriptRecorder:
         self._given = GivenBatches()
         self._batches = Batches(
             self._writer,
-            given=followed,
+            from_run=followed,
             times=settings.times,
             made=settings.widened,
             number_of=self._fetching.number_of,
@@ -88,7 +88,7 @@ class ScriptRecorder:
         )
         redrawn = Path(settings.redraw) if settings.redraw is not None else None
         together = settings.together or (len(rank_folders(redrawn)) if redrawn is not None else 1)
-        self._draws = Draws(self._writer, given=redrawn, together=together, notes=settings.draws)
+        self._draws = Draws(self._writer, from_run=redrawn, together=together, notes=settings.draws)
         self._processes = 0
         self._buffers: dict[str, tuple[int, int, dict[str, Any]]] = {}
         self._moved = False  # whether the variant's change was made
@@ -144,7 +144,9 @@ class ScriptRecorder:
         if next(module.parameters(), None) is None:
             return False
         root = self._root(module)
-        made = {tensor.untyped_storage().data_ptr() for each in self._made if (tensor := each()) is not None}
+        made = {
+            tensor.untyped_storage().data_ptr() for reference in self._made if (tensor := reference()) is not None
+        }
         rows = rows_of(args, kwargs, made)
         # A wrapper may be in another mode than the wrapped model.
         training = torch.is_grad_enabled() and shards.unwrapped(module).training
@@ -179,7 +181,7 @@ class ScriptRecorder:
 
     def _leave(self, result: Any) -> None:
         """Record the end of a forward: its modules' outputs and its results."""
-        self._made = [each for each in self._made if each() is not None]
+        self._made = [reference for reference in self._made if reference() is not None]
         self._made += [weakref.ref(value) for _, value in named_tensors(result)]
         if self._forward is not None:
             _note_use(self._forward, result)
@@ -212,9 +214,9 @@ class ScriptRecorder:
 
     def _without_recurrent_dropout(self, module: nn.Module) -> None:
         """That of LSTM and its like is applied in C++, past the functions that are listened to."""
-        for each in module.modules():
-            if isinstance(each, nn.RNNBase) and each.dropout > 0:
-                each.dropout = 0.0
+        for submodule in module.modules():
+            if isinstance(submodule, nn.RNNBase) and submodule.dropout > 0:
+                submodule.dropout = 0.0
 
     def _named(self) -> dict[str, nn.Module]:
         """The models by what their parameters' names begin with: nothing where there is one."""
@@ -306,8 +308,8 @@ class ScriptRecorder:
     def backward_called(self, call: Call, tensors: Any, args: Any, kwargs: Any) -> Any:
         """A backward: its losses and the targets since the last one."""
         self._place("gradient")
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        values = [_number(each) for each in given]
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        values = [_number(root) for root in roots]
         step = self._step
         step.losses.append({"value": math.fsum(values), "targets": step.targets, "after": len(step.forwards)})
         step.targets = 0
@@ -348,7 +350,7 @@ class ScriptRecorder:
                 self._note_gradients(optimizer)
             return None
         self._place("step")
-        if not any(each is optimizer for each in self._optimizers):
+        if not any(other is optimizer for other in self._optimizers):
             self._optimizers.append(optimizer)
             self._counts.append(0)
         # The first argument is the optimizer itself.
@@ -405,9 +407,9 @@ class ScriptRecorder:
         self._step.changed = self._changes.since(named)
         if not self._held.looks(sum(self._counts)):
             return
-        for each in self._held.find(self._named(), self._optimizers):
-            place = {"name": each.name, "whole": list(each.value.shape), "start": None, "offset": None}
-            self._step.tensors.setdefault("held", []).append({**place, **self._writer.tensor(each.value)})
+        for tensor in self._held.find(self._named(), self._optimizers):
+            place = {"name": tensor.name, "whole": list(tensor.value.shape), "start": None, "offset": None}
+            self._step.tensors.setdefault("held", []).append({**place, **self._writer.tensor(tensor.value)})
 
     def scaled(self, scaler: Any) -> None:
         """A scaler of gradients lets an optimizer step."""
@@ -447,12 +449,12 @@ class ScriptRecorder:
         """Gradients were set to zero: those of earlier forwards are lost, if no step has used them."""
         if not self._stepping:
             self._own.zeroed()
-            for each in (*self._step.forwards, *self._step.losses):
-                if each.get("used", True):  # a backward has reached it
-                    each["zeroed"] = True
+            for event in (*self._step.forwards, *self._step.losses):
+                if event.get("used", True):  # a backward has reached it
+                    event["zeroed"] = True
 
     def _number(self, optimizer: Any) -> int:
-        return next(number for number, each in enumerate(self._optimizers) if each is optimizer)
+        return next(number for number, other in enumerate(self._optimizers) if other is optimizer)
 
     def _whole_step(self) -> bool:
         """Whether the tensors of this step are written."""
@@ -467,9 +469,9 @@ class ScriptRecorder:
 
     def _parts(self, number: int, group: int, place: int, parameter: Tensor) -> list[shards.TensorPart]:
         """One in no model that was called has the name of its place in the optimizer."""
-        known = self._step.parts.get(id(parameter))
+        parts = self._step.parts.get(id(parameter))
         name = f"optimizer{number}.group{group}.{place}"
-        return known if known is not None else [shards.TensorPart(name=name, shape=tuple(parameter.shape))]
+        return parts if parts is not None else [shards.TensorPart(name=name, shape=tuple(parameter.shape))]
 
     def _group(self, number: int, group: Mapping[str, Any], at: int) -> dict[str, Any]:
         """The names in a group and its settings."""
@@ -494,12 +496,12 @@ class ScriptRecorder:
         for name, buffer in shards.buffers_of(self._named()):
             if isinstance(buffer, DTensor) or buffer.is_meta:
                 continue
-            known = self._buffers.get(name)
-            if known is None or known[:2] != (id(buffer), version_of(buffer)):
+            noted = self._buffers.get(name)
+            if noted is None or noted[:2] != (id(buffer), version_of(buffer)):
                 place = {"name": name, "whole": list(buffer.shape), "start": None, "offset": None}
-                known = (id(buffer), version_of(buffer), {**place, **self._writer.tensor(buffer)})
-                self._buffers[name] = known
-            self._step.tensors.setdefault("buffer", []).append(known[2])
+                noted = (id(buffer), version_of(buffer), {**place, **self._writer.tensor(buffer)})
+                self._buffers[name] = noted
+            self._step.tensors.setdefault("buffer", []).append(noted[2])
 
     def _note_states(self) -> None:
         assert self._step.tensors is not None
@@ -556,11 +558,11 @@ class ScriptRecorder:
         self._writer.event("process", after=sum(self._counts))
         process._target = self._follow(process._target, self._settings, self)
 
-    def gathered(self, given: Any, kept: Any) -> None:
+    def gathered(self, passed: Any, kept: Any) -> None:
         """Rows before and after what filled the last batch up was dropped."""
         sizes = [
-            next((value.shape[0] for _, value in named_tensors(each) if value.dim() > 0), None)
-            for each in (given, kept)
+            next((value.shape[0] for _, value in named_tensors(arguments) if value.dim() > 0), None)
+            for arguments in (passed, kept)
         ]
         self._writer.event("gathered", after=sum(self._counts), given=sizes[0], kept=sizes[1])
 
@@ -633,7 +635,7 @@ def _options(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, (bool, int, float)) or (
             isinstance(value, (tuple, list))
             and name != "params"
-            and all(isinstance(each, (int, float)) for each in value)
+            and all(isinstance(setting, (int, float)) for setting in value)
         ):
             yield name, value
 
@@ -649,13 +651,13 @@ def _flipped(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.flip(0) if value.dim() > 0 else value
     if isinstance(value, dict):
-        return type(value)({name: _flipped(each) for name, each in value.items()})
+        return type(value)({name: _flipped(item) for name, item in value.items()})
     if isinstance(value, Mapping) and hasattr(value, "data"):  # transformers' BatchEncoding
         for name in list(value):
             value[name] = _flipped(value[name])  # pyright: ignore[reportIndexIssue]
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_flipped(each) for each in value))
+        return type(value)(*(_flipped(item) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_flipped(each) for each in value)
+        return type(value)(_flipped(item) for item in value)
     return value

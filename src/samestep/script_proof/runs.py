@@ -73,26 +73,26 @@ class ScriptProof:
 def words(flag: str, text: str, *, script: bool = True) -> tuple[str, ...]:
     """Split an option's text into words; those of a `script` are checked. Raises UserError."""
     try:
-        found = tuple(shlex.split(text))
+        command = tuple(shlex.split(text))
     except ValueError:
         raise UserError(f"{flag} {text}: a quote has no end") from None
     if not script:
-        return found
-    variables, found = with_variables(found)
-    if found[:1] == ("python",) or found[:1] == ("python3",):
-        found = found[1:]
-    if not found:
+        return command
+    variables, command = with_variables(command)
+    if command[:1] == ("python",) or command[:1] == ("python3",):
+        command = command[1:]
+    if not command:
         raise UserError(f'{flag} is empty; use {flag} "train.py --batch-size 16"')
-    if found[0] == "-m":
-        if len(found) == 1:
+    if command[0] == "-m":
+        if len(command) == 1:
             raise UserError(f'{flag} "-m" names no module; use {flag} "-m package.module"')
-    elif not Path(found[0]).is_file():
-        raise UserError(f"{flag} {found[0]}: there is no such script in {Path.cwd()}")
-    elif not found[0].endswith(".py"):
+    elif not Path(command[0]).is_file():
+        raise UserError(f"{flag} {command[0]}: there is no such script in {Path.cwd()}")
+    elif not command[0].endswith(".py"):
         raise UserError(
-            f"{flag} {found[0]}: this is no script of Python's; use train.py or -m module, without a launcher"
+            f"{flag} {command[0]}: this is no script of Python's; use train.py or -m module, without a launcher"
         )
-    return (*(f"{name}={value}" for name, value in variables.items()), *found)
+    return (*(f"{name}={value}" for name, value in variables.items()), *command)
 
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -274,7 +274,7 @@ def _is_rounding(variant: Variant, folder: Path) -> bool:
     """Whether the second run differs by rounding only: nothing depends on a sample's place in the batch."""
     if first_noise(folder) > ROUNDING_AT_MOST:
         return False
-    if variant == "halves" and not any(each["event"] == "halved" for each in events(folder / AGAIN / "rank-0")):
+    if variant == "halves" and not any(event["event"] == "halved" for event in events(folder / AGAIN / "rank-0")):
         return False
     return not places_matter(RunRecord.read(folder / ALONE), RunRecord.read(folder / AGAIN))
 
@@ -351,8 +351,8 @@ def _check(
             if (early := _ended_early(start.place)) is not None:
                 raise UserError(f"{start.title} failed: {early}")
             hint = _ALONE if start.ranks == 1 else ""
-            said = _reason(outcome.output) or f"it ended with exit code {outcome.code} and wrote nothing"
-            raise UserError(f"{start.title} failed{hint}:\n{said}")
+            reason = _reason(outcome.output) or f"it ended with exit code {outcome.code} and wrote nothing"
+            raise UserError(f"{start.title} failed{hint}:\n{reason}")
 
 
 # What gloo, NCCL and PyTorch say of a rank that is gone.
@@ -384,7 +384,7 @@ def _steps(rank: RankRecord) -> str:
 
 def _waits_for_processes(place: Path) -> bool:
     """Whether rank 0 of a run has started processes, and taken no step itself."""
-    kinds = {each["event"] for folder in place.glob("*/") for each in events(folder)}
+    kinds = {event["event"] for folder in place.glob("*/") for event in events(folder)}
     return "process" in kinds and "step" not in kinds
 
 
@@ -420,8 +420,8 @@ def _check_steps(folder: Path) -> None:
     try:
         check_steps(RunRecord.read(folder / ALONE), RunRecord.read(folder / SPLIT))
     except UserError as error:
-        said = _last_words(folder)
-        raise UserError(f"{error}" + (f"; its last words:\n{said}" if said else "")) from None
+        words = _last_words(folder)
+        raise UserError(f"{error}" + (f"; its last words:\n{words}" if words else "")) from None
 
 
 def _check_modules(proof: ScriptProof, folder: Path) -> None:

@@ -29,30 +29,30 @@ class Sampling:
     drawn: bool = False  # whether hardly any comes twice, and none from a DataLoader: each rank may draw its own
 
 
-def sampling(alone: RunRecord, split: RunRecord, again: RunRecord, *, given: bool = False) -> Sampling:
-    """Compare the samples of each step. `given`: the run alone was given the split run's batches."""
+def sampling(alone: RunRecord, split: RunRecord, again: RunRecord, *, prescribed: bool = False) -> Sampling:
+    """Compare the samples of each step. `prescribed`: the run alone was given the split run's batches."""
     steps = min(alone.steps, split.steps)
     keys = keys_of(alone, split)
     if keys is None:
         return Sampling(same=steps, seen=False)
-    mine = [_rows(alone, number, keys.alone) for number in range(alone.steps)]
+    alone_rows = [_rows(alone, number, keys.alone) for number in range(alone.steps)]
     theirs = [_rows(split, number, keys.split) for number in range(split.steps)]
-    if drawn := _drawn_anew(mine, [_rows(again, number, keys.alone) for number in range(again.steps)]):
+    if drawn := _drawn_anew(alone_rows, [_rows(again, number, keys.alone) for number in range(again.steps)]):
         return Sampling(same=0, mistake=drawn)
     if has_other_data(alone.ranks[0], again.ranks[0]):
         return Sampling(same=0, mistake=_UNSEEDED_DATA)
     if (other := _other_data(alone, split)) is not None:
         return Sampling(same=0, finding=other)
     for number in range(steps):
-        if mine[number] != theirs[number]:
-            finding, mistake = _judged(alone, split, number, mine, theirs, keys)
-            mistake = _GIVEN if given and mistake is not None else mistake
-            drawn = mistake is not None and not given and _all_drawn(alone, split, theirs)
+        if alone_rows[number] != theirs[number]:
+            finding, mistake = _judged(alone, split, number, alone_rows, theirs, keys)
+            mistake = _GIVEN if prescribed and mistake is not None else mistake
+            drawn = mistake is not None and not prescribed and _all_drawn(alone, split, theirs)
             return Sampling(same=number, finding=finding, mistake=mistake, drawn=drawn)
     if split.steps < alone.steps and alone.ranks[0].end.get("how") != "failed":
-        missing = sum((mine[split.steps]).values())
+        missing = sum((alone_rows[split.steps]).values())
         if missing and not _continues(split):
-            return Sampling(same=steps, finding=_ends_early(split, mine, theirs, missing))
+            return Sampling(same=steps, finding=_ends_early(split, alone_rows, theirs, missing))
     return Sampling(same=steps)
 
 
@@ -68,15 +68,15 @@ def _all_drawn(alone: RunRecord, split: RunRecord, theirs: Sequence[Rows]) -> bo
 _BY_CHANCE = 0.05
 
 
-def _ends_early(split: RunRecord, mine: Sequence[Rows], theirs: Sequence[Rows], missing: int) -> Finding:
+def _ends_early(split: RunRecord, alone_rows: Sequence[Rows], split_rows: Sequence[Rows], missing: int) -> Finding:
     """Judge a run that ends before the other: its samples ran out, or it was ended."""
-    left, begun = mine[split.steps], mine[0]
-    new = not left.keys() <= set().union(*theirs)
+    left, begun = alone_rows[split.steps], alone_rows[0]
+    new = not left.keys() <= set().union(*split_rows)
     ran_out = split.steps in split.ranks[0].exhausted or sum(left.values()) < sum(begun.values())
     if new and ran_out:
         return _samples("lost-samples", split.steps, missing, left)
     facts = {"split": split.steps}
-    relative = 1 - split.steps / len(mine)
+    relative = 1 - split.steps / len(alone_rows)
     return Finding(kind="ends-early", step=split.steps + 1, what="steps", relative=relative, facts=facts)
 
 
@@ -97,27 +97,28 @@ def keys_of(alone: RunRecord, split: RunRecord) -> Keys | None:
 
 def hashed_keys_of(alone: RunRecord, split: RunRecord) -> Keys | None:
     """Return the inputs by whose hashes samples are known."""
-    mine, theirs = _first_inputs(alone), _first_inputs(split)
-    if not mine or not theirs:
+    alone_inputs, split_inputs = _first_inputs(alone), _first_inputs(split)
+    if not alone_inputs or not split_inputs:
         return None
-    shared = [name for name in mine if name in theirs]
-    if shared and any(set(mine[name]) & set(theirs[name]) for name in shared):
+    shared = [name for name in alone_inputs if name in split_inputs]
+    if shared and any(set(alone_inputs[name]) & set(split_inputs[name]) for name in shared):
         return Keys(alone=shared, split=shared)
     # A framework may call the whole model where the other run calls a part, with the batch in another argument.
     best = max(
-        ((a, s) for a in mine for s in theirs), key=lambda pair: len(set(mine[pair[0]]) & set(theirs[pair[1]]))
+        ((a, s) for a in alone_inputs for s in split_inputs),
+        key=lambda pair: len(set(alone_inputs[pair[0]]) & set(split_inputs[pair[1]])),
     )
-    if set(mine[best[0]]) & set(theirs[best[1]]):
+    if set(alone_inputs[best[0]]) & set(split_inputs[best[1]]):
         return Keys(alone=[best[0]], split=[best[1]])
-    return Keys(alone=shared or list(mine), split=shared or list(theirs))
+    return Keys(alone=shared or list(alone_inputs), split=shared or list(split_inputs))
 
 
 def _all_have(run: RunRecord, name: str) -> bool:
     """Whether the samples of every step have numbers: in every forward, or among what loaders gave before them."""
     for rank in run.ranks:
         for step in rank.steps:
-            known = [name in forward["rows"] for forward in step.forwards]
-            if not (all(known) if name == NUMBERED else any(known)) or not known:
+            has_rows = [name in forward["rows"] for forward in step.forwards]
+            if not (all(has_rows) if name == NUMBERED else any(has_rows)) or not has_rows:
                 return False
     return True
 
@@ -128,27 +129,27 @@ def _same_data(alone: RunRecord, split: RunRecord) -> bool:
     for rank in (*alone.ranks, *split.ranks):
         for iteration in rank.iterations:
             sizes.setdefault(iteration.get("data", 0), set()).add(iteration["size"])
-    if any(len(each) > 1 for each in sizes.values()):
+    if any(len(of_key) > 1 for of_key in sizes.values()):
         return False
     return not any(has_other_data(alone.ranks[0], rank) for rank in split.ranks)
 
 
 def has_other_data(one: RankRecord, other: RankRecord) -> bool:
     """Whether most samples that two ranks have made are unlike, though they have the same numbers."""
-    mine, its = _hashes(one), _hashes(other)
-    shared = mine.keys() & its.keys()
-    return 2 * sum(mine[key] != its[key] for key in shared) > len(shared)
+    own_hashes, other_hashes = _hashes(one), _hashes(other)
+    shared = own_hashes.keys() & other_hashes.keys()
+    return 2 * sum(own_hashes[key] != other_hashes[key] for key in shared) > len(shared)
 
 
 def _hashes(rank: RankRecord) -> dict[tuple[int, int, int], str]:
-    return {(each["data"], each["index"], each["passed"]): each["hash"] for each in rank.samples}
+    return {(sample["data"], sample["index"], sample["passed"]): sample["hash"] for sample in rank.samples}
 
 
 def _other_data(alone: RunRecord, split: RunRecord) -> Finding | None:
     """Find ranks whose data sets, of one length, have other samples than the run alone, and rank 0 has not."""
     ranks = [number for number, rank in enumerate(split.ranks) if has_other_data(alone.ranks[0], rank)]
     runs = (*alone.ranks, *split.ranks)
-    sizes = {each["size"] for rank in runs for each in rank.iterations if not each.get("data")}
+    sizes = {iteration["size"] for rank in runs for iteration in rank.iterations if not iteration.get("data")}
     if not ranks or 0 in ranks or len(sizes) > 1:
         return None
     told = ", ".join(map(str, ranks))
@@ -157,14 +158,14 @@ def _other_data(alone: RunRecord, split: RunRecord) -> Finding | None:
 
 def _first_inputs(run: RunRecord) -> dict[str, list[str]]:
     """The hashes of the first step's rows, by the name of the input."""
-    found: dict[str, list[str]] = {}
+    inputs: dict[str, list[str]] = {}
     for step in run.step(0):
         for forward in step.forwards:
             for name, hashes in forward["rows"].items():
                 if name in (NUMBERED, GIVEN):
                     continue
-                found.setdefault(name, []).extend(hashes)
-    return found
+                inputs.setdefault(name, []).extend(hashes)
+    return inputs
 
 
 def rows_in_step(run: RunRecord, number: int) -> int:
@@ -184,8 +185,11 @@ def sharers_of(run: RunRecord) -> int:
     if forwards[0] and (forwards[0][0].get("sends") or run.cuts):
         first = forwards[0][0]["rows"]
         name = NUMBERED if NUMBERED in first else None
-        return sum(len(each) > 0 and _has_rows(each[0]["rows"], first, name) for each in forwards)
-    return max((each.get("sharers", 1) for each in forwards[0]), default=1)
+        return sum(
+            len(forwards_of_rank) > 0 and _has_rows(forwards_of_rank[0]["rows"], first, name)
+            for forwards_of_rank in forwards
+        )
+    return max((forward.get("sharers", 1) for forward in forwards[0]), default=1)
 
 
 def _has_rows(rows: Mapping[str, Any], first: Mapping[str, Any], name: str | None) -> bool:
@@ -212,9 +216,9 @@ def _rows(run: RunRecord, number: int, keys: Sequence[str]) -> Rows:
     return _each_once(total, sharers_of(run))
 
 
-def _drawn_anew(mine: Sequence[Rows], repeated: Sequence[Rows]) -> str | None:
+def _drawn_anew(first: Sequence[Rows], repeated: Sequence[Rows]) -> str | None:
     """What to tell where two runs alone have no sample in common: unseeded draws."""
-    pairs = list(zip(mine, repeated, strict=False))
+    pairs = list(zip(first, repeated, strict=False))
     if any(a != b for a, b in pairs) and pairs and not pairs[0][0] & pairs[0][1]:
         return (
             "two runs alone train on different samples in step 1: the script draws their order, or what it makes of "
@@ -245,21 +249,26 @@ _GIVEN = (
 
 
 def _judged(
-    alone: RunRecord, split: RunRecord, number: int, mine: Sequence[Rows], theirs: Sequence[Rows], keys: Keys
+    alone: RunRecord,
+    split: RunRecord,
+    number: int,
+    alone_rows: Sequence[Rows],
+    split_rows: Sequence[Rows],
+    keys: Keys,
 ) -> tuple[Finding | None, str | None]:
     """Classify the first step with different samples; or return why that isn't possible."""
-    a, s = mine[number], theirs[number]
+    a, s = alone_rows[number], split_rows[number]
     missing, extra = sum((a - s).values()), sum((s - a).values())
     for judge in (
         _skipped(alone, split, number, a, s, keys),
-        _carried(alone, split, number, mine, theirs),
-        _same_on_ranks(split, number, keys, theirs),
-        _resumed(split, number, mine, theirs),
-        _epoch_again(number, mine, theirs),
-        _padded_or_lost(number, mine, theirs),
-        _shorter_epoch(number, mine, theirs),
-        _shuffled_apart(number, mine, theirs, keys),
-        _never_seen(alone, split, number, mine, theirs),
+        _carried(alone, split, number, alone_rows, split_rows),
+        _same_on_ranks(split, number, keys, split_rows),
+        _resumed(split, number, alone_rows, split_rows),
+        _epoch_again(number, alone_rows, split_rows),
+        _padded_or_lost(number, alone_rows, split_rows),
+        _shorter_epoch(number, alone_rows, split_rows),
+        _shuffled_apart(number, alone_rows, split_rows, keys),
+        _never_seen(alone, split, number, alone_rows, split_rows),
     ):
         if judge is not None:
             return judge, None
@@ -270,19 +279,21 @@ def _judged(
         )
     return None, (
         f"step {number + 1} trains on other samples: {missing} of {sum(a.values())} are not those of the run alone, "
-        f"and {extra} others are; {_hint(mine, theirs)}"
+        f"and {extra} others are; {_hint(alone_rows, split_rows)}"
     )
 
 
-def _hint(mine: Sequence[Rows], theirs: Sequence[Rows]) -> str:
+def _hint(alone_rows: Sequence[Rows], split_rows: Sequence[Rows]) -> str:
     """What to do about samples whose order can't be matched."""
-    known, found = set().union(*mine), set().union(*theirs)
-    if not known & found:
+    alone_seen, split_seen = set().union(*alone_rows), set().union(*split_rows)
+    if not alone_seen & split_seen:
         return (
             "no sample of either run is in the other: rows are changed or drawn at random in each process, or read "
             "from other files; make a row a function of its sample, such as by augmentation seeded with its index"
         )
-    order = "both runs train on the same samples in another order" if known == found else "the order is another"
+    order = (
+        "both runs train on the same samples in another order" if alone_seen == split_seen else "the order is another"
+    )
     return (
         f"{order}; use one order for any number of processes (DistributedSampler also with one, and one seed for all "
         "ranks), or pass --alone with arguments that give the same order"
@@ -303,7 +314,7 @@ def _skipped(alone: RunRecord, split: RunRecord, number: int, a: Rows, s: Rows, 
 
 
 def _carried(
-    alone: RunRecord, split: RunRecord, number: int, mine: Sequence[Rows], theirs: Sequence[Rows]
+    alone: RunRecord, split: RunRecord, number: int, alone_rows: Sequence[Rows], split_rows: Sequence[Rows]
 ) -> Finding | None:
     """Find a step with micro-batches left over from the epoch before, whose gradients were never stepped."""
     counts = [len(step.losses) for step in split.ranks[0].steps]
@@ -311,8 +322,8 @@ def _carried(
     more = counts[number] - usual
     if more <= 0 or number == 0 or len(alone.ranks[0].steps[number].losses) > len(alone.ranks[0].steps[0].losses):
         return None
-    count = sum((theirs[number] - mine[number]).values())
-    return _samples("leftover-carried", number, count, theirs[number], batches=more)
+    count = sum((split_rows[number] - alone_rows[number]).values())
+    return _samples("leftover-carried", number, count, split_rows[number], batches=more)
 
 
 def _same_on_ranks(split: RunRecord, number: int, keys: Keys, theirs: Sequence[Rows]) -> Finding | None:
@@ -330,22 +341,24 @@ def _same_on_ranks(split: RunRecord, number: int, keys: Keys, theirs: Sequence[R
     )
 
 
-def _resumed(split: RunRecord, number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
+def _resumed(split: RunRecord, number: int, alone_rows: Sequence[Rows], split_rows: Sequence[Rows]) -> Finding | None:
     """Steps that train, from a resumption on, on the samples of earlier or later ones."""
     loaded = [at for rank in split.ranks for at in rank.loaded if at <= number]
     if not loaded:
         return None
-    later = range(number, min(len(theirs), number + 3))
-    for by in sorted(range(-len(mine), len(mine)), key=abs):
-        if by and any(0 <= at - by < len(mine) for at in later):
-            pairs = [(theirs[at], mine[at - by]) for at in later if 0 <= at - by < len(mine)]
+    later = range(number, min(len(split_rows), number + 3))
+    for by in sorted(range(-len(alone_rows), len(alone_rows)), key=abs):
+        if by and any(0 <= at - by < len(alone_rows) for at in later):
+            pairs = [(split_rows[at], alone_rows[at - by]) for at in later if 0 <= at - by < len(alone_rows)]
             if all(a == b for a, b in pairs):
                 kind = "resume-repeats" if by > 0 else "resume-skips"
                 facts = {"step": number + 1, "other": number + 1 - by}
-                return _samples(kind, number, sum((mine[number] - theirs[number]).values()), mine[number], **facts)
-    if set(theirs[number]) & set().union(*mine):
-        missing = sum((mine[number] - theirs[number]).values())
-        return _samples("resume-other-order", number, missing, mine[number])
+                return _samples(
+                    kind, number, sum((alone_rows[number] - split_rows[number]).values()), alone_rows[number], **facts
+                )
+    if set(split_rows[number]) & set().union(*alone_rows):
+        missing = sum((alone_rows[number] - split_rows[number]).values())
+        return _samples("resume-other-order", number, missing, alone_rows[number])
     return None
 
 
@@ -360,25 +373,27 @@ def _epoch(rows: Sequence[Rows]) -> int | None:
     return None
 
 
-def _epoch_again(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
+def _epoch_again(number: int, alone_rows: Sequence[Rows], split_rows: Sequence[Rows]) -> Finding | None:
     """The finding that each epoch has the order of the one before: set_epoch isn't called."""
-    length = _epoch(theirs)
-    if length is None or number < length or not theirs[number]:
+    length = _epoch(split_rows)
+    if length is None or number < length or not split_rows[number]:
         return None
-    if theirs[number] != theirs[number - length] or mine[number] == mine[number - length]:
+    if split_rows[number] != split_rows[number - length] or alone_rows[number] == alone_rows[number - length]:
         return None
-    return _samples("same-order-each-epoch", number, sum((mine[number] - theirs[number]).values()), mine[number])
+    return _samples(
+        "same-order-each-epoch", number, sum((alone_rows[number] - split_rows[number]).values()), alone_rows[number]
+    )
 
 
-def _padded_or_lost(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
+def _padded_or_lost(number: int, alone_rows: Sequence[Rows], split_rows: Sequence[Rows]) -> Finding | None:
     """Find samples that were added to fill the end of an epoch, or dropped there."""
-    a, s = mine[number], theirs[number]
+    a, s = alone_rows[number], split_rows[number]
     missing, extra = sum((a - s).values()), sum((s - a).values())
-    seen = set().union(*mine[: number + 1])
+    seen = set().union(*alone_rows[: number + 1])
     at_end = (
-        number == (_epoch(mine) or len(mine)) - 1
-        or number + 1 == len(mine)
-        or sum(a.values()) < sum(mine[0].values())
+        number == (_epoch(alone_rows) or len(alone_rows)) - 1
+        or number + 1 == len(alone_rows)
+        or sum(a.values()) < sum(alone_rows[0].values())
     )
     if extra and not missing and number and set(s - a) <= seen:
         return _samples("padded-sampler", number, extra, a)
@@ -387,25 +402,27 @@ def _padded_or_lost(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -
     return None
 
 
-def _shorter_epoch(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
+def _shorter_epoch(number: int, alone_rows: Sequence[Rows], split_rows: Sequence[Rows]) -> Finding | None:
     """An epoch of the split run that has each of its samples once, and begins again before it has had all."""
-    length, whole = _epoch(theirs), _epoch(mine)
+    length, whole = _epoch(split_rows), _epoch(alone_rows)
     if length is None or whole is None or number >= length:
         return None
-    known, found = sum(mine[:whole], Counter()), sum(theirs[:length], Counter())
-    if max(found.values(), default=2) > 1 or not found.keys() < known.keys():
+    epoch, split_epoch = sum(alone_rows[:whole], Counter()), sum(split_rows[:length], Counter())
+    if max(split_epoch.values(), default=2) > 1 or not split_epoch.keys() < epoch.keys():
         return None
-    return _samples("lost-samples", number, len(known) - len(found), known)
+    return _samples("lost-samples", number, len(epoch) - len(split_epoch), epoch)
 
 
-def _shuffled_apart(number: int, mine: Sequence[Rows], theirs: Sequence[Rows], keys: Keys) -> Finding | None:
+def _shuffled_apart(
+    number: int, alone_rows: Sequence[Rows], split_rows: Sequence[Rows], keys: Keys
+) -> Finding | None:
     """Samples that come twice in the split run within a stretch in which the run alone has each once.
 
     Rows without numbers may be draws from very many, of which some come twice by chance: they have to be the others.
     """
-    length = _epoch(mine) or min(len(mine), len(theirs))
-    alone: Rows = sum(mine[:length], Counter())
-    split: Rows = sum(theirs[:length], Counter())
+    length = _epoch(alone_rows) or min(len(alone_rows), len(split_rows))
+    alone: Rows = sum(alone_rows[:length], Counter())
+    split: Rows = sum(split_rows[:length], Counter())
     if number >= length or not alone or sum(alone.values()) != sum(split.values()):
         return None
     repeated = sum(count - 1 for count in split.values())
@@ -420,16 +437,16 @@ _MOSTLY = 0.75
 
 
 def _never_seen(
-    alone: RunRecord, split: RunRecord, number: int, mine: Sequence[Rows], theirs: Sequence[Rows]
+    alone: RunRecord, split: RunRecord, number: int, alone_rows: Sequence[Rows], split_rows: Sequence[Rows]
 ) -> Finding | None:
     """Find samples of the run alone that never occur in the split run, though both completed their epoch."""
-    for run, rows in ((alone, mine), (split, theirs)):
+    for run, rows in ((alone, alone_rows), (split, split_rows)):
         if _continues(run) and _epoch(rows) is None:
             return None
-    known, found = set().union(*mine), set().union(*theirs)
-    if not found < known:
+    alone_seen, split_seen = set().union(*alone_rows), set().union(*split_rows)
+    if not split_seen < alone_seen:
         return None
-    return _samples("lost-samples", number, len(known - found), Counter(known))
+    return _samples("lost-samples", number, len(alone_seen - split_seen), Counter(alone_seen))
 
 
 def evaluation_finding(alone: RunRecord, split: RunRecord, keys: Keys | None) -> Finding | None:
@@ -437,9 +454,9 @@ def evaluation_finding(alone: RunRecord, split: RunRecord, keys: Keys | None) ->
     hashed = hashed_keys_of(alone, split)
     if keys is None or hashed is None:
         return None
-    mine, theirs = _evaluated(alone, hashed.alone), _evaluated(split, hashed.split)
-    for after in sorted(mine.keys() & theirs.keys()):
-        a, s = mine[after], theirs[after]
+    alone_rows, split_rows = _evaluated(alone, hashed.alone), _evaluated(split, hashed.split)
+    for after in sorted(alone_rows.keys() & split_rows.keys()):
+        a, s = alone_rows[after], split_rows[after]
         if not a or a == s or not set(a) & set(s):
             continue
         further = [row for row in s if row not in a]  # of an evaluation of so many batches of each rank
@@ -457,11 +474,11 @@ def evaluation_finding(alone: RunRecord, split: RunRecord, keys: Keys | None) ->
 
 def _evaluated(run: RunRecord, keys: Sequence[str]) -> dict[int, Rows]:
     """The samples of each evaluation, by the number of steps before it."""
-    found: dict[int, Rows] = {}
+    by_place: dict[int, Rows] = {}
     for rank in run.ranks:
         for forward in rank.evaluations:
-            found.setdefault(forward["after"], Counter()).update(_evaluation_rows(forward, keys))
-    return {after: _each_once(rows, sharers_of(run)) for after, rows in found.items()}
+            by_place.setdefault(forward["after"], Counter()).update(_evaluation_rows(forward, keys))
+    return {after: _each_once(rows, sharers_of(run)) for after, rows in by_place.items()}
 
 
 def _evaluation_rows(forward: Mapping[str, Any], keys: Sequence[str]) -> Iterator[Row]:
@@ -470,11 +487,11 @@ def _evaluation_rows(forward: Mapping[str, Any], keys: Sequence[str]) -> Iterato
     yield from rows
 
 
-def _each_for_itself(split: RunRecord, after: int, mine: Rows, theirs: Rows) -> bool:
+def _each_for_itself(split: RunRecord, after: int, alone_rows: Rows, split_rows: Rows) -> bool:
     """Whether every rank evaluates all samples, and its number is its own: right, if slow."""
-    whole = theirs == Counter({row: count * len(split.ranks) for row, count in mine.items()})
+    whole = split_rows == Counter({row: count * len(split.ranks) for row, count in alone_rows.items()})
     return whole and not any(
-        each["after"] == after for rank in split.ranks for each in (*rank.joined, *rank.gathered)
+        value["after"] == after for rank in split.ranks for value in (*rank.joined, *rank.gathered)
     )
 
 
@@ -482,9 +499,9 @@ def _cut(split: RunRecord, after: int) -> int:
     """Return the number of rows cut off after the gather over ranks, in evaluations after `after` steps."""
     ranks = len(split.ranks)
     return sum(
-        each["given"] * ranks - each["kept"]
-        for each in split.ranks[0].gathered
-        if each["after"] == after and each["given"] is not None and each["kept"] is not None
+        value["given"] * ranks - value["kept"]
+        for value in split.ranks[0].gathered
+        if value["after"] == after and value["given"] is not None and value["kept"] is not None
     )
 
 

@@ -29,12 +29,12 @@ def main() -> None:
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what imports print is no answer
-    wanted = json.loads(sys.stdin.readline())
-    if not wanted["cpu"] and getattr(torch, devices.USUAL_KIND).is_available():
+    request = json.loads(sys.stdin.readline())
+    if not request["cpu"] and getattr(torch, devices.USUAL_KIND).is_available():
         _say(answers, ready=False)  # an accelerator that was touched can't be used after a fork
         return
     torch.compiler.disable(import_early)  # optimizers and DDP import the compiler when they are made
-    import_early(wanted["imports"])
+    import_early(request["imports"])
     _say(answers, ready=threading.active_count() == 1)
     _serve(answers)
 

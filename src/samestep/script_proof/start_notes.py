@@ -90,17 +90,17 @@ def _shrunk(places: Sequence[Path]) -> Iterator[Words]:
     """The models that were made smaller."""
     if not _settings(places[0]).tiny:
         return
-    found = {
+    sizes = {
         f"{event['config']} {event['key']} {event['layers']}": None
         for place in places
         for event in events(place / "rank-0")
         if event["event"] == "shrunk"
     }
-    if found:
+    if sizes:
         yield Words(
             "--tiny made models of transformers with {layers} layers, instead of: {what}",
             "--tiny 让 transformers 的模型只有 {layers} 层，原来是：{what}",
-        ).format(layers=tiny.LAYERS, what=", ".join(found))
+        ).format(layers=tiny.LAYERS, what=", ".join(sizes))
     else:
         yield Words(
             "--tiny changed nothing: no model of transformers with more than {layers} layers was made",

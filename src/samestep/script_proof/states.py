@@ -21,7 +21,7 @@ def states_of(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors of the models' modules that no checkpoint has, and all that modules beside the models hold."""
     names = {id(module): name for root, model in models.items() for name, module in shards.named_modules(model, root)}
     taken: set[str] = set()
-    for module in [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]:
+    for module in [object_ for object_ in gc.get_objects() if issubclass(type(object_), nn.Module)]:
         attributes = vars(module)
         if REGISTRIES[0] not in attributes or (
             id(module) not in names and next(module.parameters(), None) is not None
@@ -52,19 +52,19 @@ def state_finding(
     number: int, tensors: Sequence[TensorDifference], limits: RoundingLimits, finding: Finding
 ) -> Finding | None:
     """Name what a module carries that is another on ranks or than alone, of a finding that it may explain."""
-    there = [each for each in tensors if not each.missing]
+    there = [tensor for tensor in tensors if not tensor.missing]
     # The order of rows, by which noise is measured, is in a queue as well: not a limit of what ranks have.
-    own = [each for each in there if each.ranks_apart > _ALIKE]
-    departing = own or [each for each in there if limits.exceeded(each)]
+    own = [tensor for tensor in there if tensor.ranks_apart > _ALIKE]
+    departing = own or [tensor for tensor in there if limits.exceeded(tensor)]
     if not departing or finding.kind not in _EXPLAINED:
         return None
-    relative = max(each.ranks_apart if own else each.apart for each in departing)
+    relative = max(tensor.ranks_apart if own else tensor.apart for tensor in departing)
     return Finding(
         kind="buffers-differ" if own else "buffer",
         step=number + 1,
         what="buffers",
         relative=relative,
-        module=common_module([each.name for each in departing]),
+        module=common_module([tensor.name for tensor in departing]),
     )
 
 

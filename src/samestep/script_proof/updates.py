@@ -16,10 +16,10 @@ def initial_finding(
     tensors: Sequence[TensorDifference], limits: RoundingLimits, alone: RunRecord, split: RunRecord
 ) -> Finding | None:
     """Weights with which the first step begins."""
-    copies = [each for each in tensors if limits.ranks_exceeded(each)]
-    departing = [each for each in tensors if limits.exceeded(each)]
-    missing = [each.name for each in tensors if each.missing]
-    shapes = {name: found for name in missing if (found := split.joined(0, "after", name)) is not None}
+    copies = [tensor for tensor in tensors if limits.ranks_exceeded(tensor)]
+    departing = [tensor for tensor in tensors if limits.exceeded(tensor)]
+    missing = [tensor.name for tensor in tensors if tensor.missing]
+    shapes = {name: held for name in missing if (held := split.joined(0, "after", name)) is not None}
     if shapes:
         name, joined = next(iter(shapes.items()))
         whole = alone.joined(0, "before", name)
@@ -28,15 +28,15 @@ def initial_finding(
     if missing:
         return _weights("not-in-optimizer", tensors, missing, math.inf)
     if copies:
-        names = [each.name for each in copies]
-        return _weights("weights-not-broadcast", tensors, names, max(each.ranks_apart for each in copies))
+        names = [tensor.name for tensor in copies]
+        return _weights("weights-not-broadcast", tensors, names, max(tensor.ranks_apart for tensor in copies))
     if not departing:
         return None
-    names = [each.name for each in departing]
-    worst = max(each.apart for each in departing)
-    mine, theirs = (_dtypes(run, "before") for run in (alone, split))
-    if mine and theirs and mine != theirs:
-        facts = {"alone": ", ".join(sorted(mine)), "split": ", ".join(sorted(theirs))}
+    names = [tensor.name for tensor in departing]
+    worst = max(tensor.apart for tensor in departing)
+    alone_dtypes, split_dtypes = (_dtypes(run, "before") for run in (alone, split))
+    if alone_dtypes and split_dtypes and alone_dtypes != split_dtypes:
+        facts = {"alone": ", ".join(sorted(alone_dtypes)), "split": ", ".join(sorted(split_dtypes))}
         return replace(_weights("other-dtype", tensors, names, worst), facts=facts)
     first_ranks_only = all(_rank_0_agrees(alone, split, name) for name in names)
     return _weights("weights-not-broadcast" if first_ranks_only else "other-initial-weights", tensors, names, worst)
@@ -52,7 +52,7 @@ def unfilled_finding(runs: Sequence[RunRecord]) -> Finding | None:
         if not any(rank.emptied for rank in run.ranks):
             continue
         values = {name: run.joined(0, "before", name) for name in run.tensor_names(0, "before")}
-        empty = [name for name, each in values.items() if each is not None and each.value.isnan().any()]
+        empty = [name for name, joined in values.items() if joined is not None and joined.value.isnan().any()]
         if empty:
             module = common_module(empty) if len(empty) < len(values) else None
             facts = {"count": len(empty)}
@@ -64,8 +64,8 @@ def unfilled_finding(runs: Sequence[RunRecord]) -> Finding | None:
 
 def further_finding(finding: Finding, alone: RunRecord, split: RunRecord) -> Finding:
     """Say of gradients that differ, for no known reason, that the split run trains parameters that are new."""
-    known = {split.names.get(name, name) for name in alone.tensor_names(0, "after")}
-    further = [name for name in split.tensor_names(0, "after") if name not in known]
+    alone_names = {split.names.get(name, name) for name in alone.tensor_names(0, "after")}
+    further = [name for name in split.tensor_names(0, "after") if name not in alone_names]
     if not further or finding.kind not in _UNEXPLAINED:
         return finding
     names = ", ".join(further[:_NAMES_SHOWN]) + (", ..." if len(further) > _NAMES_SHOWN else "")
@@ -81,11 +81,11 @@ _NAMES_SHOWN = 4
 
 def _rank_0_agrees(alone: RunRecord, split: RunRecord, name: str) -> bool:
     """Whether rank 0's shards of a parameter are those of the run alone, and other ranks' are not."""
-    mine, theirs = alone.joined(0, "before", name), split.joined(0, "before", name)
-    if mine is None or theirs is None or not theirs.pieces:
+    whole, parts = alone.joined(0, "before", name), split.joined(0, "before", name)
+    if whole is None or parts is None or not parts.pieces:
         return False
-    held = [(rank, value, piece_of(mine.value, place)) for rank, place, value in theirs.pieces if value.numel()]
-    first = [value.reshape(-1).equal(known.reshape(-1)) for rank, value, known in held if rank == 0]
+    held = [(rank, value, piece_of(whole.value, place)) for rank, place, value in parts.pieces if value.numel()]
+    first = [value.reshape(-1).equal(expected.reshape(-1)) for rank, value, expected in held if rank == 0]
     return all(first) and bool(held)
 
 
@@ -99,24 +99,32 @@ def settings_finding(number: int, alone: RunRecord, split: RunRecord) -> Finding
     """The optimizer's settings of each parameter in one step: learning rate, decay, betas, ..."""
     if (own := _rates_of_ranks(number, split)) is not None:
         return own
-    mine, theirs = alone.step(number)[0].settings, _settings(split.step(number))
-    theirs = {wanted: theirs[known] for wanted in mine if (known := split.names.get(wanted, wanted)) in theirs}
+    alone_settings, split_settings = alone.step(number)[0].settings, _settings(split.step(number))
+    split_settings = {
+        name: split_settings[split_name]
+        for name in alone_settings
+        if (split_name := split.names.get(name, name)) in split_settings
+    }
     unlike: dict[str, list[str]] = {}
-    for name, options in mine.items():
+    for name, options in alone_settings.items():
         for option, value in options.items():
-            other = theirs.get(name, {}).get(option, value)
+            other = split_settings.get(name, {}).get(option, value)
             if not _equal(value, other):
                 unlike.setdefault(option, []).append(name)
     for option in sorted(unlike, key=lambda option: (option != "lr", option != "weight_decay")):
         names = unlike[option]
-        a, s = mine[names[0]][option], theirs[names[0]][option]
+        a, s = alone_settings[names[0]][option], split_settings[names[0]][option]
         if option == "lr":
-            return _learning_rate(number, alone, split, names[0], a, s, names if len(names) < len(mine) else None)
+            return _learning_rate(
+                number, alone, split, names[0], a, s, names if len(names) < len(alone_settings) else None
+            )
         if option == "weight_decay":
             facts = {"alone": a, "split": s, "count": len(names)}
-            return _setting("weight-decay", number, names, mine, _relative(a, s), **facts)
+            return _setting("weight-decay", number, names, alone_settings, _relative(a, s), **facts)
         if option in SETTINGS:
-            return _setting("optimizer-setting", number, names, mine, _relative(a, s), name=option, alone=a, split=s)
+            return _setting(
+                "optimizer-setting", number, names, alone_settings, _relative(a, s), name=option, alone=a, split=s
+            )
     return None
 
 
@@ -126,11 +134,11 @@ def _rates_of_ranks(number: int, split: RunRecord) -> Finding | None:
         next((options["lr"] for options in step.settings.values() if "lr" in options), None)
         for step in split.step(number)
     ]
-    known = [rate for rate in rates if rate is not None]
-    if not known or all(_equal(rate, known[0]) for rate in known):
+    given_rates = [rate for rate in rates if rate is not None]
+    if not given_rates or all(_equal(rate, given_rates[0]) for rate in given_rates):
         return None
-    facts = {"rates": ", ".join(f"{rate:.4g}" for rate in known)}
-    relative = _relative(min(known), max(known))
+    facts = {"rates": ", ".join(f"{rate:.4g}" for rate in given_rates)}
+    relative = _relative(min(given_rates), max(given_rates))
     return Finding(
         kind="learning-rate-differs", step=number + 1, what="learning rate", relative=relative, facts=facts
     )
@@ -154,10 +162,10 @@ SETTINGS = (
 
 def _settings(steps: Sequence[RankStep]) -> dict[str, Mapping[str, Any]]:
     """Merge the settings of all ranks, since some may hold no part of a parameter."""
-    found: dict[str, Mapping[str, Any]] = {}
+    settings: dict[str, Mapping[str, Any]] = {}
     for step in reversed(steps):
-        found |= step.settings
-    return found
+        settings |= step.settings
+    return settings
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -177,10 +185,10 @@ def _relative(a: Any, b: Any) -> float:
 
 
 def _setting(
-    kind: str, number: int, names: Sequence[str], known: Mapping[str, Any], relative: float, **facts: Any
+    kind: str, number: int, names: Sequence[str], all_names: Mapping[str, Any], relative: float, **facts: Any
 ) -> Finding:
     """A finding about an optimizer's setting."""
-    module = common_module(names) if len(names) < len(known) else None
+    module = common_module(names) if len(names) < len(all_names) else None
     what = "learning rate" if kind in ("schedule-steps", "learning-rate", "learning-rate-scaled") else "optimizer"
     return Finding(kind=kind, step=number + 1, what=what, relative=relative, module=module, facts=facts)
 
@@ -189,13 +197,15 @@ def _learning_rate(
     number: int, alone: RunRecord, split: RunRecord, name: str, a: float, s: float, names: Sequence[str] | None
 ) -> Finding:
     """Classify a learning rate: a schedule that is stepped too often, a common factor, or something else."""
-    mine = _rates(alone, name)
-    theirs = _rates(split, split.names.get(name, name))
+    alone_rates = _rates(alone, name)
+    split_rates = _rates(split, split.names.get(name, name))
     facts: dict[str, Any] = {"alone": a, "split": s}
     module = common_module(names) if names is not None else None
     kind, more = "learning-rate", {}
     usual = {
-        options.get("lr") for known, options in alone.step(number)[0].settings.items() if known not in (names or ())
+        options.get("lr")
+        for own_name, options in alone.step(number)[0].settings.items()
+        if own_name not in (names or ())
     }
     if names is not None and s in usual:
         return Finding(
@@ -209,11 +219,11 @@ def _learning_rate(
     ranks = len(split.ranks)
     micro_batches = len(split.step(number)[0].losses)
     for by in dict.fromkeys((ranks, micro_batches, ranks * micro_batches)):
-        if by > 1 and any(_times_as_fast(mine, theirs, by, begun) for begun in range(by)):
+        if by > 1 and any(_times_as_fast(alone_rates, split_rates, by, begun) for begun in range(by)):
             kind, more = "schedule-steps", {"by": by}
             break
     else:
-        ratios = [one / other for one, other in zip(theirs, mine, strict=False) if other]
+        ratios = [one / other for one, other in zip(split_rates, alone_rates, strict=False) if other]
         if a and all(_equal(ratio, s / a) for ratio in ratios):
             kind, more = "learning-rate-scaled", {"ratio": s / a}
     return Finding(
@@ -226,9 +236,13 @@ def _learning_rate(
     )
 
 
-def _times_as_fast(mine: Sequence[float], theirs: Sequence[float], by: int, begun: int) -> bool:
+def _times_as_fast(alone_rates: Sequence[float], split_rates: Sequence[float], by: int, begun: int) -> bool:
     """Whether the split run's schedule takes `by` steps for one of the other's, after `begun` of them."""
-    pairs = [(theirs[at], mine[at * by + begun]) for at in range(len(theirs)) if at * by + begun < len(mine)]
+    pairs = [
+        (split_rates[at], alone_rates[at * by + begun])
+        for at in range(len(split_rates))
+        if at * by + begun < len(alone_rates)
+    ]
     return len(pairs) > 1 and all(_equal(one, other) for one, other in pairs)
 
 
@@ -237,8 +251,8 @@ def follows_samples(own: RunRecord, split: RunRecord, by: int) -> bool:
     name = next(iter(own.step(0)[0].settings), None)
     if name is None:
         return False
-    mine, theirs = _rates(own, name), _rates(split, split.names.get(name, name))
-    pairs = [(theirs[at], mine[at * by]) for at in range(len(theirs)) if at * by < len(mine)]
+    own_rates, split_rates = _rates(own, name), _rates(split, split.names.get(name, name))
+    pairs = [(split_rates[at], own_rates[at * by]) for at in range(len(split_rates)) if at * by < len(own_rates)]
     return len(pairs) > 1 and all(_equal(one, other) for one, other in pairs)
 
 
@@ -253,13 +267,13 @@ def schedule_finding(own: RunRecord, split: RunRecord, by: int) -> Finding | Non
         return None
     if any(rank.end.get("how") != "ended" for rank in split.ranks):
         return None
-    mine, theirs = _rates(own, name), _rates(split, split.names.get(name, name))
-    last = theirs[-1]
-    goes_down = len(theirs) > 1 and last < theirs[-2] and last > ENDED * max(theirs)
-    if not goes_down or not all(map(_equal, mine, theirs)):
+    own_rates, split_rates = _rates(own, name), _rates(split, split.names.get(name, name))
+    last = split_rates[-1]
+    goes_down = len(split_rates) > 1 and last < split_rates[-2] and last > ENDED * max(split_rates)
+    if not goes_down or not all(map(_equal, own_rates, split_rates)):
         return None
     facts = {"split": split.steps, "alone": own.steps, "rate": last}
-    relative = last / max(theirs)
+    relative = last / max(split_rates)
     return Finding(kind="schedule-length", step=split.steps, what="learning rate", relative=relative, facts=facts)
 
 
@@ -303,16 +317,16 @@ def update_finding(
     AdamW makes a whole step of a number whose sign is rounding, so gradients that are known coarsely, as those of
     bfloat16, say nothing of the update; the optimizer's settings are compared all the same.
     """
-    own = [each for each in tensors if not each.missing and limits.ranks_exceeded(each)]
-    departing = [each for each in tensors if limits.exceeded(each)]
+    own = [tensor for tensor in tensors if not tensor.missing and limits.ranks_exceeded(tensor)]
+    departing = [tensor for tensor in tensors if limits.exceeded(tensor)]
     if (setting := settings_finding(number, alone, split)) is not None:
         return setting
     if own:
-        worst = max(each.ranks_apart for each in own)
+        worst = max(tensor.ranks_apart for tensor in own)
         return _parameters("ranks-differ", number, tensors, own, worst)
     if not departing:
         return None
-    worst = max(each.apart for each in departing)
+    worst = max(tensor.apart for tensor in departing)
     loaded = [at for rank in split.ranks for at in rank.loaded]
     if continued(split) and number in (continued(split), *loaded):
         return _parameters("optimizer-state-lost", number, tensors, departing, worst)
@@ -335,20 +349,20 @@ def _parameters(
     relative: float,
 ) -> Finding:
     """A finding about parameters after a step."""
-    names = [each.name for each in departing]
+    names = [tensor.name for tensor in departing]
     module = common_module(names) if len(names) < len(tensors) else None
     return Finding(kind=kind, step=number + 1, what="parameters", relative=relative, module=module)
 
 
 def buffer_finding(number: int, tensors: Sequence[TensorDifference], limits: RoundingLimits) -> Finding | None:
     """Buffers after a step, such as running statistics."""
-    own = [each for each in tensors if limits.ranks_exceeded(each)]
-    departing = [each for each in tensors if limits.exceeded(each)]
-    found = own or departing
-    if not found:
+    own = [tensor for tensor in tensors if limits.ranks_exceeded(tensor)]
+    departing = [tensor for tensor in tensors if limits.exceeded(tensor)]
+    changed = own or departing
+    if not changed:
         return None
-    names = [each.name for each in found]
-    relative = max(each.ranks_apart if own else each.apart for each in found)
+    names = [tensor.name for tensor in changed]
+    relative = max(tensor.ranks_apart if own else tensor.apart for tensor in changed)
     return Finding(
         kind="buffers-differ" if own else "buffer",
         step=number + 1,

@@ -131,34 +131,34 @@ def _typical(seconds: Sequence[float]) -> float:
     return median(seconds[_WARM_UP:] or seconds)
 
 
-def compare_bits(layout: str, mine: BitsTaken, theirs: BitsTaken) -> BitsRow:
+def compare_bits(layout: str, split: BitsTaken, alone: BitsTaken) -> BitsRow:
     """Hold what a layout's steps gave against what one process's did. Both checkpoints are read tensor by tensor."""
-    ours, whole = Tensors(mine.checkpoint), Tensors(theirs.checkpoint)
+    ours, whole = Tensors(split.checkpoint), Tensors(alone.checkpoint)
     names = sorted({*ours.entries, *whole.entries})
     return BitsRow(
         layout=layout,
-        steps=len(theirs.losses),
+        steps=len(alone.losses),
         differs={
-            "losses": _numbers("step", mine.losses, theirs.losses),
-            "gradient norms": _numbers("step", mine.grad_norms, theirs.grad_norms),
+            "losses": _numbers("step", split.losses, alone.losses),
+            "gradient norms": _numbers("step", split.grad_norms, alone.grad_norms),
             "parameters": list(_tensors(ours, whole, [name for name in names if name.startswith(MODEL)])),
             "optimizer state": list(_tensors(ours, whole, [name for name in names if name.startswith(OPTIMIZER)])),
             "metrics": [
                 f"after step {step}"
-                for step, a, b in zip((1, len(theirs.losses)), mine.metrics, theirs.metrics, strict=True)
+                for step, a, b in zip((1, len(alone.losses)), split.metrics, alone.metrics, strict=True)
                 if repr(a) != repr(b)  # every digit, and NaN like NaN
             ],
         },
-        ordered_seconds=mine.ordered_seconds,
-        fast_seconds=mine.fast_seconds,
+        ordered_seconds=split.ordered_seconds,
+        fast_seconds=split.fast_seconds,
     )
 
 
-def _numbers(of: str, mine: Sequence[float], theirs: Sequence[float]) -> list[str]:
+def _numbers(of: str, split: Sequence[float], alone: Sequence[float]) -> list[str]:
     """Return the numbers whose bits differ; `hex` distinguishes 0.0 from -0.0."""
-    if len(mine) != len(theirs):
-        return [f"{len(mine)} of {len(theirs)} {of}s"]
-    return [f"{of} {number}" for number, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a.hex() != b.hex()]
+    if len(split) != len(alone):
+        return [f"{len(split)} of {len(alone)} {of}s"]
+    return [f"{of} {number}" for number, (a, b) in enumerate(zip(split, alone, strict=True)) if a.hex() != b.hex()]
 
 
 def _tensors(ours: Tensors, whole: Tensors, names: Sequence[str]) -> Iterator[str]:

@@ -88,14 +88,14 @@ def look(job: Job, task: Task, steps: int, folder: Path) -> Looked:
     return Looked(folder=folder, record=run_of([taken]))
 
 
-def find(job: Job, task: Task, world: World, layout: Layout, steps: int, known: Looked | None) -> Finding | None:
-    """Take the same steps on this rank under a layout, and find where they first depart; rank 0 has `known`.
+def find(job: Job, task: Task, world: World, layout: Layout, steps: int, reference: Looked | None) -> Finding | None:
+    """Take the same steps on this rank under a layout, and find where they first depart; rank 0 has `reference`.
 
     None if they don't depart in the compared steps. Every rank returns the same.
     """
     training = Training(job, task, world, layout)
     with watched() as watch:
-        comparison = _Comparison(job=job, task=task, training=training, known=known, world=world, watch=watch)
+        comparison = _Comparison(job=job, task=task, training=training, reference=reference, world=world, watch=watch)
         comparison.begin()
         take(training, min(steps, _MOST_STEPS), f"where it departs: {layout}", comparison.after)
     return comparison.found
@@ -105,14 +105,14 @@ class _Comparison:
     """Compares each step of a layout with the reference, until one departs."""
 
     def __init__(
-        self, *, job: Job, task: Task, training: Training, known: Looked | None, world: World, watch: Watch
+        self, *, job: Job, task: Task, training: Training, reference: Looked | None, world: World, watch: Watch
     ) -> None:
         self.found: Finding | None = None
         self._recipe = job.recipe
         self._task = task
         self._training = training
         self._trainer = training.session.trainer
-        self._known = known
+        self._known = reference
         self._world = world
         self._watch = watch
         self._limit = _LIMITS[job.recipe.precision]
@@ -220,9 +220,9 @@ class _Comparison:
             return None
 
         def fitted() -> Finding | None:
-            known = read_gradients(self._reference(self._step))
+            expected = read_gradients(self._reference(self._step))
             others = [_joined(tensors, names) for tensors in (self._gradients_before, self._before) if tensors]
-            weights = weights_of_parts(parts, _joined(known, names), _joined(gradients, names), others)
+            weights = weights_of_parts(parts, _joined(expected, names), _joined(gradients, names), others)
             return None if weights is None else _of_weights(finding, weights)
 
         return self._on_rank_0(fitted)
@@ -247,12 +247,12 @@ class _Comparison:
             return None
         return Finding(kind="loss-differs", step=self._step + 1, what="loss", relative=apart)
 
-    def _differences(self, own: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> list[TensorDifference]:
+    def _differences(self, own: Mapping[str, Tensor], references: Mapping[str, Tensor]) -> list[TensorDifference]:
         """Compare tensors that every rank holds whole with those of one process, which rank 0 has. Collective."""
-        usual = self._on_rank_0(lambda: _usual(known.values()))
+        usual = self._on_rank_0(lambda: _usual(references.values()))
         tensors = []
         for name, value in own.items():
-            expected = self._from_rank_0(known.get(name, torch.zeros_like(value, dtype=torch.float64)))
+            expected = self._from_rank_0(references.get(name, torch.zeros_like(value, dtype=torch.float64)))
             first = self._from_rank_0(value.double())
             tensors.append(
                 tensor_difference(name, expected, value.double(), usual=usual, copies=(first, value.double()))
@@ -285,13 +285,13 @@ def _samples(number: int, alone: RunRecord, split: RunRecord) -> Finding | None:
     keys = _keys(number, alone, split)
     if keys is None:
         return None
-    (known,) = (_rows(step, keys.alone) for step in alone.step(number))
+    (expected,) = (_rows(step, keys.alone) for step in alone.step(number))
     ranks = [_rows(step, keys.split) for step in split.step(number)]
     total = sum(ranks, Counter[Row]())
-    if total == known or not all(ranks) or not {*total} <= {*known}:  # rounded inputs have other hashes
+    if total == expected or not all(ranks) or not {*total} <= {*expected}:  # rounded inputs have other hashes
         return None
-    repeated, lost = (total - known).total(), (known - total).total()
-    shares = {"relative": (repeated + lost) / known.total(), "step": number + 1, "what": "samples"}
+    repeated, lost = (total - expected).total(), (expected - total).total()
+    shares = {"relative": (repeated + lost) / expected.total(), "step": number + 1, "what": "samples"}
     if all(rank == ranks[0] for rank in ranks):
         facts = {"samples": len(total), "rows": total.total()}
         return Finding(kind="same-samples", facts=facts, **shares)

@@ -111,14 +111,14 @@ def with_settings_of(split: RunRecord, alone: RunRecord) -> RunRecord:
 
     Of groups that are not those of one process, the rate alone is compared.
     """
-    known = [group["names"] for group in alone.ranks[0].steps[0].values["groups"]]
+    own_names = [group["names"] for group in alone.ranks[0].steps[0].values["groups"]]
 
     def named(step: RankStep) -> RankStep:
         groups = step.values["groups"]
-        if len(groups) != len(known):
-            groups = [{"names": known[0], "options": {"lr": groups[0]["options"]["lr"]}}]
+        if len(groups) != len(own_names):
+            groups = [{"names": own_names[0], "options": {"lr": groups[0]["options"]["lr"]}}]
         else:
-            groups = [{**group, "names": names} for group, names in zip(groups, known, strict=True)]
+            groups = [{**group, "names": names} for group, names in zip(groups, own_names, strict=True)]
         return RankStep(folder=step.folder, values={**step.values, "groups": groups})
 
     return run_of([[named(step) for step in rank.steps] for rank in split.ranks])

@@ -111,9 +111,9 @@ def layouts_of(text: str) -> Sequence[str]:
     """
     if text.strip() in _SETS:
         return _SETS[text.strip()]
-    wanted = [part.strip() for part in text.split(",") if part.strip()]
-    if not wanted:
+    layouts = [part.strip() for part in text.split(",") if part.strip()]
+    if not layouts:
         raise UserError(f'--layouts "{text}" names no layout; use {", ".join(_SETS)} or "dp2, fsdp2 tp2"')
-    for layout in wanted:
+    for layout in layouts:
         Layout.parse(layout)
-    return wanted
+    return layouts

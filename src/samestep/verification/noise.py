@@ -96,10 +96,10 @@ def judge(differences: Mapping[str, float], noise: Noise, fixed: float, steps: i
 class NoiseMeasurement:
     """Measures a reference's noise when a proof first asks for it, and further where the proof needs that."""
 
-    def __init__(self, job: Job, task: Task, steps: int, known: Reference, device: DeviceChoice = "auto") -> None:
+    def __init__(self, job: Job, task: Task, steps: int, reference: Reference, device: DeviceChoice = "auto") -> None:
         """`device` as for `reference`; the steps are taken in this process."""
         self._job = in_one_process(job, device="cpu" if device == "cpu" else None)
-        self._task, self._steps, self._known = task, steps, known
+        self._task, self._steps, self._known = task, steps, reference
         self._measured: list[Noise] = []
 
     def judge(self, differences: Mapping[str, float], fixed: float) -> NoiseFound:
@@ -133,25 +133,25 @@ class NoiseMeasurement:
 
 
 def _measured(
-    job: Job, task: Task, world: World, steps: int, known: Reference, last_bits_changed: LastBitsChanged
+    job: Job, task: Task, world: World, steps: int, reference: Reference, last_bits_changed: LastBitsChanged
 ) -> Noise:
-    training = Training(job, task, world, Layout(), held_out=known.held_out)
+    training = Training(job, task, world, Layout(), held_out=reference.held_out)
     trainer = training.session.trainer
     assert isinstance(trainer, NativeTrainer)
     with last_bits_changed:
         taken = take(training, steps, "with last bits changed")
     quantities = {
-        "loss": largest(relative(a, b) for a, b in pairs(taken.losses, known.losses)),
-        "grad_norm": largest(relative(a, b) for a, b in pairs(taken.grad_norms, known.grad_norms)),
-        "metrics": difference(taken.metrics, known.metrics),
+        "loss": largest(relative(a, b) for a, b in pairs(taken.losses, reference.losses)),
+        "grad_norm": largest(relative(a, b) for a, b in pairs(taken.grad_norms, reference.grad_norms)),
+        "metrics": difference(taken.metrics, reference.metrics),
     }
-    return Noise(quantities=quantities, tensors=_of_tensors(trainer, job.recipe, known))
+    return Noise(quantities=quantities, tensors=_of_tensors(trainer, job.recipe, reference))
 
 
-def _of_tensors(trainer: Trainer, recipe: Recipe, known: Reference) -> dict[str, float]:
+def _of_tensors(trainer: Trainer, recipe: Recipe, reference: Reference) -> dict[str, float]:
     """The differences of parameters and changed buffers from the reference's, as a proof has them."""
-    expected = load_file(known.parameters)
-    moves: Mapping[str, Any] = load_file(known.rounding) if known.rounding is not None else {}
+    expected = load_file(reference.parameters)
+    moves: Mapping[str, Any] = load_file(reference.rounding) if reference.rounding is not None else {}
     weights = {name: as_real(value).cpu() for name, value in weights_of(trainer, recipe)}
     floor = torch.cat([value.double().flatten() for value in weights.values()]).square().mean().sqrt().item()
     differences = {
@@ -159,9 +159,9 @@ def _of_tensors(trainer: Trainer, recipe: Recipe, known: Reference) -> dict[str,
         for name, here in weights.items()
     }
     buffers = buffers_of(trainer)
-    for name, theirs in known.buffers.items():
+    for name, theirs in reference.buffers.items():
         here, theirs = as_real(buffers[name]).double().cpu(), as_real(theirs).double().cpu()
-        rounding = torch.full_like(theirs, known.most_rounding)
+        rounding = torch.full_like(theirs, reference.most_rounding)
         differences[of_buffer(name)] = relative_tensors(here, theirs, floor, rounding)
     return differences
 

@@ -128,10 +128,12 @@ def weights_of_parts(
             return None
         fits.append((fit / scales)[: len(parts)].tolist())
     expected = math.fsum(fits[0]) / len(parts)
-    known = PartWeights(counts=[part.count for part in parts], ratios=fits[0])
-    if not expected or not known.even:  # parts that can't be told apart, or a loss that is no sum over samples
+    alone_weights = PartWeights(counts=[part.count for part in parts], ratios=fits[0])
+    if (
+        not expected or not alone_weights.even
+    ):  # parts that can't be told apart, or a loss that is no sum over samples
         return None
-    return PartWeights(counts=known.counts, ratios=[weight / expected for weight in fits[1]])
+    return PartWeights(counts=alone_weights.counts, ratios=[weight / expected for weight in fits[1]])
 
 
 def gathered(parts: Sequence[Part], group: dist.ProcessGroup | None = None) -> list[Part]:

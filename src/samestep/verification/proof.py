@@ -210,8 +210,8 @@ def proof_job(job: Job, *, dropout: bool = False, precision: str | None = None) 
     elif precision not in _DTYPES:
         raise UserError(f"a proof in {precision}: use {', '.join(_DTYPES)}")
     elif precision not in engine.abilities.precisions:
-        known = ", ".join(name for name in _DTYPES if name in engine.abilities.precisions)
-        raise UserError(f'a proof in {precision}, which engine "{engine.name}" does not have; use {known}')
+        precisions = ", ".join(name for name in _DTYPES if name in engine.abilities.precisions)
+        raise UserError(f'a proof in {precision}, which engine "{engine.name}" does not have; use {precisions}')
     return replace(job, recipe=replace(recipe, precision=precision, dropout=recipe.dropout and dropout))
 
 
@@ -310,7 +310,7 @@ def hold_against(
     world: World,
     layout: Layout,
     steps: int,
-    known: Reference | None,
+    reference: Reference | None,
     findings: Findings | None = None,
 ) -> Proof:
     """Take the same steps on this rank under a layout, and compare them; rank 0 has the reference.
@@ -318,7 +318,7 @@ def hold_against(
     Every rank compares the parameters that it holds, and the largest difference over all ranks counts. `findings`:
     about the model, which proofs of the job's other layouts in this process share.
     """
-    parts: list[Any] = [known]
+    parts: list[Any] = [reference]
     dist.broadcast_object_list(parts)
     expected: Reference = parts[0]
     training = Training(job, task, world, layout, held_out=expected.held_out, findings=findings)
@@ -327,7 +327,7 @@ def hold_against(
     taken = take(training, steps, str(layout), None if rule is None else lambda *_: rule.after_step())
     weights = list(weights_of(training.session.trainer, job.recipe))
     with phases.status(lambda: "comparing parameters"):
-        compared = _compare_parameters(weights, known, world.device, expected.rounding is not None)
+        compared = _compare_parameters(weights, reference, world.device, expected.rounding is not None)
     if expected.buffers:
         compared = _compare_buffers(training.session.trainer, expected, compared)
     by_step = {
@@ -341,7 +341,7 @@ def hold_against(
     }
     rounding = None
     if rule is not None and expected.allowed is not None:
-        rounding = _shares_of_rounding(training.session.trainer, weights, expected, known, world.device)
+        rounding = _shares_of_rounding(training.session.trainer, weights, expected, reference, world.device)
         if rule.found is not None:
             rounding = replace(rounding, update=rule.found.worst, worst_update=rule.found.parameter)
     everyone: list[Any] = [None] * world.world_size
@@ -402,14 +402,14 @@ def _shares_of_rounding(
     trainer: Trainer,
     weights: Sequence[tuple[str, Tensor]],
     expected: Reference,
-    known: Reference | None,
+    reference: Reference | None,
     device: torch.device,
 ) -> RoundingFound:
     """Compare parameters and optimizer state with the measured rounding."""
     assert expected.allowed is not None
     typical = expected.allowed.typical
-    values = load_file(known.parameters) if known is not None else None
-    moves = load_file(expected.allowed.moves) if known is not None else None
+    values = load_file(reference.parameters) if reference is not None else None
+    moves = load_file(expected.allowed.moves) if reference is not None else None
 
     def compared(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:
         """Yield each parameter's difference as a share of the measured rounding."""
@@ -448,7 +448,7 @@ class _Compared:
 
 
 def _compare_parameters(
-    named: Sequence[tuple[str, Tensor]], known: Reference | None, device: torch.device, rounding_is_known: bool
+    named: Sequence[tuple[str, Tensor]], expected_run: Reference | None, device: torch.device, rounding_is_known: bool
 ) -> _Compared:
     """Compare this rank's parameters `named` with the reference, which rank 0 has. Collective.
 
@@ -456,8 +456,10 @@ def _compare_parameters(
     parameters whose true gradient is zero, such as the biases of attention's keys: they start at zero, and all that
     moves them is rounding. If AdamW amplifies that beyond the tolerance (see `Rounding`), the rounding is subtracted.
     """
-    reference = load_file(known.parameters) if known is not None else None
-    moves = load_file(known.rounding) if known is not None and known.rounding is not None else None
+    reference = load_file(expected_run.parameters) if expected_run is not None else None
+    moves = (
+        load_file(expected_run.rounding) if expected_run is not None and expected_run.rounding is not None else None
+    )
     floor = _root_mean_square(parameter for _, parameter in named)
     worst, where, nonfinite = 0.0, named[0][0], None
     beyond: dict[str, float] = {}
@@ -497,11 +499,11 @@ def _compare_buffers(trainer: Trainer, expected: Reference, compared: _Compared)
     return compared
 
 
-def _from_rank_0(known: Mapping[str, Tensor] | None, name: str, like: Tensor, device: torch.device) -> Tensor:
+def _from_rank_0(tensors: Mapping[str, Tensor] | None, name: str, like: Tensor, device: torch.device) -> Tensor:
     """Broadcast a named tensor from rank 0, in float64; zeros if rank 0 doesn't have it."""
     values = torch.zeros_like(like, dtype=torch.float64)
-    if known is not None and name in known:
-        values = known[name].to(device)
+    if tensors is not None and name in tensors:
+        values = tensors[name].to(device)
     dist.broadcast(values, src=0)
     return values
 
