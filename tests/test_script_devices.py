@@ -82,8 +82,8 @@ def test_a_script_of_accelerators_trains_on_cpus_and_each_change_is_noted_with_i
 def in_a_child(check: Callable[[], None]) -> None:
     """Run a check in a process of its own, since functions of PyTorch stay replaced.
 
-    It isn't a fork of this process: threads of PyTorch that ran before a fork are missing in the child, which then may
-    wait for them without end.
+    It isn't a fork of this process: threads of PyTorch that ran before a fork are missing in the child, which then
+    may wait for them without end.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
