@@ -16,7 +16,7 @@ from samestep.job import Job, Run
 from samestep.jobfile import load
 from samestep.layout import Layout
 from samestep.recipe import SGD, AdamW, Recipe, Schedule
-from samestep.training.optimizer import rate
+from samestep.training.schedule import rate
 from samestep.translate import unsaid
 
 pytestmark = pytest.mark.quick

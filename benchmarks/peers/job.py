@@ -22,8 +22,9 @@ from samestep.tasks.base import Task, call
 from samestep.tasks.registry import resolve
 from samestep.training.evaluation import apart, named_parts, plain, switch_off
 from samestep.training.fit import build_model
-from samestep.training.optimizer import OptimizerPlan, make_schedule
+from samestep.training.optimizer import OptimizerPlan
 from samestep.training.result import is_curve
+from samestep.training.schedule import make_schedule
 
 
 def arguments(description: str | None) -> tuple[Path, Path]:

@@ -11,7 +11,7 @@ from typing import Any
 from samestep.communication import LocalSGD, OneBitAdam, PowerSGD
 from samestep.errors import UserError
 from samestep.job import Job
-from samestep.recipe import SGD, AdamW, Recipe, Schedule
+from samestep.recipe import SGD, AdamW, Recipe, Schedule, steps_of
 
 Keys = tuple[str, ...]
 Finding = tuple[Keys, str]  # a key, and what is wrong with its value
@@ -20,7 +20,7 @@ Finding = tuple[Keys, str]  # a key, and what is wrong with its value
 def implausible(job: Job) -> Iterator[Finding]:
     """What can't be meant, with the key of the value to change. `check_lengths` has what needs the data's length."""
     if job.recipe.steps is not None:
-        yield from _lengths(job, job.recipe.steps)
+        yield from _lengths(job, job.recipe.steps, job.recipe.evaluation.every)
     yield from _rates(job)
 
 
@@ -31,7 +31,9 @@ def check_plausible(job: Job) -> None:
 
 def check_lengths(job: Job, samples: int) -> None:
     """Raise UserError for what begins or happens after the last step. `samples`: in the training set."""
-    _raise_first(_lengths(job, job.recipe.total_steps(-(-samples // job.recipe.batch))))
+    steps_per_epoch = -(-samples // job.recipe.batch)
+    every = job.recipe.evaluation.steps_between(steps_per_epoch)
+    _raise_first(_lengths(job, job.recipe.total_steps(steps_per_epoch), every))
 
 
 def _raise_first(findings: Iterator[Finding]) -> None:
@@ -47,8 +49,8 @@ def _of_groups_too(recipe: Recipe, name: str) -> Iterator[tuple[Keys, Any]]:
             yield ("recipe", "groups", str(index), name), own
 
 
-def _lengths(job: Job, steps: int) -> Iterator[Finding]:
-    """What begins or happens after the last of so many steps."""
+def _lengths(job: Job, steps: int, every: int | str | None) -> Iterator[Finding]:
+    """What begins or happens after the last of so many steps. `every`: steps between evaluations, if known."""
     recipe = job.recipe
     has = f"recipe.steps is {steps}" if recipe.steps is not None else f"the training has {steps} steps"
     for path, schedule in _of_groups_too(recipe, "schedule"):
@@ -57,6 +59,12 @@ def _lengths(job: Job, steps: int) -> Iterator[Finding]:
                 (*path, "warmup"),
                 f"is {schedule.warmup:g} steps, and the training has {steps}, so the full rate would never be "
                 f"reached; use {steps} or fewer, or a fraction such as 0.1",
+            )
+        elif schedule.hold and steps_of(schedule.warmup, steps) + steps_of(schedule.hold, steps) >= steps:
+            yield (
+                (*path, "hold"),
+                f"is {schedule.hold:g} after a warm-up of {steps_of(schedule.warmup, steps)} steps, and the training "
+                f"has {steps}, so the decay would never begin; hold the full rate for fewer, or leave decay out",
             )
     late = f"and {has}, so it would never begin; use fewer"
     communication = recipe.communication
@@ -71,24 +79,23 @@ def _lengths(job: Job, steps: int) -> Iterator[Finding]:
             f"is {checkpoint.memory} and {has}, so no copy would be made before the end; use fewer steps from one "
             "copy to the next",
         )
-    yield from _evaluations(recipe, steps, has)
+    if isinstance(every, int):
+        yield from _evaluations(recipe, steps, every, has)
 
 
-def _evaluations(recipe: Recipe, steps: int, has: str) -> Iterator[Finding]:
+def _evaluations(recipe: Recipe, steps: int, every: int, has: str) -> Iterator[Finding]:
     """Evaluations that come too late for anything."""
-    every = recipe.evaluation.every
-    if every is None:
-        return
+    shown = f"epoch ({every} steps)" if recipe.evaluation.every == "epoch" else str(every)
     if recipe.early_stop is not None and every >= steps:
         yield (
             ("recipe", "evaluation", "every"),
-            f"is {every} and {has}, so early_stop would look at no evaluation before the end; evaluate more often, "
+            f"is {shown} and {has}, so early_stop would look at no evaluation before the end; evaluate more often, "
             "or leave early_stop out",
         )
     elif every > steps and not recipe.evaluation.at_end:
         yield (
             ("recipe", "evaluation", "every"),
-            f"is {every}, {has}, and at_end is false, so nothing would be evaluated; use {steps} or less, or "
+            f"is {shown}, {has}, and at_end is false, so nothing would be evaluated; use {steps} or less, or "
             "at_end: true",
         )
 
@@ -114,7 +121,7 @@ def _rates(job: Job) -> Iterator[Finding]:
 def shortened(recipe: Recipe, steps: int) -> Recipe:
     """The recipe with so many steps, and with nothing that would begin after them."""
     evaluation, communication = recipe.evaluation, recipe.communication
-    if evaluation.every is not None and evaluation.every >= steps:
+    if evaluation.every == "epoch" or (evaluation.every is not None and evaluation.every >= steps):
         evaluation = replace(evaluation, every=steps)
     if isinstance(communication, OneBitAdam):
         communication = replace(communication, warmup=min(communication.warmup, max(1, steps - 1)))
@@ -137,4 +144,8 @@ def shortened(recipe: Recipe, steps: int) -> Recipe:
 
 
 def _shortened(schedule: Schedule, steps: int) -> Schedule:
-    return replace(schedule, warmup=steps) if schedule.warmup > steps else schedule
+    warmup = min(schedule.warmup, steps)
+    hold = schedule.hold
+    if steps_of(warmup, steps) + steps_of(hold, steps) >= steps:
+        hold = 0.0
+    return replace(schedule, warmup=warmup, hold=hold)

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import field
-from typing import Annotated, Any, Literal
+from dataclasses import field, fields
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Len
 from pydantic import BeforeValidator, Discriminator, Tag, model_validator
@@ -116,24 +116,67 @@ Optimizer = Annotated[
 ]
 
 
+Decline = Literal["none", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"]
+_DECLINES: tuple[str, ...] = get_args(Decline)[1:]
+_ONLY_OF_DECAYS: Mapping[str, tuple[str, ...]] = {
+    "hold": _DECLINES,
+    "power": ("polynomial",),
+    "cycles": ("cosine_with_restarts",),
+}
+
+
 @tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Schedule:
-    """Learning rate by step: a linear warm-up, then a decay to `final` times the optimizer's rate."""
+    """Learning rate by step: a linear warm-up, a while at the full rate, then a decay to `final` times that.
+
+    Or a function of one's own, which gives the fraction of the full rate at each step.
+    """
 
     warmup: Annotated[Real, Ge(0), Le(MOST)] = 0.0  # below 1: a fraction of all steps; else a number of steps
-    decay: Literal["none", "linear", "cosine"] = "none"
+    hold: Annotated[Real, Ge(0), Le(MOST)] = 0.0  # at the full rate after the warm-up, counted likewise
+    decay: Decline = "none"
     final: Fraction = 0.0
+    power: Annotated[Real, Gt(0), Le(100)] = 1.0  # of decay: polynomial
+    cycles: Annotated[Whole, Gt(0), Le(10**6)] = 1  # of decay: cosine_with_restarts
+    # "file.py:function" or "package.module:function" of the step, from 0, and the number of steps.
+    function: str | None = None
 
     @model_validator(mode="after")
-    def _whole_warmup(self) -> "Schedule":
+    def _whole_steps(self) -> "Schedule":
         """Below 1 a fraction, from 1 on a number of steps: 1.5 is neither."""
-        if self.warmup >= 1 and self.warmup != int(self.warmup):
-            raise broken_rule(
-                "warmup",
-                f"warmup is {self.warmup}; below 1 it is a fraction of all steps, else a whole number of them",
-            )
+        for name in ("warmup", "hold"):
+            value = getattr(self, name)
+            if value >= 1 and value != int(value):
+                raise broken_rule(
+                    name, f"{name} is {value}; below 1 it is a fraction of all steps, else a whole number of them"
+                )
         return self
+
+    @model_validator(mode="after")
+    def _settings_that_do_something(self) -> "Schedule":
+        """Refuse a setting that the kind of decay doesn't have."""
+        defaults = {key.name: key.default for key in fields(self)}
+        if self.function is not None:
+            for name, default in defaults.items():
+                if name != "function" and getattr(self, name) != default:
+                    raise broken_rule(
+                        name, f"{name} and function are both given, and the function gives the whole rate; use one"
+                    )
+            return self
+        for name, kinds in _ONLY_OF_DECAYS.items():
+            if self.decay not in kinds and getattr(self, name) != defaults[name]:
+                raise broken_rule(
+                    name,
+                    f"{name} is {getattr(self, name):g} and decay is {self.decay}, which has none; use "
+                    f"decay: {' or '.join(kinds)}, or leave {name} out",
+                )
+        return self
+
+
+def steps_of(value: float, total_steps: int) -> int:
+    """A number of steps as schedules have it: below 1 a fraction of all."""
+    return int(value if value >= 1 else value * total_steps)
 
 
 def _one_or_several(value: Any) -> Any:
@@ -186,8 +229,12 @@ class Evaluation:
     """When and how the held-out samples are looked at."""
 
     batch: Positive = 64  # samples of one forward; part of the recipe, so that scores are the same everywhere
-    every: Positive | None = None  # steps; None: once, at the end
+    every: Positive | Literal["epoch"] | None = None  # steps, or each epoch; None: once, at the end
     at_end: bool = True  # after the last step; false: only where `every` says so
+
+    def steps_between(self, steps_per_epoch: int) -> int | None:
+        """Steps from one evaluation to the next; None: there is none before the end."""
+        return steps_per_epoch if self.every == "epoch" else self.every
 
 
 def _one_or_more(value: Any) -> Any:
@@ -278,7 +325,7 @@ class Recipe:
             raise broken_rule(
                 "early_stop",
                 "early_stop looks at evaluations between steps, and recipe.evaluation.every is empty; use a number "
-                "of steps for it",
+                "of steps for it, or epoch",
             )
         return self
 

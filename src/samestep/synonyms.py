@@ -73,7 +73,10 @@ _ROWS: Sequence[tuple[str, Meaning]] = (
     ),
     (
         "lr_scheduler_type lr_scheduler lr_schedule scheduler scheduler_type lr_decay_style lr_policy lr_decay",
-        Meaning(key="recipe.schedule.decay", note="none, linear or cosine"),
+        Meaning(
+            key="recipe.schedule.decay",
+            note="none, linear, cosine, cosine_with_restarts, polynomial or inverse_sqrt",
+        ),
     ),
     (
         "min_lr lr_min eta_min lr_end final_lr min_lr_ratio",
@@ -180,7 +183,7 @@ _ROWS: Sequence[tuple[str, Meaning]] = (
     (
         "eval_steps eval_interval evaluation_steps eval_every eval_freq val_check_interval check_val_every_n_epoch "
         "evaluation_strategy eval_strategy val_interval validation_steps",
-        Meaning(key="recipe.evaluation.every", note="steps"),
+        Meaning(key="recipe.evaluation.every", note="a number of steps, or epoch"),
     ),
     (
         "logging_steps log_interval log_every log_every_n_steps logging_strategy print_freq log_freq steps_per_print",

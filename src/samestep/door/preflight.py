@@ -22,6 +22,7 @@ from samestep.tasks.turns import turns_of
 from samestep.training.early_stop import EarlyStopper
 from samestep.training.metrics_log import writes_events
 from samestep.training.optimizer import check_average_start, check_recipe_optimizers, check_turns_optimizers
+from samestep.training.schedule import check_schedules
 
 
 @phases.status(lambda: "checking the job")
@@ -68,7 +69,8 @@ def _check_task(job: Job, engine: Engine, layout: Layout, task: Task) -> None:
     checks.check_task_needs(job, engine, layout, task)
     check_turns_optimizers(turns_of(task), job, layout)
     check_average_start(recipe, len(task.train_set()))
-    if recipe.steps is None:
+    if recipe.steps is None or recipe.evaluation.every == "epoch":
         check_lengths(job, len(task.train_set()))
+    check_schedules(recipe, len(task.train_set()))
     EarlyStopper(recipe.early_stop).check(task)
     engine.check_task(task, layout, run.engine_config)

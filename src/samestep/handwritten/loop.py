@@ -34,7 +34,8 @@ from samestep.tasks.turns import turns_of
 from samestep.torch_internals.modules import AnyBatchNorm
 from samestep.training.evaluation import apart, named_parts, plain, switch_off
 from samestep.training.fit import build_model
-from samestep.training.optimizer import OptimizerPlan, make_schedule
+from samestep.training.optimizer import OptimizerPlan
+from samestep.training.schedule import make_schedule
 
 
 class LocalMicroBatch(NamedTuple):

@@ -110,7 +110,8 @@ def _evaluates_after(loop: Loop, done: int) -> bool:
     wanted = loop.recipe.evaluation
     if done == loop.total_steps:
         return wanted.at_end
-    return bool(wanted.every and done % wanted.every == 0)
+    every = wanted.steps_between(loop.order.steps_per_epoch)
+    return every is not None and done % every == 0
 
 
 def _line(

@@ -1,13 +1,14 @@
 """From a recipe to its task object: finds the class, checks the arguments against its signature, builds it."""
 
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -82,6 +83,33 @@ def _find_class(name: str) -> type[Task]:
 
 def _is_whole_task(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, Task) and not inspect.isabstract(value)
+
+
+def find_callable(
+    name: Any, key: str, what: str, candidate: Callable[[Any], bool] = inspect.isfunction
+) -> Callable[..., Any]:
+    """The class or function that a key names by "package.name", "package:name" or "file.py:name", or gives itself.
+
+    `what`: what the name should be, and `candidate`: which values of the module messages may propose. Raises
+    UserError if there is none.
+    """
+    if not isinstance(name, str):
+        return name
+    place, _, attribute = name.rpartition(":" if ":" in name else ".")
+    if not place:
+        raise UserError(f'{key} is "{name}"; use {what}')
+    if place.endswith(".py"):
+        module: Any = import_file(Path(place), key)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ImportError as error:
+            raise UserError(f'{key} is "{name}", and {place} can\'t be imported: {error}; use {what}') from None
+    value = getattr(module, attribute, None)
+    if value is None or not callable(value):
+        there = [key for key, value in vars(module).items() if candidate(value)]
+        raise UserError(f'{key} is "{name}": {attribute} is not in {place}; {closest(attribute, there)}')
+    return value
 
 
 def import_file(path: Path, key: str = "recipe.task") -> ModuleType:

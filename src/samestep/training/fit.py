@@ -54,8 +54,9 @@ from samestep.training.learned_from import learns_from
 from samestep.training.loop import StepLog, take_all_steps
 from samestep.training.metrics_log import Records, Tally
 from samestep.training.model_checks import check_memory, check_model, check_same_task, materialize
-from samestep.training.optimizer import OptimizerPlan, make_schedule, optimizer_of_turns
+from samestep.training.optimizer import OptimizerPlan, optimizer_of_turns
 from samestep.training.result import TrainResult
+from samestep.training.schedule import make_schedule
 from samestep.training.session import Session
 from samestep.training.usage import Usage, speeds
 

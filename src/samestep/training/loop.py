@@ -134,7 +134,7 @@ def take_all_steps(
     Returns the early stop, or None after the last step. When a signal stops all ranks, saves a checkpoint and raises
     InterruptedJobError.
     """
-    every = training.recipe.evaluation.every
+    every = training.recipe.evaluation.steps_between(training.steps_per_epoch)
     stopped = checkpoints.early_stop.stopped()
     if stopped is not None:  # by the run whose checkpoint was loaded
         return stopped

@@ -1,10 +1,8 @@
 """Finds the optimizer that a recipe names by class or function, and checks its arguments."""
 
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch.optim import Optimizer
 from samestep.errors import UserError, closest
 from samestep.parallel.optimizer.kinds import Shapes
 from samestep.recipe import SGD, AdamW, NamedOptimizer
-from samestep.tasks.registry import checked_value, hints_of, import_file
+from samestep.tasks.registry import checked_value, find_callable, hints_of
 
 Make = Callable[[Sequence[dict[str, Any]]], Optimizer]  # from groups of parameters with their settings
 
@@ -86,23 +84,7 @@ def title_of(spec: AdamW | SGD | NamedOptimizer) -> str:
 
 def _find(name: Any, where: str) -> Callable[..., Any]:
     """Find a class or function by "package.name", "package:name" or "file.py:name"."""
-    if not isinstance(name, str):
-        return name
-    place, _, attribute = name.rpartition(":" if ":" in name else ".")
-    if not place:
-        raise UserError(f'{where} is "{name}"; use {_WHAT}')
-    if place.endswith(".py"):
-        module: Any = import_file(Path(place), where)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ImportError as error:
-            raise UserError(f'{where} is "{name}", and {place} can\'t be imported: {error}; use {_WHAT}') from None
-    found = getattr(module, attribute, None)
-    if found is None or not callable(found):
-        there = [key for key, value in vars(module).items() if _is_optimizer(value)]
-        raise UserError(f'{where} is "{name}": {attribute} is not in {place}; {closest(attribute, there)}')
-    return found
+    return find_callable(name, where, _WHAT, _is_optimizer)
 
 
 def _is_optimizer(value: Any) -> bool:

@@ -5,7 +5,6 @@ Groups are planned from the whole model: patterns are matched against its parame
 the first group that matches it.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.engines.base import Engine
 from samestep.errors import LayoutError, UserError, closest
@@ -26,9 +24,10 @@ from samestep.layout import Layout
 from samestep.parallel.optimizer.joined import Joined, OptimizerMember
 from samestep.parallel.optimizer.kinds import Make, Shapes
 from samestep.parallel.optimizer.rounded import RoundedState
-from samestep.recipe import SGD, AdamW, Group, NamedOptimizer, Recipe, Schedule
+from samestep.recipe import SGD, AdamW, Group, NamedOptimizer, Recipe
 from samestep.tasks.turns import Turn
 from samestep.training.named_optimizer import maker_of, takes, title_of, try_out
+from samestep.training.schedule import SCHEDULE
 
 
 def make_optimizer(spec: AdamW | SGD, groups: Sequence[dict[str, Any]], *, fused: bool = True) -> Optimizer:
@@ -74,32 +73,6 @@ def of_one_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
     shards = [p for p in group["params"] if isinstance(p, DTensor)]
     whole = [p for p in group["params"] if not isinstance(p, DTensor)]
     return [{**group, "params": shards}, {**group, "params": whole}]
-
-
-SCHEDULE = "schedule"  # key of a parameter group's own schedule
-
-
-def make_schedule(spec: Schedule, total_steps: int, optimizer: Optimizer) -> LambdaLR:
-    """Make the learning-rate schedule. Step s of a warm-up of W has the factor (s + 1) / W, so no step has zero."""
-    return LambdaLR(
-        optimizer, [partial(rate, group.get(SCHEDULE) or spec, total_steps) for group in optimizer.param_groups]
-    )
-
-
-def rate(spec: Schedule, total_steps: int, step: int) -> float:
-    """The fraction of the full learning rate at a step, counted from 0."""
-    warmup = int(spec.warmup if spec.warmup >= 1 else spec.warmup * total_steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    return spec.final + (1 - spec.final) * _DECAYS[spec.decay](done)
-
-
-_DECAYS: dict[str, Callable[[float], float]] = {
-    "none": lambda done: 1.0,
-    "linear": lambda done: 1.0 - done,
-    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
-}
 
 
 Spec = AdamW | SGD | NamedOptimizer

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from samestep.engines.base import Trainer
 from samestep.recipe import SGD, AdamW, Recipe
-from samestep.training.optimizer import rate
+from samestep.training.schedule import rate
 
 _TIMES = 8.0  # tolerance, in multiples of the rounding of single operations
 _FEWEST_TO_DECAY = 2  # dimensions; biases and norms have one

@@ -174,6 +174,13 @@ def written_optimizer(recipe: Recipe, remarks: list[str]) -> dict[str, Any]:
 def written_schedule(recipe: Recipe, remarks: list[str], said: set[str]) -> dict[str, Any]:
     """Write the schedule's section. DeepSpeed counts warm-up and decay in steps, so it needs the number of steps."""
     given, steps = recipe.schedule, recipe.steps
+    if given.function is not None or given.hold or given.decay not in ("none", "linear", "cosine"):
+        kind = f"function {given.function}" if given.function is not None else given.decay
+        remarks.append(
+            f"recipe.schedule = {kind}, hold {given.hold:g}: DeepSpeed's schedules are a warm-up with a linear or "
+            "cosine decay after it; make it in PyTorch and hand it to deepspeed.initialize as lr_scheduler"
+        )
+        return {}
     if not given.warmup and given.decay == "none":
         return {}
     if steps is None and (given.decay != "none" or given.warmup < 1):

@@ -26,8 +26,8 @@ from samestep.tasks.base import Task
 from samestep.training.as_built import AsBuilt, dense
 from samestep.training.fit import Training
 from samestep.training.nonfinite_values import NonFiniteValue, watched
-from samestep.training.optimizer import SCHEDULE
 from samestep.training.rounding import Allowed, GradientFiles, GradientNoise, measure, relative, state_name
+from samestep.training.schedule import SCHEDULE
 
 AVERAGE = " (its average)"
 _EPS = 2.0**-52  # smallest eps: an optimizer that divides by less than a gradient's rounding follows the rounding
