@@ -1,149 +1,84 @@
-"""Schedules: each kind of decay beside transformers' own, functions of one's own; evaluation by epoch."""
+"""Schedules of pipelines: orders that do everything once and idle as the papers say, and the best cuts."""
 
-import json
-from pathlib import Path
+import itertools
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
-from small_tasks import Points
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-import samestep
-from samestep.errors import UserError
-from samestep.training.schedule import rate
+from samestep.layout import Layout
+from samestep.parallel.pipeline.partition import best_starts
+from samestep.parallel.pipeline.schedule import SCHEDULES, micro_batches, orders_of, owners
+from samestep.parallel.pipeline.timeline import bubble, bubble_formula, ideal_times
 
 pytestmark = pytest.mark.quick
-STEPS, WARMUP = 40, 6
 
 
-def of_transformers(name: str, settings: dict[str, Any]) -> list[float]:
-    """The fractions after a warm-up, whose step s has s / W there and (s + 1) / W here."""
-    optimization = pytest.importorskip("transformers.optimization")
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    schedule = optimization.get_scheduler(
-        name, optimizer, num_warmup_steps=WARMUP, num_training_steps=STEPS, scheduler_specific_kwargs=settings
-    )
-    (factor,) = schedule.lr_lambdas
-    return [factor(step) for step in range(WARMUP, STEPS)]
+def cost_of(costs: Sequence[float], starts: Sequence[int]) -> float:
+    ends = [*starts[1:], len(costs)]
+    # Later stages cost less for the same blocks, as activations in flight do.
+    return max(sum(costs[a:b]) * (1 + 1 / (1 + s)) for s, (a, b) in enumerate(zip(starts, ends, strict=True)))
 
 
-@pytest.mark.slow  # for the import of transformers; the formulas' values are below
-@pytest.mark.parametrize(
-    ("schedule", "name", "settings"),
-    [
-        ({"decay": "cosine_with_restarts", "cycles": 3}, "cosine_with_restarts", {"num_cycles": 3}),
-        ({"decay": "cosine", "final": 0.1}, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
-        ({"decay": "polynomial", "power": 2.0}, "polynomial", {"lr_end": 0.0, "power": 2.0}),
-        ({"decay": "inverse_sqrt"}, "inverse_sqrt", {}),
-        (
-            {"decay": "linear", "hold": 20},
-            "warmup_stable_decay",
-            {"num_decay_steps": STEPS - WARMUP - 20, "decay_type": "linear"},
-        ),
-    ],
-)
-def test_a_decay_is_that_of_transformers(schedule: dict[str, Any], name: str, settings: dict[str, Any]) -> None:
-    spec = samestep.Schedule(warmup=WARMUP, **schedule)
-    ours = [rate(spec, STEPS, step) for step in range(WARMUP, STEPS)]
-    assert ours == pytest.approx(of_transformers(name, settings), abs=1e-12)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(1, 4))
+def test_the_largest_stage_is_as_small_as_can_be(costs: list[int], stages: int) -> None:
+    assume(stages <= len(costs))
+    found = best_starts(len(costs), stages, lambda s, a, b: sum(costs[a:b]) * (1 + 1 / (1 + s)))
+    every = ([0, *rest] for rest in itertools.combinations(range(1, len(costs)), stages - 1))
+    assert found[0] == 0
+    assert cost_of(costs, found) == min(cost_of(costs, starts) for starts in every)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "fractions"),
-    [
-        ({"decay": "cosine_with_restarts", "cycles": 2}, [1, 1 / 2, 1, 1 / 2]),
-        ({"decay": "polynomial", "power": 2.0}, [1, 9 / 16, 4 / 16, 1 / 16]),
-        ({"decay": "inverse_sqrt", "warmup": 1}, [1, 1, 1 / 2**0.5, 1 / 3**0.5]),
-        ({"decay": "linear", "hold": 2}, [1, 1, 1, 1 / 2]),
-        ({"decay": "cosine", "hold": 0.5, "warmup": 1}, [1, 1, 1, 1]),
-        ({"decay": "linear", "hold": 0.5, "final": 0.2}, [1, 1, 1, 0.6]),
-    ],
-)
-def test_the_fraction_at_each_of_four_steps(schedule: dict[str, Any], fractions: list[float]) -> None:
-    spec = samestep.Schedule(**schedule)
-    assert [rate(spec, 4, step) for step in range(4)] == pytest.approx(fractions, abs=1e-12)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_schedule_does_everything_once_and_idles_as_its_paper_says(schedule: Any, ranks: int) -> None:
+    layout = Layout(pipeline=ranks, schedule=schedule)
+    for batch in (2 * ranks, 2 * ranks + 1, 5 * ranks):
+        count = micro_batches(layout, batch, micro_batch=1)
+        assert count is not None
+        assert count >= batch
+        stages = layout.stages_a_rank
+        orders = orders_of(schedule, ranks=ranks, stages_a_rank=stages, micro_batches=count)
+        done = Counter((a.stage, a.kind, a.micro_batch) for actions in orders for a in actions)
+        assert set(done.values()) == {1}
+        for stage, number in itertools.product(range(ranks * stages), range(count)):
+            assert (stage, "F", number) in done
+            assert ((stage, "B", number) in done) != ({(stage, "I", number), (stage, "W", number)} <= done.keys())
+        assert owners(layout) == [
+            next(rank for rank, actions in enumerate(orders) if any(a.stage == stage for a in actions))
+            for stage in range(ranks * stages)
+        ]
+        assert bubble(ideal_times(orders)) == pytest.approx(bubble_formula(layout, count))
 
 
-def recipe(**changed: Any) -> samestep.Recipe:
-    settings = {"task": Points(samples=20, held_out=4), "batch": 5, "steps": 8, "optimizer": samestep.SGD(lr=0.5)}
-    return samestep.Recipe(**(settings | changed))
-
-
-def train(folder: Path, **changed: Any) -> None:
-    samestep.train(recipe(**changed), folder=folder, device="cpu", check=False)
-
-
-def lines_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def test_a_function_gives_the_rates(tmp_path: Path) -> None:
-    file = tmp_path / "rates.py"
-    file.write_text("def triangle(step, steps):\n    return 1 - abs(2 * step / (steps - 1) - 1)\n", encoding="utf-8")
-    train(tmp_path / "run", schedule=samestep.Schedule(function=f"{file}:triangle"))
-    rates = [step["lr"] for step in lines_of(tmp_path / "run" / "metrics.jsonl")]
-    assert rates == pytest.approx([0.5 * (1 - abs(2 * step / 7 - 1)) for step in range(8)], rel=1e-12)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_batch_in_one_piece_is_in_one_stage_at_a_time(schedule: Any, ranks: int) -> None:
+    layout = Layout(pipeline=ranks, schedule=schedule)
+    assert micro_batches(layout, 12, None, undivided=True) == 1
+    assert micro_batches(layout, 12, 2, undivided=True) == 6  # refused in the first step
+    orders = orders_of(schedule, ranks=ranks, stages_a_rank=layout.stages_a_rank, micro_batches=1)
+    done = Counter((a.stage, a.kind) for actions in orders for a in actions)
+    assert done == Counter(itertools.product(range(layout.pipeline * layout.stages_a_rank), "FB"))
+    for rank, actions in enumerate(orders):
+        assert {owners(layout)[a.stage] for a in actions} == {rank}
+    assert bubble(ideal_times(orders)) == pytest.approx(1 - 1 / ranks) == bubble_formula(layout, 1)
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("layout", "batch", "micro_batch", "count"),
     [
-        ("return -1.0", "gave -1 for step 0 of 8; it must give the fraction of the full rate"),
-        ("return float('nan')", "gave nan for step 0 of 8"),
-        ("return 1 / (3 - step)", "failed for step 3 of 8: ZeroDivisionError"),
-        ("return random.random()", "ranks would train with different rates"),
+        ("dp4", 64, None, None),
+        ("pp2", 64, None, 4),
+        ("pp2", 3, None, 3),
+        ("pp4", 2, None, 4),
+        ("pp2 dp2", 33, 3, 6),
+        ("pp3 schedule=interleaved-1f1b", 64, 8, 9),
+        ("pp2 schedule=zbv-zero-bubble", 15, 3, 5),
     ],
 )
-def test_a_function_that_gives_no_rate_is_refused_before_the_first_step(
-    tmp_path: Path, body: str, message: str
-) -> None:
-    file = tmp_path / "rates.py"
-    file.write_text(f"import random\n\n\ndef own(step, steps):\n    {body}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=message):
-        train(tmp_path / "run", schedule=samestep.Schedule(function=f"{file}:own"))
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ("rates.py:own", "no file rates.py"),
-        ("own", "use a function of the step"),
-        ("math:sinn", "sinn is not in math"),
-    ],
-)
-def test_a_function_that_is_not_there_is_told(tmp_path: Path, function: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        train(tmp_path / "run", schedule=samestep.Schedule(function=function))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"hold": 3}, "hold is 3 and decay is none"),
-        ({"power": 2.0, "decay": "cosine"}, "power is 2 and decay is cosine, which has none; use decay: polynomial"),
-        ({"cycles": 2, "decay": "linear"}, "cycles is 2 and decay is linear"),
-        ({"function": "math:cos", "warmup": 2}, "warmup and function are both given"),
-        ({"hold": 1.5, "decay": "linear"}, "hold is 1.5"),
-    ],
-)
-def test_settings_that_do_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        samestep.Schedule(**settings)
-
-
-def test_a_decay_that_would_never_begin_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="so the decay would never begin"):
-        train(tmp_path / "run", schedule=samestep.Schedule(warmup=2, hold=6, decay="linear"))
-    train(tmp_path / "run", schedule=samestep.Schedule(warmup=2, hold=5, decay="linear"))
-
-
-def test_each_epoch_is_evaluated(tmp_path: Path) -> None:
-    train(tmp_path / "run", steps=None, epochs=3, evaluation=samestep.Evaluation(every="epoch"))
-    assert [line["step"] for line in lines_of(tmp_path / "run" / "evaluations.jsonl")] == [4, 8, 12]
-
-
-def test_an_epoch_longer_than_the_training_is_told(tmp_path: Path) -> None:
-    evaluation = samestep.Evaluation(every="epoch", at_end=False)
-    with pytest.raises(UserError, match=r"is epoch \(4 steps\), recipe.steps is 3, and at_end is false"):
-        train(tmp_path / "run", steps=3, evaluation=evaluation)
+def test_how_many_micro_batches(layout: str, batch: int, micro_batch: int | None, count: int | None) -> None:
+    assert micro_batches(Layout.parse(layout), batch, micro_batch) == count
