@@ -200,7 +200,7 @@ class _Spreading:
                     self.mesh,
                     self.forward_context,
                     example=self.details.example,
-                    given=self.options.tensor_plan,
+                    roles=self.options.tensor_plan,
                     findings=self.details.findings,
                     apart=self.own_tokens,
                 )

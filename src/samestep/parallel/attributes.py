@@ -140,8 +140,8 @@ def _wrapped(inner: Callable[..., Any], around: Callable[..., Any]) -> Callable[
     return MethodType(forward, _Inside(inner=inner, around=around))
 
 
-def _with_innermost(given: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    inside = getattr(given, "__self__", None)
+def _with_innermost(method: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    inside = getattr(method, "__self__", None)
     if not isinstance(inside, _Inside):
         return forward
     return _wrapped(_with_innermost(inside.inner, forward), inside.around)

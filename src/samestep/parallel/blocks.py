@@ -50,10 +50,10 @@ def _holds(outer: nn.Module, inner: nn.Module) -> bool:
 
 def with_forward(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """The blocks, with lists, which have no forward, replaced by their modules."""
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for block in blocks:
-        found += [block] if has_forward(block) else with_forward(list(block.children()))
-    return list(dict.fromkeys(found))
+        modules += [block] if has_forward(block) else with_forward(list(block.children()))
+    return list(dict.fromkeys(modules))
 
 
 def has_forward(module: nn.Module) -> bool:

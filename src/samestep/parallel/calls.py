@@ -48,7 +48,7 @@ class Call:
 
     def passed_on(self, seen: Seen) -> bool:
         """Whether an output tensor is an input that the call did not change, not even in place."""
-        return any(seen.identity == given.identity and seen.source is given.source for given in self.inputs())
+        return any(seen.identity == input_.identity and seen.source is input_.source for input_ in self.inputs())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,36 +107,36 @@ class Trace:
                     return names[parameter]
         return None
 
-    def computed_from(self, tensor: Seen, given: Sequence[Seen]) -> set[int]:
-        """The identities of the tensors in `given` from which `tensor` is directly computed."""
-        ends = {seen.source: seen.identity for seen in given if seen.source is not None}
-        waiting, seen_nodes, found = [tensor.source], set[Node](), set[int]()
+    def computed_from(self, tensor: Seen, sources: Sequence[Seen]) -> set[int]:
+        """The identities of the tensors in `sources` from which `tensor` is directly computed."""
+        ends = {seen.source: seen.identity for seen in sources if seen.source is not None}
+        waiting, seen_nodes, computed = [tensor.source], set[Node](), set[int]()
         while waiting:
             node = waiting.pop()
             if node is None or node in seen_nodes:
                 continue
             seen_nodes.add(node)
             if node in ends:
-                found.add(ends[node])
+                computed.add(ends[node])
             else:
                 waiting += [before for before, _ in node.next_functions]
-        return found
+        return computed
 
     def behind(self, tensors: Iterable[Seen], *, up_to: Iterable[Seen] = ()) -> set[str]:
         """The parameters from which tensors are computed, without searching beyond the tensors in `up_to`."""
         up_to = list(up_to)
         seen = {tensor.source for tensor in up_to} | {tensor.base for tensor in up_to}
         waiting = [tensor.source for tensor in tensors if tensor.source not in seen]
-        found: set[str] = set()
+        names: set[str] = set()
         while waiting:
             node = waiting.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
             if node in self.parameters:
-                found.add(self.parameters[node])
+                names.add(self.parameters[node])
             waiting += [before for before, _ in node.next_functions]
-        return found
+        return names
 
 
 def seen_in(nest: Any) -> list[Seen]:

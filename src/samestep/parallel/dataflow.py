@@ -80,13 +80,13 @@ class DataflowRecorder:
 
     def record(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> None:
         """Record a call of an operator."""
-        given = tensors_in((args, keywords))
+        read = tensors_in((args, keywords))
         made = tensors_in(output)
-        if not made and not given:
+        if not made and not read:
             return
         written = _written(func, args, keywords)
-        memories = {_memory_of(tensor) for tensor in given}
-        parents = self._sources(given)
+        memories = {_memory_of(tensor) for tensor in read}
+        parents = self._sources(read)
         if written or any(_memory_of(tensor) not in memories for tensor in made):
             node = self._add(Node(time=self.time, parents=parents))
             for tensor in (*written, *made):
@@ -100,10 +100,10 @@ class DataflowRecorder:
         """Record that a module's own forward asks for the values of tensors."""
         self._asked.append(Asked(time=self.time, nodes=self._sources(tensors), module=module, function=function))
 
-    def begin(self, given: Any) -> dict[int, tuple[int, ...]]:
+    def begin(self, arguments: Any) -> dict[int, tuple[int, ...]]:
         """Record the beginning of a call. Returns the sources of its argument tensors by id, for `end`."""
         self.time += 1
-        return {id(tensor): self.sources(tensor) for tensor in tensors_in(given)}
+        return {id(tensor): self.sources(tensor) for tensor in tensors_in(arguments)}
 
     def end(self, began: int, before: Mapping[int, tuple[int, ...]], output: Any, *, whole: bool) -> None:
         """Record the end of a call: each output tensor becomes a node, except unchanged arguments.
@@ -180,8 +180,8 @@ class DataflowRecorder:
         """Note that a tensor's memory was written to."""
         self._keep(tensor, node)
         before = self._by_memory.get(_memory_of(tensor))
-        given = -1 if before is None else before.given
-        self._by_memory[_memory_of(tensor)] = _Memory(node=node, written=node, given=given)
+        output_node = -1 if before is None else before.given
+        self._by_memory[_memory_of(tensor)] = _Memory(node=node, written=node, given=output_node)
 
     def _keep(self, tensor: Tensor, node: int) -> None:
         """Make a node the tensor's last one; the tensor is kept alive, so that its id is not reused."""
@@ -191,10 +191,10 @@ class DataflowRecorder:
 
 def _written(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> list[Tensor]:
     """The arguments that an operator writes to."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for number, name in _written_arguments(func):
-        found += tensors_in(args[number] if number < len(args) else keywords.get(name))
-    return found
+        tensors += tensors_in(args[number] if number < len(args) else keywords.get(name))
+    return tensors
 
 
 @cache

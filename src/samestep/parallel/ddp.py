@@ -104,8 +104,8 @@ def _bucket_mb(module: nn.Module, apart: Collection[int], group: ProcessGroup) -
 
 def _no_buffer_messages() -> dict[str, Any]:
     """Disable DDP's broadcast of buffers, which are the same on every rank. PyTorch 2.13 renamed the option."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, device_type: str) -> None:

@@ -74,11 +74,11 @@ def agreed_units(
     units = shard_units(model, blocks, seen, writing)
     names = {module: name for name, module in model.named_modules()}
     followed = seen is not None and seen.stop is None
-    found: list[tuple[list[str], bool] | None] = [None] * dist.get_world_size(group)
+    answers: list[tuple[list[str], bool] | None] = [None] * dist.get_world_size(group)
     # Ranks trace the forward with their own example, so with data-dependent control flow they may find different
     # units.
-    dist.all_gather_object(found, ([names[unit] for unit in units], followed), group=group)
-    everyone = [each for each in found if each is not None]
+    dist.all_gather_object(answers, ([names[unit] for unit in units], followed), group=group)
+    everyone = [each for each in answers if each is not None]
     modules = [model.get_submodule(name) for name in everyone[0][0] if all(name in theirs for theirs, _ in everyone)]
     return Units(modules=modules, may_differ=not all(whole for _, whole in everyone), writing=writing)
 
@@ -179,10 +179,10 @@ class _Finder:
 
 def _shares(model: nn.Module, block: nn.Module) -> bool:
     """Whether a block shares a parameter with a module outside; tied parameters are sharded with the root module."""
-    mine = {id(parameter) for parameter in block.parameters()}
+    own_parameters = {id(parameter) for parameter in block.parameters()}
     inside = {id(module) for module in block.modules()}
     return any(
-        id(parameter) in mine
+        id(parameter) in own_parameters
         for module in model.modules()
         if id(module) not in inside
         for parameter in module.parameters(recurse=False)

@@ -125,13 +125,13 @@ class Record:
             memory.done.clear()
             todo = history
         last_use = {storage: number for number in todo for storage in self._steps[number].touches}
-        wanted = set(storages)
+        targets = set(storages)
         for number in todo:
             step = self._steps[number]
             memory.run(step)
             memory.done.add(number)
             for storage in step.touches:
-                if last_use[storage] == number and storage not in wanted and not alive(storage):
+                if last_use[storage] == number and storage not in targets and not alive(storage):
                     del memory.storages[storage]
         return memory
 
@@ -409,12 +409,12 @@ def recorded() -> Iterator[Recording]:
 def written(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operator writes into."""
     parameters = schema(operator).arguments
-    given = dict(zip((parameter.name for parameter in parameters), args, strict=False)) | kwargs
+    bound = dict(zip((parameter.name for parameter in parameters), args, strict=False)) | kwargs
     return [
         leaf
         for parameter in parameters
         if parameter.is_write
-        for leaf in tree_leaves(given.get(parameter.name))
+        for leaf in tree_leaves(bound.get(parameter.name))
         if isinstance(leaf, Tensor)
     ]
 

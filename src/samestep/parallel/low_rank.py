@@ -123,8 +123,8 @@ def _of_peft(layer: Any) -> Adapted | None:
 
 def base_of(layer: nn.Module) -> nn.Module:
     """The module with the weight and the bias of a linear layer, adapted or not."""
-    found = adapted(layer)
-    return layer if found is None else layer.get_submodule(found.base)
+    adapter = adapted(layer)
+    return layer if adapter is None else layer.get_submodule(adapter.base)
 
 
 def updates_of(layer: nn.Module) -> Callable[[Tensor, Callable[[], Any]], Tensor] | None:
@@ -132,17 +132,17 @@ def updates_of(layer: nn.Module) -> Callable[[Tensor, Callable[[], Any]], Tensor
 
     The function's second argument makes the context in which dropout is applied to the input.
     """
-    found = adapted(layer)
-    if found is None or not found.updates:
+    adapter = adapted(layer)
+    if adapter is None or not adapter.updates:
         return None
     parts = [
         (
-            layer.get_submodule(each.dropout),
-            layer.get_submodule(each.down),
-            layer.get_submodule(each.up),
-            each.scaling,
+            layer.get_submodule(update.dropout),
+            layer.get_submodule(update.down),
+            layer.get_submodule(update.up),
+            update.scaling,
         )
-        for each in found.updates
+        for update in adapter.updates
     ]
 
     def add(x: Tensor, around_dropout: Callable[[], Any]) -> Tensor:
@@ -160,8 +160,8 @@ def updates_of(layer: nn.Module) -> Callable[[Tensor, Callable[[], Any]], Tensor
 
 def adapted_layers(model: nn.Module) -> Mapping[str, Adapted]:
     """The adapted layers of a model, by name."""
-    found = {name: adapted(module) for name, module in model.named_modules()}
-    return {name: each for name, each in found.items() if each is not None}
+    layers = {name: adapted(module) for name, module in model.named_modules()}
+    return {name: layer for name, layer in layers.items() if layer is not None}
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -117,7 +117,8 @@ class OrderedSums:
     def _find_peers(self) -> list[_Peer]:
         """The leaves and rows of every rank of the data group, in the order of ranks. Every rank asks."""
         this_rank = _Peer(
-            sums=held_sums(self.first, self.last, self.virtual_ranks), rows=[_rows_of(each) for each in self._trained]
+            sums=held_sums(self.first, self.last, self.virtual_ranks),
+            rows=[_rows_of(parameter) for parameter in self._trained],
         )
         peers: list[_Peer | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(peers, this_rank, group=self._group)
@@ -161,10 +162,10 @@ class OrderedSums:
         """
         any_used, reduced = self._all_reduce_facts(facts)
         numbers = {parameter: number for number, parameter in enumerate(self._trained)}
-        wanted = [p for p, used_by in zip(self._trained, any_used, strict=True) if used_by]
+        used = [p for p, used_by in zip(self._trained, any_used, strict=True) if used_by]
         for sharded in (False, True):
-            for dtype in dict.fromkeys(parameter.dtype for parameter in wanted):
-                some = [p for p in wanted if p.dtype == dtype and isinstance(p, DTensor) is sharded]
+            for dtype in dict.fromkeys(parameter.dtype for parameter in used):
+                some = [p for p in used if p.dtype == dtype and isinstance(p, DTensor) is sharded]
                 for bucket in buckets(some):
                     self._sum_bucket([numbers[parameter] for parameter in bucket], sharded=sharded)
         self._stack = []
@@ -240,9 +241,9 @@ class OrderedSums:
         counts = [len(peer.sums) for peer in self._peers]
         received = message.new_empty(sum(counts) * own)
         dist.all_to_all_single(received, message, [count * own for count in counts], list(sizes), group=self._group)
-        leaves = [each for peer in self._peers for each in peer.sums]  # of all ranks, in the order received
+        leaves = [sum_ for peer in self._peers for sum_ in peer.sums]  # of all ranks, in the order received
         summands = list(zip(leaves, received.view(len(leaves), own).unbind(), strict=True))
-        return total(sorted(summands, key=lambda each: each[0]), self.virtual_ranks)
+        return total(sorted(summands, key=lambda summand: summand[0]), self.virtual_ranks)
 
     def squares(self) -> Tensor:
         """The sum of squares of all gradients in float64, in an order that does not depend on the sharding."""

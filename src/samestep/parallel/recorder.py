@@ -141,7 +141,7 @@ class _Functions(TorchFunctionMode):
         self.attentions.append(Attention(modules=self._modules(), dropout=dropout_p, **seen))
 
     def _modules(self) -> tuple[str, ...]:
-        return tuple(each.name for each in self._open)
+        return tuple(call.name for call in self._open)
 
 
 def _linked(func: Any, attribute: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
@@ -208,7 +208,7 @@ def _asks(name: str, args: Sequence[Any]) -> bool:
     if name == "repeat_interleave":
         return len(args) > 1 and isinstance(args[1], Tensor)
     if name == "__getitem__":
-        return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in _leaves(args[1:]))
+        return any(isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in _leaves(args[1:]))
     return name in _ASKING
 
 
@@ -225,7 +225,7 @@ def _leaves(nest: Any) -> list[Any]:
 def _answered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
     """Run a call that asks for values."""
     if getattr(func, "__name__", "") == "numpy":  # a detached tensor is none here
-        args = [each.detach() if isinstance(each, Tensor) else each for each in args]
+        args = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
         return func(*args, **(kwargs or {}))
     return func(*args, **(kwargs or {}))
 
@@ -246,8 +246,8 @@ class Operators(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:  # more than half of all calls, by PyTorch's own checks
             of = args[0]
-            known = isinstance(of, FakeTensor) and not of.fake_mode.in_kernel_invocation
-            return of.fake_device if known else func(*args)
+            in_python = isinstance(of, FakeTensor) and not of.fake_mode.in_kernel_invocation
+            return of.fake_device if in_python else func(*args)
         keywords = kwargs or {}
         output = func(*args, **keywords)
         self.flops += _flops_of(func, args, keywords, output)
@@ -288,7 +288,7 @@ class Recorder:
 
     def running(self) -> tuple[str, ...]:
         """The modules whose forwards are running, outermost first."""
-        return tuple(each.name for each in self._open)
+        return tuple(call.name for call in self._open)
 
     def _begin(self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._clock.time += 1
@@ -311,14 +311,14 @@ class Recorder:
             self._clock.time += 1
             begun = self._open.pop()
             with self._paused():
-                given = {id(tensor): tensor for tensor in tensors_in((arguments, keywords))}
+                inputs = {id(tensor): tensor for tensor in tensors_in((arguments, keywords))}
                 writes = any(
                     tensor.requires_grad and self.dataflow.sources(tensor) != begun.sources.get(key)
-                    for key, tensor in given.items()
+                    for key, tensor in inputs.items()
                 )
                 self.dataflow.end(begun.began, begun.sources, output, whole=not name)
             seen = self._see(output)
-            self.functions.outputs.update(each.identity for each in seen_in(seen))
+            self.functions.outputs.update(tensor.identity for tensor in seen_in(seen))
             self.calls.append(
                 Call(
                     name=name,
@@ -358,5 +358,5 @@ class Recorder:
 def _opened(output: Any) -> Any:
     """Convert a dataclass to a dictionary of its fields, as pytree does not traverse dataclasses."""
     if is_dataclass(output) and not isinstance(output, type) and len(pytree.tree_leaves(output)) == 1:
-        return {each.name: getattr(output, each.name) for each in fields(output)}
+        return {field_.name: getattr(output, field_.name) for field_ in fields(output)}
     return output

@@ -115,8 +115,8 @@ class ShardTable:
 
     def buffers(self) -> dict[str, Entry]:
         """The entries of the model's state dict that are no parameters."""
-        known = {**self.parameters, **self.tied}
-        return {name: entry for name, entry in self.state.items() if name not in known}
+        parameters = {**self.parameters, **self.tied}
+        return {name: entry for name, entry in self.state.items() if name not in parameters}
 
     def holds(self, name: str) -> bool:
         """Whether this rank's pipeline stages and experts include a parameter or buffer."""
@@ -131,30 +131,30 @@ class ShardTable:
 
     def whole_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of the whole model, on every rank; every rank must ask."""
-        mine = dict(model.named_parameters())
+        parameters = dict(model.named_parameters())
         for name, entry in self.parameters.items():
-            yield name, self._whole(name, entry, mine.get(name)).contiguous()
+            yield name, self._whole(name, entry, parameters.get(name)).contiguous()
 
     def whole_state(self, model: nn.Module, *, kept: bool = True) -> dict[str, Tensor]:
         """The whole model's state dict, on the CPU; every rank must ask.
 
         A rank gathers one tensor at a time. Ranks without `kept` return {}.
         """
-        mine = model.state_dict()
-        found: dict[str, Tensor] = {}
+        values = model.state_dict()
+        state: dict[str, Tensor] = {}
         for name, entry in self.state.items():
-            value = self._whole(name, entry, mine.get(name))
+            value = self._whole(name, entry, values.get(name))
             if kept:
-                found[name] = value.cpu().contiguous()
-        return found
+                state[name] = value.cpu().contiguous()
+        return state
 
-    def _whole(self, name: str, entry: Entry, mine: Tensor | None) -> Tensor:
+    def _whole(self, name: str, entry: Entry, own: Tensor | None) -> Tensor:
         """Gather a parameter or buffer over shards and slices, then broadcast it from expert and pipeline ranks."""
         part = self.part(name)
         stages = part.stages
         if self.holds(name):
-            assert mine is not None, name
-            value = whole(mine.detach())
+            assert own is not None, name
+            value = whole(own.detach())
             if part.slice is not None:
                 value = part.slice.gather(value)
         else:

@@ -131,10 +131,10 @@ class RowExchange:
         any_rows: list[tuple[_Own, Tensor]] = []
         of_tables, any_flags = self._touched_by_ranks(touched, flags)
         for table, rows, by_rank in zip(self.tables, touched, of_tables, strict=True):
-            most = max(each.count for each in by_rank)
+            most = max(of_rank.count for of_rank in by_rank)
             if most == _NO_GRADIENT:
                 continue
-            own = _own(table, rows, [each.rows for each in by_rank])
+            own = _own(table, rows, [of_rank.rows for of_rank in by_rank])
             if not self._may_pay(table, most):
                 whole.append(own)
                 continue
@@ -182,10 +182,10 @@ class RowExchange:
 
     # The messages.
 
-    def _gather(self, mine: Tensor) -> list[Tensor]:
+    def _gather(self, message: Tensor) -> list[Tensor]:
         """Every rank's tensor, all of one size."""
-        everyone = [torch.empty_like(mine) for _ in range(self._ranks)]
-        dist.all_gather(everyone, mine, group=self._group)
+        everyone = [torch.empty_like(message) for _ in range(self._ranks)]
+        dist.all_gather(everyone, message, group=self._group)
         return everyone
 
     def _touched_by_ranks(
@@ -197,36 +197,38 @@ class RowExchange:
         needed, and an eighth more: sending the counts first would double the latency. Only the indices of tables that
         need more room are sent again.
         """
-        found, any_flags = self._gather_touched(touched, self._room, flags)
-        most = [max(each.count for each in by_rank) for by_rank in found]
+        touched_by_rank, any_flags = self._gather_touched(touched, self._room, flags)
+        most = [max(of_rank.count for of_rank in by_rank) for by_rank in touched_by_rank]
         needed = [max(0, n) if self._may_pay(table, n) else 0 for table, n in zip(self.tables, most, strict=True)]
         short = [number for number, n in enumerate(needed) if n > self._room[number]]
         if short:
-            again, _ = self._gather_touched([touched[each] for each in short], [needed[each] for each in short])
+            again, _ = self._gather_touched(
+                [touched[number] for number in short], [needed[number] for number in short]
+            )
             for number, by_rank in zip(short, again, strict=True):
-                found[number] = by_rank
+                touched_by_rank[number] = by_rank
         self._room = [n + n // 8 for n in needed]
-        return found, any_flags
+        return touched_by_rank, any_flags
 
     def _gather_touched(
         self, touched: Sequence[Tensor | None], room: Sequence[int], flags: Sequence[bool] = ()
     ) -> tuple[list[list[_Touched]], list[bool]]:
         """All-gather touched rows of some tables, up to `room` indices each, and flags."""
         device = self.tables[0].parameter.device
-        counts = [_NO_GRADIENT if each is None else len(each) for each in touched]
+        counts = [_NO_GRADIENT if indices is None else len(indices) for indices in touched]
         nothing = torch.empty(0, dtype=torch.int32, device=device)
-        rows = (nothing if each is None else each.to(torch.int32) for each in touched)
-        padded = [_padded(each[:places], places) for each, places in zip(rows, room, strict=True)]
+        rows = (nothing if indices is None else indices.to(torch.int32) for indices in touched)
+        padded = [_padded(indices[:places], places) for indices, places in zip(rows, room, strict=True)]
         head = torch.tensor([*counts, *flags], dtype=torch.int32, device=device)
-        found: list[list[_Touched]] = [[] for _ in touched]
+        by_table: list[list[_Touched]] = [[] for _ in touched]
         any_flags = [False] * len(flags)
         for message in self._gather(torch.cat([head, *padded])):
             theirs, *numbers = message.split([len(head), *room])
             of_rank = theirs.tolist()
-            for by_rank, count, some in zip(found, of_rank, numbers, strict=False):  # flags follow the counts
+            for by_rank, count, some in zip(by_table, of_rank, numbers, strict=False):  # flags follow the counts
                 by_rank.append(_Touched(count=count, rows=some[: max(0, count)].to(torch.int64)))
             any_flags = [one or bool(other) for one, other in zip(any_flags, of_rank[len(counts) :], strict=True)]
-        return found, any_flags
+        return by_table, any_flags
 
     def _sum_own_rows(self, tables: Sequence[_Own]) -> None:
         """Gather each rank's own rows [at most m, ...], and add them up in the order of the ranks.
@@ -236,11 +238,11 @@ class RowExchange:
         """
         for some in _by_dtype(tables, lambda own: own):
             places = [max(map(len, own.by_rank)) * own.gradient[0].numel() for own in some]
-            mine = [
+            own_rows = [
                 _padded(own.gradient[own.rows].mul_(1 / self._ranks).view(-1), place)
                 for own, place in zip(some, places, strict=True)
             ]
-            everyone = [each.split(places) for each in self._gather(torch.cat(mine))]
+            everyone = [rows_of_rank.split(places) for rows_of_rank in self._gather(torch.cat(own_rows))]
             for number, own in enumerate(some):
                 # Own rows come back among everyone's, so that all ranks add the same numbers in the same order.
                 own.gradient.index_fill_(0, own.rows, 0)
@@ -252,12 +254,12 @@ class RowExchange:
 
     def _sum_rows_of_any(self, tables: Sequence[tuple[_Own, Tensor]]) -> None:
         """All-reduce the rows [union, ...] that any rank touched; a rank gives zeros for those that it didn't."""
-        for some in _by_dtype(tables, lambda each: each[0]):
+        for some in _by_dtype(tables, lambda table: table[0]):
             # [union, ...] each
             values = [own.gradient.index_select(0, union).mul_(1 / self._ranks) for own, union in some]
-            message = torch.cat([each.view(-1) for each in values])
+            message = torch.cat([value.view(-1) for value in values])
             dist.all_reduce(message, group=self._group)
-            parts = message.split([each.numel() for each in values])
+            parts = message.split([value.numel() for value in values])
             for (own, union), part, like in zip(some, parts, values, strict=True):
                 own.gradient.index_copy_(0, union, part.view_as(like))
 
@@ -298,6 +300,6 @@ def _union(by_rank: Sequence[Tensor], rows: int) -> Tensor:
 
 def _by_dtype(tables: Sequence[Any], own_of: Any) -> list[list[Any]]:
     kinds: dict[torch.dtype, list[Any]] = {}
-    for each in tables:
-        kinds.setdefault(own_of(each).gradient.dtype, []).append(each)
+    for table in tables:
+        kinds.setdefault(own_of(table).gradient.dtype, []).append(table)
     return list(kinds.values())

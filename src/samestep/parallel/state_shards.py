@@ -68,10 +68,10 @@ def model_entries(parts: ShardTable) -> dict[str, Entry]:
 
 def _held(model: nn.Module, parts: ShardTable) -> Iterator[tuple[str, Entry, Tensor]]:
     """Yield (name, entry of the whole model, this rank's tensor) of parameters and buffers."""
-    mine: Mapping[str, Any] = {**model.state_dict(), **dict(model.named_parameters())}
+    values: Mapping[str, Any] = {**model.state_dict(), **dict(model.named_parameters())}
     for name, entry in {**parts.parameters, **parts.buffers()}.items():
         if parts.holds(name):
-            yield name, entry, mine[name]
+            yield name, entry, values[name]
 
 
 OPTIMIZER = "optimizer."
@@ -126,7 +126,9 @@ def _stepped(optimizer: Any, model: nn.Module) -> Iterator[_Stepped]:
     elif hasattr(optimizer, "optim"):
         yield from _stepped(optimizer.optim, model)
     else:
-        yield _Stepped(optimizer=optimizer, names=names, held={each: each for each in model.parameters()})
+        yield _Stepped(
+            optimizer=optimizer, names=names, held={parameter: parameter for parameter in model.parameters()}
+        )
 
 
 def optimizer_pieces(optimizer: Optimizer, model: nn.Module, parts: ShardTable) -> dict[str, Piece]:

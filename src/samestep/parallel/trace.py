@@ -37,18 +37,22 @@ def trace(model: nn.Module, inputs: Any, followed: Trace | None = None) -> Trace
 
     `followed`: what `follow` has found already. Raises UserError if both fail.
     """
-    found = follow(model, inputs) if followed is None else followed
-    if found.stop is not None:
-        found = follow_values(model, inputs)
-    if found.stop is not None and found.stop.internal is not None:
-        raise found.stop.internal
-    if found.stop is not None:
-        where = f"{found.stop.module} ({_kind(model, found.stop.module)})" if found.stop.module else "its own forward"
-        raise UserError(
-            f"{type(model).__name__}: its forward can't be followed, since {where} fails ({found.stop.reason}); "
-            "use dp2, zero1x2 or fsdp2, which need no such look"
+    followed_calls = follow(model, inputs) if followed is None else followed
+    if followed_calls.stop is not None:
+        followed_calls = follow_values(model, inputs)
+    if followed_calls.stop is not None and followed_calls.stop.internal is not None:
+        raise followed_calls.stop.internal
+    if followed_calls.stop is not None:
+        where = (
+            f"{followed_calls.stop.module} ({_kind(model, followed_calls.stop.module)})"
+            if followed_calls.stop.module
+            else "its own forward"
         )
-    return found
+        raise UserError(
+            f"{type(model).__name__}: its forward can't be followed, since {where} fails "
+            f"({followed_calls.stop.reason}); use dp2, zero1x2 or fsdp2, which need no such look"
+        )
+    return followed_calls
 
 
 def follow_values(model: nn.Module, inputs: Any) -> Trace:
@@ -67,12 +71,12 @@ def follow(model: nn.Module, inputs: Any) -> Trace:
     If the forward asks for a value, it is traced again with the values of the inputs and of tensors that only depend
     on them, such as whether a mask is causal; parameters, and tensors that depend on them, have no values.
     """
-    found = _follow(model, inputs, "nothing")
-    if found.stop is None:
-        return found
+    followed = _follow(model, inputs, "nothing")
+    if followed.stop is None:
+        return followed
     with torch.random.fork_rng(devices=[]):
         further = _follow(model, inputs, "inputs")
-    return found if further.stop is not None else further
+    return followed if further.stop is not None else further
 
 
 _Valued = Literal["nothing", "inputs", "everything"]
@@ -194,7 +198,7 @@ def _call_rest(
     if not any(differentiable):
         return None
     first = differentiable.index(True)
-    leaves[first] = depending(leaves[first], [each for each in made if isinstance(each, Tensor)])
+    leaves[first] = depending(leaves[first], [tensor for tensor in made if isinstance(tensor, Tensor)])
     return pytree.tree_unflatten(leaves, form)
 
 
@@ -226,8 +230,8 @@ def _attributes_kept(model: nn.Module, *others: nn.Module) -> Iterator[None]:
         yield
     finally:
         before.restore()
-        for each in (model, *others):
-            forget_results(each)
+        for root in (model, *others):
+            forget_results(root)
 
 
 def imagine(
@@ -251,11 +255,11 @@ def imagine(
         stack.enter_context(torch.no_grad())
         if computed:
             state = {name: _real(tensor) for name, tensor in _named_tensors(module)}
-            given = [_any_numbers(tensor) for tensor in tensors_in((arguments, keywords))]
+            inputs = [_any_numbers(tensor) for tensor in tensors_in((arguments, keywords))]
         else:
             with mode:
                 state = {name: _unreal(tensor) for name, tensor in _named_tensors(module)}
-                given = [
+                inputs = [
                     _on_the_cpu(tensor) if valued is not None and valued(tensor) else _unreal(tensor)
                     for tensor in tensors_in((arguments, keywords))
                 ]
@@ -263,10 +267,10 @@ def imagine(
                 stack.enter_context(mode)
         stack.enter_context(Followed())
         stack.enter_context(_without_log())
-        taken = iter(given)
+        taken = iter(inputs)
         args, named = map_tensors(lambda _: next(taken), (tuple(arguments), dict(keywords)))
         output = functional_call(module, state, args, named, tie_weights=True)
-        numbers = {id(tensor): number for number, tensor in enumerate(given)}
+        numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
         return map_tensors(lambda tensor: replace(seen_of(tensor), identity=numbers.get(id(tensor), -1)), output)
 
 

@@ -129,43 +129,43 @@ class Valueless(HostsObservers, QuickFakeMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if func is _DEVICE and not self.in_kernel_invocation and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for more often than there are operators
         if func.namespace == "prim":  # a fake tensor's own questions
-            return self.dispatch(func, types, args, given)
+            return self.dispatch(func, types, args, keywords)
         if not self.observers or self._observed:
-            return self._run(func, types, args, given)
+            return self._run(func, types, args, keywords)
         if decomposes(types):
             return NotImplemented
         self._observed = True
         try:
             for observer in self.observers:
-                observer.before(func, args, given)
-            result = self._run(func, types, args, given)
+                observer.before(func, args, keywords)
+            result = self._run(func, types, args, keywords)
             for observer in self.observers:
-                observer.after(func, args, given, result)
+                observer.after(func, args, keywords, result)
         finally:
             self._observed = False
         return result
 
-    def _run(self, func: Any, types: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+    def _run(self, func: Any, types: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         if func.namespace == "profiler":
-            return func(*args, **given)
-        tensors = operands(args, given)
+            return func(*args, **keywords)
+        tensors = operands(args, keywords)
         fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if func.namespace == "c10d":
-            return self._collective(func, args, given, tensors, fake=fake)
+            return self._collective(func, args, keywords, tensors, fake=fake)
         if fake:
             if not all(map(_is_own, tensors)):
-                args, given = pytree.tree_map_only(Tensor, _as_plain, (args, given))
+                args, keywords = pytree.tree_map_only(Tensor, _as_plain, (args, keywords))
             if not schema(func).is_mutable:
-                args = [self._twin(each) if isinstance(each, Tensor) else each for each in args]
-            return self.dispatch(_SAME.get(func, func), types, args, given)
+                args = [self._twin(arg) if isinstance(arg, Tensor) else arg for arg in args]
+            return self.dispatch(_SAME.get(func, func), types, args, keywords)
         with_values = all(tensor.numel() <= _LARGEST and not tensor.is_meta for tensor in tensors)
-        if with_values and (tensors or _makes_few(func, args, given)):
-            return func(*args, **given)
-        return self.dispatch(func, types, args, given)
+        if with_values and (tensors or _makes_few(func, args, keywords)):
+            return func(*args, **keywords)
+        return self.dispatch(func, types, args, keywords)
 
     def add_to_key(self, key: list[Any], args: Any, others: tuple[Any, ...]) -> None:
         """Build the key of PyTorch's cache of fake results, faster than PyTorch does.
@@ -176,16 +176,16 @@ class Valueless(HostsObservers, QuickFakeMode):
         if isinstance(args, dict):
             key.append(tuple(args))
             args = args.values()
-        for each in args:
-            kind = type(each)
-            if kind is FakeTensor and each.fake_mode is self and each.constant is None and _is_strided(each):
-                key.append(_metadata(each))
+        for arg in args:
+            kind = type(arg)
+            if kind is FakeTensor and arg.fake_mode is self and arg.constant is None and _is_strided(arg):
+                key.append(_metadata(arg))
             elif kind in _PLAIN:
-                key.append((kind, each))
+                key.append((kind, arg))
             elif kind is list or kind is tuple:
-                self.add_to_key(key, each, others)
+                self.add_to_key(key, arg, others)
             else:
-                super().add_to_key(key, (each,), others)
+                super().add_to_key(key, (arg,), others)
 
     def _twin(self, tensor: Tensor) -> Tensor:
         """The fake counterpart of a tensor with values, cached, as PyTorch does not cache mixed calls."""
@@ -199,7 +199,7 @@ class Valueless(HostsObservers, QuickFakeMode):
         return self._twins[tensor]
 
     def _collective(
-        self, func: Any, args: Sequence[Any], given: Mapping[str, Any], tensors: Sequence[Tensor], *, fake: bool
+        self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any], tensors: Sequence[Tensor], *, fake: bool
     ) -> Any:
         """Run a collective of the rehearsal: by `Mail` for messages with values, otherwise as a no-op."""
         name = schema(func).name.partition("::")[2]
@@ -209,7 +209,7 @@ class Valueless(HostsObservers, QuickFakeMode):
             else:
                 self._mail.receive(tensors[0], dist.get_global_rank(dist.ProcessGroup.unbox(args[1]), args[2]))
         elif tensors and not fake:
-            return func(*args, **given)
+            return func(*args, **keywords)
         # A completed work, as no other rank runs.
         work = FakeWork().boxed()
         return work if len(schema(func).returns) == 1 else (args[0], work)
@@ -224,7 +224,7 @@ def _as_plain(tensor: Tensor) -> Tensor:
 
     PyTorch's fake tensors can't be mixed with subclasses.
     """
-    kind, plain = (getattr(each, "__torch_dispatch__", None) for each in (type(tensor), Tensor))
+    kind, plain = (getattr(kind_, "__torch_dispatch__", None) for kind_ in (type(tensor), Tensor))
     if _is_own(tensor) or kind is not plain:
         return tensor
     with DisableTorchFunctionSubclass():
@@ -252,14 +252,14 @@ def _unseen(propagate: Callable[..., Any]) -> Callable[..., Any]:
     return unseen
 
 
-def _everyone_says_the_same(everyone: list[Any], mine: Any, group: dist.ProcessGroup | None = None) -> None:
-    everyone[:] = [mine] * dist.get_world_size(group)
+def _everyone_says_the_same(everyone: list[Any], own: Any, group: dist.ProcessGroup | None = None) -> None:
+    everyone[:] = [own] * dist.get_world_size(group)
 
 
-def _makes_few(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+def _makes_few(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
     """Whether an operator without tensor arguments makes a small tensor whose values should be kept."""
     try:
-        made = func(*args, **{**given, "device": torch.device("meta")})
+        made = func(*args, **{**keywords, "device": torch.device("meta")})
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     if not isinstance(made, Tensor) or made.numel() > _LARGEST:

@@ -99,16 +99,16 @@ class Owners:
         else:
             of_all = {p: rank for rank in range(self._mesh.size("shard")) for p in stepped(rank)}
             claims = [of_all.get(parameter, -1) for parameter in trained]
-        found = dict(zip(trained, claims, strict=True))
+        owners = dict(zip(trained, claims, strict=True))
         for group, some in sums.items():
-            claims = [found[parameter] for parameter in some]
+            claims = [owners[parameter] for parameter in some]
             most = self._largest(claims, group)
             # The minimum, as the negated maximum of the negatives.
             least = self._largest([-claim for claim in claims], group)
             for parameter, high, low in zip(some, most, least, strict=True):
                 if high != -low:
-                    found[parameter] = -1
-        self._ranks = {parameter: claim for parameter, claim in found.items() if claim >= 0}
+                    owners[parameter] = -1
+        self._ranks = {parameter: claim for parameter, claim in owners.items() if claim >= 0}
 
     def send(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
         """Start to reduce gradients to their owners, in one message for each owner; `settle` waits for them.
@@ -148,8 +148,8 @@ class Owners:
         others = ("replicate", "expert")  # axes along which ranks own the same parameters
         if all(self._mesh.size(axis) == 1 for axis in others):
             return
-        mine = self._mesh.coordinate("shard")
-        for bucket in buckets(p for p in parameters if self._ranks.get(p) == mine):
+        own_share = self._mesh.coordinate("shard")
+        for bucket in buckets(p for p in parameters if self._ranks.get(p) == own_share):
             gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
             for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
                 some = [gradient for gradient in gradients if gradient.dtype == dtype]
@@ -217,7 +217,7 @@ def shard_joined(optimizer: Optimizer, group: ProcessGroup, make: Make, late: La
     groups = optimizer.param_groups
     # The groups are copied with all settings, which PyTorch passes to the optimizer of a part.
     sharded = _class(late)(
-        [{**each} for each in groups], optimizer_class=lambda part: make(part), process_group=group
+        [{**group} for group in groups], optimizer_class=lambda part: make(part), process_group=group
     )
     sharded.param_groups = groups
     return sharded

@@ -39,9 +39,9 @@ class Length:
     def note(self, tokens: int) -> None:
         self._forward_context.note_tokens(self, tokens)
 
-    def positions(self, given: Any) -> Positions:
-        """The positions of this rank's tokens, on the device of the tensors in `given`."""
-        device = next((leaf.device for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)), None)
+    def positions(self, inputs: Any) -> Positions:
+        """The positions of this rank's tokens, on the device of the tensors in `inputs`."""
+        device = next((leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
         return self._shares.positions(self.tokens, device or torch.device("cpu"))
 
 

@@ -37,36 +37,36 @@ Join = Literal["mean", "sum", "alike"]
 _OF_TASKS = ("mean", "sum")  # values that the batch_buffers() of a task may have
 
 
-def find_batch_buffers(model: nn.Module, given: Mapping[str, str], layout: Layout) -> dict[str, Join]:
+def find_batch_buffers(model: nn.Module, joins: Mapping[str, str], layout: Layout) -> dict[str, Join]:
     """Find how each buffer of a model is combined, from the patterns of a task; includes spectral norm's vectors.
 
     Raises UserError for a wrong pattern or value, LayoutError if ranks have parts of a sample.
     """
-    found: dict[str, Join] = {}
+    matched: dict[str, Join] = {}
     buffers = dict(model.named_buffers())
-    for pattern, join in given.items():
+    for pattern, join in joins.items():
         if join not in _OF_TASKS:
             raise UserError(f'batch_buffers(): {pattern} is "{join}"; use {" or ".join(_OF_TASKS)}')
         names = [name for name in buffers if fnmatchcase(name, pattern)]
         if not names:
-            known = ", ".join([*list(buffers)[:5], *(["..."] if len(buffers) > 5 else [])]) or "none"
-            raise UserError(f'batch_buffers(): the model has no buffer "{pattern}"; it has {known}')
+            examples = ", ".join([*list(buffers)[:5], *(["..."] if len(buffers) > 5 else [])]) or "none"
+            raise UserError(f'batch_buffers(): the model has no buffer "{pattern}"; it has {examples}')
         for name in names:
             if join == "mean" and not buffers[name].is_floating_point():
                 raise UserError(
                     f"batch_buffers(): {name} holds {str(buffers[name].dtype).removeprefix('torch.')}, which have no "
                     'mean; use "sum", or a buffer of floating-point numbers'
                 )
-            found[name] = "mean" if join == "mean" else "sum"
-    if found and (layout.context > 1 or layout.sequence == "split"):
+            matched[name] = "mean" if join == "mean" else "sum"
+    if matched and (layout.context > 1 or layout.sequence == "split"):
         raise LayoutError(
-            f'layout "{layout}": the buffer {next(iter(found))} is filled from whole samples (batch_buffers()), of '
+            f'layout "{layout}": the buffer {next(iter(matched))} is filled from whole samples (batch_buffers()), of '
             "which a rank here has some tokens; use dp, zero, fsdp, tp or pp"
         )
-    found |= dict.fromkeys((name for name in _power_iterations(model) if name not in found), "alike")
+    matched |= dict.fromkeys((name for name in _power_iterations(model) if name not in matched), "alike")
     if layout.pipeline > 1:
         blocks = set(find_blocks(model))
-        for name in found:
+        for name in matched:
             owner = model.get_submodule(name.rpartition(".")[0])
             # Each stage would update a copy of its own, from what its part of that forward does.
             if owner not in blocks and not blocks.isdisjoint(owner.modules()):
@@ -75,7 +75,7 @@ def find_batch_buffers(model: nn.Module, given: Mapping[str, str], layout: Layou
                     "whose forward every stage runs a part of; keep it in a module of one stage, or use dp, zero, "
                     "fsdp or tp"
                 )
-    return found
+    return matched
 
 
 def _power_iterations(model: nn.Module) -> Iterator[str]:
@@ -104,15 +104,15 @@ class _Joined:
 
     @property
     def samples(self) -> int:
-        return sum(each.samples for each in self.made.values())
+        return sum(call.samples for call in self.made.values())
 
     def moved(self, like: Tensor) -> Tensor:
         """The change of the buffer, summed over micro-batches, for a mean weighted by their samples. In float64."""
         total = torch.zeros_like(like, dtype=torch.float64)
-        for each in self.made.values():
+        for call in self.made.values():
             assert self.before is not None
-            weight = each.samples if self.join == "mean" else float(each.samples > 0)
-            total += (each.after.double() - self.before.double()) * weight
+            weight = call.samples if self.join == "mean" else float(call.samples > 0)
+            total += (call.after.double() - self.before.double()) * weight
         return total
 
     def forget(self) -> None:
@@ -138,8 +138,8 @@ class BatchBuffers:
         self._places: list[tuple[nn.Module, dict[str, _Joined]]] = []
         # By the module that owns the buffer, whose forward updates it.
         for path, module in model.named_modules():
-            mine = {key: f"{path}.{key}" if path else key for key in own_buffers(module)}
-            joined = {key: _Joined(join=joins[name]) for key, name in mine.items() if name in joins}
+            own_names = {key: f"{path}.{key}" if path else key for key in own_buffers(module)}
+            joined = {key: _Joined(join=joins[name]) for key, name in own_names.items() if name in joins}
             if joined:
                 self._places.append((module, joined))
                 # The forward is replaced rather than hooked, so that a recomputed block comes through here as well.
@@ -165,18 +165,18 @@ class BatchBuffers:
         place = id(moment), number
         if self._forward_context.recomputing:
             return self._recompute(lambda: forward(*arguments, **keywords), module, joined, place)
-        for key, each in joined.items():
+        for key, buffer_join in joined.items():
             buffer = _buffer(module, key)
-            each.before = buffer.clone() if each.before is None else each.before
+            buffer_join.before = buffer.clone() if buffer_join.before is None else buffer_join.before
             if number == 0:  # the first forward of a micro-batch; further ones continue from it
-                buffer.copy_(each.before)
-            each.began[place] = buffer.clone()
+                buffer.copy_(buffer_join.before)
+            buffer_join.began[place] = buffer.clone()
         try:
             return forward(*arguments, **keywords)
         finally:
             samples = 0 if moment.zero_weight else len(moment.samples)
-            for key, each in joined.items():
-                each.made[id(moment)] = _Made(after=_buffer(module, key).clone(), samples=samples)
+            for key, buffer_join in joined.items():
+                buffer_join.made[id(moment)] = _Made(after=_buffer(module, key).clone(), samples=samples)
 
     def _recompute(
         self,
@@ -186,39 +186,45 @@ class BatchBuffers:
         place: tuple[int, int],
     ) -> Any:
         """Recompute a forward in backward with the buffers of the original one, and restore them afterwards."""
-        found = {key: _buffer(module, key).clone() for key in joined}
-        for key, each in joined.items():
-            _buffer(module, key).copy_(each.began[place])
+        buffers = {key: _buffer(module, key).clone() for key in joined}
+        for key, buffer_join in joined.items():
+            _buffer(module, key).copy_(buffer_join.began[place])
         try:
             return forward()
         finally:
-            for key, values in found.items():
+            for key, values in buffers.items():
                 _buffer(module, key).copy_(values)
 
     @torch.no_grad()
     def settle(self) -> None:
         """After the last backward of a step: set each buffer to the value combined over all forwards of all ranks."""
-        held = [(_buffer(module, key), each) for module, joined in self._places for key, each in joined.items()]
-        for buffer, each in held:
-            if each.join == "alike" and each.made:
-                buffer.copy_(next(iter(each.made.values())).after)
-        self._sum([(buffer, each) for buffer, each in held if each.join != "alike"])
-        for _, each in held:
-            each.forget()
+        held = [
+            (_buffer(module, key), buffer_join)
+            for module, joined in self._places
+            for key, buffer_join in joined.items()
+        ]
+        for buffer, buffer_join in held:
+            if buffer_join.join == "alike" and buffer_join.made:
+                buffer.copy_(next(iter(buffer_join.made.values())).after)
+        self._sum([(buffer, buffer_join) for buffer, buffer_join in held if buffer_join.join != "alike"])
+        for _, buffer_join in held:
+            buffer_join.forget()
 
     def _sum(self, held: Sequence[tuple[Tensor, _Joined]]) -> None:
         """Combine the buffers of modes mean and sum over the micro-batches of all ranks."""
         if not held:
             return
-        moved = [each.moved(buffer) for buffer, each in held]  # [buffers] of the buffers' shapes, float64
+        moved = [
+            buffer_join.moved(buffer) for buffer, buffer_join in held
+        ]  # [buffers] of the buffers' shapes, float64
         # Numbers of samples stay on the device, so that the host does not wait for the all-reduce.
-        samples = [moved[0].new_full((1,), each.samples) for _, each in held]
+        samples = [moved[0].new_full((1,), buffer_join.samples) for _, buffer_join in held]
         message = torch.cat([*samples, *(part.flatten() for part in moved)])  # [buffers + all their numbers]
         dist.all_reduce(message, group=self._group)
         counts, *sums = message.split([len(held), *(part.numel() for part in moved)])
-        for (buffer, each), total, count in zip(held, sums, counts.unbind(), strict=True):
-            before = buffer if each.before is None else each.before
-            change = total.view_as(buffer) / (count.clamp(min=1) if each.join == "mean" else 1)
+        for (buffer, buffer_join), total, count in zip(held, sums, counts.unbind(), strict=True):
+            before = buffer if buffer_join.before is None else buffer_join.before
+            change = total.view_as(buffer) / (count.clamp(min=1) if buffer_join.join == "mean" else 1)
             # A buffer whose module no rank called stays unchanged.
             buffer.copy_(torch.where(count > 0, before.double() + change, buffer.double()).to(buffer.dtype))
 

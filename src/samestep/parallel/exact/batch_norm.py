@@ -78,17 +78,17 @@ def _forward(
     group: dist.ProcessGroup,
     forward_context: ForwardContext,
     forward: Callable[[Tensor], Tensor],
-    given: Tensor,
+    input_: Tensor,
 ) -> Tensor:
     """A plain batch norm's forward, [samples, features, ...]: global statistics in training, its own elsewhere."""
     moment = forward_context.moment
     if not module.training or moment is None:
-        return forward(given)
+        return forward(input_)
     _check_whole(moment, name, module)
     # PyTorch's own kernel; with one data rank its statistics are the global batch's already.
     if dist.get_world_size(group) == 1:
-        return _untracked(module, given) if forward_context.recomputing else forward(given)
-    normed, mean, variance, count = _normed(given, module.weight, module.bias, module.eps, group, moment)
+        return _untracked(module, input_) if forward_context.recomputing else forward(input_)
+    normed, mean, variance, count = _normed(input_, module.weight, module.bias, module.eps, group, moment)
     if module.track_running_stats and not forward_context.recomputing:
         module.num_batches_tracked.add_(1)
         # A mean over all steps: the number of them stays on the device, so that the host need not wait.
@@ -231,20 +231,20 @@ class _ByRunningStatistics(_BatchNormCalls):
 
 
 def _normed(
-    given: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup, moment: Moment
+    input_: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup, moment: Moment
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize [samples, features, ...]. Returns the result, the mean, the biased variance and the count."""
-    centred, mean, variance, count = _statistics(given, group, moment)
-    shape = [1, -1, *(1 for _ in given.shape[2:])]
+    centred, mean, variance, count = _statistics(input_, group, moment)
+    shape = [1, -1, *(1 for _ in input_.shape[2:])]
     normed = centred * (variance + eps).rsqrt().view(shape)
     if weight is not None:
         normed = normed * weight.view(shape)
     if bias is not None:
         normed = normed + bias.view(shape)
-    return normed.to(given.dtype), mean, variance, count
+    return normed.to(input_.dtype), mean, variance, count
 
 
-def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _statistics(input_: Tensor, group: dist.ProcessGroup, moment: Moment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute statistics of [samples, features, ...]: the centred input, the mean, the biased variance, the count.
 
     Mean and variance are those of each feature over all ranks' samples; the count is the number of elements for each
@@ -253,18 +253,18 @@ def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tupl
     # Zero-weight samples are counted by the rank they belong to; this rank still takes part in the all-reduce.
     weight = 0.0 if moment.zero_weight else 1.0
     # At least float32, as sums in 16 bits lose precision.
-    numbers = given.to(torch.promote_types(given.dtype, torch.float32))
+    numbers = input_.to(torch.promote_types(input_.dtype, torch.float32))
     # All dimensions but that of the features: [samples, features, places...].
-    others = [dim for dim in range(given.ndim) if dim != 1]
-    shape = [1, -1, *(1 for _ in given.shape[2:])]
-    own = weight * given.numel() / given.size(1)
+    others = [dim for dim in range(input_.ndim) if dim != 1]
+    shape = [1, -1, *(1 for _ in input_.shape[2:])]
+    own = weight * input_.numel() / input_.size(1)
     count = numbers.new_full((1,), own)
     # [features + 1]: sums and the count in one message.
     sums = all_reduce(torch.cat([numbers.sum(others) * weight, count]), group)
     count = sums[-1].detach()
     if own <= 1 and count <= 1:  # a rank with two elements of its own need not wait for the sum
         raise UserError(
-            f"batch norm: a global batch of one number for each of {given.size(1)} features has no variance; use "
+            f"batch norm: a global batch of one number for each of {input_.size(1)} features has no variance; use "
             "a recipe.batch that doesn't leave one sample for the last step"
         )
     mean = sums[:-1] / count  # [features]
@@ -290,12 +290,14 @@ def _track(
         running_var.lerp_((variance.detach() * count / (count - 1)).to(running_var), momentum)
 
 
-def _untracked(module: Any, given: Tensor) -> Tensor:
+def _untracked(module: Any, input_: Tensor) -> Tensor:
     """Batch norm by this process's samples, without updating the running statistics."""
     # Temporary copies, since a recomputed layer must save as many tensors for backward as the original forward.
-    known = [None if each is None else each.clone() for each in (module.running_mean, module.running_var)]
-    mean, variance = known
-    return F.batch_norm(given, mean, variance, module.weight, module.bias, training=True, eps=module.eps)
+    statistics = [
+        None if running is None else running.clone() for running in (module.running_mean, module.running_var)
+    ]
+    mean, variance = statistics
+    return F.batch_norm(input_, mean, variance, module.weight, module.bias, training=True, eps=module.eps)
 
 
 class _OfAnyDimensions(AnyBatchNorm):

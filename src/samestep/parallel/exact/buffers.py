@@ -40,7 +40,9 @@ def check_buffers(model: nn.Module, before: Versions, group: dist.ProcessGroup) 
     sums = torch.zeros(1 + len(buffers), dtype=torch.float64, device=device)
     for place, buffer in enumerate(buffers.values(), 1):
         sums[place] = _sum(buffer)
-    changed = torch.tensor([0, *(_is_filled(before.get(name), each) for name, each in after.items())], device=device)
+    changed = torch.tensor(
+        [0, *(_is_filled(before.get(name), value) for name, value in after.items())], device=device
+    )
     # [3, 1 + buffers]: maximum, negated minimum, and whether changed. Index 0 is no buffer, so that the message is
     # never empty.
     message = torch.cat([sums, -sums, changed.double()])

@@ -91,9 +91,9 @@ def body_of(function: Any) -> Callable[..., Any] | None:
     return _BODIES.get(function)
 
 
-def _like(given: Tensor, options: Mapping[str, Any]) -> tuple[torch.dtype, torch.device]:
+def _like(tensor: Tensor, options: Mapping[str, Any]) -> tuple[torch.dtype, torch.device]:
     dtype, device = options.get("dtype"), options.get("device")
-    return dtype or given.dtype, torch.device(device) if device is not None else given.device
+    return dtype or tensor.dtype, torch.device(device) if device is not None else tensor.device
 
 
 def _new(size: Sequence[Any], options: Mapping[str, Any]) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
@@ -104,7 +104,7 @@ def _new(size: Sequence[Any], options: Mapping[str, Any]) -> tuple[tuple[int, ..
         size = size[0]
     dtype, device = options.get("dtype"), options.get("device")
     return (
-        tuple(int(each) for each in size),
+        tuple(int(length) for length in size),
         dtype or torch.get_default_dtype(),
         torch.device(device) if device is not None else torch.get_default_device(),
     )
@@ -151,9 +151,9 @@ def _bounds(numbers: Sequence[Any], options: Mapping[str, Any]) -> tuple[int, in
     return int(low), int(high)
 
 
-def _randint(*given: Any, **options: Any) -> Draw:
-    numbers = [each for each in given if isinstance(each, int)]
-    sizes = [each for each in given if not isinstance(each, int)]
+def _randint(*arguments: Any, **options: Any) -> Draw:
+    numbers = [argument for argument in arguments if isinstance(argument, int)]
+    sizes = [argument for argument in arguments if not isinstance(argument, int)]
     shape, _, device = _new(sizes, options)
     make = _integers(*_bounds(numbers, options), options.get("dtype") or torch.int64)
     return Draw(shape=shape, device=device, make=make)
@@ -211,9 +211,9 @@ def _exponential_(self: Tensor, lambd: float = 1.0, **_: Any) -> Draw:
 
 
 def _torch_normal(mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> Draw:
-    tensors = [each for each in (mean, std) if isinstance(each, Tensor)]
+    tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
     if tensors:
-        shape = tuple(torch.broadcast_shapes(*(each.shape for each in tensors)))
+        shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
         dtype, device = torch.result_type(tensors[0], tensors[-1]), tensors[0].device
     else:
         shape, dtype, device = _new((size,), options)

@@ -184,9 +184,9 @@ class Dropout(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             if not self._attends and draws_in(func, args, keywords):
                 self.forward_context.count(self._name)  # as if it drew: what follows keeps its numbers
-                given = _MULTI_HEAD.bind(*args, **keywords)
-                given.arguments["dropout_p"] = 0.0
-                args, keywords = given.args, given.kwargs
+                bound = _MULTI_HEAD.bind(*args, **keywords)
+                bound.arguments["dropout_p"] = 0.0
+                args, keywords = bound.args, bound.kwargs
             self._samples_lead = True
             # PyTorch switches a mode off while its __torch_function__ runs; it is entered again, so that it sees the
             # dropout in this function's body.
@@ -200,11 +200,11 @@ class Dropout(TorchFunctionMode):
             return self._answer(func, args, keywords)
         call = kind.signature.bind(*args, **keywords)
         call.apply_defaults()
-        given, probability, training, *rest = call.arguments.values()
-        if not training or not 0 < probability <= 1 or given.numel() == 0:
+        bound, probability, training, *rest = call.arguments.values()
+        if not training or not 0 < probability <= 1 or bound.numel() == 0:
             # PyTorch's own function raises where the probability is wrong.
             return func(*args, **keywords)  # nothing to drop, or an error of its own
-        return self._drop(given, probability, kind, in_place=kind.in_place or any(rest))
+        return self._drop(bound, probability, kind, in_place=kind.in_place or any(rest))
 
     def _answer(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """Call a function other than dropout, with its random numbers drawn by sample number."""
@@ -235,7 +235,7 @@ class Dropout(TorchFunctionMode):
         joined = not of_step and _split_of(shape, moment) is not None
         of_samples = joined or (not of_step and shape[0] % samples == 0 and (shape[0] == samples or shape[0] > 1))
         if not of_step and not of_samples:
-            place = f" at {found}" if (found := place_here()) else ""
+            place = f" at {line}" if (line := place_here()) else ""
             raise UserError(
                 f"{self._name or 'the model'}: {what} of shape {list(drawn.shape)}{place}, in which the {samples} "
                 f"samples of a micro-batch are not {_ordinal(dim)}, so each number's sample is unknown; draw numbers "
@@ -298,19 +298,19 @@ class Dropout(TorchFunctionMode):
         noise = self._noise(weights, weights.shape, probability, parts, 0)
         return weights * noise.mul_(_scale(probability))
 
-    def _drop(self, given: Tensor, probability: float, kind: "_Kind", *, in_place: bool) -> Tensor:
+    def _drop(self, input_: Tensor, probability: float, kind: "_Kind", *, in_place: bool) -> Tensor:
         """Apply one of F's dropout functions to a tensor [samples, ...]."""
-        shape, dim = given.shape, self._dim(given.shape, "dropout")
+        shape, dim = input_.shape, self._dim(input_.shape, "dropout")
         if kind.features:  # a channel is dropped as a whole
             shape = (*shape[:2], *(1 for _ in shape[2:]))
-        noise = self._noise(given, shape, probability, self.forward_context.part.activations, dim)
+        noise = self._noise(input_, shape, probability, self.forward_context.part.activations, dim)
         if kind.alpha:
             factor, shift = _alpha(noise, probability)
-            return given.mul_(factor).add_(shift) if in_place else given * factor + shift
+            return input_.mul_(factor).add_(shift) if in_place else input_ * factor + shift
         # Inverted dropout: what is kept is divided by 1 - p, so that evaluation needs no factor (Srivastava et al.
         # 2014).
         noise.mul_(_scale(probability))
-        return given.mul_(noise) if in_place else given * noise
+        return input_.mul_(noise) if in_place else input_ * noise
 
     def _noise(
         self, like: Tensor, shape: Sequence[int], probability: float, parts: Mapping[int, Positions], dim: int
@@ -412,17 +412,17 @@ class Dropout(TorchFunctionMode):
             return positions, columns(positions)
         key = (positions, size, device)
         if key not in self._tables:
-            known = torch.arange(positions, positions + size, device=device)
-            self._tables[key] = known, columns(known)
+            positions_of = torch.arange(positions, positions + size, device=device)
+            self._tables[key] = positions_of, columns(positions_of)
         return self._tables[key]
 
 
 def draws_in(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> int:
     """The number of draws that `Dropout` counts for a call of a function."""
     if func is F.multi_head_attention_forward:
-        given = _MULTI_HEAD.bind(*args, **keywords)
-        given.apply_defaults()
-        return int(bool(given.arguments["training"]) and given.arguments["dropout_p"] > 0)
+        bound = _MULTI_HEAD.bind(*args, **keywords)
+        bound.apply_defaults()
+        return int(bool(bound.arguments["training"]) and bound.arguments["dropout_p"] > 0)
     if func is F.scaled_dot_product_attention:
         probability = args[4] if len(args) > 4 else keywords.get("dropout_p", 0.0)
         return int(0 < probability <= 1)
@@ -430,8 +430,8 @@ def draws_in(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> int
     if kind is not None:
         call = kind.signature.bind(*args, **keywords)
         call.apply_defaults()
-        given, probability, training, *_ = call.arguments.values()
-        return int(bool(training) and 0 < probability <= 1 and given.numel() > 0)
+        bound, probability, training, *_ = call.arguments.values()
+        return int(bool(training) and 0 < probability <= 1 and bound.numel() > 0)
     if body_of(func) is not None:
         return 1  # of the function's own body
     drawn = draw_of(func, args, keywords)
@@ -442,7 +442,7 @@ def _split_of(shape: Sequence[int], moment: Moment) -> tuple[int, ...] | None:
     """How many rows of a tensor each sample has, where its first dimension joins them; None where it doesn't."""
     if len(shape) == 0 or shape[0] == len(moment.samples):  # the latter: one row for each
         return None
-    return next((each for each in moment.splits if sum(each) == shape[0]), None)
+    return next((split for split in moment.splits if sum(split) == shape[0]), None)
 
 
 def _keys_of_rows(keys: Tensor, split_by: Sequence[int]) -> Tensor:

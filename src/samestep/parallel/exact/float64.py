@@ -140,8 +140,8 @@ def _copies_float32(func: Any, args: Sequence[Any], keywords: Mapping[str, Any])
     """Whether a call casts to a dtype other than float32, which would copy its argument without this mode."""
     dtype = _COPYING.get(func)
     if func is Tensor.to or func is Tensor.type:
-        asked = [value for value in (*args[1:], *keywords.values()) if isinstance(value, torch.dtype)]
-        dtype = asked[0] if asked else None
+        dtypes = [value for value in (*args[1:], *keywords.values()) if isinstance(value, torch.dtype)]
+        dtype = dtypes[0] if dtypes else None
     return dtype is not None and dtype not in (torch.float32, torch.complex64)
 
 

@@ -142,7 +142,7 @@ class ForwardContext:
             return function
         # Copies, since this forward continues, and other micro-batches may run before backward.
         state = self._state
-        found = replace(state, calls=dict(state.calls), tokens=dict(state.tokens), recomputing=True)
+        recomputed = replace(state, calls=dict(state.calls), tokens=dict(state.tokens), recomputing=True)
         forward_done = False
 
         def run(*arguments: Any, **keywords: Any) -> Any:
@@ -150,7 +150,7 @@ class ForwardContext:
             if not forward_done:
                 forward_done = True
                 return function(*arguments, **keywords)
-            with self._as(replace(found, calls=dict(found.calls))):
+            with self._as(replace(recomputed, calls=dict(recomputed.calls))):
                 return function(*arguments, **keywords)
 
         return run

@@ -25,10 +25,10 @@ OTHERS = ("Python's", "NumPy's")  # generators that aren't PyTorch's, by what th
 
 def state_of_torch(device: torch.device) -> State:
     """The states of PyTorch's generators, by what they are called in messages."""
-    found: list[tuple[str, Any]] = [("PyTorch's", torch.get_rng_state().numpy().tobytes())]
+    states: list[tuple[str, Any]] = [("PyTorch's", torch.get_rng_state().numpy().tobytes())]
     if device.type not in ("cpu", "meta"):
-        found.append(("the accelerator's", torch.get_device_module(device).get_rng_state(device).numpy().tobytes()))
-    return tuple(found)
+        states.append(("the accelerator's", torch.get_device_module(device).get_rng_state(device).numpy().tobytes()))
+    return tuple(states)
 
 
 def restore_torch(before: State, device: torch.device) -> None:
@@ -84,10 +84,10 @@ def _depends(who: str, function: Callable[[], T], alike: Callable[[T, T], bool])
         for number in range(1 + _CALLS):
             for name in OTHERS:  # of the other generator the same numbers each time
                 _answer(name, number if name == who else 0)
-            given = function()
-            if first and not alike(first[0], given):
+            result = function()
+            if first and not alike(first[0], result):
                 return True
-            first = first or [given]
+            first = first or [result]
     return False
 
 

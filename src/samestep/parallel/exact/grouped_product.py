@@ -31,16 +31,16 @@ def grouped_product(
     if bias is not None or (offs is None) != (a.ndim == 3 and b.ndim == 3):
         raise NotImplementedError("grouped_mm takes no bias, and offs for all but two batches of matrices")
     if offs is None:
-        found = a @ b
+        product = a @ b
     elif isinstance(offs, FakeTensor):
-        found = _without_values(a, b, offs)
+        product = _without_values(a, b, offs)
     elif b.ndim == 3:
-        found = _by_rows(a, b, offs)
+        product = _by_rows(a, b, offs)
     elif a.ndim == 3:
-        found = _by_rows(b.t(), a.transpose(1, 2), offs).t()
+        product = _by_rows(b.t(), a.transpose(1, 2), offs).t()
     else:
-        found = torch.stack([a[:, first:last] @ b[first:last] for first, last in _ranges(offs)])
-    return found if out_dtype is None else found.to(out_dtype)
+        product = torch.stack([a[:, first:last] @ b[first:last] for first, last in _ranges(offs)])
+    return product if out_dtype is None else product.to(out_dtype)
 
 
 def _by_rows(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:

@@ -73,15 +73,15 @@ class _Watched:
 
 
 def find_experts(
-    model: nn.Module, example: Any, layout: Layout, given: Mapping[str, str] | None = None
+    model: nn.Module, example: Any, layout: Layout, roles: Mapping[str, str] | None = None
 ) -> list[Experts]:
     """Find the experts that can be distributed over ranks, in the order of the model's modules.
 
-    `given` is a user's plan: name or pattern of modules -> "split" or "whole". Raises LayoutError for a wrong plan,
+    `roles` is a user's plan: name or pattern of modules -> "split" or "whole". Raises LayoutError for a wrong plan,
     if there are no experts, or if their number does not divide by the expert axis.
     """
-    found = _find(model, example, given)
-    if not found:
+    experts_found = _find(model, example, roles)
+    if not experts_found:
         unlike = _unlike_sizes(model)
         if unlike is not None:
             raise LayoutError(
@@ -92,27 +92,27 @@ def find_experts(
             f'layout "{layout}": {type(model).__name__} has no experts that ranks could share out: {_KINDS}; use '
             f'dp{layout.size}, or name them by run.expert_plan, such as {{"layers.*.experts": split}}'
         )
-    for experts in found:
+    for experts in experts_found:
         _check(model, experts, layout)
-    return found
+    return experts_found
 
 
-def has_experts(model: nn.Module, example: Any, given: Mapping[str, str] | None = None) -> bool:
-    """Whether a model has experts that could be distributed over ranks; `given`: see `find_experts`."""
-    return bool(_find(model, example, given))
+def has_experts(model: nn.Module, example: Any, roles: Mapping[str, str] | None = None) -> bool:
+    """Whether a model has experts that could be distributed over ranks; `roles`: see `find_experts`."""
+    return bool(_find(model, example, roles))
 
 
-def _find(model: nn.Module, example: Any, given: Mapping[str, str] | None) -> list[Experts]:
+def _find(model: nn.Module, example: Any, roles: Mapping[str, str] | None) -> list[Experts]:
     """All experts of a model, in the order of its modules, except experts within experts."""
-    said = _named(model, given or {})
+    named = _named(model, roles or {})
     lists = {name: module for name, module in model.named_modules() if is_list_of_like(module)}
     stacks = {name: module for name, module in model.named_modules() if _stack_of(module)}
     callers = {name: caller_of(model, name) for name in lists}
     watched = _watch(model, example, [*stacks, *callers.values()], lists)
-    found: list[Experts] = []
+    listed: list[Experts] = []
     for name in dict(model.named_modules()):
-        role = said.get(name)
-        if role == WHOLE or any(name.startswith(f"{each.name}.") for each in found):
+        role = named.get(name)
+        if role == WHOLE or any(name.startswith(f"{experts_before.name}.") for experts_before in listed):
             continue
         experts = None
         if name in stacks:
@@ -120,12 +120,12 @@ def _find(model: nn.Module, example: Any, given: Mapping[str, str] | None) -> li
         elif name in lists:
             experts = _listed(name, callers[name], lists[name], watched, forced=role == SPLIT)
         if experts is not None:
-            found.append(experts)
+            listed.append(experts)
         elif role == SPLIT:
             raise LayoutError(
                 f'run.expert_plan: {name} ({type(model.get_submodule(name)).__name__}) can\'t be "split": {_KINDS}'
             )
-    return found
+    return listed
 
 
 def _unlike_sizes(model: nn.Module) -> str | None:
@@ -146,13 +146,13 @@ _KINDS = (
 )
 
 
-def _named(model: nn.Module, given: Mapping[str, str]) -> dict[str, str]:
+def _named(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
     """The roles of a user's plan by module name.
 
     Raises LayoutError for a wrong role or a pattern without a module.
     """
     roles: dict[str, str] = {}
-    for pattern, role in given.items():
+    for pattern, role in patterns.items():
         if role not in (SPLIT, WHOLE):
             raise LayoutError(f'run.expert_plan: {pattern} is "{role}"; it can be {SPLIT}, {WHOLE}')
         names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
@@ -186,8 +186,8 @@ def _watch(model: nn.Module, example: Any, names: Sequence[str], lists: Mapping[
         before.setdefault(name, _copied((arguments, keywords)))
 
     def end(name: str, module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
-        given = before[name]
-        watched.first.setdefault(name, FirstCall(arguments=given[0], keywords=given[1], output=_copied(output)))
+        first = before[name]
+        watched.first.setdefault(name, FirstCall(arguments=first[0], keywords=first[1], output=_copied(output)))
 
     def note(name: str, module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
         all_given = (*arguments, *keywords.values())
@@ -233,21 +233,21 @@ def _listed(name: str, caller: str, container: nn.Module, watched: _Watched, *, 
     """The experts of a list, each called for some of the tokens; None if all of them get all tokens."""
     children = dict(container.named_children())
     calls = [watched.calls.get(f"{name}.{key}", []) for key in children]
-    all_calls = [shapes for each in calls for shapes in each if shapes is not None]
-    if not all_calls or any(shapes is None for each in calls for shapes in each) or caller not in watched.first:
+    all_calls = [shapes for call in calls for shapes in call if shapes is not None]
+    if not all_calls or any(shapes is None for call in calls for shapes in call) or caller not in watched.first:
         return None
     expert = next(iter(children.values()))
     # A convolution, say, works on more dimensions than the last.
     flat = all(parameter.ndim <= 2 for parameter in expert.parameters())
-    rows, seen = [_rows(given, flat=flat) for given, _ in all_calls], watched.first[caller]
-    given, made = all_calls[0]
-    leading = len(given) - 1 if flat else 1
-    if any(len(each) < leading + 1 or each[:-1] != out[: len(each) - 1] for each, out in all_calls if flat):
+    rows, seen = [_rows(inputs, flat=flat) for inputs, _ in all_calls], watched.first[caller]
+    inputs, made = all_calls[0]
+    leading = len(inputs) - 1 if flat else 1
+    if any(len(shape) < leading + 1 or shape[:-1] != out[: len(shape) - 1] for shape, out in all_calls if flat):
         return None
     if not forced and not _by_value(calls, rows, seen):
         return None
     twin = deepcopy(expert).to("meta").eval()
-    form = Form(flat=flat, features=given[leading:], output=made[leading:], twin=twin)
+    form = Form(flat=flat, features=inputs[leading:], output=made[leading:], twin=twin)
     return Listed(name=name, experts=len(children), caller=caller, form=form, seen=seen)
 
 
@@ -257,9 +257,10 @@ def _rows(shape: torch.Size, *, flat: bool) -> int:
 
 def _by_value(calls: Sequence[Sequence[Any]], rows: Sequence[int], seen: FirstCall) -> bool:
     """Whether the numbers of rows of the experts depend on values: they differ, or are less than the caller's."""
-    given = [each for each in pytree.tree_leaves((seen.arguments, seen.keywords)) if isinstance(each, Tensor)]
+    tensors = [leaf for leaf in pytree.tree_leaves((seen.arguments, seen.keywords)) if isinstance(leaf, Tensor)]
     most = max(
-        (each.numel() // each.shape[-1] for each in given if each.is_floating_point() and each.ndim), default=0
+        (tensor.numel() // tensor.shape[-1] for tensor in tensors if tensor.is_floating_point() and tensor.ndim),
+        default=0,
     )
     return len(set(rows)) > 1 or not all(calls) or max(rows) < most
 
@@ -280,10 +281,10 @@ def _check(model: nn.Module, experts: Experts, layout: Layout) -> None:
             f"{what} has dropout in its experts, which don't know whose tokens they are given; use dropout after "
             f"them, recipe.dropout: false, or dp{layout.size}"
         )
-    mine = {id(parameter) for parameter in module.parameters()}
-    inside = {id(each) for each in module.modules()}
+    own_parameters = {id(parameter) for parameter in module.parameters()}
+    inside = {id(module) for module in module.modules()}
     for name, other in model.named_modules():
-        shared = [p for p in other.parameters(recurse=False) if id(p) in mine]
+        shared = [p for p in other.parameters(recurse=False) if id(p) in own_parameters]
         if id(other) not in inside and shared:
             raise LayoutError(f"{what} shares a parameter with {name or 'the model'}; use dp{layout.size}")
     twice = _shared_by_experts(module) if isinstance(experts, Listed) else None
@@ -305,7 +306,7 @@ def _shared_by_experts(container: nn.Module) -> str | None:
     return next((name for name, parameter in container.named_parameters() if holders[parameter] > 1), None)
 
 
-def containers(model: nn.Module, found: Sequence[Experts]) -> Iterator[nn.Module]:
+def containers(model: nn.Module, all_experts: Sequence[Experts]) -> Iterator[nn.Module]:
     """The modules that hold the experts."""
-    for experts in found:
+    for experts in all_experts:
         yield model.get_submodule(experts.name)

@@ -57,10 +57,10 @@ class Form:
     twin: nn.Module  # a copy of one of them without values, in evaluation mode
 
 
-def rows_of(given: Tensor, *, flat: bool) -> tuple[Tensor, torch.Size]:
+def rows_of(input_: Tensor, *, flat: bool) -> tuple[Tensor, torch.Size]:
     """Flatten a call's input into rows; returns them and the leading dimensions. `flat`: see `Form`."""
-    leading = given.shape[:-1] if flat else given.shape[:1]
-    return given.reshape(-1, *given.shape[len(leading) :]), leading
+    leading = input_.shape[:-1] if flat else input_.shape[:1]
+    return input_.reshape(-1, *input_.shape[len(leading) :]), leading
 
 
 class ListedExperts:
@@ -114,21 +114,21 @@ class ListedExperts:
 
     def _answer(self, number: int, *arguments: Any, **keywords: Any) -> Tensor:
         """An expert's replaced forward: records rows in a rehearsal, otherwise returns the exchanged outputs."""
-        given = (*arguments, *keywords.values())
-        if len(given) != 1 or not isinstance(given[0], Tensor) or (self._noted is None and self._answers is None):
-            how = "outside of its caller" if len(given) == 1 else "with more than one tensor"
+        inputs = (*arguments, *keywords.values())
+        if len(inputs) != 1 or not isinstance(inputs[0], Tensor) or (self._noted is None and self._answers is None):
+            how = "outside of its caller" if len(inputs) == 1 else "with more than one tensor"
             raise UserError(
                 f"{self._name}.{number} is an expert that ranks share out, and is called {how}; use "
                 f'run.expert_plan: {{"{self._name}": whole}}'
             )
         if self._noted is not None:
-            rows, leading = rows_of(given[0], flat=self._form.flat)
+            rows, leading = rows_of(inputs[0], flat=self._form.flat)
             self._noted.append(ExpertCall(expert=number, rows=rows, leading=leading))
             dtype = self._output_dtype(rows.dtype)
-            return given[0].new_zeros((*leading, *self._form.output), dtype=dtype)
+            return inputs[0].new_zeros((*leading, *self._form.output), dtype=dtype)
         assert self._answers is not None
         waiting = self._answers.get(number)
-        if not waiting or waiting[0][0] != given[0].shape:
+        if not waiting or waiting[0][0] != inputs[0].shape:
             raise UserError(
                 f"{self._name}.{number} is given other tokens when its caller's forward runs again with the experts' "
                 f'outputs; use run.expert_plan: {{"{self._name}": whole}}'
@@ -139,7 +139,7 @@ class ListedExperts:
         """Replacement of the caller's forward: rehearsal, exchange, and the second forward."""
         calls = self.rehearse(arguments, keywords)
         inputs = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
-        back, answers = self._answered(calls, [each for each in inputs if each.requires_grad])
+        back, answers = self._answered(calls, [input_ for input_ in inputs if input_.requires_grad])
         self._answers = answers
         try:
             output = self._caller_forward(*arguments, **keywords)
@@ -150,11 +150,11 @@ class ListedExperts:
     def rehearse(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[ExpertCall]:
         """Run the caller's forward to record its calls of experts, without changing the caller's state."""
         noted: list[ExpertCall] = []
-        given = pytree.tree_map_only(Tensor, Tensor.clone, (arguments, keywords))  # it may change them in place
+        copies = pytree.tree_map_only(Tensor, Tensor.clone, (arguments, keywords))  # it may change them in place
         before, self._noted = self._noted, noted
         try:
             with self._forward_context.rehearsing(), _buffers_kept(self._caller):
-                self._caller_forward(*given[0], **given[1])
+                self._caller_forward(*copies[0], **copies[1])
         finally:
             self._noted = before
         return noted
@@ -169,17 +169,17 @@ class ListedExperts:
         ordered = sorted(calls, key=lambda call: call.expert)  # stable
         # [ranks, experts + 1, (calls, rows)]; the last entry has the rows' dtype and whether they require gradients,
         # which a rank without rows needs to know.
-        said = torch.zeros(ranks, per_rank + 1, 2, dtype=torch.int64)
+        header = torch.zeros(ranks, per_rank + 1, 2, dtype=torch.int64)
         for call in ordered:
-            said[call.expert // per_rank, call.expert % per_rank] += torch.tensor([1, len(call.rows)])
+            header[call.expert // per_rank, call.expert % per_rank] += torch.tensor([1, len(call.rows)])
         rows = torch.cat([call.rows for call in ordered]) if ordered else None
         if rows is not None:
-            said[:, -1, 0], said[:, -1, 1] = _DTYPES.index(rows.dtype) + 1, int(rows.requires_grad)
+            header[:, -1, 0], header[:, -1, 1] = _DTYPES.index(rows.dtype) + 1, int(rows.requires_grad)
         device = next(iter(self._container.parameters())).device
-        heard = all_to_all(said.to(device), self._group).cpu()
+        heard = all_to_all(header.to(device), self._group).cpu()
         if rows is None:
             rows = self._nothing(heard, inputs, device)
-        send, receive = said[:, :-1, 1].sum(1).tolist(), heard[:, :-1, 1].sum(1).tolist()
+        send, receive = header[:, :-1, 1].sum(1).tolist(), heard[:, :-1, 1].sum(1).tolist()
         counts = Counts(rows=heard[:, :-1, 1].tolist(), called=(heard[:, :-1, 0].sum(0) > 0).tolist())
         made = self._run(all_to_all(rows, self._group, send, receive), counts)
         back = all_to_all(made, self._group, receive, send)
@@ -209,8 +209,8 @@ class ListedExperts:
         for own, number in enumerate(self._mine):
             if counts.called[own]:
                 # [rows of a rank, features] of every rank for this expert.
-                given = [pieces[rank * experts + own] for rank in range(ranks)]
-                parts = self._inner[number](torch.cat(given)).split([len(each) for each in given])
+                own_rows = [pieces[rank * experts + own] for rank in range(ranks)]
+                parts = self._inner[number](torch.cat(own_rows)).split([len(part) for part in own_rows])
                 made |= {(rank, own): part for rank, part in enumerate(parts)}
         outputs = [made[key] for rank in range(ranks) for own in range(experts) if (key := (rank, own)) in made]
         if outputs:
@@ -220,7 +220,7 @@ class ListedExperts:
         if len(rows) or not torch.is_grad_enabled():
             return output
         trained = [p for number in self._mine for p in self._expert(number).parameters() if p.requires_grad]
-        return depending(output, [each for each in [rows, *trained] if each.requires_grad])
+        return depending(output, [tensor for tensor in [rows, *trained] if tensor.requires_grad])
 
     def _expert(self, number: int) -> nn.Module:
         return list(self._container.children())[number]

@@ -33,7 +33,7 @@ class SharedExperts:
 
 def share_experts(
     model: nn.Module,
-    found: Sequence[Experts],
+    all_experts: Sequence[Experts],
     parts: ShardTable,
     mesh: Mesh,
     forward_context: ForwardContext,
@@ -47,7 +47,7 @@ def share_experts(
     modules (`Part.holder`). Ranks along the expert axis are data ranks for everything else in the model.
     """
     units: list[nn.Module] = []
-    for experts in found:
+    for experts in all_experts:
         here = _is_here(model, experts)
         # Also for layers of other stages: checkpoints and messages need to know on every rank who holds what.
         _note(experts, parts, mesh)
@@ -147,10 +147,8 @@ def _compare(caller: nn.Module, experts: Experts, parts: ShardTable, mesh: Mesh)
 
 def _alike(output: Any, expected: Any) -> bool:
     """Whether two outputs have the same tensors up to rounding."""
-    mine, other = (
-        [leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        for each in (output, expected)
+    own, other = (
+        [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        for nest in (output, expected)
     )
-    return len(mine) == len(other) and all(
-        a.shape == b.shape and near(a, b) for a, b in zip(mine, other, strict=True)
-    )
+    return len(own) == len(other) and all(a.shape == b.shape and near(a, b) for a, b in zip(own, other, strict=True))

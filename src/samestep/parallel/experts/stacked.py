@@ -29,23 +29,23 @@ class Arguments:
     @classmethod
     def of(cls, arguments: tuple[Any, ...], keywords: dict[str, Any], experts: int) -> "Arguments | None":
         """Identify a call's arguments; None if it has others, or an expert index is out of range."""
-        given: dict[Key, Tensor] = {
+        arguments_by_key: dict[Key, Tensor] = {
             key: value
             for key, value in [*enumerate(arguments), *keywords.items()]
             if isinstance(value, Tensor) and value.ndim
         }
-        chosen = [key for key, value in given.items() if value.dtype in (torch.int32, torch.int64)]
-        if len(given) != 3 or len(chosen) != 1:
+        chosen = [key for key, value in arguments_by_key.items() if value.dtype in (torch.int32, torch.int64)]
+        if len(arguments_by_key) != 3 or len(chosen) != 1:
             return None
-        index = given[chosen[0]]
+        index = arguments_by_key[chosen[0]]
         if not index.numel() or int(index.min()) < 0 or int(index.max()) >= experts:
             return None
-        rest = [key for key in given if key != chosen[0] and given[key].is_floating_point()]
-        weights = [key for key in rest if given[key].shape == index.shape]
-        tokens = [key for key in rest if key not in weights and given[key].ndim > 1]
+        rest = [key for key in arguments_by_key if key != chosen[0] and arguments_by_key[key].is_floating_point()]
+        weights = [key for key in rest if arguments_by_key[key].shape == index.shape]
+        tokens = [key for key in rest if key not in weights and arguments_by_key[key].ndim > 1]
         if len(weights) != 1 or len(tokens) != 1:
             return None
-        leading = given[tokens[0]].shape[:-1]
+        leading = arguments_by_key[tokens[0]].shape[:-1]
         if index.shape[: len(leading)] != leading or index.ndim > len(leading) + 1:
             return None
         return cls(tokens=tokens[0], experts=chosen[0], weights=weights[0])
@@ -65,9 +65,9 @@ class StackedExperts:
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Compute `module(tokens, experts, weights)` over all ranks: for each token the sum over its experts."""
-        given: dict[Key, Any] = {**dict(enumerate(arguments)), **keywords}
+        passed: dict[Key, Any] = {**dict(enumerate(arguments)), **keywords}
         names = self._arguments
-        tokens, chosen, weights = given[names.tokens], given[names.experts], given[names.weights]
+        tokens, chosen, weights = passed[names.tokens], passed[names.experts], passed[names.weights]
         rows = tokens.reshape(-1, tokens.shape[-1])  # [tokens, features]
         flat = chosen.reshape(-1)  # [tokens * chosen]
         ranks = dist.get_world_size(self._group)
@@ -84,27 +84,27 @@ class StackedExperts:
             all_to_all(rows[source], self._group, send, receive),
             all_to_all((flat % self._local)[order], self._group, send, receive),
             all_to_all(weights.reshape(-1)[order], self._group, send, receive),
-            given,
+            passed,
         )
         back = all_to_all(made, self._group, receive, send)  # [rows sent, features of the output]
         # [tokens, features of the output]: for each token the sum over its choices, already times their weights.
         total = back.new_zeros(len(rows), *back.shape[1:]).index_add(0, source, back)
         return total.reshape(*tokens.shape[:-1], *back.shape[1:])
 
-    def _compute(self, rows: Tensor, experts: Tensor, weights: Tensor, given: dict[Key, Any]) -> Tensor:
+    def _compute(self, rows: Tensor, experts: Tensor, weights: Tensor, passed: dict[Key, Any]) -> Tensor:
         """Apply this rank's experts to rows of any rank, one expert for each row: [rows, features of the output]."""
         count, received = len(rows), [rows, weights]
         if not count:  # a dummy row, whose unused output gives the weights a zero gradient
             rows, weights, experts = rows.new_ones(1, rows.shape[1]), weights.new_ones(1), experts.new_zeros(1)
         names = self._arguments
         for key, row in ((names.tokens, rows), (names.experts, experts), (names.weights, weights)):
-            like = given[key]
+            like = passed[key]
             # One token each, of as many dimensions as the module is called with.
             shape = [len(row), *[1] * (like.ndim - 2), like.shape[-1] if key == names.tokens else 1]
-            given[key] = row.reshape(shape if like.ndim > 1 else [len(row)])
+            passed[key] = row.reshape(shape if like.ndim > 1 else [len(row)])
         made = self._inner(
-            *(value for key, value in given.items() if isinstance(key, int)),
-            **{key: value for key, value in given.items() if isinstance(key, str)},
+            *(value for key, value in passed.items() if isinstance(key, int)),
+            **{key: value for key, value in passed.items() if isinstance(key, str)},
         )
         made = made.reshape(len(rows), made.shape[-1])[:count]
         return depending(made, received) if not count and made.requires_grad else made

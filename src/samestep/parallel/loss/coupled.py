@@ -63,8 +63,8 @@ class _Kind:
 class _Answers(Gather):
     """The `gather` of one call of the loss: returns rows that are already exchanged, otherwise raises `_Unknown`."""
 
-    def __init__(self, known: "Sequence[_Gathered]", rows: CallRows) -> None:
-        self._known = known
+    def __init__(self, answers: "Sequence[_Gathered]", rows: CallRows) -> None:
+        self._known = answers
         self._rows = rows
         self.given: list[list[Tensor]] = []  # by `gather`: this call's own tensors
         self.leaves: list[list[Tensor]] = []  # and those that it got in their place
@@ -146,7 +146,7 @@ class MicroBatchLoss:
             for tensor, gradient in zip(tensors_in(output), self.gradients, strict=True)
             if gradient is not None and tensor.requires_grad
         ]
-        return _begin(self.loss_sum, [tensor for tensor, _ in pairs], [each for _, each in pairs]), self.count
+        return _begin(self.loss_sum, [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]), self.count
 
 
 class Coupling:
@@ -196,13 +196,13 @@ class Coupling:
     def _calls(self, outputs: Sequence[Any], batches: Sequence[Batch], rows: Sequence[CallRows]) -> list[_Call]:
         """Call the loss for each micro-batch until all rows are exchanged, then compute the rows' gradients."""
         order = self._order(rows)
-        known: list[_Gathered] = []
+        answers: list[_Gathered] = []
         # In each round every micro-batch's call proceeds to the first gather whose rows are not exchanged yet.
         while True:
             calls: list[_Call] = []
             to_gather: list[list[Tensor]] = []
             for output, batch, own_rows in zip(outputs, batches, rows, strict=True):
-                gather = _Answers(known, own_rows)
+                gather = _Answers(answers, own_rows)
                 try:
                     loss_sum, count = sum_and_count(self._loss(output, batch, gather=gather))
                 except _Unknown as unknown:
@@ -216,11 +216,11 @@ class Coupling:
             kinds = self._agreed(to_gather, calls=len(outputs))
             if kinds is None:
                 break
-            known.append(self._gathered(to_gather, rows, kinds, order))
+            answers.append(self._gathered(to_gather, rows, kinds, order))
         # From the last gather to the first, since the gradient of the tensors of gather i may pass through all later
         # ones.
-        for number in reversed(range(len(known))):
-            self._hand_back(number, known[number], calls, rows)
+        for number in reversed(range(len(answers))):
+            self._hand_back(number, answers[number], calls, rows)
         return calls
 
     def _agreed(self, to_gather: Sequence[Sequence[Tensor]], *, calls: int) -> list[tuple[_Kind, bool]] | None:
@@ -235,14 +235,14 @@ class Coupling:
             any(tensors) for tensors in zip(*([t.requires_grad for t in some] for some in to_gather), strict=False)
         ]
         everyone = self._from_all((wants, needed))
-        wanted = set().union(*(theirs for theirs, _ in everyone))
-        if len(wanted) > 1:
-            kinds = sorted("nothing more" if want is None else _in_words(want) for want in wanted)
+        kinds_wanted = set().union(*(theirs for theirs, _ in everyone))
+        if len(kinds_wanted) > 1:
+            kinds = sorted("nothing more" if want is None else _in_words(want) for want in kinds_wanted)
             raise UserError(
                 f"the calls of the loss in one step gather different things ({' and '.join(kinds)}), for each its "
                 "own samples; gather tensors of the same kinds in every call"
             )
-        (want,) = wanted
+        (want,) = kinds_wanted
         if want is None:
             return None
         return [(kind, any(flags[number] for _, flags in everyone)) for number, kind in enumerate(want)]
@@ -346,10 +346,10 @@ def _gradients(
     roots: Sequence[Tensor], root_gradients: Sequence[Tensor], of: Sequence[Tensor], *, keep: bool
 ) -> list[Tensor | None]:
     """The gradients of some tensors; None where a root does not depend on one. `keep`: the graph is needed again."""
-    wanted = [tensor for tensor in of if tensor.requires_grad]
-    gradients: list[Tensor | None] = [None] * len(wanted)
-    if roots and wanted:
-        gradients = list(torch.autograd.grad(roots, wanted, root_gradients, retain_graph=keep, allow_unused=True))
+    sources = [tensor for tensor in of if tensor.requires_grad]
+    gradients: list[Tensor | None] = [None] * len(sources)
+    if roots and sources:
+        gradients = list(torch.autograd.grad(roots, sources, root_gradients, retain_graph=keep, allow_unused=True))
     remaining = iter(gradients)
     return [next(remaining) if tensor.requires_grad else None for tensor in of]
 

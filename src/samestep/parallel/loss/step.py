@@ -96,8 +96,8 @@ class JointLoss(StepLoss):
 
     def of(self, output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | int]:
         """The loss of a micro-batch, from `prepare` if there are several, otherwise computed now."""
-        if (known := self._found.get(id(micro_batch))) is not None:
-            return known(output)
+        if (loss_of := self._found.get(id(micro_batch))) is not None:
+            return loss_of(output)
         if self._several and self._global_counts is None:
             self._count([output])
         if self._couples:

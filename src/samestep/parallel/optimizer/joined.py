@@ -27,8 +27,8 @@ def rebuild(optimizer: Optimizer, make: Callable[..., Optimizer]) -> Optimizer:
 
 def follow(inner: Optimizer, groups: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> None:
     """Copy the settings, such as the learning rate, from the outer groups to an inner optimizer's groups."""
-    for number, mine in zip(numbers, inner.param_groups, strict=True):
-        mine.update({name: value for name, value in groups[number].items() if name != "params"})
+    for number, inner_group in zip(numbers, inner.param_groups, strict=True):
+        inner_group.update({name: value for name, value in groups[number].items() if name != "params"})
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
@@ -75,7 +75,7 @@ class Joined(Optimizer):
         self.members = members
         self._turn: str | None = None  # the turn that is taken; None: every member steps
         # The members' own dictionaries, so that a schedule that sets a rate here sets it there.
-        self.param_groups += [group for each in self.optimizers() for group in each.param_groups]
+        self.param_groups += [group for optimizer in self.optimizers() for group in optimizer.param_groups]
 
     def optimizers(self) -> Iterator[Optimizer]:
         """The optimizers of members with parameters on this rank."""

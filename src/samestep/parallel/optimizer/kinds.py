@@ -82,17 +82,19 @@ def _kind(make: Make, settings: Mapping[str, Any], shape: tuple[int, ...], title
         gradients = [torch.randn(shape, dtype=torch.float64) for _ in range(_STEPS)]
         other = torch.randn(shape, dtype=torch.float64)
         before = torch.get_rng_state()
-        (whole,), changed = _stepped(make, settings, [start], [[each] for each in gradients], title)
+        (whole,), changed = _stepped(make, settings, [start], [[gradient] for gradient in gradients], title)
         draws = not torch.equal(before, torch.get_rng_state())
         largest = (whole - start).abs().max().item()
-        pair, _ = _stepped(make, settings, [start, other], [[each, 3 * each] for each in gradients], title)
+        pair, _ = _stepped(
+            make, settings, [start, other], [[gradient, 3 * gradient] for gradient in gradients], title
+        )
         by_number = True
         for dim in range(len(shape)):
             if not by_number:
                 break
             sizes = [shape[dim] // 3 + 1, shape[dim] - shape[dim] // 3 - 1]
             pieces, _ = _stepped(
-                make, settings, start.split(sizes, dim), [each.split(sizes, dim) for each in gradients], title
+                make, settings, start.split(sizes, dim), [gradient.split(sizes, dim) for gradient in gradients], title
             )
             by_number = _same(torch.cat(list(pieces), dim), whole, largest)
     return OptimizerKind(
@@ -103,8 +105,8 @@ def _kind(make: Make, settings: Mapping[str, Any], shape: tuple[int, ...], title
     )
 
 
-def _same(mine: Tensor, theirs: Tensor, largest: float) -> bool:
-    return bool((mine - theirs).abs().max() <= _SAME * largest)
+def _same(one: Tensor, other: Tensor, largest: float) -> bool:
+    return bool((one - other).abs().max() <= _SAME * largest)
 
 
 def _stepped(

@@ -86,10 +86,10 @@ class LateParameters:
 
     def lots(self, parameters: Sequence[nn.Parameter]) -> dict[int, list[nn.Parameter]]:
         """Parameters by their lot."""
-        found: dict[int, list[nn.Parameter]] = {}
+        by_lot: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
-            found.setdefault(self._lot_of.get(parameter, _BESIDE), []).append(parameter)
-        return found
+            by_lot.setdefault(self._lot_of.get(parameter, _BESIDE), []).append(parameter)
+        return by_lot
 
     def add(self, lot: int, message: Message) -> None:
         self._on_their_way.setdefault(lot, []).append(message)

@@ -27,15 +27,15 @@ class Lot:
         lot: Mapping[int, Sequence[nn.Parameter]],  # by the number of their group
         stepped: Mapping[nn.Parameter, nn.Parameter],  # parameter -> the one that is stepped: itself, or a copy
     ) -> None:
-        self.stepped = {parameter: stepped[parameter] for mine in lot.values() for parameter in mine}
+        self.stepped = {parameter: stepped[parameter] for own in lot.values() for parameter in own}
         self._numbers = list(lot)
-        mine = [{**groups[number], "params": [stepped[p] for p in some]} for number, some in lot.items()]
-        self.optimizer = kind(mine, **settings)
+        own_groups = [{**groups[number], "params": [stepped[p] for p in some]} for number, some in lot.items()]
+        self.optimizer = kind(own_groups, **settings)
 
     def complete(self, groups: Sequence[dict[str, Any]]) -> None:
         """Add the optimizer's default settings to the outer groups, where a schedule looks for them."""
-        for number, mine in zip(self._numbers, self.optimizer.param_groups, strict=True):
-            for name, value in mine.items():
+        for number, group in zip(self._numbers, self.optimizer.param_groups, strict=True):
+            for name, value in group.items():
                 groups[number].setdefault(name, value)
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -64,12 +64,12 @@ class OffloadedOptimizer(Optimizer):
                 _check_shards(group["params"], kind)
         copies = [[_Copy(p, memory) for p in group["params"]] for group in self.param_groups]
         if isinstance(memory, MappedFile):  # one parameter at a time is in memory
-            lots = [{number: [copy]} for number, mine in enumerate(copies) for copy in mine]
+            lots = [{number: [copy]} for number, of_group in enumerate(copies) for copy in of_group]
         else:
             lots = [dict(enumerate(copies))]
         self._lots = [_OffloadedLot(kind, settings, self.param_groups, lot) for lot in lots]
-        for each in self._lots:
-            each.lot.complete(self.param_groups)
+        for own_lot in self._lots:
+            own_lot.lot.complete(self.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -192,8 +192,8 @@ class _OffloadedLot:
         groups: Sequence[Mapping[str, Any]],
         copies: Mapping[int, Sequence[_Copy]],  # by the number of their group
     ) -> None:
-        self.copies = [copy for mine in copies.values() for copy in mine]
-        parameters = {number: [copy.parameter for copy in mine] for number, mine in copies.items()}
+        self.copies = [copy for of_group in copies.values() for copy in of_group]
+        parameters = {number: [copy.parameter for copy in of_group] for number, of_group in copies.items()}
         hosts = {copy.parameter: copy.host for copy in self.copies}
         self.lot = Lot(kind, settings, groups, parameters, hosts)
 
@@ -217,5 +217,5 @@ def _check_shards(parameters: Sequence[Tensor], kind: Any) -> None:
     if kind not in BY_NUMBER and any(isinstance(parameter, DTensor) for parameter in parameters):
         raise LayoutError(
             f"offload of optimizer {getattr(kind, '__name__', kind)}: of shards of parameters only "
-            f"{', '.join(each.__name__ for each in BY_NUMBER)} can be offloaded; use dp or zero1"
+            f"{', '.join(kind.__name__ for kind in BY_NUMBER)} can be offloaded; use dp or zero1"
         )

@@ -112,20 +112,20 @@ class EightBits:
     def _numbers(self, signed: bool, device: torch.device) -> Tensor:
         """The table of 256 numbers on a device, made once."""
         if (signed, device) not in self._known:
-            known = torch.tensor(numbers_of_8_bits(signed=signed), dtype=torch.float32)
-            self._known[signed, device] = known if device.type == "cpu" else known.pin_memory().to(device)
+            numbers = torch.tensor(numbers_of_8_bits(signed=signed), dtype=torch.float32)
+            self._known[signed, device] = numbers if device.type == "cpu" else numbers.pin_memory().to(device)
         return self._known[signed, device]
 
 
 def numbers_of_8_bits(*, signed: bool) -> list[float]:
     """The 256 numbers, ascending: 0, 1, and in each decade twice as many as in the one below, equally far apart."""
-    found = [0.0, 1.0]
+    numbers = [0.0, 1.0]
     for decade in range(_DECADES):
         count = 2 ** (decade if signed else decade + 1)
         for number in range(count):
             value = (0.1 + 0.9 * (number + 0.5) / count) * 10.0 ** (decade + 1 - _DECADES)
-            found += [value, -value] if signed else [value]
-    return sorted(found)
+            numbers += [value, -value] if signed else [value]
+    return sorted(numbers)
 
 
 FORMATS: Mapping[str, Callable[[], StateFormat]] = {"bf16": BFloat16, "8bit": EightBits}
@@ -183,8 +183,8 @@ class RoundedState(Optimizer):
         with DisableTorchFunction():  # proofs compute in float64 what others ask for in float32
             for average, signed in _AVERAGES.items():
                 values = state[average]
-                found = self._format.kept(values, _chance(state["step"], average, values), signed=signed)
-                kept |= {f"{average}{behind}": value for behind, value in found.items()}
+                packed = self._format.kept(values, _chance(state["step"], average, values), signed=signed)
+                kept |= {f"{average}{behind}": value for behind, value in packed.items()}
         return kept
 
     def _unpacked(self, parameter: Tensor, kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,12 +193,12 @@ class RoundedState(Optimizer):
         state = {key: value for key, value in kept.items() if not key.startswith(tuple(_AVERAGES))}
         with DisableTorchFunction():
             for average, signed in _AVERAGES.items():
-                mine = {
+                packed = {
                     key.removeprefix(average): value
                     for key, value in kept.items()
                     if key.removeprefix(average) in ("", "_codes", "_scale")
                 }
-                state[average] = self._format.values(mine, parameter.dtype, signed=signed)
+                state[average] = self._format.values(packed, parameter.dtype, signed=signed)
         return state
 
 
@@ -208,7 +208,9 @@ def _lot_of(
     groups: Sequence[Mapping[str, Any]],
     lot: Mapping[int, Sequence[nn.Parameter]],
 ) -> Lot:
-    return Lot(kind, settings, groups, lot, {parameter: parameter for mine in lot.values() for parameter in mine})
+    return Lot(
+        kind, settings, groups, lot, {parameter: parameter for of_group in lot.values() for parameter in of_group}
+    )
 
 
 def _chance(step: Tensor, average: str, values: Tensor) -> Tensor:

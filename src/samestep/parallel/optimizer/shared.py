@@ -102,9 +102,9 @@ class SharedReplicas:
         for number, ((_, parameter), offset) in enumerate(zip(self._trained, gradient_offsets, strict=True)):
             self._own.append(_tensor(blocks[self._rank], offset, parameter))
             parameter.register_post_accumulate_grad_hook(self._keeps(number))
-        mine = [ranks[self._rank] for ranks in shares]
-        self._pieces = list(self._cut(mine))
-        self._runs = _runs([parameter for _, parameter in self._trained], gradient_offsets, mine)
+        own_shares = [ranks[self._rank] for ranks in shares]
+        self._pieces = list(self._cut(own_shares))
+        self._runs = _runs([parameter for _, parameter in self._trained], gradient_offsets, own_shares)
         held = {name: piece for _, name, piece in self._pieces}
         self.held: nn.Module = _Held(held)
         self.held_parts = _parts_of_rows(
@@ -153,9 +153,9 @@ class SharedReplicas:
 
         return keep
 
-    def _cut(self, mine: Sequence[tuple[int, int]]) -> Iterator[tuple[int, str, nn.Parameter]]:
+    def _cut(self, own_shares: Sequence[tuple[int, int]]) -> Iterator[tuple[int, str, nn.Parameter]]:
         """This rank's rows of each parameter, as parameters of its optimizer."""
-        for number, ((name, parameter), (first, last)) in enumerate(zip(self._trained, mine, strict=True)):
+        for number, ((name, parameter), (first, last)) in enumerate(zip(self._trained, own_shares, strict=True)):
             if first < last:
                 rows = parameter.detach()[first:last] if parameter.ndim else parameter.detach()
                 yield number, name, nn.Parameter(rows)
@@ -264,11 +264,11 @@ def _tensor(memory: Tensor, offset: int, like: nn.Parameter) -> Tensor:
 
 
 def _runs(
-    parameters: Sequence[nn.Parameter], offsets: Sequence[int], mine: Sequence[tuple[int, int]]
+    parameters: Sequence[nn.Parameter], offsets: Sequence[int], own_shares: Sequence[tuple[int, int]]
 ) -> Sequence[_Run]:
     """This rank's rows of all gradients as byte ranges of a rank's gradients, adjacent ones joined."""
     runs: list[_Run] = []
-    for parameter, offset, (first, last) in zip(parameters, offsets, mine, strict=True):
+    for parameter, offset, (first, last) in zip(parameters, offsets, own_shares, strict=True):
         if first == last:
             continue
         row = _rows(parameter)[1] * parameter.element_size()

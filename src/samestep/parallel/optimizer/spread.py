@@ -108,8 +108,10 @@ def _of_member(
     if make is not member.make:
         groups = optimizer.param_groups
         made = make(groups)
-        for mine, given in zip(made.param_groups, groups, strict=True):  # a schedule refers to the given groups
-            given.update({name: value for name, value in mine.items() if name != "params"})
+        for own_group, original in zip(
+            made.param_groups, groups, strict=True
+        ):  # a schedule refers to the given groups
+            original.update({name: value for name, value in own_group.items() if name != "params"})
         made.param_groups = groups
         return made
     if spread_model.disk is not None:

@@ -206,24 +206,24 @@ class BlankOutput:
 
     def __call__(self, arguments: Any, keywords: Any) -> Any:
         """Make a nest like the module's output, of blanks and of arguments that the module returns unchanged."""
-        given = tensors_in((arguments, keywords))
-        output = self._like_arguments(self._pairs(arguments, keywords, given))
+        tensors = tensors_in((arguments, keywords))
+        output = self._like_arguments(self._pairs(arguments, keywords, tensors))
         if output is None:
             with undrawn():
                 output = self._imagine(arguments, keywords)
-        return map_tensors(partial(self._filled, given), output, Seen)
+        return map_tensors(partial(self._filled, tensors), output, Seen)
 
-    def _filled(self, given: Sequence[Tensor], seen: Seen) -> Tensor:
+    def _filled(self, tensors: Sequence[Tensor], seen: Seen) -> Tensor:
         if seen.identity >= 0:
-            return given[seen.identity]
+            return tensors[seen.identity]
         return blank(seen.shape, seen.dtype, self._device).as_subclass(BlankHidden)
 
-    def _pairs(self, arguments: Any, keywords: Any, given: Sequence[Tensor]) -> dict[int, tuple[Seen, Tensor]]:
+    def _pairs(self, arguments: Any, keywords: Any, tensors: Sequence[Tensor]) -> dict[int, tuple[Seen, Tensor]]:
         """Match argument tensors with those of the traced call: number of the tensor -> (traced, given).
 
         An argument may be missing in one of the two, such as a mask.
         """
-        numbers = {id(tensor): number for number, tensor in enumerate(given)}
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         before, now = (
             dict(pytree.tree_leaves_with_path(nest, is_leaf=lambda value: isinstance(value, Seen)))
             for nest in ((tuple(self._call.arguments), dict(self._call.keywords)), (tuple(arguments), dict(keywords)))
@@ -241,25 +241,27 @@ class BlankOutput:
         """
         if not _is_plain(self._call.output):
             return None
-        found: dict[int, Seen] = {}
+        outputs: dict[int, Seen] = {}
         for number, (seen, now) in pairs.items():
-            if any(seen.identity == each.identity and self._call.passed_on(each) for each in self._call.outputs()):
-                found[seen.identity] = Seen(identity=number, shape=tuple(now.shape), dtype=now.dtype)
-        for each in self._call.outputs():
+            if any(
+                seen.identity == output.identity and self._call.passed_on(output) for output in self._call.outputs()
+            ):
+                outputs[seen.identity] = Seen(identity=number, shape=tuple(now.shape), dtype=now.dtype)
+        for output in self._call.outputs():
             alike = {
                 (tuple(now.shape), now.dtype)
                 for seen, now in pairs.values()
-                if (seen.shape, seen.dtype) == (each.shape, each.dtype)
+                if (seen.shape, seen.dtype) == (output.shape, output.dtype)
             }
-            if self._call.passed_on(each):
-                if each.identity not in found:
+            if self._call.passed_on(output):
+                if output.identity not in outputs:
                     return None
                 continue
             if len(alike) != 1:
                 return None
             ((shape, dtype),) = alike
-            found[each.identity] = Seen(identity=-1, shape=shape, dtype=dtype)
-        return map_tensors(lambda seen: found[seen.identity], self._call.output, Seen) if found else None
+            outputs[output.identity] = Seen(identity=-1, shape=shape, dtype=dtype)
+        return map_tensors(lambda seen: outputs[seen.identity], self._call.output, Seen) if outputs else None
 
     def _imagine(self, arguments: Any, keywords: Any) -> Any:
         """Run the module without values, or with those that its code asks for; cached by shapes."""
@@ -269,8 +271,8 @@ class BlankOutput:
             return self._known[key]
         if not self._wants_values:
             try:
-                found = self._known[key] = imagine(self._imagined, arguments, keywords)
-                return found
+                imagined = self._known[key] = imagine(self._imagined, arguments, keywords)
+                return imagined
             except Exception:  # whatever a model's own code raises where it finds no values
                 self._wants_values = True
         try:
@@ -278,14 +280,14 @@ class BlankOutput:
                 self._imagined, arguments, keywords, valued=lambda tensor: not isinstance(tensor, BlankHidden)
             )
         except Exception:  # the same, of values that this stage doesn't have
-            found = self._known[key] = imagine(self._imagined, arguments, keywords, computed=True)
-            return found
+            imagined = self._known[key] = imagine(self._imagined, arguments, keywords, computed=True)
+            return imagined
 
 
 def _is_plain(output: Any) -> bool:
     """Whether a traced output consists of tensors, tuples and lists only."""
     if isinstance(output, (tuple, list)):
-        return all(_is_plain(each) for each in output)
+        return all(_is_plain(part) for part in output)
     return output is None or isinstance(output, Seen)
 
 

@@ -180,7 +180,7 @@ class EarlyGradients:
 
 
 def _by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    found: dict[torch.dtype, list[nn.Parameter]] = {}
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        found.setdefault(parameter.dtype, []).append(parameter)
-    return list(found.values())
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    return list(by_dtype.values())

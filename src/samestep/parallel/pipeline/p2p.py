@@ -149,18 +149,18 @@ class StageMessages:
 
     def _announced(self, message: MessageId, forms: Forms) -> Forms | None:
         """The forms that the receiver already knows, or None. Raises RuntimeError if the tensors' forms differ."""
-        known = self._forms.get((message.to, self._key(message)))
-        if known is not None and known != forms:
-            now, before = next((a, b) for a, b in zip(forms, known, strict=True) if a != b)
+        announced = self._forms.get((message.to, self._key(message)))
+        if announced is not None and announced != forms:
+            now, before = next((a, b) for a, b in zip(forms, announced, strict=True) if a != b)
             raise RuntimeError(
                 f"stage {message.to - 1} hands on {now.shape} of {now.dtype}, and before, for inputs of "
                 f"the same shapes, {before.shape} of {before.dtype}: a pipeline needs a shape that no value decides"
             )
-        return known
+        return announced
 
     def _post(self, target: int, tensors: Sequence[Tensor]) -> None:
         """Start to send tensors as one batch, and drop completed sends."""
-        self._sent = [each for each in self._sent if not all(work.is_completed() for work in each[1])]
+        self._sent = [sent for sent in self._sent if not all(work.is_completed() for work in sent[1])]
         peer, group = self._ranks[target], self._to[target]
         works = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, peer, group) for tensor in tensors])
         self._sent.append((self._turn, works, tensors))
@@ -222,8 +222,8 @@ class StageMessages:
             del self._gradient_forms[message]
         tensors = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms]
         self._labelled(message, tensors)
-        asked = [dist.P2POp(dist.irecv, tensor, line.source, line.group) for tensor in tensors]
-        line.posted[message] = tensors, dist.batch_isend_irecv(asked) if asked else []
+        receives = [dist.P2POp(dist.irecv, tensor, line.source, line.group) for tensor in tensors]
+        line.posted[message] = tensors, dist.batch_isend_irecv(receives) if receives else []
 
     def finish(self, turns_ago: int = 0) -> None:
         """Wait until all sends of turns up to this one, or up to `turns_ago` turns before, are complete."""
@@ -231,7 +231,7 @@ class StageMessages:
             if turn <= self._turn - turns_ago:
                 for work in works:
                     work.wait()
-        self._sent = [each for each in self._sent if each[0] > self._turn - turns_ago]
+        self._sent = [sent for sent in self._sent if sent[0] > self._turn - turns_ago]
 
 
 def _header(forms: Forms) -> Tensor:

@@ -63,23 +63,23 @@ class PartitionPlan:
 
     def computed_in(self, stage: int) -> Mapping[int, Sequence[UnitOutput]]:
         """The tensors that a stage has computed itself and passes on, by call."""
-        found: dict[int, list[UnitOutput]] = {}
-        for given in self.handed_on[stage] if stage < self.stages - 1 else ():
-            if self.stage_of_call(given.caller) == stage:
-                found.setdefault(given.caller, []).append(given)
-        return found
+        by_caller: dict[int, list[UnitOutput]] = {}
+        for output in self.handed_on[stage] if stage < self.stages - 1 else ():
+            if self.stage_of_call(output.caller) == stage:
+                by_caller.setdefault(output.caller, []).append(output)
+        return by_caller
 
     @cached_property
     def _by_unit(self) -> dict[str, list[int]]:
         """The numbers of calls by unit."""
-        found: dict[str, list[int]] = {}
-        for number, each in enumerate(self.calls):
-            found.setdefault(each.unit, []).append(number)
-        return found
+        by_unit: dict[str, list[int]] = {}
+        for number, call in enumerate(self.calls):
+            by_unit.setdefault(call.unit, []).append(number)
+        return by_unit
 
     @cached_property
     def _by_place(self) -> dict[tuple[int, int], UnitOutput]:
-        return {(given.caller, given.number): given for stage in self.handed_on for given in stage}
+        return {(output.caller, output.number): output for stage in self.handed_on for output in stage}
 
 
 def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[str] = ()) -> PartitionPlan:
@@ -96,8 +96,8 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
     units = units_of(model, trace, layers)
     calls = unit_calls(model, trace, units)
     needs = Needs(trace, calls)
-    blocks = [each.call for each in calls if each.unit in layers]
-    at = [number for number, each in enumerate(calls) if each.unit in layers]
+    blocks = [call.call for call in calls if call.unit in layers]
+    at = [number for number, unit_call in enumerate(calls) if unit_call.unit in layers]
     allowed, why_not = _allowed_starts(needs, calls, at)
     if len(allowed) < stages:
         names = [name for name, module in model.named_modules() if module in with_forward(find_blocks(model))]
@@ -107,8 +107,8 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
         _check_starts(layout, starts, allowed, blocks, why_not)
     else:
         if layout.balance == "memory":
-            found = [model.get_submodule(block.name) for block in blocks]
-            cost = memory_cost(trace, blocks, found, model, layout)
+            modules = [model.get_submodule(block.name) for block in blocks]
+            cost = memory_cost(trace, blocks, modules, model, layout)
         else:
             cost = time_cost(trace, blocks)
         # Layers between two allowed starts can't be separated, so they are one block for the search.
@@ -139,14 +139,14 @@ def _too_few(layout: Layout, stages: int, possible: int, layers: Sequence[str], 
     if possible > 1:
         but = f", since {next(iter(why_not.values()))}" if why_not else ""
         return f"{stages} pipeline stages for {possible} layers{but}; use {possible} stages or fewer"
-    given = f"{layers[0]} and the like are not called, so there is" if layers and not possible else "it has"
+    start = f"{layers[0]} and the like are not called, so there is" if layers and not possible else "it has"
     if why_not:
         return (
             f"the model can't be cut, since {next(iter(why_not.values()))}; use dp{layout.size} or fsdp{layout.size}"
         )
     return (
         f"{stages} pipeline stages want as many layers that the model's forward calls one after the other, and "
-        f"{given} {possible or 'none'}; use dp{layout.size} or fsdp{layout.size}"
+        f"{start} {possible or 'none'}; use dp{layout.size} or fsdp{layout.size}"
     )
 
 
@@ -172,15 +172,15 @@ def _allowed_starts(needs: Needs, calls: Sequence[UnitCall], at: Sequence[int]) 
 
 def _check_asked(model: nn.Module, layout: Layout, needs: Needs, calls: Sequence[UnitCall]) -> None:
     """Raise LayoutError where the forward asks for values, outside of units, that no stage can pass on."""
-    for _, asked, need in needs.of_asked:
+    for _, question, need in needs.of_asked:
         if not need.hidden and not need.parameters:
             continue
-        kind = type(model.get_submodule(asked.module)).__name__
+        kind = type(model.get_submodule(question.module)).__name__
         of = calls[min(need.hidden)].unit if need.hidden else min(need.parameters)
         why = "computes and does not return" if need.hidden else "is, a parameter outside of the layers"
         raise LayoutError(
-            f'layout "{layout}": the forward of {asked.module or kind} asks for values ({asked.function}) of what '
-            f"{of} {why}, and pipeline stages pass on outputs of layers alone; use dp{layout.size}, "
+            f'layout "{layout}": the forward of {question.module or kind} asks for values ({question.function}) of '
+            f"what {of} {why}, and pipeline stages pass on outputs of layers alone; use dp{layout.size}, "
             f"zero1x{layout.size} or fsdp{layout.size}"
         )
 
@@ -224,17 +224,17 @@ def _of_stages(
     used: list[frozenset[UnitOutput]] = []
     parameters: dict[str, Stages] = {}
     for stage, (began, ended) in enumerate(pairwise([0, *ends])):
-        wanted = list(needs.of_calls[began:ended])
+        call_needs = list(needs.of_calls[began:ended])
         if stage == len(ends) - 1:
-            wanted.append(needs.of_output)
+            call_needs.append(needs.of_output)
         # Every stage that the forward reaches at that place asks too, and goes on as the answer says.
-        wanted += [need for before, _, need in needs.of_asked if before < ended or stage == len(ends) - 1]
-        of_stage = {name for need in wanted for name in need.parameters}
-        for each in calls[began:ended]:
-            of_stage |= {names[parameter] for parameter in model.get_submodule(each.unit).parameters()}
+        call_needs += [need for before, _, need in needs.of_asked if before < ended or stage == len(ends) - 1]
+        of_stage = {name for need in call_needs for name in need.parameters}
+        for call in calls[began:ended]:
+            of_stage |= {names[parameter] for parameter in model.get_submodule(call.unit).parameters()}
         for name in of_stage:
             parameters[name] = parameters.get(name, frozenset()) | {stage}
-        used.append(frozenset(given for need in wanted for given in need.given if given.caller < began))
+        used.append(frozenset(output for need in call_needs for output in need.given if output.caller < began))
     return used, parameters
 
 
@@ -244,27 +244,27 @@ def _draws_of_shared(trace: Trace, calls: Sequence[UnitCall], ends: Sequence[int
     A dropout mask depends on the number of earlier draws of its module in this forward, including earlier stages.
     """
     stages: dict[str, set[int]] = {}
-    for number, each in enumerate(calls):
-        stages.setdefault(each.unit, set()).add(bisect_right(ends, number))
-    found: dict[int, dict[str, int]] = {}
-    for number, each in enumerate(calls):
-        if len(stages[each.unit]) == 1:
+    for number, call in enumerate(calls):
+        stages.setdefault(call.unit, set()).add(bisect_right(ends, number))
+    draws_of_calls: dict[int, dict[str, int]] = {}
+    for number, call in enumerate(calls):
+        if len(stages[call.unit]) == 1:
             continue
-        of_call = found[number] = {}
+        of_call = draws_of_calls[number] = {}
         for time, name, draws in trace.draws:
-            if each.call.began <= time < each.call.ended:
+            if call.call.began <= time < call.call.ended:
                 of_call[name] = of_call.get(name, 0) + draws
-    return found
+    return draws_of_calls
 
 
 def _handed_on(used: Sequence[frozenset[UnitOutput]], ends: Sequence[int]) -> list[list[UnitOutput]]:
     """The tensors that each stage but the last passes on: all that later stages use and that exist by then."""
-    found = []
+    handed = []
     for stage, end in enumerate(ends[:-1]):
         # Tensors pass from stage to stage: stages 1 and 2 carry along one that stage 3 uses of stage 0.
-        later = {given for of_stage in used[stage + 1 :] for given in of_stage if given.caller < end}
-        found.append(sorted(later, key=UnitOutput.place))
-    return found
+        later = {output for of_stage in used[stage + 1 :] for output in of_stage if output.caller < end}
+        handed.append(sorted(later, key=UnitOutput.place))
+    return handed
 
 
 def _hold_alike(
@@ -329,8 +329,8 @@ def time_cost(trace: Trace, blocks: Sequence[Call]) -> Cost:
     ends = [0, *(block.flops_after for block in blocks[:-1]), trace.flops]
     # Differences of the running count of multiplications between the ends of blocks.
     # A block without products takes a little time, too.
-    each = [max(after - before, 1) for before, after in pairwise(ends)]
-    return lambda stage, first, last: sum(each[first:last])
+    seconds = [max(after - before, 1) for before, after in pairwise(ends)]
+    return lambda stage, first, last: sum(seconds[first:last])
 
 
 def memory_cost(
@@ -366,8 +366,8 @@ _COPIES: dict[int, Callable[[int], float]] = {
 }
 
 
-def _bytes(shape: Sequence[int], each: int) -> int:
-    count = each
+def _bytes(shape: Sequence[int], element_bytes: int) -> int:
+    count = element_bytes
     for size in shape:
         count *= size
     return count

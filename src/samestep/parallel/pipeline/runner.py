@@ -93,15 +93,15 @@ class Pipeline(ParallelModel):
             stages_a_rank=self._layout.stages_a_rank,
             micro_batches=len(micro_batches),
         )
-        mine = orders[self._mesh.coordinate("pipeline")]
+        order = orders[self._mesh.coordinate("pipeline")]
         keys = [_shapes(micro_batch.batch.inputs) for micro_batch in micro_batches]
         # Forms of activations depend on the shapes of the micro-batch's inputs, so these are the key.
         self._messages.begin(_sends(orders, self._last_stage), lambda message: keys[message.micro_batch])
         early = self._early_gradients()
         if early is not None:
-            early.begin(mine)
+            early.begin(order)
         with self.times.of_step(micro_batches[0].moment.step, orders):
-            self._run_actions(mine, _Step(self, micro_batches, term, backward), early, forwards_done)
+            self._run_actions(order, _Step(self, micro_batches, term, backward), early, forwards_done)
         # Wait for all sends, so that their memory may be freed and written to.
         self._messages.finish()
         self.buffers.settle()
@@ -183,15 +183,15 @@ class Pipeline(ParallelModel):
         # `received` includes tensors that are only carried along; the forward gets those that this stage uses.
         tensors = dict(zip(before, received, strict=True))
         with self.autocast():
-            return self.cut(stage, inputs, [tensors[given] for given in plan.taken(stage)])
+            return self.cut(stage, inputs, [tensors[output] for output in plan.taken(stage)])
 
     def passed_on(self, stage: int, computed: Sequence[Any], received: Sequence[Any]) -> list[Any]:
         """The tensors that a stage passes to the next, computed and carried along, in the plan's order."""
         plan = self.cut.plan
-        own = [given for given in plan.handed_on[stage] if plan.stage_of_call(given.caller) == stage]
-        known = dict(zip(own, computed, strict=True))
-        known |= zip(plan.handed_on[stage - 1] if stage else (), received, strict=True)
-        return [known[given] for given in plan.handed_on[stage]]
+        own = [output for output in plan.handed_on[stage] if plan.stage_of_call(output.caller) == stage]
+        tensors = dict(zip(own, computed, strict=True))
+        tensors |= zip(plan.handed_on[stage - 1] if stage else (), received, strict=True)
+        return [tensors[output] for output in plan.handed_on[stage]]
 
     def receive(self, message: MessageId) -> list[Tensor]:
         return self._messages.receive(message)
@@ -281,9 +281,9 @@ class _Step:
         if action.stage == self._last_stage:
             self._backward(roots[0])
             return
-        known = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if root.requires_grad]
-        if known:
-            torch.autograd.backward([root for root, _ in known], [gradient for _, gradient in known])
+        trained = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if root.requires_grad]
+        if trained:
+            torch.autograd.backward([root for root, _ in trained], [gradient for _, gradient in trained])
 
     def _input_backward(self, action: Action) -> None:
         """Run backward to the received tensors only, for which the stage before waits; weights follow later."""
@@ -314,16 +314,16 @@ class _Step:
         gradients: list[Tensor] = []
         carried: dict[UnitOutput, Tensor] = {}
         ends: list[Tensor] = []
-        for given in handed_on:
-            computed_here = plan.stage_of_call(given.caller) == stage
-            tensor = next(own) if computed_here else carried_along[given]
+        for output in handed_on:
+            computed_here = plan.stage_of_call(output.caller) == stage
+            tensor = next(own) if computed_here else carried_along[output]
             if not has_gradient(tensor):
                 continue
             if computed_here:
                 ends.append(tensor)
                 gradients.append(next(forms))
             else:
-                carried[given] = next(forms)
+                carried[output] = next(forms)
         alive.roots = ends
         return alive, gradients, carried
 
@@ -335,11 +335,11 @@ class _Step:
         if not action.stage:
             return
         gradients = []
-        for given, tensor in zip(self._pipeline.cut.plan.handed_on[action.stage - 1], received, strict=True):
+        for output, tensor in zip(self._pipeline.cut.plan.handed_on[action.stage - 1], received, strict=True):
             if not has_gradient(tensor):
                 continue
             # The gradient of this stage's use of the tensor, plus that of later stages' uses.
-            parts = [part for part in (tensor.grad, carried.get(given)) if part is not None]
+            parts = [part for part in (tensor.grad, carried.get(output)) if part is not None]
             gradients.append(sum(parts[1:], parts[0]) if parts else torch.zeros_like(tensor))
         message = MessageId(to=action.stage - 1, kind="B", micro_batch=action.micro_batch)
         self._pipeline.send(message, gradients)
@@ -347,7 +347,7 @@ class _Step:
 
 def _sends(orders: Orders, last_stage: int) -> list[list[MessageId]]:
     """The messages of each rank in its order of sending, including those to itself."""
-    found: list[list[MessageId]] = []
+    sends: list[list[MessageId]] = []
     for actions in orders:
         messages = []
         for action in actions:
@@ -355,8 +355,8 @@ def _sends(orders: Orders, last_stage: int) -> list[list[MessageId]]:
                 messages.append(MessageId(to=action.stage + 1, kind="F", micro_batch=action.micro_batch))
             if action.kind in ("B", "I") and action.stage:
                 messages.append(MessageId(to=action.stage - 1, kind="B", micro_batch=action.micro_batch))
-        found.append(messages)
-    return found
+        sends.append(messages)
+    return sends
 
 
 def _forwards_alone(rank_of: Sequence[int], ranks: int) -> Orders:
@@ -367,8 +367,8 @@ def _forwards_alone(rank_of: Sequence[int], ranks: int) -> Orders:
     ]
 
 
-def _last(actions: Sequence[Action], wanted: Callable[[Action], bool]) -> int | None:
-    return max((number for number, action in enumerate(actions) if wanted(action)), default=None)
+def _last(actions: Sequence[Action], condition: Callable[[Action], bool]) -> int | None:
+    return max((number for number, action in enumerate(actions) if condition(action)), default=None)
 
 
 def _shapes(inputs: Any) -> Any:

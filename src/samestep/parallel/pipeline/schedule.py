@@ -73,14 +73,14 @@ def micro_batches(layout: Layout, batch: int, micro_batch: int | None, *, undivi
     if undivided and micro_batch is None:
         return 1
     # With 2 p micro-batches, p - 1 of 3 p - 1 slots are idle: a third at most.
-    wanted = -(-samples // micro_batch) if micro_batch else min(2 * layout.pipeline, samples)
+    count = -(-samples // micro_batch) if micro_batch else min(2 * layout.pipeline, samples)
     # With fewer micro-batches than ranks some stage would always be idle; those without samples have zero weight.
-    wanted = max(wanted, layout.pipeline)
+    count = max(count, layout.pipeline)
     if SCHEDULES[layout.schedule].in_rounds:
         # Interleaved stages take the micro-batches in rounds of as many as there are ranks (Narayanan et al. 2021,
         # section 2.2.2).
-        wanted = -(-wanted // layout.pipeline) * layout.pipeline
-    return wanted
+        count = -(-count // layout.pipeline) * layout.pipeline
+    return count
 
 
 def check(layout: Layout) -> None:
@@ -173,28 +173,28 @@ _SCHEDULES = {
 
 def _stage_by_stage(rank_of: Sequence[int]) -> list[list[Action]]:
     """The order of one micro-batch, under any schedule: the stages forwards, and backwards in reverse."""
-    found: list[list[Action]] = [[] for _ in set(rank_of)]
+    orders: list[list[Action]] = [[] for _ in set(rank_of)]
     for stage, rank in enumerate(rank_of):
-        found[rank].append(Action(stage=stage, kind="F", micro_batch=0))
+        orders[rank].append(Action(stage=stage, kind="F", micro_batch=0))
     for stage, rank in reversed([*enumerate(rank_of)]):
-        found[rank].append(Action(stage=stage, kind="B", micro_batch=0))
-    return found
+        orders[rank].append(Action(stage=stage, kind="B", micro_batch=0))
+    return orders
 
 
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     """1F1B (Narayanan et al. 2021, section 2.2). PyTorch's own table of it counts the last rank's forwards from 1."""
     ahead = min(ranks - 1 - rank, micro_batches)  # forwards before the first backward
-    found = [Action(stage=rank, kind="F", micro_batch=number) for number in range(ahead)]
+    order = [Action(stage=rank, kind="F", micro_batch=number) for number in range(ahead)]
     for number in range(micro_batches):
         if ahead + number < micro_batches:
-            found.append(Action(stage=rank, kind="F", micro_batch=ahead + number))
-        found.append(Action(stage=rank, kind="B", micro_batch=number))
-    return found
+            order.append(Action(stage=rank, kind="F", micro_batch=ahead + number))
+        order.append(Action(stage=rank, kind="B", micro_batch=number))
+    return order
 
 
 def _plain(actions: Sequence[Any]) -> list[Action]:
     """Convert PyTorch's actions, without idle slots and messages, which follow from the order."""
-    found: list[Action] = []
+    order: list[Action] = []
     for action in actions:
         if action is None or action.computation_type.value not in ("F", "B", "I", "W"):
             continue
@@ -204,8 +204,8 @@ def _plain(actions: Sequence[Any]) -> list[Action]:
             if kind == "I":
                 continue  # no rank waits for a gradient of the first stage's input
             kind = "B"
-        found.append(Action(stage=stage, kind=kind, micro_batch=micro_batch))
-    return found
+        order.append(Action(stage=stage, kind=kind, micro_batch=micro_batch))
+    return order
 
 
 def backward_in_two(
@@ -219,12 +219,14 @@ def backward_in_two(
     `gradients`: of the roots; None if the root is a loss. Roots that don't depend on received tensors have their
     whole backward now.
     """
-    given = [root.new_ones(()) for root in roots] if gradients is None else list(gradients)
-    known = [(root, gradient) for root, gradient in zip(roots, given, strict=True) if root.requires_grad]
+    gradients_of_roots = [root.new_ones(()) for root in roots] if gradients is None else list(gradients)
+    trained = [
+        (root, gradient) for root, gradient in zip(roots, gradients_of_roots, strict=True) if root.requires_grad
+    ]
     # AccumulateGrad nodes of the received leaves, where a backward of inputs ends.
     beginnings = {get_gradient_edge(tensor).node for tensor in received if tensor.requires_grad}
-    split = [(root, gradient) for root, gradient in known if _leads_to(root, beginnings)]
-    whole = [pair for pair in known if not any(pair[0] is root for root, _ in split)]
+    split = [(root, gradient) for root, gradient in trained if _leads_to(root, beginnings)]
+    whole = [pair for pair in trained if not any(pair[0] is root for root, _ in split)]
     if whole:
         torch.autograd.backward([root for root, _ in whole], [gradient for _, gradient in whole], retain_graph=True)
     if not split:

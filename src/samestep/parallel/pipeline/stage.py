@@ -50,7 +50,7 @@ class StagedModel(nn.Module):
         model: nn.Module,
         unsliced: nn.Module,
         plan: PartitionPlan,
-        mine: Sequence[int],
+        own_stages: Sequence[int],
         device: torch.device,
         trace: Trace,
         forward_context: ForwardContext,
@@ -60,14 +60,14 @@ class StagedModel(nn.Module):
         self.model = model
         self._unsliced = [unsliced]  # in a list, since it is no module of this one
         self.plan = plan
-        self.mine = mine
+        self.mine = own_stages
         self._device = device
         self._forward_context = forward_context
         self._run: StageRun | None = None
         self._places: list[tuple[nn.Module, str, nn.Module]] = []
         units = units_of(model, trace, [block.name for block in plan.blocks])
         names = {id(module): name for name, module in model.named_modules()}
-        layers = dict.fromkeys(block.name for block in plan.blocks if plan.stages_of(block.name) & set(mine))
+        layers = dict.fromkeys(block.name for block in plan.blocks if plan.stages_of(block.name) & set(own_stages))
         self.blocks: list[nn.Module] = [model.get_submodule(name) for name in layers]
         blanks = {id(module): blank_parameters(module, device) for module in model.modules() if _has_any(module)}
         self._drop_parameters(units)
@@ -99,7 +99,7 @@ class StagedModel(nn.Module):
     ) -> Callable[..., Any]:
         """Make the forward of a unit's stand-in (in `standing`), which passes the call to the running stage."""
         elsewhere = not self.plan.stages_of(name) <= set(self.mine)
-        call = next((each.call for each in self.plan.calls if each.unit == name), None)
+        call = next((call.call for call in self.plan.calls if call.unit == name), None)
         several = len(self.mine) > 1
         # The unsliced module, as the code of a sliced one gives other shapes.
         imagined = self._unsliced[0].get_submodule(name) if call is not None and (elsewhere or several) else None
@@ -203,8 +203,8 @@ def cut(
             stages = plan.stages_of(unit) or plan.modules[unit]
             parts.table[name] = replace(parts.part(name), stages=_ranks(rank_of, stages))
     here = mesh.coordinate("pipeline")
-    mine = [stage for stage, rank in enumerate(rank_of) if rank == here]
-    return StagedModel(model, unsliced, plan, mine, device, trace, forward_context)
+    own_stages = [stage for stage, rank in enumerate(rank_of) if rank == here]
+    return StagedModel(model, unsliced, plan, own_stages, device, trace, forward_context)
 
 
 def _has_any(module: nn.Module) -> bool:
@@ -235,11 +235,11 @@ class _Groups:
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The group of some pipeline ranks in this rank's own pipeline. Every rank of the world asks."""
         if ranks not in self._made:
-            mine: dist.ProcessGroup | None = None
+            own_group: dist.ProcessGroup | None = None
             for line in pipelines(self._mesh):
                 group = new_group([line[rank] for rank in ranks])
                 if dist.get_rank() in line:
-                    mine = group  # for a rank that is no member, PyTorch's marker for non-members
-            assert mine is not None
-            self._made[ranks] = mine
+                    own_group = group  # for a rank that is no member, PyTorch's marker for non-members
+            assert own_group is not None
+            self._made[ranks] = own_group
         return self._made[ranks]

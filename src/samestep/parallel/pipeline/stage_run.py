@@ -105,29 +105,29 @@ class StageRun:
         return map_tensors(partial(self._filled, number, places), output)
 
     def _filled(self, number: int, places: Iterator[int], tensor: Tensor) -> Tensor:
-        given = self._plan.given(number, next(places))
-        if given is None or given not in self._received:
+        output_here = self._plan.given(number, next(places))
+        if output_here is None or output_here not in self._received:
             return tensor
-        received = self._received[given]
-        return received.clone() if given.changed else received  # autograd forbids writes to a leaf
+        received = self._received[output_here]
+        return received.clone() if output_here.changed else received  # autograd forbids writes to a leaf
 
     def _capture(self, number: int, output: Any) -> None:
         """Keep the outputs of a call that later stages use."""
-        wanted = self._wanted.get(number, ())
-        tensors = tensors_in(output) if wanted else []
-        for given in wanted:
-            if given.number >= len(tensors):
+        outputs = self._wanted.get(number, ())
+        tensors = tensors_in(output) if outputs else []
+        for unit_output in outputs:
+            if unit_output.number >= len(tensors):
                 raise RuntimeError(
                     f"{self._plan.calls[number].unit} gives {len(tensors)} tensors, and later pipeline stages take "
                     f"one more: it gave more with the samples that the forward was followed with"
                 )
-            tensor = tensors[given.number]
-            self.captured[given] = tensor.clone() if given.changed else tensor
+            tensor = tensors[unit_output.number]
+            self.captured[unit_output] = tensor.clone() if unit_output.changed else tensor
 
     def handed_on(self) -> list[Tensor]:
         """The tensors that this stage has computed and passes on, in the plan's order."""
-        own = [given for some in self._wanted.values() for given in some]
-        return [self.captured[given] for given in sorted(own, key=UnitOutput.place)]
+        own = [unit_output for some in self._wanted.values() for unit_output in some]
+        return [self.captured[unit_output] for unit_output in sorted(own, key=UnitOutput.place)]
 
     def never_ended(self) -> RuntimeError:
         """The error for a forward that ended before the stage's last call."""

@@ -108,13 +108,13 @@ class _Calls:
         The number of iterations of a loop may depend on the samples. A module that the model itself calls several
         times (two sentences through one encoder) is kept.
         """
-        found: dict[str, None] = {}
+        outermost: dict[str, None] = {}
         for name in names:
             looping = name
             while looping and self._counts.get(looping, 0) != 1:
                 looping = looping.rpartition(".")[0]
-            found[looping or name] = None
-        return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+            outermost[looping or name] = None
+        return [name for name in outermost if not any(name.startswith(f"{other}.") for other in outermost)]
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -135,7 +135,7 @@ def units_of(model: nn.Module, trace: Trace, layers: Sequence[str]) -> dict[str,
     called = {call.name for call in trace.calls}
     names = {id(module): name for name, module in model.named_modules()}
     inner = {*called, *layers}
-    found: dict[str, nn.Module] = {}
+    units: dict[str, nn.Module] = {}
 
     def visit(name: str, module: nn.Module) -> None:
         own = names[id(module)]  # its first name
@@ -144,23 +144,23 @@ def units_of(model: nn.Module, trace: Trace, layers: Sequence[str]) -> dict[str,
         is_layer = own in layers
         opened = not own or any(layer.startswith(f"{own}.") for layer in layers)
         if not is_layer and not opened and (not has_forward(module) or own not in called):
-            opened = any(each.startswith(f"{own}.") for each in inner)
+            opened = any(name_inside.startswith(f"{own}.") for name_inside in inner)
         if is_layer or not opened:
-            found[name] = module
+            units[name] = module
             return
         for child_name, child in own_children(module).items():  # also a second name of the same module
             if child is not None:
                 visit(f"{name}.{child_name}" if name else child_name, child)
 
     visit("", model)
-    return found
+    return units
 
 
 def unit_calls(model: nn.Module, trace: Trace, units: Mapping[str, nn.Module]) -> list[UnitCall]:
     """The calls of units in order, except calls within another unit's call, which are a part of it."""
     names = {id(module): name for name, module in model.named_modules()}
     own = {names[id(module)] for module in units.values()}
-    found: list[UnitCall] = []
+    calls: list[UnitCall] = []
     counts: dict[str, int] = {}
     ended = 0
     for call in trace.calls:  # sorted by their beginnings
@@ -170,8 +170,8 @@ def unit_calls(model: nn.Module, trace: Trace, units: Mapping[str, nn.Module]) -
         ended = call.ended
         number = counts.get(call.name, 0)
         counts[call.name] = number + 1
-        found.append(UnitCall(unit=call.name, number=number, call=call))
-    return found
+        calls.append(UnitCall(unit=call.name, number=number, call=call))
+    return calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +217,7 @@ class Needs:
         self._nodes = trace.dataflow.nodes
         self._changed = trace.dataflow.changed
         self._calls = calls
-        self._began = [each.call.began for each in calls]
+        self._began = [call.call.began for call in calls]
         self._of_output = {began: number for number, began in enumerate(self._began)}
         self._known: dict[int, Need] = {}
         self.of_calls = self._of_each_call()
@@ -227,21 +227,21 @@ class Needs:
 
     def _of_each_call(self) -> list[Need]:
         """The dependencies of every call of a unit, including parameters that it uses itself."""
-        found = [_NOTHING] * len(self._calls)
+        needs = [_NOTHING] * len(self._calls)
         for number, node in enumerate(self._nodes):
             caller = self._caller(number)
             if caller is None:
                 continue
             for parent in node.parents:
                 if self._caller(parent) != caller:
-                    found[caller] |= self._need(parent)
-        return found
+                    needs[caller] |= self._need(parent)
+        return needs
 
-    def _of_each_asked(self, asked: Sequence[Asked]) -> list[tuple[int, Asked, Need]]:
+    def _of_each_asked(self, questions: Sequence[Asked]) -> list[tuple[int, Asked, Need]]:
         """What the forward asks for between the calls of units: the number of the call before which it asks, and the
         dependencies of the values."""
         between: list[tuple[int, Asked, Need]] = []
-        for one in asked:
+        for one in questions:
             before = bisect_right(self._began, one.time)
             if before == 0 or one.time >= self._calls[before - 1].call.ended:
                 between.append((before, one, self._all(one.nodes)))
@@ -264,10 +264,10 @@ class Needs:
         return answer is not None and bool(answer.hidden)
 
     def _all(self, numbers: Iterable[int]) -> Need:
-        found = _NOTHING
+        need = _NOTHING
         for number in numbers:
-            found |= self._need(number)
-        return found
+            need |= self._need(number)
+        return need
 
     def _need(self, number: int) -> Need:
         """The dependencies of a node, by an iterative search, as graphs are deeper than Python's recursion limit."""
@@ -299,6 +299,6 @@ class Needs:
         if caller is None:
             return None
         if node.output is not None and node.output[0] == self._began[caller]:
-            given = UnitOutput(caller=caller, number=node.output[1], changed=number in self._changed)
-            return Need(given=frozenset({given}))
+            output = UnitOutput(caller=caller, number=node.output[1], changed=number in self._changed)
+            return Need(given=frozenset({output}))
         return Need(hidden=frozenset({caller}))

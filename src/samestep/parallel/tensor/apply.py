@@ -53,16 +53,16 @@ def slice_tensors(
     forward_context: ForwardContext,
     *,
     example: Any,
-    given: Mapping[str, str] | None,
+    roles: Mapping[str, str] | None,
     findings: Findings | None = None,
     apart: Collection[str] = (),
 ) -> Vocabulary:
     """Slice a model in place over the tensor axis, and record the slices in `parts`.
 
-    `seen` is the trace of the model's forward of the example. `given` is a user's plan: name or pattern of modules ->
+    `seen` is the trace of the model's forward of the example. `roles` is a user's plan: name or pattern of modules ->
     role. `apart`: modules whose tokens are split over other ranks. The sliced model's output for the example is
     compared with the whole one's. A module at fault is left whole and the rest is sliced again, which is reported on
-    standard error. Raises LayoutError if nothing is left to slice, and if a module fails in the role that `given`
+    standard error. Raises LayoutError if nothing is left to slice, and if a module fails in the role that `roles`
     gives it.
     """
     layout = parts.layout
@@ -74,7 +74,7 @@ def slice_tensors(
         mesh=mesh,
         forward_context=forward_context,
         example=example,
-        given=given,
+        given=roles,
         known={} if findings is None else findings.slices,
         apart=apart,
     )
@@ -83,7 +83,7 @@ def slice_tensors(
     else:
         try:
             # Its errors are raised before those about tokens that can't be split.
-            make_plan(model, seen, slicing.repeated, layout.tensor, given=given, tokens_split=True)
+            make_plan(model, seen, slicing.repeated, layout.tensor, roles=roles, tokens_split=True)
             vocabulary, plan, lists = slicing.apply_to_lists()
             _tell_split(model, slicing.repeated, lists, layout)
         except LayoutError as error:
@@ -210,13 +210,13 @@ class _Slicing:
         everyone = self.mesh.group("context", "tensor")
         before, table = Attributes(self.model), dict(self.parts.table)
         key = (*map(tuple, lists), *([token_wise] if token_wise else []))
-        known = self.known.get(key)
-        expected, gradients = self._expected if known is None else (None, None)
-        whole: dict[str, str] = {} if known is None else dict(known.whole)
+        known_modules = self.known.get(key)
+        expected, gradients = self._expected if known_modules is None else (None, None)
+        whole: dict[str, str] = {} if known_modules is None else dict(known_modules.whole)
         # Columns that are sliced head by head after slicing them matrix by matrix gave a wrong output.
-        by_head: set[str] = set() if known is None else set(known.by_head)
+        by_head: set[str] = set() if known_modules is None else set(known_modules.by_head)
         # Parameters' patterns, with the number of the way to cut them that is next.
-        tried: dict[str, int] = {} if known is None else dict(known.tried)
+        tried: dict[str, int] = {} if known_modules is None else dict(known_modules.tried)
         departure: SliceDeparture | None = None
         # One try per iteration, until it returns or no further module can be left whole (LayoutError).
         while True:
@@ -226,7 +226,7 @@ class _Slicing:
                     self.seen,
                     self.repeated,
                     layout.tensor,
-                    given=self.given,
+                    roles=self.given,
                     left_whole=whole,
                     by_head=by_head,
                     tokens_split=bool(lists),
@@ -247,8 +247,8 @@ class _Slicing:
             failed = self._slice(slicer)
             if token_wise:
                 self._split_token_wise()
-            if known is not None or expected is None:
-                vocabulary.able = known is not None and known.able
+            if known_modules is not None or expected is None:
+                vocabulary.able = known_modules is not None and known_modules.able
                 return vocabulary, plan
             comparison = SliceComparison(
                 model, layout, plan, self.seen, streams, group, everyone, self.given, self.parts, self._recomputed

@@ -99,15 +99,15 @@ class SliceComparison:
         streams: Sequence[Stream],
         group: dist.ProcessGroup,
         everyone: dist.ProcessGroup,
-        given: Mapping[str, str] | None,
+        roles: Mapping[str, str] | None,
         parts: ShardTable,
         recomputed: Sequence[nn.Module],
     ) -> None:
         """`everyone`: all ranks that run the model's forward together, also those of the context axis.
 
-        `given` is the user's plan; the plan that a message suggests extends it.
+        `roles` is the user's plan; the plan that a message suggests extends it.
         """
-        self._given = given or {}
+        self._given = roles or {}
         self._model = model
         self._layout = layout
         self._plan = plan

@@ -304,13 +304,13 @@ _TRANSFORMERS: Mapping[str, Role] = {
 }
 
 
-def named(model: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
+def named(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, Role]:
     """The roles that a user's plan (name or pattern -> role) gives to modules.
 
     Raises LayoutError for a pattern that matches no module, an unknown role, and a role that the module can't have.
     """
     roles: dict[str, Role] = {}
-    for pattern, role in given.items():
+    for pattern, role in patterns.items():
         if not _is_role(role):
             raise LayoutError(f'run.tensor_plan: {pattern} is "{role}"; it can be {", ".join(get_args(Role))}')
         matches = {name: can_be(module) for name, module in model.named_modules() if fnmatchcase(name, pattern)}

@@ -155,14 +155,14 @@ def make_plan(
     blocks: Sequence[str],
     parts: int,
     *,
-    given: Mapping[str, str] | None = None,
+    roles: Mapping[str, str] | None = None,
     left_whole: Mapping[str, str] | None = None,
     by_head: Collection[str] = (),
     tokens_split: bool = False,
 ) -> TensorPlan:
     """Find the modules that can be sliced over `parts` ranks.
 
-    `blocks` are the names of the repeated layers. `given` (name or pattern -> role) overrides the plan of a
+    `blocks` are the names of the repeated layers. `roles` (name or pattern -> role) overrides the plan of a
     transformers model, which overrides what is found here. Modules in `left_whole` (module -> reason) stay whole, and
     so does an attention whose heads can't be divided over the ranks (`Heads.why_whole`). The columns in `by_head`
     fuse queries, keys and values head by head instead of one matrix after the other.
@@ -171,9 +171,9 @@ def make_plan(
     in a model that has only parametrized layers, all of its layers stay whole.
 
     With `tokens_split`, layers that take flattened samples, [batch * tokens, features], stay whole, since their input
-    has no token dimension to gather. Raises LayoutError for a wrong `given`, and if nothing can be sliced.
+    has no token dimension to gather. Raises LayoutError for a wrong `roles`, and if nothing can be sliced.
     """
-    own_roles = named(model, given or {})
+    own_roles = named(model, roles or {})
     vocabulary = _vocabulary(model, trace)
     left = dict(left_whole or {})
     stay: dict[str, Role] = dict.fromkeys((*_used_elsewhere(model, trace), *left), "whole")
