@@ -251,12 +251,12 @@ def test_ranges_cover_a_dimension_once() -> None:
 )
 def test_a_wrong_plan_is_refused(given: dict[str, str], message: str) -> None:
     with pytest.raises(LayoutError) as error:
-        planned(llama(), TEXTS, given=given)
+        planned(llama(), TEXTS, roles=given)
     assert message in str(error.value)
 
 
 def test_a_plan_of_ones_own_goes_before_what_is_found() -> None:
-    roles = planned(llama(), TEXTS, given={"*.0.mlp.down_proj": "whole", "lm_head": "whole"}).roles()
+    roles = planned(llama(), TEXTS, roles={"*.0.mlp.down_proj": "whole", "lm_head": "whole"}).roles()
     found = {name: role for name, role in roles.items() if ".0.mlp." in name or name == "lm_head"}
     assert found == {}
     assert roles["model.layers.1.mlp.down_proj"] == "row"

@@ -78,7 +78,7 @@ def agreed_units(
     # Ranks trace the forward with their own example, so with data-dependent control flow they may find different
     # units.
     dist.all_gather_object(answers, ([names[unit] for unit in units], followed), group=group)
-    everyone = [each for each in answers if each is not None]
+    everyone = [answer for answer in answers if answer is not None]
     modules = [model.get_submodule(name) for name in everyone[0][0] if all(name in theirs for theirs, _ in everyone)]
     return Units(modules=modules, may_differ=not all(whole for _, whole in everyone), writing=writing)
 

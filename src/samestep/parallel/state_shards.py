@@ -96,8 +96,8 @@ class _Stepped:
 def innermost(optimizer: Any) -> Iterator[Optimizer]:
     """Yield the optimizers, inside of wrappers, that hold this rank's optimizer state."""
     if isinstance(optimizer, Joined):
-        for each in optimizer.optimizers():
-            yield from innermost(each)
+        for member in optimizer.optimizers():
+            yield from innermost(member)
     elif isinstance(optimizer, WholeOptimizer):
         yield from (inner for inner, _ in optimizer.owned())
     elif isinstance(optimizer, LocalOptimizer):
@@ -113,8 +113,8 @@ def _stepped(optimizer: Any, model: nn.Module) -> Iterator[_Stepped]:
     """Yield all optimizers with state on this rank, with the names of the parameters that they step."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     if isinstance(optimizer, Joined):
-        for each in optimizer.optimizers():
-            yield from _stepped(each, model)
+        for member in optimizer.optimizers():
+            yield from _stepped(member, model)
     elif isinstance(optimizer, WholeOptimizer):
         for inner, owned in optimizer.owned():
             yield _Stepped(optimizer=inner, names=owned, held={})

@@ -413,7 +413,7 @@ def share_logits(
     except UserError:
         return None
     name = next(name for name, module in model.named_modules() if module is head)
-    ended = max((call.ended for each in split for call in trace.of(each)), default=0)
+    ended = max((call.ended for block in split for call in trace.of(block)), default=0)
     calls = trace.of(name)
     if len(calls) != 1 or calls[0].began < ended or head.out_features <= head.in_features:
         return None
